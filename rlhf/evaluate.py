@@ -15,6 +15,7 @@ the same problems, and prints for each model how many changed and a p-value.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import sys
@@ -49,6 +50,7 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
     from rlhf.cluster.engines import started_engines
     from rlhf.data.load import load_prompts
     from rlhf.data.model_files import load_tokenizer, truncate_token_id
+    from rlhf.environments.start import StartedEnvironments
     from rlhf.rewards.scorer import Scorer
     from rlhf.rollout.sampler import Sampler
     from rlhf.run.evaluation import evaluate
@@ -56,10 +58,12 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
 
     tokenizer = load_tokenizer(config.model)
     truncate_token = truncate_token_id(config.rollout, tokenizer)
-    loaded = load_prompts(config.data, "eval", tokenizer, gold_answer)
-    with Scorer(config.reward) as scorer:
+    loaded = load_prompts(config.data, "eval", tokenizer, gold_answer, acts=config.acts)
+    with contextlib.ExitStack() as exit_stack:
+        scorer = exit_stack.enter_context(Scorer(config.reward))
+        play = exit_stack.enter_context(StartedEnvironments(config, tokenizer)) if config.acts else None
         async with started_engines(config, trains=False) as engines:
-            sampler = Sampler(config, truncate_token, engines.generate, Grading(config, scorer, tokenizer))
+            sampler = Sampler(config, truncate_token, engines.generate, Grading(config, scorer, tokenizer), play)
             return await evaluate(loaded.prompts, sampler.for_evaluation, at_once=config.evaluation_groups_at_once)
 
 
@@ -67,7 +71,7 @@ def problems(config: GRPOConfig) -> Iterator[str]:
     """Reasons to refuse the evaluation."""
     if not config.data.eval:
         yield "data.eval is empty: there is nothing to evaluate on. Name a file or a hub data set."
-    if config.reward.leaves_something_ungraded:
+    if config.reward.leaves_something_ungraded and not config.environment.parts:
         yield "reward=[]: evaluation cannot use a reward model. Name a reward, such as reward=[{name: math}]."
     yield from evaluation_problems(config)
 

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from rlhf.run.restarts import train_with_restarts
     from rlhf.run.supervised_loop import train
 
-    encoder = SFTEncoder(load_tokenizer(config.model), config.data.template)
+    encoder = SFTEncoder(load_tokenizer(config.model), config.data.template, config.data.chat_template_kwargs)
     data = read_examples(config.data, encoder)
     for warning in encoder.warnings(data.train.tokens):
         say(f"warning: {warning}", file=sys.stderr)

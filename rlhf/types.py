@@ -9,6 +9,7 @@ Arrays are numpy: they cross process boundaries without torch. `x[t]` describes 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -68,6 +69,29 @@ class TokenSequence:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What its environment says of a finished rollout.
+
+    Attributes:
+        status: `ok`, or why the rollout has no reward of its own: `call_limit` or `environment_failed`.
+        reward: its own reward, a part of the whole one; None if it gives none.
+        parts: further named rewards. facts: for rollouts/ and for other parts of the reward.
+        attributes: of the environment, for reward functions that read `environments`.
+        error: what failed, on one line.
+    """
+
+    status: str = "ok"
+    reward: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+NEVER_SAMPLED = sys.maxsize  # version of a rollout without tokens: it is never too old
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One try at a prompt. Reward and advantage belong to it, and all of its sequences share them.
 
@@ -76,6 +100,7 @@ class Rollout:
         finish_reason: `stop` (an end-of-sequence id or a stop string), `length`, or `abort`.
         turns: the messages after the prompt, where there is more than one.
         facts: further facts by name, for rollouts/.
+        outcome: what its environment says of it; None without one.
     """
 
     prompt_id: str
@@ -85,6 +110,7 @@ class Rollout:
     finish_reason: str
     turns: tuple[dict[str, Any], ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
+    outcome: Outcome | None = None
 
     def __post_init__(self) -> None:
         assert self.sequences, "a rollout has at least one sequence"
@@ -96,7 +122,7 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int:
-        return min(span.version for span in self.version_spans)
+        return min((span.version for span in self.version_spans), default=NEVER_SAMPLED)
 
     @property
     def response_ids(self) -> np.ndarray:

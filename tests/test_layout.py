@@ -30,6 +30,7 @@ ON_THE_STACK = {
     "learner/deepspeed_settings.py": "deepspeed",
     "learner/rank.py": "deepspeed",
     "rollout/engine.py": "vllm",
+    "rollout/messages.py": "vllm",
     "weights/receivers.py": "vllm",
 }
 STACK = {"ray", "vllm", "deepspeed"}
@@ -38,8 +39,9 @@ STACK = {"ray", "vllm", "deepspeed"}
 LEVELS = (
     {"types"},
     {"config", "algo", "answers"},
-    {"log", "weights"},
+    {"log", "weights", "processes"},
     {"data", "rewards", "rollout", "learner", "step"},
+    {"environments"},
     {"plan"},
     {"cluster"},
     {"run"},
@@ -127,6 +129,25 @@ def test_schedules_need_not_even_torch() -> None:
 def test_the_comparison_of_answers_stands_alone(path: Path) -> None:
     assert packages(path, inside_functions=True) <= {"mpmath", "rlhf", "__future__", *sys.stdlib_module_names}
     assert {part_of(module) for module in own_imports(path)} <= {"answers"}
+
+
+# What the process of an environment imports: it may run under an interpreter that has no package of ours.
+IN_ANOTHER_INTERPRETER = ("calculator", "contract", "python_tool", "schema", "seeding", "serve")
+
+
+@pytest.mark.parametrize("name", IN_ANOTHER_INTERPRETER)
+def test_the_process_of_an_environment_needs_the_standard_library_alone(name: str) -> None:
+    path = PACKAGE / f"environments/{name}.py"
+    assert packages(path, inside_functions=True) <= {"rlhf", *sys.stdlib_module_names}
+    allowed = {"rlhf.environments", *(f"rlhf.environments.{other}" for other in IN_ANOTHER_INTERPRETER)}
+    assert {module for module in own_imports(path) if part_of(module) != "processes"} <= allowed
+    assert packages(PACKAGE / "environments/__init__.py", inside_functions=True) == set()
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "processes"], ids=name_of)
+def test_processes_need_the_standard_library_alone(path: Path) -> None:
+    assert packages(path, inside_functions=True) <= {"rlhf", "__future__", *sys.stdlib_module_names}
+    assert {part_of(module) for module in own_imports(path)} <= {"processes"}
 
 
 def test_importing_algo_imports_nothing() -> None:

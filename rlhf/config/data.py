@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import PurePath
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from rlhf.config.base import FilePath, NonNegative, Section, key
+from rlhf.config.base import FilePath, NonNegative, Section, key, with_home
 
-TemplateName = Literal["model", "chatml", "qwen-math", "tulu", "qa", "raw"]
+NamedTemplate = Literal["model", "chatml", "qwen-math", "tulu", "qa", "raw"]
+TEMPLATE_SUFFIX = ".jinja"
 AnswerFormat = Literal["auto", "gsm8k", "boxed", "text", "none"]
 
+ENVIRONMENT = "environment"  # as a path: the environment makes the prompts
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip")  # files that are not read, and not hub names
 USUAL_COLUMNS = {
@@ -28,6 +31,47 @@ USUAL_COLUMNS = {
 OPENS_THOUGHT = re.compile(  # at the end of a rendered prompt: the response begins inside a thought
     r"(?:<(?:seed:)?think(?:ing)?>|\[THINK\]|◁think▷|<\|channel\|>analysis<\|message\|>)\s*\Z"
 )
+
+
+def is_template_file(template: str) -> bool:
+    """Whether data.template is the path of a template, and not a name."""
+    return template.endswith(TEMPLATE_SUFFIX)
+
+
+def _known_template(template: str) -> str:
+    if is_template_file(template):
+        return with_home(template)
+    if template not in get_args(NamedTemplate):
+        raise ValueError(
+            f"{template!r} is no template. Use {', '.join(get_args(NamedTemplate))}, or the path of a file that ends "
+            f"with {TEMPLATE_SUFFIX}."
+        )
+    return template
+
+
+TemplateName = Annotated[str, AfterValidator(_known_template)]
+TEMPLATE_CHOICES = "chat template: model (its own), chatml, qwen-math, tulu, a .jinja file; or plain text: qa, raw"
+PLAIN = ("raw", "qa")  # templates without turns
+
+
+def _no_argument_of_ours(arguments: dict[str, Any]) -> dict[str, Any]:
+    if ours := sorted(OUR_ARGUMENTS & arguments.keys()):
+        raise ValueError(f"{', '.join(ours)}: rlhf passes it itself. Remove it.")
+    return arguments
+
+
+OUR_ARGUMENTS = {"messages", "conversation", "tools", "add_generation_prompt", "chat_template", "tokenize"}
+OUR_ARGUMENTS |= {"continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding"}
+TemplateArguments = Annotated[dict[str, Any], AfterValidator(_no_argument_of_ours)]
+
+
+def argument_problems(template: str | None, arguments: dict[str, Any]) -> Iterator[str]:
+    """A problem if arguments are set for a template that is plain text."""
+    if arguments and template in PLAIN:
+        yield (
+            f"data.chat_template_kwargs with data.template={template}: plain text takes no arguments. Remove them, or "
+            "name a chat template."
+        )
 
 
 class DatasetConfig(Section):
@@ -55,6 +99,11 @@ class SourceConfig(DatasetConfig):
     temperature: NonNegative | None = key(None, "data.eval: its own; null: evaluation.temperature")
     top_p: float | None = key(None, "data.eval: its own; null: evaluation.top_p", gt=0, le=1)
     max_response_tokens: PositiveInt | None = key(None, "data.eval: its own; null: evaluation.max_response_tokens")
+
+    @property
+    def is_environment(self) -> bool:
+        """Whether no file holds the prompts: the environment makes each one."""
+        return self.path == ENVIRONMENT
 
     @property
     def sampling(self) -> dict[str, float]:
@@ -113,7 +162,8 @@ class DataConfig(DatasetsConfig[SourceConfig]):
     answer_format: AnswerFormat = key(
         "auto", "where in its column: the first that fits, after the last ####, in the last box, all of it, or nowhere"
     )
-    template: TemplateName = key("model", "the tokenizer's chat template (model), or another; qa: Question:/Answer:")
+    template: TemplateName = key("model", TEMPLATE_CHOICES)
+    chat_template_kwargs: TemplateArguments = key({}, "what the chat template is given, {enable_thinking: false}")
     system_prompt: str | None = key(None, "system message for prompts that have none; null: none", min_length=1)
     prompt_suffix: str | None = key(None, "text added to the prompt on a line of its own; null: none", min_length=1)
     max_prompt_tokens: PositiveInt = key(1024, "longest prompt with its template, tokens; longer ones are left out")

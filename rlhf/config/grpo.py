@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from pydantic import field_validator
 
 from rlhf.config import sections
 from rlhf.config.base import key
-from rlhf.config.data import DataConfig
+from rlhf.config.data import ENVIRONMENT, DataConfig, argument_problems
+from rlhf.config.environment import EnvironmentConfig, tool_names
 from rlhf.config.program import (
     TrainingProgramConfig,
     dtype_problems,
@@ -33,6 +36,8 @@ class GRPOConfig(TrainingProgramConfig):
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     reward_model: RewardModelConfig | None = key(None, "a learned reward, added to `reward`; null: none")
+    environment: EnvironmentConfig = EnvironmentConfig()
+    tools: tuple[str, ...] = key((), "functions the model may call: your.module:function, calculator, python")
     rollout: sections.RolloutConfig
     algo: sections.AlgoConfig = sections.AlgoConfig()
     learner: sections.LearnerConfig = sections.LearnerConfig()
@@ -41,6 +46,24 @@ class GRPOConfig(TrainingProgramConfig):
     logging: sections.LoggingConfig = sections.LoggingConfig()
     cluster: sections.ClusterConfig = sections.ClusterConfig()
     plan: sections.PlanConfig = sections.PlanConfig()
+
+    @classmethod
+    def completed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Without data.train the environment makes the prompts, if there is one."""
+        data = values.get("data") or {}
+        if isinstance(data, dict) and not data.get("train") and _names_environments(values.get("environment")):
+            return {**values, "data": {**data, "train": ENVIRONMENT}}
+        return values
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _read_tools(cls, value: Any) -> Any:
+        return tool_names(value)
+
+    @property
+    def acts(self) -> bool:
+        """Whether the rollouts have an environment or tools."""
+        return bool(self.tools or self.environment.parts)
 
     @property
     def rollouts_per_step(self) -> int:
@@ -61,12 +84,11 @@ class GRPOConfig(TrainingProgramConfig):
 
     @property
     def max_sequence_tokens(self) -> int:
-        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        return self.data.max_prompt_tokens + self.rollout.longest
 
     @property
     def sequence_keys(self) -> str:
-        prompt, response = self.data.max_prompt_tokens, self.rollout.max_response_tokens
-        return f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}"
+        return f"data.max_prompt_tokens={self.data.max_prompt_tokens} + {self.rollout.longest_key}"
 
     @property
     def evaluations(self) -> dict[str, sections.EvaluationConfig]:
@@ -149,6 +171,12 @@ class GRPOConfig(TrainingProgramConfig):
                 "responses go on to max_response_tokens, and the text that is graded ends at that token alone. Name a "
                 "token and no stop strings, or set truncate=response."
             )
+        if rollout.longest < limit:
+            yield (
+                f"{rollout.max_rollout_tokens=} with {rollout.max_response_tokens=}: one turn may be longer than the "
+                "whole rollout. Raise the former to at least the latter, or set it to null."
+            )
+        yield from argument_problems(self.data.template, self.data.chat_template_kwargs)
         for evaluation in self.evaluations.values() or [self.evaluation]:
             if (evaluation.max_response_tokens or 0) > rollout.max_response_tokens:
                 yield (
@@ -161,6 +189,7 @@ class GRPOConfig(TrainingProgramConfig):
                     "all the same, and an engine takes one. Take one sample, or a temperature."
                 )
         yield from dtype_problems("model.dtype", self.model.dtype, self.cluster.device)
+        yield from _environment_problems(self)
 
     def contradictions(self) -> Iterator[str]:
         yield from _sampling_problems(self)
@@ -186,6 +215,7 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
         yield f"rollout.dynamic_sampling=true with {rollout.samples_per_prompt=}: {reason}"
     if rollout.dynamic_sampling_part is not None:
         common_parts = config.reward.parts_of_every_source + ("reward_model",) * (reward_model is not None)
+        common_parts += ("environment",) * bool(config.environment.parts)
         given = f"{rollout.dynamic_sampling_part=!s}"
         if not rollout.dynamic_sampling:
             yield f"{given} without rollout.dynamic_sampling: nothing reads it. Set that too, or remove it."
@@ -193,7 +223,7 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
             lists = ["reward.parts", *(f"reward.by_source.{source}" for source in config.reward.by_source)]
             remedy = f"Name a part that each of them has ({', '.join(common_parts) or 'none'}), or null."
             yield f"{given}: not in all of {' and '.join(lists)}, and groups without it would all be replaced. {remedy}"
-    if config.reward.leaves_something_ungraded and reward_model is None:
+    if config.reward.leaves_something_ungraded and reward_model is None and not config.environment.parts:
         remedy = "Name a reward, such as [{name: math}], or a reward_model."
         yield f"reward=[] without a reward_model: nothing would grade the responses. {remedy}"
     if rollout.max_policy_lag > 0 and algo.importance_correction == "none":
@@ -213,6 +243,31 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
         yield (
             f"run.deterministic=true with {reward_model.endpoint=!s}: nothing here can make its scores the same in a "
             "second run. Set reward_model.path instead, or deterministic=false."
+        )
+
+
+def _names_environments(environment: Any) -> bool:
+    """Whether this value of `environment`, not validated yet, names one."""
+    if isinstance(environment, dict):
+        return bool(environment.get("name") or environment.get("by_name"))
+    return isinstance(environment, str)
+
+
+def _environment_problems(config: GRPOConfig) -> Iterator[str]:
+    rollout, environment = config.rollout, config.environment
+    if not config.acts:
+        if any(source.is_environment for source in (*config.data.train, *config.data.eval)):
+            yield "data.train or data.eval is environment, without an environment: nothing makes prompts. Name one."
+        return
+    if rollout.stop or rollout.truncate_token is not None:
+        yield (
+            f"rollout.stop={list(rollout.stop)} and {rollout.truncate_token=!s} with an environment or tools: what "
+            "follows a turn is joined at the token with which the template ends it. Remove both keys."
+        )
+    if environment.by_name and any(source.is_environment for source in config.data.train):
+        yield (
+            "environment.by_name without data.train: no row chooses an environment. Name data with a column "
+            "`environment`, or one environment as environment.name."
         )
 
 
@@ -239,9 +294,8 @@ def _learner_problems(config: GRPOConfig) -> Iterator[str]:
     yield from profile_problems(config.logging.profile_steps, run.steps, "run.steps")
     if learner.max_tokens_per_microbatch < config.max_sequence_tokens:
         yield (
-            f"{learner.max_tokens_per_microbatch=}: one sequence may have data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {config.max_sequence_tokens} tokens. Raise the budget to at least that, or "
-            "shorten prompts or responses."
+            f"{learner.max_tokens_per_microbatch=}: one sequence may have {config.sequence_keys}: "
+            f"{config.max_sequence_tokens} tokens. Raise the budget to at least that, or shorten prompts or responses."
         )
     for role, training in config.trained_roles():
         if training.minibatches_per_epoch > config.rollouts_per_step:

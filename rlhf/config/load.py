@@ -28,6 +28,8 @@ NAMES_ELSEWHERE = {
     "batch_size": "rollout.prompts_per_step",
     "num_generations": "rollout.samples_per_prompt",
     "max_completion_length": "rollout.max_response_tokens",
+    "max_tool_calling_iterations": "rollout.max_turns",
+    "chat_template_path": "data.template",
     "max_prompt_length": "data.max_prompt_tokens",
     "num_iterations": "learner.epochs_per_step",
     "num_train_epochs": "run.steps",
@@ -76,7 +78,7 @@ def load_config(
     if unknown := [f"{key}={value}" for key, value in flat_keys(values).items() if HIDDEN in str(value)]:
         reason = "a secret stood here, which is stored nowhere. Set an environment variable to it, and write"
         raise ValueError("\n".join(f"{given}: {reason} ${{oc.env:VARIABLE}} in its place." for given in unknown))
-    config = validated(schema, complete(values))
+    config = validated(schema, complete(schema.completed(values)))
     if problems := [*contradictions(config), *check(config)]:
         raise ValueError("\n".join(problems))
     return config

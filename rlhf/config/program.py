@@ -40,6 +40,11 @@ class TrainingProgramConfig(Section):
         logging: sections.AnyLoggingConfig
         cluster: sections.LearnersConfig
 
+    @classmethod
+    def completed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The values of a config, before they are validated, with those that follow from others."""
+        return values
+
     def contradictions(self) -> Iterator[str]:
         """A sentence for each: the keys, their values, and what to change."""
         raise NotImplementedError

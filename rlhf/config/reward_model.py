@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from rlhf.config.base import FilePath, NonNegativeInt, Section, key
-from rlhf.config.data import TemplateName
+from rlhf.config.data import NamedTemplate
 from rlhf.config.model_folder import local_model_folder
 from rlhf.config.sections import AnyLearnerConfig, ModelDType
 from rlhf.config.supervised import SupervisedConfig, SupervisedDataConfig
@@ -34,7 +34,7 @@ class RewardModelConfig(Section):
     reference_samples: int | None = key(
         None, "responses of the start policy over which scores get mean 0 and variance 1; null: as above", ge=2
     )
-    template: TemplateName | None = key(None, "of its input, as data.template; null: as recorded, else model")
+    template: NamedTemplate | None = key(None, "of its input, as data.template; null: as recorded, else model")
     dtype: ModelDType = key("bfloat16", "type of its weights")
     replicas: PositiveInt = key(1, "copies of the model, a GPU each; or concurrent requests")
     max_tokens_per_batch: PositiveInt = key(16384, "tokens in one forward pass of one copy")
@@ -60,7 +60,7 @@ class RewardModelConfig(Section):
 class PairsConfig(SupervisedDataConfig):
     """Rows with `chosen` and `rejected`: messages, or texts with a `prompt`."""
 
-    template: TemplateName = key("model", "how a conversation is written, and will be for the trained model")
+    template: NamedTemplate = key("model", "how a conversation is written, and will be for the trained model")
 
 
 class RewardTrainerConfig(AnyLearnerConfig):

@@ -26,7 +26,7 @@ NAME = re.compile(
 )
 # Keys of a config with such a word that are no secrets: kinds and numbers of tokens, data columns, pass rates.
 PLAIN_NAME = re.compile(
-    r"(?:(?:stop|end|eos|bos|pad|think|special|truncate|max|min|num|new|buffer|prompt|response)_)+tokens?(?:_ids?)?"
+    r"(?:(?:stop|end|eos|bos|pad|think|special|truncate|max|min|num|new|buffer|prompt|response|rollout)_)+tokens?(?:_ids?)?"
     r"|token_values|(?:\w+_)?tokens_per_\w+|tokens|keys"
     r"|(?:answer|prompt|response|label|gold|id|by|sort|column)_keys?|pass_(?:threshold|rate)"
 )

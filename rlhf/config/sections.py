@@ -44,7 +44,12 @@ class RunConfig(AnyRunConfig):
 class RolloutConfig(Section):
     prompts_per_step: PositiveInt = Field(description="prompts of one training step, over all engines")
     samples_per_prompt: PositiveInt = Field(description="responses sampled for each prompt, the group size G")
-    max_response_tokens: PositiveInt = Field(description="longest response, tokens")
+    max_response_tokens: PositiveInt = Field(description="longest response, or turn of a rollout with several, tokens")
+    max_rollout_tokens: PositiveInt | None = key(
+        None, "all that follows the prompt, answers of tools too, tokens; null is max_response_tokens"
+    )
+    max_turns: PositiveInt | None = key(None, "responses of one rollout with tools or an environment; null: no limit")
+    max_rollout_s: PositiveFloat | None = key(None, "seconds after which a rollout gets no further turn; null: never")
     temperature: PositiveFloat = key(1.0, "sampling temperature; the learner divides its logits by it too")
     stop: tuple[str, ...] = key((), "strings that end a response, in addition to the model's eos ids")
     truncate_token: str | None = key(None, "token that also ends a response, as a stop that is kept; null: none")
@@ -75,6 +80,17 @@ class RolloutConfig(Section):
         check_tool_parser(value)
         return value
 
+    @property
+    def longest(self) -> int:
+        """The most tokens that may follow a prompt."""
+        return self.max_rollout_tokens or self.max_response_tokens
+
+    @property
+    def longest_key(self) -> str:
+        """The key that sets it, with its value, for messages."""
+        name = "max_response_tokens" if self.max_rollout_tokens is None else "max_rollout_tokens"
+        return f"rollout.{name}={self.longest}"
+
 
 class AlgoConfig(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = key(
@@ -90,7 +106,9 @@ class AlgoConfig(Section):
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = key(
         "token_mean", "mean over all tokens; mean over rollouts of their token means; or sum divided by a fixed length"
     )
-    constant_length: PositiveInt | None = key(None, "tokens, of loss_aggregation=constant; null is max_response_tokens")
+    constant_length: PositiveInt | None = key(
+        None, "tokens, of loss_aggregation=constant; null: the most after a prompt"
+    )
     kl_estimator: KLEstimator = key("k3", "estimator of KL(policy || reference)")
     kl_place: Literal["loss", "reward"] = key("loss", "where the KL penalty goes")
     kl_coef: NonNegative = key(0.0, "beta; 0 loads no reference model")
@@ -264,4 +282,4 @@ class PlanConfig(Section):
     engine_tokens_per_second: PositiveFloat | None = key(None, "rollout/tokens_per_second / cluster.engines")
     learner_tokens_per_second: PositiveFloat | None = key(None, "learner/tokens_per_second / cluster.learners")
     prompt_tokens: PositiveInt | None = key(None, "mean prompt length, tokens; null: data.max_prompt_tokens")
-    response_tokens: PositiveInt | None = key(None, "mean response length, tokens; null: rollout.max_response_tokens")
+    response_tokens: PositiveInt | None = key(None, "mean tokens after the prompt; null: the most that may follow it")

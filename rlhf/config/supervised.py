@@ -10,7 +10,7 @@ from pydantic import PositiveInt
 
 from rlhf.config import sections
 from rlhf.config.base import key
-from rlhf.config.data import DatasetConfig, DatasetsConfig, TemplateName
+from rlhf.config.data import DatasetConfig, DatasetsConfig, TemplateArguments, TemplateName, argument_problems
 from rlhf.config.program import (
     TrainingProgramConfig,
     dtype_problems,
@@ -102,6 +102,7 @@ class SFTDataConfig(SupervisedDataConfig):
     """Rows with `messages`, or with `prompt` and `completion`, each text or messages."""
 
     template: TemplateName | None = key(None, "as data.template of rlhf.grpo; null: model for messages, raw for texts")
+    chat_template_kwargs: TemplateArguments = key({}, "what the chat template is given, {enable_thinking: false}")
 
 
 class SFTLearnerConfig(sections.AnyLearnerConfig):
@@ -117,3 +118,7 @@ class SFTConfig(SupervisedConfig):
 
     data: SFTDataConfig
     learner: SFTLearnerConfig = SFTLearnerConfig()
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        yield from argument_problems(self.data.template, self.data.chat_template_kwargs)

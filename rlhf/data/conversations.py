@@ -14,21 +14,30 @@ which the completion's turns are. How the tokens of a turn are found:
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from rlhf.algo.packing import pack
-from rlhf.config.data import TemplateName
+from rlhf.config.data import PLAIN, TemplateName
 from rlhf.config.supervised import SupervisedDataConfig
-from rlhf.data.read import Source, config_sources, read_messages
-from rlhf.data.templates import PLAIN, chat_text, check_has_template, conversation_ids, render, tokenize
+from rlhf.data.read import Source, config_sources, read_messages, read_tools
+from rlhf.data.templates import (
+    chat_text,
+    check_has_template,
+    conversation_ids,
+    render,
+    safe_messages,
+    safe_tools,
+    tagged_ids,
+    template_source,
+    tokenize,
+)
 from rlhf.types import PackedTokens
 
 Message = dict[str, Any]
@@ -83,6 +92,7 @@ class SFTEncoder:
 
     Attributes:
         template: None: messages as the tokenizer's own writes them, texts as they are.
+        arguments: of a chat template (data.chat_template_kwargs).
 
     Raises:
         ValueError: from a call: the row cannot be read, or nothing of it would be trained; says what to change.
@@ -90,6 +100,7 @@ class SFTEncoder:
 
     tokenizer: Any
     template: TemplateName | None
+    arguments: Mapping[str, Any] | None = None
 
     def __call__(self, columns: dict[str, Any]) -> list[MaskedTokens]:
         given: list[Message] = []
@@ -103,13 +114,12 @@ class SFTEncoder:
         turns = [i for i in range(len(given), len(messages)) if messages[i]["role"] == "assistant"]
         if not turns:
             raise ValueError("it has no message of the assistant to train on. Correct or remove the row.")
-        tools = columns.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
+        tools = read_tools(columns)
         template = self.template or ("raw" if are_texts else "model")
         if template in PLAIN:
             ids, trained = self._plain(messages, turns, template)
-        elif template == "model" and self._has_tags:
-            ids, trained = self._tagged(messages, len(given), tools)
+        elif GENERATION_TAG.search(template_source(template, self.tokenizer)):
+            ids, trained = self._tagged(messages, len(given), tools, template)
         else:
             ids, trained = self._by_difference(messages, turns, tools, template)
         trained[:1] = False  # nothing predicts the first token
@@ -137,9 +147,11 @@ class SFTEncoder:
         marked = [mask[start] for start in (0, *starts)]
         return "".join(f">>>{text}<<<" if inside else text for inside, text in zip(marked, texts, strict=True))
 
-    @cached_property
-    def _has_tags(self) -> bool:
-        return bool(self.tokenizer.chat_template and GENERATION_TAG.search(self.tokenizer.get_chat_template()))
+    def _text(self, messages: list[Message], tools: Any, template: TemplateName, **options: Any) -> Any:
+        """A conversation in a chat template; control tokens are text, but for those that the assistant is to learn."""
+        messages = safe_messages(messages, template, self.tokenizer, keep_assistant=True)
+        options |= {"tools": safe_tools(tools, template, self.tokenizer), **(self.arguments or {})}
+        return chat_text(messages, template, self.tokenizer, KEY, **options)
 
     def _plain(self, messages: list[Message], turns: list[int], template: TemplateName) -> MaskedTokens:
         if turns != [len(messages) - 1]:
@@ -154,16 +166,14 @@ class SFTEncoder:
         texts = [prompt, prompt + messages[-1].get("content", "").removesuffix(end) + end]
         return self._differences(tokenize(texts, template, self.tokenizer), template)
 
-    def _tagged(self, messages: list[Message], given: int, tools: Any) -> MaskedTokens:
-        encoded = chat_text(
-            messages, "model", self.tokenizer, KEY,
-            tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
-        )  # fmt: skip
-        ids, trained = np.array(encoded["input_ids"], np.int32), np.array(encoded["assistant_masks"], bool)
+    def _tagged(self, messages: list[Message], given: int, tools: Any, template: TemplateName) -> MaskedTokens:
+        messages = safe_messages(messages, template, self.tokenizer, keep_assistant=True)
+        options = {"tools": safe_tools(tools, template, self.tokenizer), **(self.arguments or {})}
+        ids, trained = tagged_ids(messages, template, self.tokenizer, KEY, **options)
         trained[1:] |= trained[:-1] & (ids[1:] == self.tokenizer.eos_token_id)
         if given:
-            prompt = chat_text(messages[:given], "model", self.tokenizer, KEY, add_generation_prompt=True, tools=tools)
-            trained &= self._differences([*tokenize([prompt], "model", self.tokenizer), ids], "model").trained
+            prompt = self._text(messages[:given], tools, template, add_generation_prompt=True)
+            trained &= self._differences([*tokenize([prompt], template, self.tokenizer), ids], template).trained
         return MaskedTokens(ids, trained)
 
     def _by_difference(
@@ -172,7 +182,7 @@ class SFTEncoder:
         if turns[0] == 0:
             raise ValueError("its first message is the assistant's, which answers nothing. Put a prompt before it.")
         texts = [
-            chat_text(messages[:end], template, self.tokenizer, KEY, add_generation_prompt=end == turn, tools=tools)
+            self._text(messages[:end], tools, template, add_generation_prompt=end == turn)
             for turn in turns
             for end in (turn, turn + 1)
         ]

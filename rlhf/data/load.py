@@ -14,15 +14,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlhf.config.data import OPENS_THOUGHT, USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
+from rlhf.config.data import OPENS_THOUGHT, PLAIN, USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
 from rlhf.data.answers import GoldAnswer, extract_answer
-from rlhf.data.read import Row, Source, check_text, config_sources, read_messages, rows_per_epoch
+from rlhf.data.read import Row, Source, check_text, config_sources, read_messages, read_tools, rows_per_epoch
 from rlhf.data.templates import ROLES, render, tokenize
 from rlhf.types import Prompt
 
 Messages = tuple[dict[str, str], ...]
 MAX_PROMPT_CHARS = 4 * 2**20  # about a million tokens; a tokenizer takes seconds for them
 FIRST_ROWS = 16  # that are read to find one that can be used
+MADE_PROMPTS = {"train": 4096, "eval": 128}  # in an epoch of prompts that an environment makes, unless `rows` says it
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,14 @@ class LoadedPrompts:
 
 
 def load_prompts(
-    config: DataConfig, which: Literal["train", "eval"], tokenizer: Any, gold_answer: GoldAnswer
+    config: DataConfig, which: Literal["train", "eval"], tokenizer: Any, gold_answer: GoldAnswer, *, acts: bool = False
 ) -> LoadedPrompts:
     """Read and tokenize all sources of `data.train` or `data.eval`.
 
     Args:
         tokenizer: a transformers tokenizer.
         gold_answer: the grader's extractor, `answers.extract.gold_answer`.
+        acts: an environment goes with each prompt; rows without one get it from the environment, later.
 
     Raises:
         ValueError: a source, column or row cannot be used, or all prompts of a source are too long.
@@ -57,6 +59,10 @@ def load_prompts(
     loaded = LoadedPrompts({}, {}, {}, {})
     sources, longest = config_sources(config, which), config.max_prompt_tokens
     for key, settings in sources.items():
+        if settings.is_environment:
+            loaded.prompts[settings.label] = _made_prompts(config, which, settings)
+            loaded.dropped_too_long[settings.label], loaded.bad_rows[settings.label] = 0, []
+            continue
         source = Source(key, settings, which, skip=config.on_bad_row == "skip")
         rows = source.read()
         if settings.rows is not None and settings.rows > len(rows):
@@ -65,7 +71,7 @@ def load_prompts(
             )
         if which == "eval":
             rows = rows[: settings.rows or config.eval_rows]
-        prompts = _make_prompts(config, source, rows, tokenizer, gold_answer)
+        prompts = _make_prompts(config, source, rows, tokenizer, gold_answer, acts=acts)
         short = loaded.prompts[settings.label] = [prompt for prompt in prompts if len(prompt.token_ids) <= longest]
         if not short:
             shortest = min(len(prompt.token_ids) for prompt in prompts)
@@ -87,12 +93,28 @@ def first_usable(
     A source without one is skipped: loading it reports the reason.
     """
     for key, settings in config_sources(config, which).items():
+        if settings.is_environment:
+            continue
         with contextlib.suppress(ValueError, IndexError):
             source = Source(key, settings, which, skip=True)
             row, messages, answer = _usable_rows(config, source, [*islice(source.stream(), FIRST_ROWS)], gold_answer)[0]
             no_tokens, label = np.empty(0, np.int32), settings.label
             prompt = Prompt(f"{label}/{row.number}", 0, no_tokens, messages, answer, label, row.columns)
             yield f"row {row.number} of {key}={settings.path}", prompt
+
+
+def read_first_prompt(config: DataConfig, tokenizer: Any, gold_answer: GoldAnswer, *, acts: bool = False) -> Prompt:
+    """The first prompt of data.train, of whose rows only the first are read; `acts` as in `load_prompts`.
+
+    Raises:
+        ValueError: none of them can be used.
+    """
+    key, settings = next(iter(config_sources(config, "train").items()))
+    if settings.is_environment:
+        return _made_prompts(config, "train", settings)[0]
+    source = Source(key, settings, "train", skip=True)
+    rows = [*islice(source.stream(), FIRST_ROWS)]
+    return _make_prompts(config, source, rows, tokenizer, gold_answer, acts=acts)[0]
 
 
 def leave_out(
@@ -122,17 +144,35 @@ def first_prompt(loaded: LoadedPrompts) -> Prompt:
     return next(iter(loaded.prompts.values()))[0]
 
 
+def _made_prompts(config: DataConfig, which: Literal["train", "eval"], settings: SourceConfig) -> list[Prompt]:
+    """Prompts without text, which their environment writes; those to evaluate on have other ids, so other seeds."""
+    count = settings.rows or (config.eval_rows if which == "eval" else None) or MADE_PROMPTS[which]
+    begin = settings.label if which == "train" else f"{settings.label}/{which}"
+    no_tokens = np.empty(0, np.int32)
+    return [Prompt(f"{begin}/{number}", 0, no_tokens, (), "", settings.label) for number in range(1, count + 1)]
+
+
 def _make_prompts(
-    config: DataConfig, source: Source[SourceConfig], rows: list[Row], tokenizer: Any, gold_answer: GoldAnswer
+    config: DataConfig,
+    source: Source[SourceConfig],
+    rows: list[Row],
+    tokenizer: Any,
+    gold_answer: GoldAnswer,
+    *,
+    acts: bool,
 ) -> list[Prompt]:
     """The prompts of the rows that can be used. Raises ValueError: one cannot, and is not left out; or none can."""
-    usable = _usable_rows(config, source, rows, gold_answer)
-    texts = [render(messages, config.template, tokenizer) for _, messages, _ in usable]
+    usable = _usable_rows(config, source, rows, gold_answer, acts=acts)
+    texts = []
+    for row, messages, _ in usable:
+        tools = None if config.template in PLAIN else read_tools(row.columns)
+        how: dict[str, Any] = {"tools": tools, "arguments": config.chat_template_kwargs}
+        texts.append(render(messages, config.template, tokenizer, **how) if messages else "")
     token_ids, label = tokenize(texts, config.template, tokenizer), source.settings.label
     prompts = []
     for (row, messages, answer), text, ids in zip(usable, texts, token_ids, strict=True):
         with source.leave_out(row):
-            if not len(ids):
+            if not len(ids) and messages:
                 raise ValueError(
                     "it has no token: the tokenizer knows none of its characters. Remove the row, or use a tokenizer "
                     "for this data."
@@ -145,26 +185,33 @@ def _make_prompts(
 
 
 def _usable_rows(
-    config: DataConfig, source: Source[SourceConfig], rows: list[Row], gold_answer: GoldAnswer
+    config: DataConfig, source: Source[SourceConfig], rows: list[Row], gold_answer: GoldAnswer, *, acts: bool = False
 ) -> list[tuple[Row, Messages, str]]:
     """The rows whose prompt and answer can be read, with both. Raises ValueError unless the others are left out."""
     columns = list({name: None for row in rows for name in row.columns})  # in the order of the file
-    prompt_column = _pick_column("prompt_column", config, source, columns)
+    prompt_column = _pick_column("prompt_column", config, source, columns, optional=acts)
     answer_format, answer_column, answer = source.settings.answer_format or config.answer_format, "", ""
     if answer_format != "none":
-        answer_column = _pick_column("answer_column", config, source, columns)
+        answer_column = _pick_column("answer_column", config, source, columns, optional=acts)
     usable = []
     for row in rows:
         with source.leave_out(row):
-            messages = _read_prompt(config, row, prompt_column)
+            messages = _read_prompt(config, row, prompt_column) if prompt_column else ()
+            if config.template not in PLAIN:
+                read_tools(row.columns)
             if answer_column:
                 answer = _read_answer(row, answer_column, answer_format, gold_answer)
             usable.append((row, messages, answer))
     return usable
 
 
-def _pick_column(setting: str, config: DataConfig, source: Source[SourceConfig], columns: list[str]) -> str:
-    """The column that the config names, or the first usual one that exists, in upper or lower case."""
+def _pick_column(
+    setting: str, config: DataConfig, source: Source[SourceConfig], columns: list[str], *, optional: bool = False
+) -> str:
+    """The column that the config names, or the first usual one that exists, in upper or lower case.
+
+    "" if there is none and it is `optional`.
+    """
     if explicit := getattr(source.settings, setting) or getattr(config, setting):
         if explicit in columns or explicit.split(".")[0] in columns:
             return str(explicit)
@@ -173,6 +220,8 @@ def _pick_column(setting: str, config: DataConfig, source: Source[SourceConfig],
         usual, by_lower_case = USUAL_COLUMNS[setting], {column.lower(): column for column in reversed(columns)}
         if existing := [by_lower_case[name] for name in usual if name in by_lower_case]:
             return existing[0]
+        if optional:
+            return ""
         problem = f"{setting} is not set, and {source.path} has none of {', '.join(usual)}"
     raise ValueError(f"{source.key}: {problem}, only {', '.join(columns)}. Name one of these.")
 

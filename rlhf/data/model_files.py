@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.base import first_line
-from rlhf.config.data import TemplateName
+from rlhf.config.data import NamedTemplate
 from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.config.reward_model import RewardModelConfig, reward_model_record
 from rlhf.config.sections import ModelConfig, RolloutConfig
@@ -92,10 +92,10 @@ def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted({file for pattern in patterns for file in folder.glob(pattern)})
 
 
-def reward_template(config: RewardModelConfig) -> TemplateName:
+def reward_template(config: RewardModelConfig) -> NamedTemplate:
     """The template in which conversations are written for a reward model."""
     assert config.path is not None, "an endpoint writes them itself"
-    recorded: TemplateName | None = reward_model_record(config.path).get("template")
+    recorded: NamedTemplate | None = reward_model_record(config.path).get("template")
     return config.template or recorded or "model"
 
 
@@ -119,6 +119,14 @@ def load_tokenizer(model: ModelConfig, *, key: str = "model.path") -> Any:
     if problem := class_problem(model.path, key, generates=False):  # a hub model's config.json is here only now
         raise ValueError(problem)
     return tokenizer
+
+
+def stop_token_ids(path: str, tokenizer: Any) -> frozenset[int]:
+    """The ids that end a response in vLLM: the tokenizer's eos, and those of the model's generation config."""
+    file = local_model_folder(path) / "generation_config.json"
+    ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return frozenset([*own, *([ids] if isinstance(ids, int) else ids or [])])
 
 
 def truncate_token_id(rollout: RolloutConfig, tokenizer: Any) -> int | None:

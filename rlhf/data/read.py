@@ -281,6 +281,39 @@ def read_messages(value: Any, column: str, role: str, *, roles: Sequence[str] = 
     return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
 
+def read_tools(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The schemas of tools in the column `tools` of a row, JSON text or a list; None where there is none.
+
+    What is null in a list is left out: a column of Parquet gives every schema all names that any has.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    value = columns.get("tools")
+    tools: Any = value
+    if isinstance(value, str):
+        try:
+            tools = json.loads(value) if value.strip() else None
+        except ValueError:
+            tools = value
+    else:
+        tools = _without_nulls(value)
+    if not tools and not isinstance(tools, str):
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(
+            f"`tools` is {value!r:.80}, not a list of schemas, nor the JSON text of one. Write "
+            '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}].'
+        )
+    return tools
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
 def check_text(text: str, column: str) -> None:
     """Raise a ValueError if a string cannot be used as text."""
     problem = "a NUL character, which ends the text for many programs" if "\0" in text else ""

@@ -6,14 +6,17 @@ A chat template itself writes bos if its model needs it, so no special token is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhf.config.data import TemplateName
+from rlhf.config.data import PLAIN, TemplateName, is_template_file
 from rlhf.config.grpo import GRPOConfig
+from rlhf.data.control_tokens import MARK, control_tokens, split, without_marks
 from rlhf.data.model_files import reward_template
 
 ROLES = ("system", "user", "assistant")
@@ -38,14 +41,23 @@ TULU = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 CHAT_TEMPLATES = {"chatml": CHATML, "qwen-math": QWEN_MATH, "tulu": TULU}
-PLAIN = ("raw", "qa")
 
 
-def render(messages: Sequence[dict[str, str]], template: TemplateName, tokenizer: Any) -> str:
-    """The text of a prompt, up to the start of the response.
+def render(
+    messages: Sequence[dict[str, Any]],
+    template: TemplateName,
+    tokenizer: Any,
+    *,
+    tools: Any = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of a prompt, up to the start of the response, for `tokenize`; it may have marks of `control_tokens`.
 
     `raw` joins the contents of the messages with blank lines; `qa` marks user messages as questions and assistant
-    messages as answers. Raises as `chat_text` does.
+    messages as answers; both know no tools. Raises as `chat_text` does.
+
+    Args:
+        arguments: what a chat template is given in addition (data.chat_template_kwargs).
     """
     match template:
         case "raw":
@@ -53,8 +65,61 @@ def render(messages: Sequence[dict[str, str]], template: TemplateName, tokenizer
         case "qa":
             names = {"system": "", "user": "Question: ", "assistant": "Answer: "}
             return "".join(f"{names[message['role']]}{message['content']}\n" for message in messages) + "Answer:"
-    text: str = chat_text(messages, template, tokenizer, "data.template", add_generation_prompt=True)
+    messages, tools = safe_messages(messages, template, tokenizer), safe_tools(tools, template, tokenizer)
+    options = {"add_generation_prompt": True, "tools": tools, **(arguments or {})}
+    text: str = chat_text(messages, template, tokenizer, "data.template", **options)
     return text
+
+
+def safe_messages(
+    messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, *, keep_assistant: bool = False
+) -> list[dict[str, Any]]:
+    """The messages with the control tokens in their contents as text (see `control_tokens`).
+
+    What the assistant says may hold the marks of thoughts and calls, which are not special.
+
+    Args:
+        keep_assistant: what the assistant says stays as it is: the model is to learn it.
+    """
+    control = control_tokens(tokenizer, template_source(template, tokenizer))
+
+    def safe(message: dict[str, Any]) -> dict[str, Any]:
+        assistant = message["role"] == "assistant"
+        if assistant and keep_assistant:
+            return message
+        return {**control.as_text(message, special_only=assistant), "role": message["role"]}
+
+    return [safe(message) for message in messages]
+
+
+def safe_tools(tools: Any, template: TemplateName, tokenizer: Any) -> Any:
+    """The schemas of tools with control tokens as text."""
+    return control_tokens(tokenizer, template_source(template, tokenizer)).as_text(tools) if tools else None
+
+
+def template_source(template: TemplateName, tokenizer: Any) -> str:
+    """The source of a chat template, of all of them if a tokenizer has several."""
+    source = chat_template(template) or tokenizer.chat_template or ""
+    return source if isinstance(source, str) else "".join(source.values())
+
+
+def chat_template(template: TemplateName) -> str | None:
+    """The source of a chat template that is named, or in a file; None for the tokenizer's own.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    if not is_template_file(template):
+        return CHAT_TEMPLATES.get(template)
+    try:
+        return _read_template(Path(template).absolute())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"data.template={template}: the file cannot be read ({error}). Correct the path.") from None
+
+
+@lru_cache
+def _read_template(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def reward_input(config: GRPOConfig) -> Callable[..., np.ndarray]:
@@ -75,6 +140,7 @@ def conversation_ids(
         *prompt, response = messages
         text = render(prompt, template, tokenizer) + response["content"]
     else:
+        messages = safe_messages(messages, template, tokenizer)
         text = chat_text(messages, template, tokenizer, key, add_generation_prompt=False)
     return tokenize([text], template, tokenizer)[0]
 
@@ -90,7 +156,7 @@ def chat_text(
     check_has_template(template, tokenizer, key)
     from jinja2.exceptions import TemplateError
 
-    options = {"chat_template": CHAT_TEMPLATES.get(template), "tokenize": False, **options}
+    options = {"chat_template": chat_template(template), "tokenize": False, **options}
     try:
         return tokenizer.apply_chat_template(list(messages), **options)
     except TemplateError as error:  # templates raise it for a role that their model does not have
@@ -99,6 +165,27 @@ def chat_text(
             f"{key}={template}: the chat template refuses messages with the roles {roles} ({error}). "
             "Unset data.system_prompt if the model knows no system role, or choose another template."
         ) from error
+
+
+def tagged_ids(
+    messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, key: str, **options: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """The ids [L] int32 of a conversation, and a mask [L] that is True inside the template's {% generation %} tags."""
+    if MARK not in json.dumps([messages, options], ensure_ascii=False, default=str):
+        whole = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        encoded = chat_text(messages, template, tokenizer, key, **options, **whole)
+        return np.array(encoded["input_ids"], np.int32), np.array(encoded["assistant_masks"], bool)
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    text = chat_text(messages, template, tokenizer, key, **options)
+    source = tokenizer.get_chat_template(chat_template(template), tools=options["tools"])
+    arguments = {**tokenizer.special_tokens_map, **options, "return_assistant_tokens_mask": True}
+    rendered: Any = render_jinja_template([list(messages)], chat_template=source, **arguments)
+    spans = rendered[1][0]
+    ids, characters = _encode_pieces(text, tokenizer, with_places=True)
+    bounds = [[len(without_marks(text[:place])) for place in span] for span in spans]
+    inside = [any(start <= place < end for start, end in bounds) for place in characters]
+    return np.array(ids, np.int32), np.array(inside, bool)
 
 
 def check_has_template(template: TemplateName, tokenizer: Any, key: str) -> None:
@@ -111,12 +198,37 @@ def check_has_template(template: TemplateName, tokenizer: Any, key: str) -> None
 
 
 def tokenize(texts: Sequence[str], template: TemplateName, tokenizer: Any) -> list[np.ndarray]:
-    """Token ids [P] int32 of every rendered prompt."""
+    """Token ids [P] int32 of every rendered prompt; the marks of `control_tokens` are no part of it."""
     bos = tokenizer.bos_token_id
-    begins_with_bos = template in PLAIN and bos is not None and tokenizer("a")["input_ids"][0] == bos
+    plain = template in PLAIN
+    begins_with_bos = plain and bos is not None and tokenizer("a")["input_ids"][0] == bos
     token_ids = []
     for start in range(0, len(texts), ROWS_PER_BATCH):
         batch = list(texts[start : start + ROWS_PER_BATCH])
         encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        token_ids += [np.array([bos] * begins_with_bos + ids, dtype=np.int32) for ids in encoded["input_ids"]]
+        rows = encoded["input_ids"]
+        if not plain:
+            rows = [
+                _encode_pieces(text, tokenizer)[0] if MARK in text else ids
+                for text, ids in zip(batch, rows, strict=True)
+            ]
+        token_ids += [np.array([bos] * begins_with_bos + ids, dtype=np.int32) for ids in rows]
     return token_ids
+
+
+def _encode_pieces(text: str, tokenizer: Any, *, with_places: bool = False) -> tuple[list[int], list[int]]:
+    """The ids of a rendered text with marks; if asked, the place of each in the text without them, in characters.
+
+    A piece is tokenized after an end token, which is then taken off: no piece but the first begins as a text does, for
+    which some tokenizers add a space.
+    """
+    ids, places, length = list[int](), list[int](), 0
+    for number, piece in enumerate(split(text)):
+        before = tokenizer.eos_token if number and tokenizer.eos_token else ""
+        encoded = tokenizer(before + piece, add_special_tokens=False, return_offsets_mapping=with_places)
+        skipped = 1 if before else 0
+        ids += encoded["input_ids"][skipped:]
+        if with_places:
+            places += [length + start - len(before) for start, _ in encoded["offset_mapping"][skipped:]]
+        length += len(piece)
+    return ids, places

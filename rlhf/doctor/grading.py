@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from rlhf.config.printing import printable
 from rlhf.config.reward import RewardConfig
 from rlhf.data.model_files import load_tokenizer, truncate_token_id
 from rlhf.doctor.examination import Finding, Patient, Status
+from rlhf.environments.start import StartedEnvironments
 from rlhf.log.diagnosis import View
 from rlhf.log.reductions import to_values
 from rlhf.rewards.grade import TIMEOUT
@@ -31,7 +33,7 @@ HANG_S = 1.0  # then the hanging grader is killed
 async def check_scorer(_: Patient) -> Finding:
     """A right answer gets 1, a wrong one 0, and a grader that hangs is killed while the others go on."""
     config = RewardConfig.model_validate(
-        {"parts": ["math", HANGING], "workers": 2, "spares": 1, "wall_seconds": HANG_S, "cpu_seconds": HANG_S}
+        {"parts": ["math", HANGING], "workers": 2, "wall_seconds": HANG_S, "cpu_seconds": HANG_S}
     )
     responses, gold = [r"It is \boxed{5}.", r"It is \boxed{6}."], ["5", "5"]
     with await in_thread(Scorer, config) as scorer:
@@ -68,9 +70,13 @@ async def check_responses(patient: Patient) -> Finding:
     _ = patient.canary  # without agreement there is nothing to learn from the answers
     prompts = patient.prompts[:: max(1, len(patient.prompts) // SAMPLED_PROMPTS)][:SAMPLED_PROMPTS]  # of all sources
     tokenizer = await in_thread(load_tokenizer, config.model)
-    with await in_thread(Scorer, config.reward) as scorer:
+    with contextlib.ExitStack() as exit_stack:
+        scorer = exit_stack.enter_context(await in_thread(Scorer, config.reward))
+        play = (
+            exit_stack.enter_context(await in_thread(StartedEnvironments, config, tokenizer)) if config.acts else None
+        )
         grading = Grading(config, scorer, tokenizer, reward_model_client(config, engines.cluster))
-        sampler = Sampler(config, truncate_token_id(config.rollout, tokenizer), engines.generate, grading)
+        sampler = Sampler(config, truncate_token_id(config.rollout, tokenizer), engines.generate, grading, play)
         groups = await asyncio.gather(*map(sampler.for_training, prompts))
         statuses = {f"reward/status/{name}": float(count) for name, count in scorer.counters.items()}
     return judge_responses(config, groups, statuses, tiny=patient.tiny)

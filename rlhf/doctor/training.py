@@ -251,7 +251,7 @@ def _full_microbatches(config: GRPOConfig, ids: np.ndarray) -> tuple[GRPOConfig,
         budget, longest = min(budget, BUDGET_ON_CPU), min(longest, LONGEST_ON_CPU)
     longest = min(longest, budget)
     learner = config.learner.model_copy(update={"max_tokens_per_microbatch": budget, "minibatches_per_epoch": 1})
-    prompt = max(1, longest - config.rollout.max_response_tokens)
+    prompt = max(1, longest - config.rollout.longest)
     mask, zeros = np.arange(longest) >= prompt, np.zeros(longest, np.float32)
     rng, rollouts = np.random.default_rng(0), []
     for sample in range(MICROBATCHES * config.cluster.learners * (budget // longest)):

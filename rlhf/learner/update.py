@@ -82,7 +82,7 @@ def policy_microbatch(
     loss = losses.aggregate(
         per_token, mask, tokens.cu_seqlens, tokens.rollout_tokens,
         aggregation=algo.loss_aggregation, tokens=denominators.tokens, rollouts=denominators.rollouts,
-        constant_length=algo.constant_length or config.rollout.max_response_tokens,
+        constant_length=algo.constant_length or config.rollout.longest,
     )  # fmt: skip
     if routing is not None:
         trained = segment_counts(mask, tokens.cu_seqlens) > 0

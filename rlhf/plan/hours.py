@@ -17,7 +17,7 @@ def expected_time(config: GRPOConfig) -> list[tuple[str, str]]:
     plan, cluster = config.plan, config.cluster
     if plan.engine_tokens_per_second is None or plan.learner_tokens_per_second is None:
         return []
-    response = plan.response_tokens or config.rollout.max_response_tokens
+    response = plan.response_tokens or config.rollout.longest
     sampled = config.rollouts_per_step * response
     tokens = sampled + config.rollouts_per_step * (plan.prompt_tokens or config.data.max_prompt_tokens)
     roles = config.roles()

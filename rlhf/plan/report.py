@@ -21,7 +21,8 @@ from rlhf.config.printing import printable
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role, Training
 from rlhf.config.sections import ClusterConfig
 from rlhf.data.model_checks import model_problems
-from rlhf.data.read import count_rows, rows_per_epoch, too_few_prompts
+from rlhf.data.model_files import local_model_config
+from rlhf.data.read import count_rows, local_path, rows_per_epoch, too_few_prompts
 from rlhf.plan.hours import expected_time
 from rlhf.plan.memory import GIB, Part, RoleMemory, checkpoint_bytes, kv_cache, memory_of_roles, planned_problems, total
 from rlhf.plan.model_shape import ModelShape, config_at, read_shape
@@ -34,10 +35,37 @@ CELL_WIDTH = 10  # characters; the usual eight cells and the node's name fit in 
 
 
 def print_plan(config: GRPOConfig, *, plan: bool = True, whole_config: bool = False) -> None:
-    """Print the plan, and the config with every default."""
+    """Print the plan, and the config with every default; then the first prompt, which takes seconds of imports."""
     title = f"Plan of run.dir={config.run.dir}; --print-config prints every key with its value\n\n"
     parts = ([title + plan_text(config)] if plan else []) + ([resolved_yaml(config)] if whole_config else [])
     print_text("\n".join(parts))
+    if plan:
+        print_text(first_prompt_text(config))
+
+
+def first_prompt_text(config: GRPOConfig) -> str:
+    """The first prompt as the model will be given it; "" where its model or its data is not on this machine."""
+    first, path = config.data.train[0], local_path(config.data.train[0])
+    is_here = first.is_environment or (path is not None and path.exists())
+    if local_model_config(config.model.path) is None or not is_here:
+        return ""
+    from rlhf.answers.extract import gold_answer
+    from rlhf.data.load import read_first_prompt, show_prompt
+    from rlhf.data.model_files import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(config.model)
+        prompt = read_first_prompt(config.data, tokenizer, gold_answer, acts=config.acts)
+        if config.acts:
+            from rlhf.config.cli import run_async
+            from rlhf.environments.start import StartedEnvironments
+
+            with StartedEnvironments(config, tokenizer) as environments:
+                prompt = run_async(environments.first_prompt(prompt))
+        text = show_prompt(prompt, tokenizer)
+    except ValueError as error:
+        text = f"none: {error}"
+    return f"\nFirst prompt\n{text}\n"
 
 
 def print_text(text: str) -> None:
@@ -112,6 +140,7 @@ def _batches(config: GRPOConfig, prompts: int | str) -> list[str]:
     budget = learner.max_tokens_per_microbatch
     microbatches = -(-minibatch // (budget // longest))
     by_role = [_updates(role.name, training) for role, training in config.trained_roles()]
+    response = "response" if rollout.max_rollout_tokens is None else "rollout"
     passes = [name for name, on in (("old", config.needs_old_logprobs_pass), ("ref", config.needs_reference)) if on]
     return rows(
         ("rollouts per step", f"{rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt} = {per_step:,}"),
@@ -120,10 +149,10 @@ def _batches(config: GRPOConfig, prompts: int | str) -> list[str]:
          " rollouts, one optimizer step each"),
         *by_role,
         ("data", _epochs(config, prompts)),
-        ("longest sequence", f"{config.data.max_prompt_tokens:,} prompt + {rollout.max_response_tokens:,} response = "
+        ("longest sequence", f"{config.data.max_prompt_tokens:,} prompt + {rollout.longest:,} {response} = "
          f"{longest:,} tokens"),
         ("tokens per step, at most", f"{per_step:,} x {longest:,} = {per_step * longest:,}, of which sampled "
-         f"{per_step * rollout.max_response_tokens:,}"),
+         f"{per_step * rollout.longest:,}"),
         ("microbatches, at most", f"{microbatches:,} of {budget:,} tokens per minibatch, "
          f"{-(-microbatches // config.cluster.learners):,} per learner"),
         ("passes before the update", f"log-probs of {' and '.join(passes)} policy" if passes else "none"),
@@ -328,7 +357,7 @@ def memory_warnings(
     if kv_tokens < longest:
         yield (
             f"KV cache: an engine holds {kv_tokens:,} tokens, not even one sequence of {longest:,} "
-            f"(data.max_prompt_tokens + rollout.max_response_tokens). Raise {keys}, or shorten sequences."
+            f"({config.sequence_keys}). Raise {keys}, or shorten sequences."
         )
     elif kv_tokens < per_group:
         yield (

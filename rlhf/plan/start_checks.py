@@ -29,8 +29,8 @@ SHARED_MEMORY_MIB = 256
 
 
 def start_problems(config: GRPOConfig) -> list[str]:
-    """Reasons to refuse a training run with rollouts: those of any run, and the user's rewards."""
-    return run_problems(config) + reward_problems(config)
+    """Reasons to refuse a training run with rollouts: those of any run, and the user's rewards and environments."""
+    return run_problems(config) + reward_problems(config) + environment_problems(config)
 
 
 def run_problems(config: TrainingProgramConfig) -> list[str]:
@@ -41,7 +41,8 @@ def run_problems(config: TrainingProgramConfig) -> list[str]:
 def evaluation_problems(config: GRPOConfig) -> list[str]:
     """Reasons to refuse an evaluation, which starts only engines."""
     machine = _machine_problems(config, trains=False)
-    return input_problems(config, trains=False) + machine + reward_problems(config, trains=False)
+    rewards = reward_problems(config, trains=False)
+    return input_problems(config, trains=False) + machine + rewards + environment_problems(config)
 
 
 def input_problems(config: TrainingProgramConfig, *, trains: bool = True, with_data: bool = True) -> list[str]:
@@ -178,7 +179,21 @@ def shared_memory_problems(folder: Path) -> Iterator[str]:
         )
 
 
-# --- the user's rewards ---
+# --- the user's environments and rewards ---
+
+
+def environment_problems(config: GRPOConfig) -> list[str]:
+    """Why an environment or a tool cannot be loaded, or be offered to a model."""
+    if not config.acts:
+        return []
+    # imported here: a run without environments needs none of it
+    from rlhf.environments.hosts import Hosts
+
+    try:
+        Hosts(config.environment, config.tools).close()
+    except (ValueError, RuntimeError) as error:
+        return [str(error)]
+    return []
 
 
 def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
@@ -187,7 +202,7 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
     A function that raises, runs into a limit or returns no number is refused, unless `reward.failure_fraction` is 1.
     Built-in rewards are tried with every gold answer later.
     """
-    reward = config.reward.model_copy(update={"workers": 1, "spares": 0})
+    reward = config.reward.model_copy(update={"workers": 1})
     if not any(part.is_user_function for part in reward.all_parts) or reward.failure_fraction == 1:
         return []
     # imported here, so that --plan needs no numpy

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import json
 import math
-import os
-import sys
 import traceback
 from bdb import BdbQuit
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from types import ModuleType
 from typing import Any
 
 from rlhf.answers.extract import alternatives, gold_answer
 from rlhf.config.reward import OPTIONS_OF_REWARD
-from rlhf.rewards.confinement import NO_FILE, NO_NETWORK, NO_SHARED_MEMORY, refusing_side_effects
-from rlhf.rewards.grade import FAILED, OK, TIMEOUT, UNSCORABLE, Grade
+from rlhf.processes.attributes import EnvironmentView
+from rlhf.processes.code import load_module
+from rlhf.processes.confinement import remedy
+from rlhf.rewards.grade import FAILED, NOT_JUDGED, OK, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.math import check_gold, math_reward
+from rlhf.rewards.refusal import refusing_side_effects
 from rlhf.rewards.shaping import length_reward, repetition_reward
 from rlhf.rewards.simple import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
+from rlhf.rewards.trl_rewards import Judged, as_completion, judge, takes_a_group_as_trl_does
 
 # name -> function(job, options)
 REWARDS: dict[str, Callable[[dict[str, Any], Any], Grade]] = {
@@ -41,6 +40,7 @@ NO_DEBUGGER = (
     "A grading process has no terminal, so no debugger can run in it. Call the function from a script of your own, or "
     "print(): the lines reach the log. `rlhf score FILE --reward NAME` tries it on a file"
 )
+OURS = {"columns", "metadata"}  # arguments that TRL has not
 AS_GROUP = "Set `group: true` next to its name if it takes all responses to a prompt and returns a list, as TRL's do"
 
 
@@ -98,46 +98,28 @@ def load_user_function(part: dict[str, Any]) -> Callable[..., Any]:
     name = part["name"]
     module_name, _, attribute = name.rpartition(":")
     try:
-        module = _module_of_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except BaseException as error:  # a module may raise anything, SystemExit too
-        remedy = _remedy(error, otherwise="Install the package, or start the run from the folder that holds it")
-        problem = f"{module_name} cannot be imported: {type(error).__name__}: {error}. {remedy}".removesuffix(". ")
+        module = load_module(name)
+    except BaseException as error:
+        advice = remedy(error, otherwise="Install the package, or start the run from the folder that holds it")
+        problem = f"{module_name} cannot be imported: {type(error).__name__}: {error}. {advice}".removesuffix(". ")
         raise ValueError(f"reward name={name!r}: {problem}.") from None
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"reward name={name!r}: {module_name} has no function {attribute}. Correct the name.")
+    if is_of_trl(function):
+        return function
     try:
         signature = inspect.signature(function)
-        if "completions" in signature.parameters and not part["group"]:
-            raise TypeError("it takes `completions`, as TRL's functions do, which is a list")
         signature.bind("", answer="", columns={}, metadata={}, **part["options"])
     except TypeError as error:
         first = "responses" if part["group"] else "response"
         raise ValueError(
             f"reward name={name!r}: {attribute}{inspect.signature(function)} cannot be called: {error}. It gets "
             f"({', '.join([first, 'answer=, columns=, metadata=', *part['options']])}); add **_ for what it ignores."
-            + (f" {AS_GROUP}." if not part["group"] and "completions" in str(error) else "")
         ) from None
     except ValueError:  # a function in C without a signature
         pass
     return function
-
-
-def _module_of_file(path: str) -> ModuleType:
-    """Import a Python file once; its name is its full path, so that no other file or module has the same name."""
-    name = os.path.realpath(path)
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def waits(function: Callable[..., Any]) -> bool:
@@ -148,14 +130,47 @@ def waits(function: Callable[..., Any]) -> bool:
 
 
 def _start(function: Callable[..., Any], job: dict[str, Any]) -> Any:
+    if is_of_trl(function):
+        return _judge(function, job)
     given = {name: job[name] for name in ("answer", "columns", "metadata")}
     return function(job["responses"] if "responses" in job else job["response"], **given, **job["options"])
+
+
+def is_of_trl(function: Callable[..., Any]) -> bool:
+    """Whether a function has TRL's signature, and not ours with a first argument of that name."""
+    return takes_a_group_as_trl_does(function) and not OURS & inspect.signature(function).parameters.keys()
+
+
+def _judge(function: Callable[..., Any], job: dict[str, Any]) -> Any:
+    """A call for a group in TRL's signature, as a coroutine."""
+    metadata, answered = job["metadata"], zip(job["responses"], job["metadata"], strict=True)
+    said = [about.get("turns") or [{"role": "assistant", "content": text}] for text, about in answered]
+    views = [EnvironmentView(about["attributes"]) for about in metadata if about.get("attributes")]
+    return judge(
+        function,
+        prompts=[about["messages"] for about in metadata],
+        completions=[as_completion(turns) for turns in said],
+        completion_ids=[about.get("completion_ids", ()) for about in metadata],
+        rows=[job["columns"]] * len(metadata),
+        environments=views if len(views) == len(metadata) else None,
+    )
+
+
+def _end(coroutine: Any) -> Any:
+    """The result of a coroutine that never waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    coroutine.close()
+    raise RuntimeError("it waits. Write `async def`.")
 
 
 def call_user_function(function: Callable[..., Any], job: dict[str, Any]) -> Grade:
     """Call `function(response, answer=, columns=, metadata=, **options)` and check what it returns."""
     try:
-        return _grade(function, _start(function, job), job)
+        result = _start(function, job)
+        return _grade(function, _end(result) if inspect.iscoroutine(result) else result, job)
     except MemoryError:
         raise
     except BaseException as error:
@@ -184,6 +199,10 @@ def _grade(function: Callable[..., Any], result: Any, job: dict[str, Any]) -> Gr
     """The grade of what a function returned for one response, or for a group."""
     if "responses" not in job:
         return _grade_of_one(function, result)
+    if isinstance(result, Judged):
+        logged = {name: sum(values) / len(values) for name, values in result.metrics.items() if values}
+        one = [Grade(value, NOT_JUDGED if value is None else OK, metrics=logged) for value in result.rewards]
+        return Grade(None, OK, group=tuple(one))
     if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != len(job["responses"]):
         returned = f"{len(result)} values" if isinstance(result, Sequence) else type(result).__name__
         return _failed(function, f"returned {returned} for a group of {len(job['responses'])}")
@@ -220,22 +239,6 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _remedy(error: BaseException, *, otherwise: str = "") -> str:
-    """How to get what the confinement of a worker refused; "" if the error says it, `otherwise` for other errors."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    raised_in = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
-    match error:
-        case _ if NO_NETWORK in str(error):
-            return ""
-        case BdbQuit():
-            return NO_DEBUGGER
-        case PermissionError():
-            return NO_SHARED_MEMORY if raised_in.startswith("multiprocessing.") else NO_FILE
-        case KeyError(args=(str(variable), *_)) if raised_in == "os":
-            return f"If this environment variable is set where the run starts, set `env: [{variable}]` next to the name"
-    return otherwise
-
-
 def _failed(function: Callable[..., Any], problem: str | BaseException) -> Grade:
     """`file:line: problem`, with the innermost line in the package of the function, or the line of its definition."""
     locations = []
@@ -246,8 +249,8 @@ def _failed(function: Callable[..., Any], problem: str | BaseException) -> Grade
             for frame, line in list(traceback.walk_tb(problem.__traceback__))[1:]  # the first frame is in this file
             if str(frame.f_globals.get("__name__")).partition(".")[0] == package
         ]
-        text, remedy = f"{type(problem).__name__}: {problem}".removesuffix(": "), _remedy(problem)
-        problem = f"{text}. {remedy}" if remedy else text
+        advice = NO_DEBUGGER if isinstance(problem, BdbQuit) else remedy(problem)
+        problem = ". ".join(filter(None, [f"{type(problem).__name__}: {problem}".removesuffix(": "), advice]))
     unwrapped = inspect.unwrap(function)
     if not locations and inspect.isfunction(unwrapped):
         locations = [f"{unwrapped.__code__.co_filename}:{unwrapped.__code__.co_firstlineno}: "]

@@ -15,12 +15,11 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from rlhf.config.data import OPENS_THOUGHT, USUAL_COLUMNS
+from rlhf.config.printing import to_stderr
 from rlhf.config.reward import RewardConfig, RewardPart
-from rlhf.rewards.confinement import Grants
-from rlhf.rewards.grade import BAD_GOLD, DIED, FAILED, NO_ANSWER, OK, STATUSES, TIMEOUT, UNSCORABLE, Grade
-from rlhf.rewards.output import to_stderr
-from rlhf.rewards.pool import Pool
-from rlhf.rewards.processes import default_workers
+from rlhf.processes.confinement import Grants
+from rlhf.rewards.grade import BAD_GOLD, DIED, FAILED, NO_ANSWER, NOT_JUDGED, OK, STATUSES, TIMEOUT, UNSCORABLE, Grade
+from rlhf.rewards.pool import Pool, default_workers, grants_of
 from rlhf.types import Prompt, Rollout, ScoredRollout
 
 MAX_CHECKS_AT_ONCE = 4096  # gold answers in the pool at the same time: a data set may have millions
@@ -57,11 +56,11 @@ class Scorer:
         self._over_budget = ""
         by_grants: dict[Grants, list[RewardPart]] = {Grants(): []}
         for part in config.all_parts:
-            by_grants.setdefault(Grants.of(part), []).extend([part] if part.is_user_function else [])
+            by_grants.setdefault(grants_of(part), []).extend([part] if part.is_user_function else [])
         for grants in by_grants:
-            grants.environment()  # raises ValueError, before anything is started
+            grants.environment("reward")  # raises ValueError, before anything is started
         self._pools: dict[Grants, Pool] = {}
-        limits = config.model_dump(include={"spares", "cpu_seconds", "wall_seconds", "memory_mb"})
+        limits = config.model_dump(include={"cpu_seconds", "wall_seconds", "memory_mb"})
         limits["workers"] = config.workers or default_workers()
         try:
             for grants, functions in by_grants.items():
@@ -85,7 +84,7 @@ class Scorer:
 
     @property
     def sources(self) -> dict[str, dict[str, str]]:
-        """Fingerprints of the code of the user functions (`rewards/sources.py`)."""
+        """Fingerprints of the code of the user functions (`processes/code.py`)."""
         return {name: files for pool in self._pools.values() for name, files in pool.sources.items()}
 
     @property
@@ -110,8 +109,14 @@ class Scorer:
     ) -> tuple[ScoredRollout, ...]:
         """Grade the responses to one prompt: each by itself, or, where a part says `group`, all in one call."""
         parts = self.config.parts_of(prompt.source)
-        metadata = [_metadata(prompt, rollout.finish_reason, rollout.response_length) for rollout in rollouts]
-        futures = [self._submit(part, _jobs(part, texts, prompt.answer, prompt.columns, metadata)) for part in parts]
+        metadata = [_metadata(prompt, r.finish_reason, r.response_length) | _of_turns(prompt, r) for r in rollouts]
+        of_trl = metadata
+        if any(map(self._is_of_trl, parts)):
+            of_trl = [about | _of_trl(rollout) for about, rollout in zip(metadata, rollouts, strict=True)]
+        futures = [
+            self._submit(part, self._jobs(part, texts, prompt, of_trl if self._is_of_trl(part) else metadata))
+            for part in parts
+        ]
         columns = [_of_each([await asyncio.wrap_future(future) for future in many], len(texts)) for many in futures]
         before = self.counters.copy()
         grades = [self._combine(parts, [column[row] for column in columns], prompt.id) for row in range(len(texts))]
@@ -125,9 +130,9 @@ class Scorer:
         """Grade the first response, or all as a group, by each user function; its error by its name. Counts nothing."""
         errors = {}
         for part in filter(lambda part: part.is_user_function, self.config.parts_of(prompt.source)):
-            texts = responses if part.group else responses[:1]
+            texts = responses if part.group or self._is_of_trl(part) else responses[:1]
             metadata = [_metadata(prompt, "stop", len(text.split())) for text in texts]
-            (future,) = self._submit(part, _jobs(part, texts, prompt.answer, prompt.columns, metadata))
+            (future,) = self._submit(part, self._jobs(part, texts, prompt, metadata))
             if failed := [grade for grade in _of_each([future.result()], 1) if grade.status in FAILURES]:
                 errors[part.name] = _error(failed[0])
         return errors
@@ -147,7 +152,10 @@ class Scorer:
             ([text], gold if isinstance(gold, str) else json.dumps(list(gold)), row, [_no_metadata(text, row)])
             for text, gold, row in zip(responses, golds, columns or [{}] * len(golds), strict=True)
         ]
-        return [self._submit(part, [job for row in rows for job in _jobs(part, *row)]) for part in self.config.parts]
+        return [
+            self._submit(part, [job for row in rows for job in _jobs(part, *row, together=self._is_of_trl(part))])
+            for part in self.config.parts
+        ]
 
     def graded_batch(self, batches: Sequence[Sequence[Future[Grade]]], *, first_row: int = 0) -> list[Grade]:
         """Wait for the results of `submit_batch`, in order. An error names the row on which a user function failed."""
@@ -210,27 +218,40 @@ class Scorer:
                     messages.append(f"reward {part.name}: {count} of {self._calls(part)} calls failed with {error}")
         return messages
 
+    def _is_of_trl(self, part: RewardPart) -> bool:
+        """Whether a part is a function in TRL's signature, which takes a group."""
+        return part.is_user_function and part.name in self._pools[grants_of(part)].groups
+
+    def _jobs(
+        self, part: RewardPart, texts: Sequence[str], prompt: Prompt, metadata: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        return _jobs(part, texts, prompt.answer, prompt.columns, metadata, together=self._is_of_trl(part))
+
     def _calls(self, part: RewardPart, statuses: Sequence[str] = STATUSES) -> int:
         return sum(self.counters[f"{part.name}/{status}"] for status in statuses)
 
     def _submit(self, part: RewardPart, jobs: Sequence[dict[str, Any]]) -> list[Future[Grade]]:
         if self._over_budget:
             raise RuntimeError(self._over_budget)
-        return self._pools[Grants.of(part)].submit_many(jobs)
+        return self._pools[grants_of(part)].submit_many(jobs)
 
     def _combine(self, parts: Sequence[RewardPart], grades: Sequence[Grade], row: str) -> Grade:
         """The grade of one response by the whole reward, from those by its parts."""
         values: dict[str, float | None] = {}
         metrics: dict[str, float | None] = {}
-        status, extracted, total = OK, "", 0.0
+        status, extracted, total, judged, unscorable = OK, "", 0.0, 0, False
         for part, grade in zip(parts, grades, strict=True):
             self._count(part, grade, row)
             values[part.name] = value = _value(part, grade)
             metrics |= {f"{part.name}/{name}": number for name, number in grade.metrics.items()}
             total += part.weight * (value or 0.0)
-            status = status if status != OK else grade.status
+            status = status if status != OK or grade.status == NOT_JUDGED else grade.status
             extracted = extracted or grade.extracted
-        reward = None if None in values.values() else total
+            judged += grade.status != NOT_JUDGED
+            unscorable |= value is None and grade.status != NOT_JUDGED
+        if parts and not judged:
+            status = NOT_JUDGED
+        reward = None if unscorable or status == NOT_JUDGED else total
         return Grade(reward, status, extracted, metrics=values | metrics)
 
     def _count(self, part: RewardPart, grade: Grade, row: str) -> None:
@@ -262,7 +283,7 @@ def _value(part: RewardPart, grade: Grade) -> float | None:
     """The value of a part; 0 where a response made a built-in reward fail, None where a user function failed."""
     if grade.value is None and not part.is_user_function and grade.status in (NO_ANSWER, TIMEOUT, DIED, FAILED):
         return 0.0
-    return None if grade.status in (UNSCORABLE, FAILED, BAD_GOLD) else grade.value
+    return None if grade.status in (UNSCORABLE, NOT_JUDGED, FAILED, BAD_GOLD) else grade.value
 
 
 def _jobs(
@@ -271,10 +292,12 @@ def _jobs(
     answer: str,
     columns: dict[str, Any],
     metadata: Sequence[dict[str, Any]],
+    *,
+    together: bool = False,
 ) -> list[dict[str, Any]]:
     """What the pool has to compute for the responses to one prompt by one part: a job for each, or one for all."""
     job = {"name": part.name, "options": part.options, "answer": answer}
-    if part.group:
+    if part.group or together:
         return [{**job, "columns": columns, "metadata": metadata, "responses": texts}]
     pairs = zip(texts, metadata, strict=True)
     return [{**job, "response": text, **_known(part, columns, about)} for text, about in pairs]
@@ -307,6 +330,22 @@ def _metadata(prompt: Prompt, finish_reason: str, response_length: int) -> dict[
         "finish_reason": finish_reason,
         "response_length": response_length,
     }
+
+
+def _of_turns(prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
+    """What a rollout with an environment adds to its metadata; {} without one."""
+    if rollout.outcome is None:
+        return {}
+    written = [turn for turn in rollout.turns if turn["role"] == "assistant"]
+    in_thought = prompt.in_thought and not any(turn.get("reasoning_content") for turn in written[-1:])
+    return {"turns": rollout.turns, "facts": rollout.facts, "in_thought": in_thought}
+
+
+def _of_trl(rollout: Rollout) -> dict[str, Any]:
+    """What a function in TRL's signature gets in addition: the ids after the prompt, attributes of the environment."""
+    first = rollout.sequences[0]
+    given: dict[str, Any] = {"completion_ids": first.token_ids[first.prompt_length :]}
+    return given if rollout.outcome is None else {**given, "attributes": rollout.outcome.attributes}
 
 
 def _no_metadata(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,8 +75,8 @@ class RolloutEngine:
             larger = "kv_cache_gib" if config.cluster.device == "cpu" else "gpu_memory_utilization"
             raise ValueError(
                 f"rollout.max_concurrent_sequences={asked} with run.deterministic=true: an engine's KV cache holds "
-                f"{int(held)} sequences of data.max_prompt_tokens + rollout.max_response_tokens = "
-                f"{config.max_sequence_tokens} tokens, and one that loses its place would be rounded differently. "
+                f"{int(held)} sequences of {config.max_sequence_tokens} tokens ({config.sequence_keys}), and one "
+                "that loses its place would be rounded differently. "
                 f"Use at most {int(held)}, or raise rollout.{larger}."
             )
 

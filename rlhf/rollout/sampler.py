@@ -10,7 +10,8 @@ import numpy as np
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.rollout.requests import Completion, SamplingSettings, request_seed
-from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, TokenSequence, VersionSpan
+from rlhf.rollout.token_log import TokenLog
+from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
 
 
 class Generate(Protocol):
@@ -36,17 +37,32 @@ class Grade(Protocol):
     ) -> Awaitable[tuple[ScoredRollout, ...]]: ...
 
 
-class Sampler:
-    """Samples and grades the groups of a run; `truncate_token` is the id of rollout.truncate_token, if there is one."""
+class Play(Protocol):
+    """Samples a group through an environment, which may change or make its prompt; `environments.rollouts`."""
 
-    def __init__(self, config: GRPOConfig, truncate_token: int | None, generate: Generate, grade: Grade) -> None:
+    def __call__(
+        self, prompt: Prompt, samples: int, settings: SamplingSettings, generate: Generate
+    ) -> Awaitable[tuple[Prompt, list[Rollout]]]: ...
+
+
+class Sampler:
+    """Samples and grades the groups of a run.
+
+    Args:
+        truncate_token: id of rollout.truncate_token, if there is one.
+        play: of a run whose rollouts have an environment or tools; None: a response is one turn.
+    """
+
+    def __init__(
+        self, config: GRPOConfig, truncate_token: int | None, generate: Generate, grade: Grade, play: Play | None = None
+    ) -> None:
         self._config, self._truncate_token = config, truncate_token
-        self._generate, self._grade = generate, grade
+        self._generate, self._grade, self._play = generate, grade, play
 
     async def for_training(self, prompt: Prompt) -> RolloutGroup:
         """Sample a group by the `rollout` section, with the whole reward: verifiers, reward model, penalties."""
         rollout, settings = self._config.rollout, self.training_settings
-        rollouts = await self.rollouts(prompt, rollout.samples_per_prompt, settings)
+        prompt, rollouts = await self.rollouts(prompt, rollout.samples_per_prompt, settings)
         graded = await self._grade(prompt, rollouts, settings, trains=True)
         penalized = (penalize_non_stop(each, rollout.non_stop_reward, rollout.missing_eos_penalty) for each in graded)
         return RolloutGroup(prompt, tuple(penalized))
@@ -56,14 +72,20 @@ class Sampler:
         evaluation = self._config.evaluations[prompt.source]
         longest = evaluation.max_response_tokens or self._config.rollout.max_response_tokens
         settings = self._settings(evaluation.temperature, longest, top_p=evaluation.top_p)
-        rollouts = await self.rollouts(prompt, evaluation.samples_per_prompt, settings)
+        prompt, rollouts = await self.rollouts(prompt, evaluation.samples_per_prompt, settings)
         return RolloutGroup(prompt, await self._grade(prompt, rollouts, settings, trains=False))
 
-    async def rollouts(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> list[Rollout]:
-        """Sample a group without grading it, in one request."""
+    async def rollouts(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> tuple[Prompt, list[Rollout]]:
+        """Sample a group without grading it: in one request, or each rollout through its environment.
+
+        Returns:
+            The prompt too, because an environment may have changed it.
+        """
+        if self._play is not None:
+            return await self._play(prompt, samples, settings, self._generate)
         seed = request_seed(self._config.noise_seed, prompt)
         completions = await self._generate(prompt.token_ids, settings, samples=samples, seed=seed, what=prompt.id)
-        return [to_rollout(prompt, sample, completion) for sample, completion in enumerate(completions)]
+        return prompt, [to_rollout(prompt, sample, completion) for sample, completion in enumerate(completions)]
 
     @property
     def training_settings(self) -> SamplingSettings:
@@ -77,21 +99,17 @@ class Sampler:
 
 
 def to_rollout(prompt: Prompt, sample: int, completion: Completion) -> Rollout:
-    """Prompt and response as one sequence, id for id; nothing is tokenized again."""
-    shift, response = len(prompt.token_ids), len(completion.token_ids)
-    sequence = TokenSequence(
-        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
-        response_mask=np.concatenate([np.zeros(shift, bool), np.ones(response, bool)]),
-        rollout_logprobs=np.concatenate([np.zeros(shift, np.float32), completion.logprobs.astype(np.float32)]),
-        version_spans=tuple(VersionSpan(s + shift, e + shift, v) for s, e, v in completion.version_spans),
-    )
-    return Rollout(prompt.id, prompt.epoch, sample, (sequence,), completion.finish_reason)
+    """Prompt and response as one sequence, id for id."""
+    log = TokenLog(prompt.token_ids)
+    log.add_sampled(completion)
+    return Rollout(prompt.id, prompt.epoch, sample, (log.sequence(),), completion.finish_reason)
 
 
 def penalize_non_stop(sample: ScoredRollout, reward: float | None, penalty: float = 0.0) -> ScoredRollout:
     """Replace the reward of a response that did not stop, unless `reward` is None, and then lower it by `penalty`.
 
-    Unscorable responses are unchanged.
+    A rollout of several turns stopped if its last turn did, or its environment said that it is over; it is penalized
+    once, as a whole. Unscorable responses are unchanged.
     """
     if sample.rollout.finish_reason == "stop" or sample.reward is None:
         return sample

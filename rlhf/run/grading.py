@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +12,8 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import REWARD_MODEL
 from rlhf.data.load import LoadedPrompts
 from rlhf.data.order import PromptStream
+from rlhf.environments.turns import CALL_LIMIT
+from rlhf.rewards.grade import NOT_JUDGED, OK
 from rlhf.rewards.model_client import Conversation, RewardModelClient, conversation, endpoint_scorer
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.requests import SamplingSettings
@@ -18,6 +21,7 @@ from rlhf.rollout.sampler import Sampler
 from rlhf.run.state import RunState
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
 
+ENVIRONMENT = "environment"  # the name of this part of the reward
 CHANNEL_MARKS = {"<|channel|>", "[THINK]"}  # special tokens that say where a thought begins
 
 
@@ -34,17 +38,46 @@ class Grading:
     async def __call__(
         self, prompt: Prompt, rollouts: Sequence[Rollout], settings: SamplingSettings, *, trains: bool
     ) -> tuple[ScoredRollout, ...]:
-        texts = [self.text(rollout, settings) for rollout in rollouts]
-        graded = await self._scorer.score_group(prompt, rollouts, texts)
-        if self.reward_model is None or (not trains and self._config.reward.parts_of(prompt.source)):
+        ended = [rollout for rollout in rollouts if rollout.outcome is None or rollout.outcome.status == OK]
+        texts = [self.text(rollout, settings) for rollout in ended]
+        graded = await self._scorer.score_group(prompt, ended, texts) if ended else ()
+        if ended and self.reward_model is not None and (trains or not self._config.reward.parts_of(prompt.source)):
+            graded = (await self.reward_model.add_to(RolloutGroup(prompt, graded))).samples
+        if not self._config.acts:
             return graded
-        return (await self.reward_model.add_to(RolloutGroup(prompt, graded))).samples
+        by_sample = {sample.rollout.sample: sample for sample in graded}
+        return tuple(self._with_outcome(rollout, by_sample.get(rollout.sample)) for rollout in rollouts)
+
+    def _with_outcome(self, rollout: Rollout, graded: ScoredRollout | None) -> ScoredRollout:
+        """A rollout with what its environment says of it; `graded` is None where nothing else may judge it."""
+        outcome, environment = rollout.outcome, self._config.environment
+        assert outcome is not None, "a rollout with an environment has an outcome"
+        if graded is None:
+            reward = environment.failed_reward if outcome.status == CALL_LIMIT else None
+            return ScoredRollout(rollout, last_text(rollout), "", reward, {}, outcome.status)
+        parts: dict[str, float | None] = dict(graded.reward_parts)
+        parts |= {} if outcome.reward is None else {ENVIRONMENT: outcome.reward}
+        own = environment.weight * (outcome.reward or 0.0)
+        given = graded.reward
+        if graded.status == NOT_JUDGED and outcome.reward is not None:  # its environment alone judges it
+            given, graded = 0.0, dataclasses.replace(graded, status=OK)
+        reward = None if given is None or not parts else given + own
+        parts |= {f"{ENVIRONMENT}/{name}": value for name, value in outcome.parts.items()}
+        return dataclasses.replace(graded, reward=reward, reward_parts=parts)
 
     def text(self, rollout: Rollout, settings: SamplingSettings) -> str:
-        """The text of what was sampled, as far as it is graded."""
+        """The text that is graded: what was sampled, or with an environment the last message of the assistant."""
+        if rollout.outcome is not None:
+            return last_text(rollout)
         ids = settings.graded(rollout.response_ids).tolist()
         text: str = self._tokenizer.decode(ids, skip_special_tokens=self._plain)
         return text
+
+
+def last_text(rollout: Rollout) -> str:
+    """The content of the last message that the model has written; "" without one."""
+    written = [turn for turn in rollout.turns if turn["role"] == "assistant"]
+    return str(written[-1].get("content") or "") if written else ""
 
 
 def reward_model_client(config: GRPOConfig, cluster: Any) -> RewardModelClient | None:
@@ -74,8 +107,8 @@ async def normalize_scores(
     if not state.reward_scale:
         stream = PromptStream(prompts.prompts, rows_per_epoch=prompts.rows_per_epoch, seed=config.run.seed)
         drawn, settings = stream.take(config.reward_model.reference_samples), sampler.training_settings
-        rollouts = await asyncio.gather(*(sampler.rollouts(prompt, 1, settings) for prompt in drawn))
-        texts = [grading.text(rollout, settings) for (rollout,) in rollouts]
-        await client.normalize_on([conversation(p, text) for p, text in zip(drawn, texts, strict=True)])
+        sampled = await asyncio.gather(*(sampler.rollouts(prompt, 1, settings) for prompt in drawn))
+        pairs = [(prompt, grading.text(rollout, settings)) for prompt, (rollout,) in sampled]
+        await client.normalize_on([conversation(prompt, text) for prompt, text in pairs])
         state.reward_scale = {"mean": client.mean, "std": client.std}
     client.mean, client.std = state.reward_scale["mean"], state.reward_scale["std"]

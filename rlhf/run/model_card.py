@@ -74,6 +74,8 @@ def _usage(config: Mapping[str, Any]) -> str:
     notes = "`vllm serve FOLDER` answers at an OpenAI endpoint."
     if data["template"] not in ("model", None):
         notes += f" Prompts were written with `data.template: {data['template']}`, not with the chat template."
+    if arguments := data.get("chat_template_kwargs"):
+        notes += f" The chat template was given {json.dumps(arguments)}: pass them as `chat_template_kwargs`."
     if stop := rollout.get("stop"):
         notes += f" Responses ended at the stop strings {json.dumps(list(stop))}: pass them as `stop`."
     return f"""```python

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from rlhf.answers.extract import gold_answer
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.sections import ModelConfig
-from rlhf.data.load import LoadedPrompts, first_prompt, leave_out, load_prompts, show_prompt
+from rlhf.data.load import LoadedPrompts, leave_out, load_prompts, show_prompt
 from rlhf.data.model_files import load_tokenizer, truncate_token_id
 from rlhf.data.order import PromptStream
 from rlhf.data.read import left_out_text, too_few_prompts
@@ -17,6 +17,7 @@ from rlhf.data.templates import reward_input
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Ticket
 from rlhf.run.state import RunState
+from rlhf.types import Prompt
 
 MAX_ROWS_SHOWN = 5
 
@@ -31,14 +32,16 @@ class RunData(NamedTuple):
 def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
     """Read and tokenize all prompts; ValueError if a row, the tokenizer or the reward model's template does not fit."""
     truncate_token_id(config.rollout, tokenizer)  # must be one token
-    train = load_prompts(config.data, "train", tokenizer, gold_answer)
+    train = load_prompts(config.data, "train", tokenizer, gold_answer, acts=config.acts)
     _check_prompts_suffice(config, train)
     if config.reward_model is not None and config.reward_model.path is not None:
         token_ids = reward_input(config)
         reads = load_tokenizer(ModelConfig(path=config.reward_model.path), key="reward_model.path")
         for rows in train.prompts.values():  # a template may not take the messages of one source
+            if not rows[0].messages:
+                continue  # an environment makes them
             token_ids([*rows[0].messages, {"role": "assistant", "content": ""}], reads)
-    return RunData(train, load_prompts(config.data, "eval", tokenizer, gold_answer))
+    return RunData(train, load_prompts(config.data, "eval", tokenizer, gold_answer, acts=config.acts))
 
 
 def _check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:
@@ -46,13 +49,15 @@ def _check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:
         raise ValueError(problem)
 
 
-def show_data(say: Callable[..., None], prompts: LoadedPrompts, tokenizer: Any, *, max_prompt_tokens: int) -> None:
+def show_data(
+    say: Callable[..., None], prompts: LoadedPrompts, first: Prompt, tokenizer: Any, *, max_prompt_tokens: int
+) -> None:
     """Print how many prompts each source has, and the first prompt as the model receives it."""
     for source, rows in prompts.prompts.items():
         left_out = left_out_text(prompts.dropped_too_long[source], max_prompt_tokens, prompts.bad_rows.get(source, ()))
         say(f"data {source}: {len(rows)} prompts{left_out}")
     say("first prompt, as the model is given it:")
-    say(show_prompt(first_prompt(prompts), tokenizer), wrap=False)
+    say(show_prompt(first, tokenizer), wrap=False)
 
 
 def without_bad_gold(data: RunData, config: GRPOConfig, scorer: Scorer, say: Callable[[str], None]) -> RunData:

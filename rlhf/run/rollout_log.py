@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf.log.reductions import HISTOGRAM_BINS, Binned, Histogram, Mean, StepMetrics
 from rlhf.rewards.grade import count_answers
-from rlhf.types import PolicyTargets, RolloutGroup, ScoredRollout, StepBatch
+from rlhf.types import PolicyTargets, Rollout, RolloutGroup, ScoredRollout, StepBatch
 
 DIGITS = 4  # of the values of a token
 
@@ -37,16 +37,39 @@ def rollout_metrics(
         "policy/advantage_abs": Mean(float(np.abs(advantages).sum()), float(len(advantages))),
     }
     if asynchronous:
-        metrics["rollout/lag"] = Histogram(tuple(float(version - s.rollout.oldest_version) for s in samples))
+        sampled = [sample.rollout for sample in samples if sample.rollout.version_spans]
+        metrics["rollout/lag"] = Histogram(tuple(float(version - rollout.oldest_version) for rollout in sampled))
         lags = Counter[int]()  # sampled tokens by the age of their weights, in training steps
         for span in itertools.chain.from_iterable(sample.rollout.version_spans for sample in samples):
             lags[version - span.version] += span.end - span.start
         for lag, tokens in sorted(lags.items()):
             metrics[f"rollout/tokens_at_lag/{lag}"] = Mean(float(tokens), float(lags.total()))
+    metrics |= environment_metrics([sample.rollout for sample in samples if sample.rollout.outcome is not None])
     for name in dict.fromkeys(name for sample in samples for name in sample.reward_parts):
         known = [value for s in samples if (value := s.reward_parts.get(name)) is not None]
         metrics[f"reward/part/{name}"] = Mean(float(sum(known)), float(len(known)))
     return metrics
+
+
+def environment_metrics(rollouts: Sequence[Rollout]) -> StepMetrics:
+    """Metrics of rollouts that had an environment or tools; {} if none had."""
+    if not rollouts:
+        return {}
+    metrics: StepMetrics = {
+        "environment/turns": Histogram(tuple(float(rollout.facts["turns"]) for rollout in rollouts)),
+        "environment/tool_calls": _mean([rollout.facts["tool_calls"] for rollout in rollouts]),
+        "environment/tool_errors": _mean([rollout.facts["tool_errors"] for rollout in rollouts]),
+        "environment/seconds": _mean([rollout.facts["environment_seconds"] for rollout in rollouts]),
+        "environment/used_fraction": _share([rollout.facts["tool_calls"] > 0 for rollout in rollouts]),
+        "environment/sequences": _mean([len(rollout.sequences) for rollout in rollouts]),
+    }
+    for ended_by, count in sorted(Counter(rollout.facts["ended_by"] for rollout in rollouts).items()):
+        metrics[f"environment/ended_by/{ended_by}"] = Mean(float(count), float(len(rollouts)))
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> Mean:
+    return Mean(float(sum(values)), float(len(values)))
 
 
 def _share(flags: Collection[bool]) -> Mean:

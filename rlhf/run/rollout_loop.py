@@ -14,7 +14,10 @@ import numpy as np
 from rlhf.cluster.canary import Canary
 from rlhf.cluster.engines import Engines
 from rlhf.config.grpo import GRPOConfig
+from rlhf.data.load import first_prompt
 from rlhf.data.model_files import truncate_token_id
+from rlhf.environments.rollouts import FailedEnvironments
+from rlhf.environments.start import StartedEnvironments
 from rlhf.log.clock import waiting_seconds
 from rlhf.log.reductions import UpdateOutcome, mean_over_updates, to_histograms, to_values
 from rlhf.log.sinks import Details
@@ -24,14 +27,14 @@ from rlhf.rollout.sampler import Sampler
 from rlhf.run.evaluation import evaluate, evaluation_metrics
 from rlhf.run.grading import Grading, normalize_scores, reward_model_client
 from rlhf.run.prompts import PromptTickets, RunData, read_data, show_data, without_bad_gold
-from rlhf.run.resume import check_reward_code
+from rlhf.run.resume import check_environment_code, check_reward_code
 from rlhf.run.rollout_log import rollout_metrics, rollout_rows, token_values
 from rlhf.run.run import Run
 from rlhf.run.skipped_updates import SkippedUpdates
 from rlhf.run.speed import LearnerSpeed
 from rlhf.run.threads import in_thread
 from rlhf.run.useless_steps import UselessSteps
-from rlhf.types import Minibatch, PolicyTargets, RolloutGroup, StepBatch
+from rlhf.types import Minibatch, PolicyTargets, Prompt, RolloutGroup, StepBatch
 
 SAY_FRACTION = 0.1  # of cluster.step_deadline_s, after which a step says which groups it waits for
 TABLES, GROUPS_IN_TABLE = 20, 2  # tables of sampled responses in a run, for wandb; groups in each
@@ -48,11 +51,20 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
             exit_stack.enter_context(run.shown())
             with run.log.terminal.stage("data"):
                 data = await in_thread(read_data, config, run.tokenizer)
-            show_data(say, data.train, run.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
+            first = first_prompt(data.train)
+            environments = None
+            if config.acts:
+                with run.log.terminal.stage("environment"):
+                    environments = await in_thread(_start_environments, run)
+                    exit_stack.callback(environments.close)
+                    first = await environments.first_prompt(first)
+            show_data(say, data.train, first, run.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
             with run.log.terminal.stage("grader"):
                 scorer = Scorer(config.reward, say=partial(say, wrap=False))
                 exit_stack.callback(scorer.close)
-                run.cluster.heartbeat.others = lambda: scorer.processes  # before its first look at the memory
+                others: list[Scorer | StartedEnvironments] = [scorer, *([environments] if environments else [])]
+                # before its first look at the memory
+                run.cluster.heartbeat.others = lambda: {k: v for each in others for k, v in each.processes.items()}
                 scorer.restore(run.state.reward_status)
                 for warning in (*scorer.warnings, *check_reward_code(config, run.state, scorer.sources)):
                     run.log.warn(warning)
@@ -62,11 +74,14 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
             restored = None if run.restored is None else run.state
             tickets = PromptTickets(data.train, seed=config.run.seed, restored=restored)
             await exit_stack.enter_async_context(run.started())
+            if environments is not None and run.state.outstanding:
+                opened = len(run.state.outstanding) * config.rollout.samples_per_prompt
+                say(f"up to {opened} rollouts that were open when the run was saved begin anew")
             engines = await exit_stack.enter_async_context(make_engines(run.cluster, config))
             if kernels := (await run.cluster.learners.call("kernels"))[0]:
                 say(kernels)
             speed = LearnerSpeed(config, (await run.cluster.learners.call("device_name"))[0])
-            loop = RolloutLoop(run, data, tickets, scorer, engines, speed)
+            loop = RolloutLoop(run, data, tickets, scorer, engines, speed, first, environments)
             exit_stack.push_async_callback(loop.buffer.close)
             with run.log.terminal.stage("check"):
                 await loop.check_start()
@@ -75,20 +90,50 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
         yield loop
 
 
+def _start_environments(run: Run[C]) -> StartedEnvironments:
+    """Start the environments; their warnings are shown, and changed code is refused."""
+    say = partial(run.log.print, wrap=False)
+    environments = StartedEnvironments(run.config, run.tokenizer, say=say)
+    try:
+        changed = check_environment_code(run.config, run.state, environments.hosts.sources)
+        for warning in (*environments.warnings, *changed):
+            run.log.warn(warning)
+    except BaseException:
+        environments.close()
+        raise
+    return environments
+
+
 class RolloutLoop(Generic[C]):
-    """What a run with engines has besides `Run`; made by `rollout_loop`, when everything has started."""
+    """What a run with engines has besides `Run`; made by `rollout_loop`, when everything has started.
+
+    Args:
+        first: the first prompt, as the model gets it; the canary begins with it.
+        environments: of the rollouts; None: a response is one turn.
+    """
 
     def __init__(
-        self, run: Run[C], data: RunData, tickets: PromptTickets, scorer: Scorer, engines: Engines, speed: LearnerSpeed
+        self,
+        run: Run[C],
+        data: RunData,
+        tickets: PromptTickets,
+        scorer: Scorer,
+        engines: Engines,
+        speed: LearnerSpeed,
+        first: Prompt,
+        environments: StartedEnvironments | None = None,
     ) -> None:
         config = run.config
         self.engines, self.scorer, self.data, self.tickets, self.speed = engines, scorer, data, tickets, speed
         self.grading = Grading(config, scorer, run.tokenizer, reward_model_client(config, run.cluster))
         truncate_token = truncate_token_id(config.rollout, run.tokenizer)
-        self.sampler = Sampler(config, truncate_token, engines.generate, self.grading)
+        self.sampler = Sampler(config, truncate_token, engines.generate, self.grading, environments)
+        self.failed_environments = FailedEnvironments(config.environment.max_failed_fraction)
+        self._environments = environments
+        prompts = next(iter(data.train.prompts.values()))
         self.canary = Canary(
             engines,
-            next(iter(data.train.prompts.values())),
+            prompts if environments is None else [first],
             dtype=config.model.dtype,
             max_tokens=config.max_sequence_tokens,
             noise_seed=config.noise_seed,
@@ -139,6 +184,7 @@ class RolloutLoop(Generic[C]):
         account, buffer, outstanding = self.buffer.account, self.buffer, self.buffer.outstanding()
         return {
             "rewards": self.scorer.sources,
+            "environments": self._environments.hosts.sources if self._environments else {},
             "stream": self.tickets.stream.state(),
             "outstanding": sorted([*(ticket.position for ticket in outstanding), *self.tickets.waiting()]),
             # a resumed run samples the waiting rollouts again
@@ -221,7 +267,9 @@ class RolloutLoop(Generic[C]):
                 of_tokens = token_values(batch, targets, run.tokenizer)
                 rows = [row | more for row, more in zip(rows, of_tokens, strict=True)]
             run.folder.write_rollouts(step, rows, run.log.files)
-        for error in self.scorer.new_errors():
+        rollouts = [sample.rollout for group in groups for sample in group.samples]
+        failed, run.failure = self.failed_environments.of_step(rollouts)
+        for error in (*self.scorer.new_errors(), *failed):
             run.log.warn(error)
         self.useless_steps.after_step(groups, advantages, updates, trained=int(batch.trained.sum()))
 

@@ -74,6 +74,7 @@ class Run(Generic[C]):
         restored: the checkpoint that a resumed run goes on from.
         progress: fields of the state that the program's own loop adds to a checkpoint.
         lost_folder: what happened to the run folder, if it was renamed or removed: the run ends at the next boundary.
+        failure: why the run ends, saved, at the next boundary; "" while nothing is wrong.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Run(Generic[C]):
             self.log.files.check,
         )  # fmt: skip
         self.progress: Callable[[], Mapping[str, Any]] = dict
-        self.lost_folder = ""
+        self.lost_folder = self.failure = ""
 
     # --- start and end ---
 
@@ -186,7 +187,7 @@ class Run(Generic[C]):
         every, best = self.config.checkpoint_every, self.config.checkpoint.best
         is_best = best is not None and best_step(self.state.evaluations, best) == step
         is_last = step == self.config.steps
-        ends = self.stop.requested or bool(self.lost_folder)
+        ends = self.stop.requested or bool(self.lost_folder or self.failure)
         return every is not None and (step % every == 0 or is_last or is_best or ends)
 
     async def checkpoint_if_due(self, step: int) -> None:
@@ -199,7 +200,7 @@ class Run(Generic[C]):
         with self.clock.phase("checkpoint"), self.stop.saving():
             if (is_due and step > max(self.folder.saved_step, self.saver.writing_step)) or self.saver.failure:
                 await self.saver.save(await self._state_after(step))
-        if self.stop.requested or self.lost_folder:
+        if self.stop.requested or self.lost_folder or self.failure:
             await self._end_saved(step)
 
     async def _end_saved(self, step: int) -> None:
@@ -210,14 +211,14 @@ class Run(Generic[C]):
             if self.lost_folder and self.saver.failure:  # the save had begun where the folder was before
                 await self.saver.save(await self._state_after(step))
                 await self.saver.finish()
-        if not (self.stop.requested or self.lost_folder):
+        if not (self.stop.requested or self.lost_folder or self.failure):
             return
         self.stop.close()
         where = f" run.dir={self.folder.path}" if self.lost_folder else ""
         saved = self.folder.saved_step
         kept = f"Go on from step {saved} with --resume{where}." if saved else "Nothing was saved."
-        if self.lost_folder:
-            raise RuntimeError(f"{self.lost_folder} The run ends after step {step}. {kept}")
+        if why := self.lost_folder or self.failure:
+            raise RuntimeError(f"{why} The run ends after step {step}. {kept}")
         self.log.print(f"the run ends after step {step}, as it was asked to. {kept}")
         raise asyncio.CancelledError
 

@@ -28,6 +28,7 @@ class RunState:
         config: the resolved config.
         models: fingerprints of the parts of each start model, by role.
         rewards: fingerprints of the files of the code of each user function, by the function's name.
+        environments: the same of the classes and functions that rollouts act on.
         code: version and git state of the program.
         updates: the config keys that set the number of optimizer steps; a resumed run must have the same values.
         stream: the position in the order of the prompts, and a fingerprint of the data.
@@ -48,6 +49,7 @@ class RunState:
     config: dict[str, Any] = field(default_factory=dict)
     models: dict[str, dict[str, str]] = field(default_factory=dict)
     rewards: dict[str, dict[str, str]] = field(default_factory=dict)
+    environments: dict[str, dict[str, str]] = field(default_factory=dict)
     code: dict[str, str] = field(default_factory=dict)
     updates: dict[str, int] = field(default_factory=dict)
     stream: dict[str, Any] = field(default_factory=dict)
@@ -84,9 +86,9 @@ class RunState:
     def from_json(cls, text: str) -> Self:
         """The state that `to_json` wrote; ValueError if a key is missing, is unknown or has another type.
 
-        Only `program`, `reward_scale` and `rewards` may be missing: earlier versions did not write them.
+        Only `program`, `reward_scale`, `rewards` and `environments` may be missing: earlier versions lack them.
         """
-        optional = {"program", "reward_scale", "rewards"}
+        optional = {"program", "reward_scale", "rewards", "environments"}
         if missing := [f.name for f in fields(cls) if f.name not in optional | json.loads(text).keys()]:
             raise ValueError(f"it lacks {', '.join(missing)}")
         return TypeAdapter(cls).validate_json(text)

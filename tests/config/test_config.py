@@ -258,6 +258,18 @@ CONTRADICTIONS = [
         ["evaluation.max_response_tokens=64", "rollout.max_response_tokens=28", "Raise it"],
     ),
     (
+        ["rollout.max_rollout_tokens=27"],
+        ["rollout.max_rollout_tokens=27 with rollout.max_response_tokens=28", "set it to null"],
+    ),
+    (
+        ["rollout.max_rollout_tokens=60", "learner.max_tokens_per_microbatch=159"],
+        ["data.max_prompt_tokens=100 + rollout.max_rollout_tokens=60: 160 tokens", "Raise the budget"],
+    ),
+    (
+        ["data.template=raw", "data.chat_template_kwargs={enable_thinking: false}"],
+        ["data.chat_template_kwargs with data.template=raw", "name a chat template"],
+    ),
+    (
         ["learner.max_tokens_per_microbatch=127"],
         [
             "learner.max_tokens_per_microbatch=127",
@@ -472,6 +484,18 @@ def test_optimizer_steps_follow_from_steps_epochs_and_minibatches(base: str) -> 
     assert config.training.updates_per_step == 3 * 4
     assert config.training.total_updates == 10 * 12
     assert config.max_sequence_tokens == 100 + 28
+
+
+def test_a_rollout_of_several_turns_may_be_longer_than_one_turn(base: str) -> None:
+    config = load_config(GRPOConfig, [base], ["rollout.max_rollout_tokens=60", "rollout.max_turns=3"])
+    assert (config.rollout.max_response_tokens, config.rollout.longest, config.max_sequence_tokens) == (28, 60, 160)
+    assert config.sequence_keys == "data.max_prompt_tokens=100 + rollout.max_rollout_tokens=60"
+
+
+@pytest.mark.parametrize("key", ["tools", "add_generation_prompt"])
+def test_an_argument_of_the_template_that_the_program_passes_is_refused(base: str, key: str) -> None:
+    with pytest.raises(ValueError, match=rf"^data\.chat_template_kwargs: {key}: rlhf passes it itself"):
+        load_config(GRPOConfig, [base], [f"data.chat_template_kwargs.{key}=true"])
 
 
 @pytest.mark.parametrize("lag", [0, 1])

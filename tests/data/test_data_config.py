@@ -30,6 +30,15 @@ def test_a_resolved_section_reads_back_as_the_same_config() -> None:
     assert DataConfig.model_validate_json(config.model_dump_json()) == config
 
 
+def test_a_template_is_a_name_or_a_file_and_another_word_is_refused_with_the_names() -> None:
+    assert parse(train="a.jsonl", template="my/chat.jinja").template == "my/chat.jinja"
+    assert parse(train="a.jsonl", chat_template_kwargs={"enable_thinking": False}).chat_template_kwargs == {
+        "enable_thinking": False
+    }
+    with pytest.raises(ValueError, match=r"'chat' is no template\. Use model, chatml, .*ends with \.jinja"):
+        parse(train="a.jsonl", template="chat")
+
+
 @pytest.mark.parametrize("nothing", [None, []])
 def test_evaluation_data_is_optional_and_training_data_is_not(nothing: Any) -> None:
     assert parse(train="a.jsonl", eval=nothing).eval == ()

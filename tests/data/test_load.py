@@ -192,6 +192,43 @@ def test_messages_are_used_as_they_are(folder: Path, tokenizer: Any) -> None:
     assert prompt.answer == "4"
 
 
+TOOLS = "{{ tools | tojson }}{% if brief %}Brief.{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+SCHEMA = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize("tools", [[SCHEMA], json.dumps([SCHEMA]), [{**SCHEMA, "strict": None}]])
+def test_a_template_in_a_file_is_given_the_tools_of_the_row_and_the_arguments_of_the_config(
+    folder: Path, tokenizer: Any, tools: Any
+) -> None:
+    (folder / "own.jinja").write_text(TOOLS)
+    write_jsonl(folder / "train.jsonl", [{"prompt": "1+1?", "answer": "2", "tools": tools}])
+    prompt = first_prompt(load(tokenizer, template="own.jinja", chat_template_kwargs={"brief": True}))
+    assert tokenizer.decode(prompt.token_ids.tolist()) == f"{json.dumps([SCHEMA])}Brief.1+1?"
+    plain = first_prompt(load(tokenizer, template="raw"))
+    assert tokenizer.decode(plain.token_ids.tolist()) == "1+1?"
+
+
+@pytest.mark.parametrize("tools", [None, "", []])
+def test_a_row_without_tools_has_none(folder: Path, tokenizer: Any, tools: Any) -> None:
+    (folder / "own.jinja").write_text(TOOLS)
+    write_jsonl(folder / "train.jsonl", [{"prompt": "1+1?", "answer": "2", "tools": tools}])
+    prompt = first_prompt(load(tokenizer, template="own.jinja"))
+    assert tokenizer.decode(prompt.token_ids.tolist()) == "null1+1?"
+
+
+@pytest.mark.parametrize("tools", ["add", '{"a": 1}', [1], {"name": "add"}])
+def test_tools_that_are_no_list_of_schemas_are_refused_with_the_row(folder: Path, tokenizer: Any, tools: Any) -> None:
+    write_jsonl(folder / "train.jsonl", [{"prompt": "1+1?", "answer": "2", "tools": tools}])
+    with pytest.raises(ValueError, match=r"row 1 of train\.jsonl: `tools` is .*, not a list of schemas"):
+        load(tokenizer, template="model")
+
+
+def test_a_template_file_that_is_not_there_is_named(folder: Path, tokenizer: Any) -> None:
+    write_jsonl(folder / "train.jsonl", ROWS)
+    with pytest.raises(ValueError, match=r"data\.template=none\.jinja: the file cannot be read"):
+        load(tokenizer, template="none.jinja")
+
+
 def test_system_prompt_and_suffix_are_added_but_a_rows_own_system_message_stays(folder: Path, tokenizer: Any) -> None:
     own = [{"role": "system", "content": "Own."}, {"role": "user", "content": "b"}]
     write_jsonl(folder / "train.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": own, "answer": "1"}])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from byte_tokenizer import byte_tokenizer
 from processes import cpu_seconds
 
 from rlhf import evaluate, grpo
@@ -20,7 +21,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.plan import check_resources, resources
-from rlhf.plan.report import draw, example_layout, plan_text
+from rlhf.plan.report import draw, example_layout, first_prompt_text, plan_text
 from rlhf.plan.resources import gpus_here
 
 ROOT = Path(__file__).parents[2]
@@ -522,9 +523,23 @@ def flags_of(files: list[str]) -> list[str]:
     return [part for file in files for part in ("--config", str(ROOT / "configs" / file))]
 
 
+def test_the_plan_ends_with_the_first_prompt_where_model_and_data_are_on_this_machine(
+    make: Any, tmp_path: Path
+) -> None:
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "model/config.json").write_text(json.dumps(LLAMA31_8B))
+    (tmp_path / "x.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
+    here = [f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'x.jsonl'}"]
+    text = first_prompt_text(make(*here))
+    assert text == "\nFirst prompt\nprompt x/1 (22 tokens):\n<s>[user]1+1?[assistant]\nanswer: 2\n"
+    assert "First prompt\nnone: " in first_prompt_text(make(*here, "data.template=none.jinja"))
+    assert first_prompt_text(make(here[0])) == first_prompt_text(make(here[1])) == ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("files", OWN_CONFIGS, ids=" ".join)
-def test_every_config_of_the_repository_is_planned_without_heavy_imports(files: list[str]) -> None:
+def test_every_config_of_the_repository_is_planned_without_heavy_imports(files: list[str], tmp_path: Path) -> None:
+    """In a folder without the model and the data: the first prompt needs the tokenizer."""
     code = (
         "import sys; from rlhf.grpo import main; main(sys.argv[1:]);"
         f"print('heavy:', [name for name in {HEAVY} if name in sys.modules])"
@@ -534,6 +549,7 @@ def test_every_config_of_the_repository_is_planned_without_heavy_imports(files: 
         capture_output=True,
         text=True,
         check=True,
+        cwd=tmp_path,
     ).stdout
     assert output.splitlines()[-1] == "heavy: []"
     assert output.splitlines()[:3] == [

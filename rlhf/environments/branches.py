@@ -1,0 +1,170 @@
+"""The rollout of a coroutine: `async def play(row, generate)` asks for turns, one after another or many at once.
+
+Each request names its context, as messages or as ids. A context that goes on from a known one is appended to that log,
+with the ids that were sampled; one that leaves it earlier, or leaves it a second time, begins a sequence of its own
+with the ids up to there (they are no response of the new sequence, so a token is trained once). Any other context is
+rendered, and begins a sequence as a prompt does.
+
+    play: generate([user]) ──> log 1: prompt, turn 1
+          generate([user, turn 1, critique])  ──> log 1 goes on: critique, turn 2
+          generate([user, turn 1, question])  ──> log 2: the ids of log 1 up to turn 1, question, turn 2'
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlhf.environments.turns import (
+    CALL_LIMIT,
+    FAILED,
+    CallLimitError,
+    FailedError,
+    Limits,
+    Message,
+    NextTurn,
+    Played,
+    Templates,
+)
+from rlhf.rollout.token_log import TokenLog
+from rlhf.types import Outcome, Prompt, Rollout
+
+
+class Play(Protocol):
+    """Runs the coroutine to its end; `answer` gives the turn that it asks for. Raises as a session does."""
+
+    def __call__(self, answer: Callable[[Mapping[str, Any]], Awaitable[Message]]) -> Awaitable[Outcome]: ...
+
+
+@dataclass
+class _Context:
+    """The end of a turn, after which a request may go on: `length` ids of a log."""
+
+    log: TokenLog
+    length: int
+    messages: tuple[str, ...] | None  # up to here, in a form that compares; None: the request named ids
+    continued: bool = False
+
+    def begins(self, request: Mapping[str, Any], messages: tuple[str, ...]) -> bool:
+        """Whether the request's context goes on from here."""
+        if "token_ids" in request:
+            return np.array_equal(request["token_ids"][: self.length], self.log.token_ids[: self.length])
+        return self.messages is not None and messages[: len(self.messages)] == self.messages
+
+
+@dataclass
+class Branches:
+    """The contexts of one rollout, and the turns that are asked for."""
+
+    generate: NextTurn
+    templates: Templates
+    limits: Limits
+    played: Played = field(default_factory=Played)
+    logs: list[TokenLog] = field(default_factory=list)
+    contexts: list[_Context] = field(default_factory=list)
+    sampled: int = 0  # tokens of all turns
+
+    async def answer(self, request: Mapping[str, Any]) -> Message:
+        """The turn after `messages` (and `tools`) or `token_ids`; the message has finish_reason and token_ids too."""
+        over = self.sampled >= self.limits.max_rollout_tokens
+        if why := "max_rollout_tokens" if over else self.played.limit(self.limits):
+            self.played.end("length", why)
+            return {"role": "assistant", "content": "", "finish_reason": "length", "token_ids": []}
+        turn = self.played.turns
+        self.played.turns += 1
+        try:
+            messages = tuple(map(_comparable, request.get("messages") or ()))
+            log = self._log_of(request, messages)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FailedError(f"`generate` was called with a context that cannot be read: {error}") from None
+        budget = min(request.get("max_tokens") or self.limits.max_response_tokens, self.limits.max_response_tokens)
+        budget = min(budget, self.limits.max_rollout_tokens - self.sampled)
+        completion = await self.generate(log.token_ids, max_tokens=budget, turn=turn)
+        log.add_sampled(completion)
+        self.sampled += len(completion.token_ids)
+        message = dict(completion.message or {"role": "assistant", "content": ""})
+        if completion.finish_reason != "stop":
+            self.played.end(completion.finish_reason, "max_response_tokens")
+        self.played.messages += [*_new_messages(request), message]
+        if "token_ids" in request:
+            self.contexts.append(_Context(log, len(log.token_ids), None))
+        elif self.templates.can_go_on(completion.token_ids):  # messages can be joined here
+            self.contexts.append(_Context(log, len(log.token_ids), (*messages, _comparable(message))))
+        return {**message, "finish_reason": completion.finish_reason, "token_ids": completion.token_ids.tolist()}
+
+    def _log_of(self, request: Mapping[str, Any], messages: tuple[str, ...]) -> TokenLog:
+        """The log that the request goes on with, its ids appended up to where the engine is to go on."""
+        known = [context for context in self.contexts if context.begins(request, messages)]
+        context = max(known, key=lambda context: context.length, default=None)
+        if context is None:
+            return self._new_log(self._ids(request))
+        if "token_ids" in request:
+            more = np.asarray(request["token_ids"][context.length :], np.int32)
+        else:
+            new = request["messages"][len(context.messages or ()) :]
+            after = int(context.log.token_ids[context.length - 1])
+            more = self.templates.suffix(new, request.get("tools"), after=after) if new else np.empty(0, np.int32)
+        if context.continued:
+            return self._new_log(np.concatenate([context.log.token_ids[: context.length], more]))
+        context.continued = True
+        if len(more):
+            context.log.add_said(more)
+        return context.log
+
+    def _new_log(self, token_ids: np.ndarray) -> TokenLog:
+        log = TokenLog(token_ids.astype(np.int32))
+        self.logs.append(log)
+        return log
+
+    def _ids(self, request: Mapping[str, Any]) -> np.ndarray:
+        if "token_ids" in request:
+            return np.asarray(request["token_ids"], np.int32)
+        return self.templates.prompt(request["messages"], request.get("tools"))
+
+
+async def play_coroutine(
+    prompt: Prompt, sample: int, play: Play, *, generate: NextTurn, templates: Templates, limits: Limits
+) -> Rollout:
+    """Run a coroutine to its end. What fails is in the rollout's outcome, never raised."""
+    branches = Branches(generate, templates, limits)
+    played = branches.played
+    try:
+        outcome = await play(branches.answer)
+        if not branches.sampled:
+            raise FailedError("the coroutine has not called `generate`: there is nothing to train on.")
+    except CallLimitError as error:
+        played.end("stop", CALL_LIMIT)
+        outcome = Outcome(status=CALL_LIMIT, error=str(error))
+    except FailedError as error:
+        played.end("abort", FAILED)
+        outcome = Outcome(status=FAILED, error=str(error))
+    sequences = [sequence for log in branches.logs if (sequence := log.sequence()).response_length]
+    sequences = sequences or [TokenLog(prompt.token_ids).sequence()]
+    return played.rollout(prompt, sample, sequences, outcome)
+
+
+def _comparable(message: Mapping[str, Any]) -> str:
+    """Role, content and calls of a message; arguments compare as JSON, whatever their spelling."""
+    calls = [
+        {"name": call["function"]["name"], "arguments": _parsed(call["function"].get("arguments"))}
+        for call in message.get("tool_calls") or ()
+    ]
+    return json.dumps([message["role"], message.get("content") or "", calls], sort_keys=True)
+
+
+def _parsed(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+def _new_messages(request: Mapping[str, Any]) -> Sequence[Message]:
+    """The messages of a request since the model's last turn."""
+    messages = list(request.get("messages") or ())
+    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+    return messages[last + 1 :] if last >= 0 else messages

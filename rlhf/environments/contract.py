@@ -1,0 +1,464 @@
+"""Environments and tools as a process runs them, in the contract of TRL 1.16; standard library only.
+
+    environment = Environment("my/file.py:Game", options={...}, tools=["calculator"])   once per process
+    episode = environment.episode()                                                     once per rollout
+    await episode.reset(row, seeds)        {"messages": [...] or None, "text": str or None}
+    await episode.call(tool_calls)         {"answers": [tool messages], "done": bool, "errors": int}
+    await episode.finish()                 {"reward": float or None, "parts": {...}, "facts": {...}, "attributes": ...}
+    await episode.close()                  the instance goes back to the pool
+
+TRL's rules: a class is made without arguments; `reset(**row)` returns None or text that is joined to the end of the
+last user message; every other public method is a tool; `get_reward()` is optional; instances are made once and reset
+often. Ours in addition:
+
+    reset          may be `async def`, may return a list of messages (the whole prompt, in place of the row's), takes
+                   only the columns that it names if it has no `**`, and gets a seed if it names `seed`
+    get_reward     may return {"score": ..., name: number}, as other rewards do
+    close          is no tool; it is called when the process ends or drops the instance
+    done           no tool call ends a rollout of TRL. A class that has `done` in its body, as an attribute, a property
+                   or a method `def done(self) -> bool`, ends the rollout by it. An attribute that only `reset` sets
+                   does not: published classes have one, and answer later calls with "game over"
+    facts          a dictionary, which other parts of the reward can read
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType, ModuleType
+from typing import Any
+
+from rlhf.environments import seeding
+from rlhf.environments.calculator import calculator
+from rlhf.environments.python_tool import python_tool
+from rlhf.environments.schema import json_schema
+from rlhf.processes import attributes
+
+# name -> what makes the tool, from options
+BUILT_IN: dict[str, Callable[..., Callable[..., Any]]] = {"calculator": lambda: calculator, "python": python_tool}
+NOT_TOOLS = ("reset", "get_reward", "close")
+MAX_CHARACTERS = 100_000  # of one answer: some 25,000 tokens
+
+
+class Environment:
+    """A class or functions, imported and checked, and the pool of the class's instances.
+
+    Attributes:
+        name: of the class, as TRL logs its reward; "" without a class.
+        tools: the schemas of the functions, then of the methods, as the prompt shows them.
+        has_reward: whether the class has `get_reward`.
+        blocking: names of the functions and methods that are no coroutines; only an environment without any may share
+            its process with other rollouts.
+        coroutines: the names of the others; an environment without any never waits and needs no event loop.
+    """
+
+    _methods: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        tools: Sequence[str] = (),
+        max_characters: int = MAX_CHARACTERS,
+    ) -> None:
+        """Import everything and check it.
+
+        No instance of a class is made here: processes are forked from one that has an Environment, and must not share
+        the connections and threads of an instance. A function that makes instances has to be called once.
+
+        Args:
+            name: `module:Class`, `path/to/file.py:Class` (or a function that returns an instance), `calculator`,
+                `python`; None for functions alone.
+            options: arguments for the class, or for the built-in tool.
+            tools: functions by the same kinds of names; they do not belong to the class.
+            max_characters: of one answer; longer ones are cut visibly.
+
+        Raises:
+            ValueError: naming what cannot be imported, made or offered to a model, and why.
+        """
+        self.max_characters = max_characters
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._factory: Callable[[], Any] | None = None
+        self._idle: list[Any] = []
+        for tool in tools:
+            self._add(_tool(tool, {}, f"tools: {tool!r}"), f"tools: {tool!r}")
+        label = f"environment name={name!r}"
+        if name in BUILT_IN:
+            self._add(_tool(name, options or {}, label), label)
+        self.name, self.has_reward, self._declares_done = "", False, False
+        self.tools = [_schema(function) for function in self._functions.values()]
+        waits: dict[str, bool] = {}
+        if name is not None and name not in BUILT_IN:
+            factory = _imported(name, label)
+            self._factory = lambda: factory(**(options or {}))
+            waits = self._examine(_class_of(factory, options or {}, label), label)
+        offered = [tool["function"]["name"] for tool in self.tools]
+        if twice := next((one for one in offered if offered.count(one) > 1), None):
+            raise ValueError(f"{label}: two tools have the name {twice!r}. Rename one of them.")
+        waits = {name: inspect.iscoroutinefunction(function) for name, function in self._functions.items()} | waits
+        self.blocking = tuple(name for name in waits if not waits[name] and name != "close")
+        self.coroutines = tuple(name for name in waits if waits[name])
+
+    def _add(self, function: Callable[..., Any], label: str) -> None:
+        if getattr(function, "__name__", None) in (None, *self._functions):
+            raise ValueError(f"{label}: a tool needs a name of its own. Use a function made by `def`.")
+        self._functions[function.__name__] = function
+
+    def _examine(self, cls: type, label: str) -> dict[str, bool]:
+        """Find what the class has; returns whether each method that a rollout calls is a coroutine."""
+        # on the class: `getmembers` of an instance would evaluate its properties
+        found = dict(inspect.getmembers(cls, inspect.isfunction))
+        if "reset" not in found:
+            raise ValueError(f"{label}: {cls.__name__} has no method `reset`. It is called before each rollout.")
+        done_method = "done" in found and found["done"].__annotations__.get("return") in (bool, "bool")
+        self._methods = tuple(
+            n for n in found if not n.startswith("_") and n not in NOT_TOOLS and not (n == "done" and done_method)
+        )
+        self._declares_done = done_method or ("done" not in found and hasattr(cls, "done"))
+        self.name, self.has_reward = cls.__name__, "get_reward" in found
+        for name in self._methods:
+            is_static = isinstance(inspect.getattr_static(cls, name), staticmethod)
+            self.tools.append(_schema(found[name] if is_static else MethodType(found[name], cls)))
+        called = [*self._methods, "reset", "get_reward", "close"]
+        return {name: inspect.iscoroutinefunction(found[name]) for name in called if name in found}
+
+    def episode(self) -> Episode:
+        """One rollout, with an instance of its own. Raises what the constructor of the class raises."""
+        instance = None
+        if self._factory is not None:
+            instance = self._idle.pop() if self._idle else self._factory()
+        methods = [getattr(instance, name) for name in self._methods]
+        return Episode(self, instance, {**self._functions, **{method.__name__: method for method in methods}})
+
+    def is_done(self, instance: Any) -> bool:
+        """What the class says by `done`."""
+        if not self._declares_done:
+            return False
+        done = instance.done
+        return bool(done() if callable(done) else done)
+
+    async def give_back(self, instance: Any, *, broken: bool) -> None:
+        """Keep an instance for another rollout, or drop it."""
+        if not broken:
+            self._idle.append(instance)
+        else:
+            await _close(instance)
+
+    async def close(self) -> None:
+        """Call `close()` of the instances that have one, before the process ends."""
+        while self._idle:
+            await _close(self._idle.pop())
+
+
+class Episode:
+    """One rollout in an environment. The driver makes one call at a time."""
+
+    def __init__(self, environment: Environment, instance: Any, functions: dict[str, Callable[..., Any]]) -> None:
+        self._environment, self._instance, self._functions = environment, instance, functions
+        self._seeds: Mapping[str, int] | None = None
+        self._calls = 0
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The schemas of what the model may call."""
+        return self._environment.tools
+
+    async def reset(self, row: Mapping[str, Any], seeds: Mapping[str, int] | None = None) -> dict[str, Any]:
+        """Start the rollout.
+
+        Args:
+            row: all columns of the row, without the one that chose the environment.
+            seeds: {"group": a number of the group's position in the stream, "sample": number in the group}; without
+                them nothing is seeded. All members of a group get the same state here, and their own in later calls.
+
+        Returns:
+            {"messages": the whole prompt or None, "text": what belongs at the end of the last user message or None}
+
+        Raises:
+            whatever `reset` of the class raises, and TypeError for what it may not return.
+        """
+        self._seeds = seeds
+        nothing = {"messages": None, "text": None}
+        if self._instance is None:
+            return nothing
+        arguments = dict(row)
+        parameters = inspect.signature(self._instance.reset).parameters
+        if seeds is not None and "seed" in parameters:
+            arguments.setdefault("seed", seeding.derive(seeds["group"], "seed"))
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            arguments = {name: value for name, value in arguments.items() if name in parameters}
+        result = await self._run(self._instance.reset, arguments, self._state("reset"))
+        if result is None:
+            return nothing
+        if isinstance(result, str):
+            return {**nothing, "text": printable(result)}
+        if isinstance(result, list) and result and all(isinstance(item, Mapping) for item in result):
+            if all(isinstance(item.get("role"), str) and "content" in item for item in result):
+                return {**nothing, "messages": _printable_json(json.loads(json.dumps(result)))}
+            if all(item.get("type") == "text" and isinstance(item.get("text"), str) for item in result):
+                return {**nothing, "text": printable("".join(item["text"] for item in result))}
+        raise TypeError(
+            f"{self._environment.name}.reset returned {type(result).__name__}. It may return None, text for the end of "
+            "the last user message, or a list of messages with role and content."
+        )
+
+    async def call(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Run the calls of one turn: functions in order, then coroutines together; their answers in that order, too.
+
+        Args:
+            calls: `tool_calls` of an assistant message; arguments as JSON text or as a mapping.
+
+        Returns:
+            {"answers": one message per call, {"role": "tool", "name", "content"}, "done": the class says that the
+            rollout ends here, "errors": how many answers are errors}. A content is text, but for a tool that returned a
+            list, which stays one as it does in TRL: `content_text` is what the model reads of it.
+
+        Raises:
+            MemoryError: any other exception of a tool becomes its answer.
+        """
+        answers: list[tuple[str, Any]] = []
+        waiting: list[tuple[str, Any, Any]] = []
+        errors = 0
+        for call in calls:
+            state = self._state(self._seeds and self._seeds["sample"], self._calls)
+            self._calls += 1
+            name = _name(call)
+            try:
+                if call.get("type", "function") != "function":
+                    raise ValueError(f"Unsupported tool call type: {call['type']}")
+                if name not in self._functions:
+                    raise ValueError(f"Tool {name} not found.")
+                arguments = _arguments(call["function"].get("arguments"))
+                with state:
+                    result = self._functions[name](**arguments)
+                    if not inspect.isawaitable(result):
+                        answers.append((name, self._content(result)))
+                        continue
+                waiting.append((name, result, state))
+            except MemoryError:
+                raise
+            except BaseException as error:  # SystemExit, and what the confinement raises; the model must see it
+                errors += 1
+                answers.append((name, self._error(error)))
+        together = (self._awaited(result, state) for _, result, state in waiting)
+        # where nothing waits there may be no event loop; a coroutine that cancels itself is an exception like any other
+        outcomes = await asyncio.gather(*together, return_exceptions=True) if waiting else []
+        for (name, _, _), outcome in zip(waiting, outcomes, strict=True):
+            if isinstance(outcome, MemoryError):
+                raise outcome
+            content, failed = (self._error(outcome), True) if isinstance(outcome, BaseException) else outcome
+            errors += failed
+            answers.append((name, content))
+        messages = [{"role": "tool", "name": name, "content": content} for name, content in answers]
+        return {"answers": messages, "done": self._environment.is_done(self._instance), "errors": errors}
+
+    async def finish(self) -> dict[str, Any]:
+        """Judge the rollout.
+
+        Returns:
+            {"reward": of get_reward; None if there is none, or it says "not mine", "parts": the further numbers of
+            get_reward, "facts": of the class, "attributes": for an `EnvironmentView`, None without a class}
+
+        Raises:
+            what `get_reward` raises, and ValueError or TypeError if it does not return a finite number.
+        """
+        if self._instance is None:
+            return {"reward": None, "parts": {}, "facts": {}, "attributes": None}
+        reward, parts = None, dict[str, float]()
+        state = self._state(self._seeds and self._seeds["sample"], "finish")
+        if self._environment.has_reward:
+            result = await self._run(self._instance.get_reward, {}, state)
+            if isinstance(result, Mapping):
+                if "score" not in result:
+                    raise ValueError(
+                        f"{self._environment.name}.get_reward returned {sorted(map(str, result))}, no score."
+                    )
+                parts = {str(name): self._number(value) for name, value in result.items() if name != "score"}
+                result = result["score"]
+            reward = None if result is None else self._number(result)
+        with state:
+            given = getattr(self._instance, "facts", None)
+            facts = _printable_json(attributes.plain_json(given)) if isinstance(given, Mapping) else {}
+            said = attributes.said(self._instance)
+        return {"reward": reward, "parts": parts, "facts": facts, "attributes": said}
+
+    async def close(self, *, broken: bool = False) -> None:
+        """End the rollout; the instance serves another one unless it is broken (an exception left it half done)."""
+        instance, self._instance = self._instance, None
+        if instance is not None:
+            await self._environment.give_back(instance, broken=broken)
+
+    def _state(self, *parts: Any) -> contextlib.AbstractContextManager[Any]:
+        if self._seeds is None:
+            return contextlib.nullcontext()
+        return seeding.RandomState(seeding.derive(self._seeds["group"], *parts))
+
+    async def _run(self, function: Callable[..., Any], arguments: dict[str, Any], state: Any) -> Any:
+        with state:
+            result = function(**arguments)
+        return await seeding.swapped(result, state) if inspect.isawaitable(result) else result
+
+    async def _awaited(self, result: Any, state: Any) -> tuple[Any, bool]:
+        try:
+            value = await seeding.swapped(result, state)
+            with state:
+                return self._content(value), False
+        except (MemoryError, asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:
+            return self._error(error), True
+
+    def _error(self, error: BaseException) -> str:
+        return self._text({"error": _text_of_error(error)})
+
+    def _content(self, result: Any) -> Any:
+        """What the message says of a result: a list that JSON can say stays a list, all else is text."""
+        if isinstance(result, list):
+            with contextlib.suppress(TypeError, ValueError, RecursionError):
+                if len(written := json.dumps(result)) <= self._environment.max_characters:
+                    return _printable_json(json.loads(written))
+        return self._text(result)
+
+    def _text(self, result: Any) -> str:
+        text, limit = str(result), self._environment.max_characters
+        cut = len(text) - limit
+        return printable(text if cut <= 0 else f"{text[:limit]}\n[{cut} more characters were cut]")
+
+    def _number(self, value: Any) -> float:
+        if isinstance(value, str | bytes):
+            raise TypeError(f"{self._environment.name}.get_reward returned text, not a number.")
+        if not math.isfinite(number := float(value)):
+            raise ValueError(f"{self._environment.name}.get_reward returned {number}.")
+        return number
+
+
+def content_text(content: Any) -> str:
+    """What a template writes for the content of a message: text as it is, the texts of blocks joined, else `str`."""
+    if isinstance(content, str):
+        return content
+    blocks = content if isinstance(content, list) else ()
+    if blocks and all(isinstance(block, dict) and isinstance(block.get("text"), str) for block in blocks):
+        return "".join(block["text"] for block in blocks)
+    return str(content)
+
+
+def printable(text: str) -> str:
+    """Text that can be written as UTF-8: lone surrogates, which stand for invalid bytes, become \\udc80."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _printable_json(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [_printable_json(item) for item in value]
+    if isinstance(value, dict):
+        return {printable(key): _printable_json(item) for key, item in value.items()}
+    return value
+
+
+def _name(call: Mapping[str, Any]) -> str:
+    function = call.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else call.get("name")
+    return printable(name) if isinstance(name, str) else "unknown"
+
+
+def _arguments(written: Any) -> Any:
+    """The arguments of a call; anything but a mapping is left for `**` to refuse, with TRL's text."""
+    if not isinstance(written, str):
+        return {} if written is None else written
+    try:
+        return json.loads(written)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"The arguments are not valid JSON: {error}") from None
+
+
+def _text_of_error(error: BaseException) -> str:
+    try:
+        return str(error) if not isinstance(error, asyncio.CancelledError) else type(error).__name__
+    except Exception:
+        return type(error).__name__
+
+
+def _class_of(factory: Callable[..., Any], options: Mapping[str, Any], label: str) -> type:
+    """The class of the instances that a class or a function makes from these options."""
+    try:
+        if inspect.isclass(factory):
+            inspect.signature(factory).bind(**options)
+            return factory
+        instance = factory(**options)
+    except BaseException as error:  # SystemExit, and what the confinement raises
+        raise ValueError(f"{label}: it cannot be made: {type(error).__name__}: {error}") from error
+    asyncio.run(_close(instance))
+    return type(instance)
+
+
+async def _close(instance: Any) -> None:
+    """Call `close()` if there is one; an instance that cannot be closed harms nobody else."""
+    with contextlib.suppress(Exception):
+        if callable(close := getattr(instance, "close", None)) and inspect.isawaitable(result := close()):
+            await result
+
+
+def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return json_schema(function)
+    except Exception as error:  # a hint may name what is not there
+        where = getattr(function, "__qualname__", function)
+        raise ValueError(f"The tool {where} cannot be offered to a model: {error}") from error
+
+
+def _tool(name: str, options: Mapping[str, Any], label: str) -> Callable[..., Any]:
+    if name not in BUILT_IN:
+        return _imported(name, label)
+    try:
+        return BUILT_IN[name](**options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{label}: {error}") from None
+
+
+def _imported(name: str, label: str) -> Callable[..., Any]:
+    """Import `module:attribute` or `path/to/file.py:attribute`."""
+    module_name, _, attribute = name.rpartition(":")
+    if not module_name:
+        built_in = " or ".join(BUILT_IN)
+        raise ValueError(f"{label}: write module:name or path/to/file.py:name, or {built_in}, which are built in.")
+    try:
+        module = _module_of_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except BaseException as error:  # a module may raise anything, SystemExit too
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{label}: {module_name} cannot be imported: {problem}. Install the package, or start the run from the "
+            "folder that holds it; `environment.python` names another interpreter."
+        ) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise ValueError(f"{label}: {module_name} has no class or function {attribute}. Correct the name.")
+    seeding.import_numpy()
+    return found
+
+
+def _module_of_file(path: str) -> ModuleType:
+    """Import a Python file once; its name is its full path, so that no other file or module has the same name."""
+    name = os.path.realpath(path)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

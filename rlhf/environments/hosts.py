@@ -1,0 +1,354 @@
+"""Sessions of environments, in processes that can be killed: one for each rollout.
+
+    event loop                       thread of `Workers`                    process (`serve.py`)
+      Session.call ── request ──>      assigns, sends, watches  ── JSON ──>   runs the user's code
+           <────── future ──────       hears, kills             <── JSON ──
+
+An environment with blocking calls has a process for itself while its rollout lasts; killing it harms no other.
+Coroutines share a process. At most `environment.processes` are started, when they are needed; sessions wait for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf.config.environment import EnvironmentConfig
+from rlhf.environments.contract import content_text
+from rlhf.environments.turns import Answers, CallLimitError, FailedError, Message
+from rlhf.processes.confinement import Grants
+from rlhf.processes.workers import DIED, TIMEOUT, Worker, Workers
+from rlhf.types import Outcome
+
+SHARED = 64  # sessions of coroutines that share a process
+MAX_PARTS, MAX_FACTS = 64, 64  # named numbers and facts of one rollout
+
+Answer = Callable[[Mapping[str, Any]], Awaitable[Message]]
+
+
+def to_stderr(line: str) -> None:
+    """A line that an environment prints."""
+    print_line = sys.stderr.write
+    print_line(f"{line}\n")
+
+
+@dataclass(eq=False)
+class _Seat:
+    """A session in the thread of the workers."""
+
+    number: int
+    blocking: bool
+    worker: Worker | None = None  # None: it waits for one
+    asked: dict[int, tuple[str, asyncio.Future[Any]]] = field(default_factory=dict)  # requests that have no answer yet
+    waiting: list[dict[str, Any]] = field(default_factory=list)  # messages until it has a worker
+    lost: Exception | None = None
+
+
+class Hosts(Workers):
+    """The processes of a run's environments; made in the thread of an event loop, which then opens sessions.
+
+    Raises:
+        ValueError: a class or function cannot be loaded or offered to a model, and why.
+        RuntimeError: the processes did not start in time.
+
+    Attributes:
+        about: of each environment, by the value of the column that chooses it: {"tools", "rewards", "blocking",
+            "plays"}.
+    """
+
+    def __init__(
+        self, config: EnvironmentConfig, tools: Sequence[str] = (), *, say: Callable[[str], None] = to_stderr
+    ) -> None:
+        self.config = config
+        parts = {value: part.model_dump() for value, part in config.parts.items()} or {
+            "": {"name": None, "options": {}}
+        }
+        hello = {"environments": parts, "tools": list(tools), "wall_seconds": config.wall_seconds}
+        names = [*(part["name"] or "" for part in parts.values()), *tools]
+        self._waiting: deque[_Seat] = deque()
+        self._seats: dict[int, _Seat] = {}
+        self._numbers = self._requests = 0
+        self._answers: dict[int, Answer] = {}  # of coroutines, by session
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        python = config.python or sys.executable
+        super().__init__(
+            "environment",
+            "rlhf.environments.serve",
+            hello,
+            code=list(dict.fromkeys(name for name in names if ":" in name)),
+            size=1,
+            cpu_seconds=config.cpu_seconds,
+            wall_seconds=config.wall_seconds,
+            memory_mb=config.memory_mb,
+            grants=Grants(config.env, config.network, config.files),
+            template=True,
+            python=python,
+            path=None if python == sys.executable else [os.getcwd()],
+            say=say,
+        )
+        self.about: dict[str, dict[str, Any]] = next(w.about for w in self._workers.values() if w.about is not None)
+
+    async def open(self, row: Mapping[str, Any], seeds: Mapping[str, int]) -> HostedSession:
+        """Wait for a process, and reset the environment of this row.
+
+        Raises:
+            FailedError: the row chooses no environment, or its reset failed.
+        """
+        self._loop = asyncio.get_running_loop()
+        columns = dict(row)
+        value = "" if "" in self.about else columns.pop("environment", None)
+        if value not in self.about:
+            known = ", ".join(self.about)
+            raise FailedError(f"the row's column `environment` is {value!r}, and environment.by_name has {known}.")
+        about = self.about[value]
+        self._numbers += 1
+        session = HostedSession(
+            self, self._numbers, about, {"environment": value, "row": columns, "seeds": dict(seeds)}
+        )
+        self.call_soon(self._seat, _Seat(session.number, about["blocking"]))
+        try:
+            await session.begin()
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    # --- called by sessions, in the event loop ---
+
+    async def ask(self, session: int, message: dict[str, Any]) -> Any:
+        """Send a request of a session, and wait for its answer."""
+        assert self._loop is not None, "a session asks"
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._requests += 1
+        try:
+            self.call_soon(self._ask, session, {**message, "id": self._requests, "session": session}, future)
+        except RuntimeError as error:
+            raise FailedError(str(error)) from None
+        return await future
+
+    def answers(self, session: int, answer: Answer) -> None:
+        """From now on `answer` gives the turns that the coroutine of this session asks for."""
+        self._answers[session] = answer
+
+    def leave(self, session: int) -> None:
+        """End a session."""
+        self._answers.pop(session, None)
+        with contextlib.suppress(RuntimeError):
+            self.call_soon(self._leave, session)
+
+    # --- in the thread of the workers ---
+
+    def _seat(self, seat: _Seat) -> None:
+        self._seats[seat.number] = seat
+        self._waiting.append(seat)
+
+    def _ask(self, session: int, message: dict[str, Any], future: asyncio.Future[Any]) -> None:
+        seat = self._seats[session]
+        if seat.lost is not None:
+            self._resolve(future, seat.lost)
+            return
+        seat.asked[message["id"]] = message["do"], future
+        self._deliver(seat, message)
+
+    def _deliver(self, seat: _Seat, message: dict[str, Any]) -> None:
+        if seat.worker is None:
+            seat.waiting.append(message)
+            return
+        seat.worker.watch.start(seat.worker.pid)
+        self.send(seat.worker, message)
+
+    def _leave(self, session: int) -> None:
+        seat = self._seats.pop(session)
+        if seat in self._waiting:
+            self._waiting.remove(seat)
+        worker = seat.worker
+        if worker is None or worker.doomed:
+            return
+        del worker.work[session]
+        if seat.asked and seat.blocking:  # it was cancelled in the middle of a call
+            self.kill(worker, DIED)
+            return
+        self.send(worker, {"session": session, "do": "close", "broken": bool(seat.asked)})
+        self._rest(worker)
+
+    def _rest(self, worker: Worker) -> None:
+        """Stop the watch of a process of which nothing is asked."""
+        if not any(seat.asked for seat in worker.work.values()):
+            worker.watch.stop()
+        if not worker.work:
+            worker.kind = None
+
+    def on_turn(self) -> None:
+        """Give processes to the sessions that wait, and have more of them started."""
+        idle = [worker for worker in self.free() if worker.kind is None]
+        sharing = [worker for worker in self.free() if worker.kind == "shared"]
+        left: deque[_Seat] = deque()
+        while self._waiting:
+            seat = self._waiting.popleft()
+            room = [worker for worker in sharing if len(worker.work) < SHARED]
+            if room and not seat.blocking:
+                worker = room[0]
+            elif idle:
+                worker = idle.pop(0)
+                worker.kind = "own" if seat.blocking else "shared"
+                sharing += [] if seat.blocking else [worker]
+            else:
+                left.append(seat)
+                continue
+            seat.worker = worker
+            worker.work[seat.number] = seat
+            for message in seat.waiting:
+                self._deliver(seat, message)
+            seat.waiting.clear()
+        self._waiting = left
+        if left:
+            blocking = sum(seat.blocking for seat in left)
+            needed = blocking + -(-(len(left) - blocking) // SHARED)
+            busy = sum(worker.kind is not None for worker in self.free())
+            self.size = max(self.size, min(self.config.processes, busy + needed))
+
+    def on_message(self, worker: Worker, message: Any) -> None:
+        if "alive" not in message and "asks" in message:
+            self._asks(worker, message)
+        elif "id" in message:
+            self._answered(worker, message)
+        if worker.watch.running:
+            worker.watch.start(worker.pid)
+
+    def _asks(self, worker: Worker, message: dict[str, Any]) -> None:
+        """A coroutine asks for a turn."""
+        session, number, request = int(message["session"]), int(message["asks"]), dict(message["request"])
+        if session in worker.work and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._answer, session, number, request)
+
+    def _answered(self, worker: Worker, message: dict[str, Any]) -> None:
+        seat = next(seat for seat in worker.work.values() if message["id"] in seat.asked)
+        do, future = seat.asked.pop(message["id"])
+        if "error" not in message:
+            self._resolve(future, message["result"])
+        elif message["limit"] and do == "call":
+            self._resolve(future, CallLimitError(str(message["error"])))
+        else:
+            self._resolve(future, FailedError(f"{do}: {message['error']}"))
+        self._rest(worker)
+
+    def on_gone(self, worker: Worker, why: str, detail: str) -> None:
+        seats = list(worker.work.values())
+        over_limit = why == TIMEOUT or detail.startswith("over ")
+        asking = [seat for seat in seats if seat.asked]
+        for seat in seats:
+            do = next((do for do, _ in seat.asked.values()), "between calls")
+            if over_limit and do == "call" and len(asking) == 1:
+                seat.lost = CallLimitError(detail)
+            else:
+                seat.lost = FailedError(f"{do}: {detail}")
+            for _, future in seat.asked.values():
+                self._resolve(future, seat.lost)
+            seat.asked.clear()
+        worker.work.clear()
+
+    def on_end(self, reason: str) -> None:
+        for seat in self._seats.values():
+            seat.lost = FailedError(reason or "the environments were closed")
+            for _, future in seat.asked.values():
+                self._resolve(future, seat.lost)
+            seat.asked.clear()
+
+    def _resolve(self, future: asyncio.Future[Any], value: Any) -> None:
+        """Give a future its value or exception, in its loop."""
+
+        def resolve() -> None:
+            if not future.done():
+                future.set_exception(value) if isinstance(value, Exception) else future.set_result(value)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            future.get_loop().call_soon_threadsafe(resolve)
+
+    # --- in the event loop ---
+
+    def _answer(self, session: int, number: int, request: dict[str, Any]) -> None:
+        """Answer a coroutine's request for a turn."""
+        answer = self._answers.get(session)
+        if answer is not None:
+            task = asyncio.ensure_future(self._give(answer, session, number, request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _give(self, answer: Answer, session: int, number: int, request: dict[str, Any]) -> None:
+        message = await answer(request)
+        with contextlib.suppress(RuntimeError):  # they are closed
+            self.call_soon(self._tell, session, {"answers": number, "session": session, "message": message})
+
+    def _tell(self, session: int, message: dict[str, Any]) -> None:
+        seat = self._seats.get(session)
+        if seat is not None and seat.worker is not None and seat.lost is None:
+            self._deliver(seat, message)
+
+
+class HostedSession:
+    """A session in a process of `Hosts`; see `turns.Session`."""
+
+    def __init__(self, hosts: Hosts, number: int, about: Mapping[str, Any], start: dict[str, Any]) -> None:
+        self.number, self.plays = number, bool(about["plays"])
+        self.tools: list[dict[str, Any]] = list(about["tools"])
+        self.opening: list[Message] | None = None
+        self.text = ""
+        self._hosts, self._start = hosts, start
+
+    async def begin(self) -> None:
+        """Reset the environment; a coroutine begins when it is played."""
+        if self.plays:
+            return
+        said = await self._hosts.ask(self.number, {"do": "open", **self._start})
+        self.opening, self.text = said["messages"], said["text"] or ""
+
+    async def call(self, calls: Sequence[Mapping[str, Any]]) -> Answers:
+        said = await self._hosts.ask(self.number, {"do": "call", "calls": list(calls)})
+        messages = [{**message, "content": content_text(message["content"])} for message in said["answers"]]
+        return Answers(tuple(messages), done=bool(said["done"]), errors=int(said["errors"]))
+
+    async def finish(self) -> Outcome:
+        return outcome_of(await self._hosts.ask(self.number, {"do": "finish"}))
+
+    async def play(self, answer: Answer) -> Outcome:
+        """Run the coroutine to its end; `answer` gives it the turns that it asks for."""
+        failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        async def answer_or_fail(request: Mapping[str, Any]) -> Message:
+            try:
+                return await answer(request)
+            except Exception as error:
+                if not failed.done():
+                    failed.set_exception(error)
+                raise
+
+        self._hosts.answers(self.number, answer_or_fail)
+        ended = asyncio.ensure_future(self._hosts.ask(self.number, {"do": "play", **self._start}))
+        try:
+            await asyncio.wait({ended, failed}, return_when=asyncio.FIRST_COMPLETED)
+            return outcome_of((failed if failed.done() else ended).result())
+        finally:
+            ended.cancel()
+            failed.cancel()
+
+    async def close(self) -> None:
+        """Give the process back, or have it killed if it still computes."""
+        self._hosts.leave(self.number)
+
+
+def outcome_of(said: Mapping[str, Any]) -> Outcome:
+    """What a process says of a finished rollout; FailedError if it is not what our code sends."""
+    try:
+        reward = None if said["reward"] is None else float(said["reward"])
+        parts = {str(name): float(value) for name, value in list(said["parts"].items())[:MAX_PARTS]}
+        return Outcome("ok", reward, parts, dict(list(said["facts"].items())[:MAX_FACTS]), said["attributes"] or {})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FailedError(f"finish: its process answered something else ({error})") from None

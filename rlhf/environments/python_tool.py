@@ -1,0 +1,139 @@
+"""The built-in tool `python`: the model's program in a new interpreter, with limits.
+
+What the program can reach is what the process that calls the tool can reach: a confined process has confined children.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
+# the shell's own limits: memory in KiB, CPU seconds, files in blocks of 512 bytes; no core file
+LIMITED = 'ulimit -v "$1"; ulimit -t "$2"; ulimit -f "$3"; ulimit -c 0; shift 3; exec "$@"'
+KIB, BLOCK, MIB = 1 << 10, 512, 1 << 20
+READ_BYTES = 1 << 16
+MAX_FILE_MB = 64
+
+
+def python_tool(
+    *, seconds: float = 10.0, memory_mb: int = 1024, max_output_characters: int = 10_000
+) -> Callable[..., Any]:
+    """The tool with its limits.
+
+    Args:
+        seconds: of the clock, and of CPU, for one program.
+        memory_mb: of address space for one program.
+        max_output_characters: what it prints beyond that is dropped, and the answer says so.
+
+    Raises:
+        ValueError: a limit is not above 0.
+    """
+    for name, limit in {
+        "seconds": seconds,
+        "memory_mb": memory_mb,
+        "max_output_characters": max_output_characters,
+    }.items():
+        if not limit > 0:
+            raise ValueError(f"{name}={limit}: the limit must be above 0.")
+
+    async def python(code: str) -> str:
+        """
+        Run a Python program in a new interpreter.
+
+        Args:
+            code: The program. Only what it prints is returned.
+
+        Returns:
+            What the program printed, errors included.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="python-tool-"))
+        try:
+            return await _run(code, folder, seconds, memory_mb, max_output_characters)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    return python
+
+
+async def _run(code: str, folder: Path, seconds: float, memory_mb: int, max_output_characters: int) -> str:
+    (folder / "main.py").write_bytes(code.encode("utf-8", "backslashreplace"))
+    limits = [
+        _limit(resource.RLIMIT_AS, memory_mb * MIB, unit=KIB),
+        _limit(resource.RLIMIT_CPU, int(seconds) + 1, unit=1),
+        _limit(resource.RLIMIT_FSIZE, MAX_FILE_MB * MIB, unit=BLOCK),
+    ]
+    variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    variables |= {"HOME": str(folder), "TMPDIR": str(folder), "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+    variables |= {"PYTHONIOENCODING": "utf-8:backslashreplace", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    reading, writing = os.pipe()  # of our own: `wait` would wait for a pipe of asyncio's that a grandchild holds
+    os.set_blocking(reading, False)
+    output = _Output(reading, 4 * max_output_characters)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            "/bin/sh", "-c", LIMITED, "sh", *limits, sys.executable, "-s", "main.py",
+            stdin=asyncio.subprocess.DEVNULL, stdout=writing, stderr=writing, cwd=folder, env=variables,
+            start_new_session=True,
+        )  # fmt: skip
+    finally:
+        os.close(writing)
+    with output:
+        try:
+            status = await asyncio.wait_for(process.wait(), seconds)
+        except asyncio.TimeoutError:  # noqa: UP041  # Python 3.10 has another one
+            status = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # it, and what it left running
+                os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        output.read()  # what is in the pipe already
+    text = output.data.decode("utf-8", "backslashreplace").replace(f"{folder}/", "").replace(str(folder), ".")
+    if len(text) > max_output_characters or output.dropped:
+        text = f"{text[:max_output_characters]}\n[output cut after {max_output_characters} characters]"
+    match status:
+        case None:
+            return f"{text}\n[stopped after {seconds:g} seconds]".lstrip("\n")
+        case 0:
+            return text
+        case _ if status < 0:
+            return f"{text}\n[ended by signal {-status}]".lstrip("\n")
+    return text or f"[exit status {status}]"
+
+
+def _limit(kind: int, wanted: int, *, unit: int) -> str:
+    """What the shell is told; it gives up when it is told to go above a limit that it has already."""
+    hard = resource.getrlimit(kind)[1]
+    return str((wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)) // unit)
+
+
+class _Output:
+    """What comes out of a pipe, up to a number of bytes; the rest is read and dropped, so that no program blocks."""
+
+    def __init__(self, reading: int, max_bytes: int) -> None:
+        self.data, self.dropped = bytearray(), False
+        self._reading, self._max_bytes = reading, max_bytes
+
+    def __enter__(self) -> None:
+        asyncio.get_running_loop().add_reader(self._reading, self.read)
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.get_running_loop().remove_reader(self._reading)
+        os.close(self._reading)
+
+    def read(self) -> None:
+        """Read what is there."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._reading, READ_BYTES):
+                room = self._max_bytes - len(self.data)
+                self.dropped |= len(data) > room
+                self.data += data[:room]
+            asyncio.get_running_loop().remove_reader(self._reading)  # the end: a closed pipe is always ready

@@ -1,0 +1,204 @@
+"""Groups through environments: a session per rollout, the prompt as its reset leaves it, then its turns."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlhf.config.data import OPENS_THOUGHT
+from rlhf.config.grpo import GRPOConfig
+from rlhf.environments.branches import play_coroutine
+from rlhf.environments.turns import (
+    FAILED,
+    CallLimitError,
+    FailedError,
+    Limits,
+    Message,
+    NextTurn,
+    Session,
+    Templates,
+    failed_rollout,
+    play_turns,
+)
+from rlhf.rollout.requests import Completion, Parsing, SamplingSettings, request_seed
+from rlhf.rollout.sampler import Generate
+from rlhf.types import Prompt, Rollout
+
+MAX_ERRORS = 5  # distinct errors that are shown
+END_TOKENS = 64  # last tokens of a prompt in which a thought may be opened
+
+
+class OpenSession(Session, Protocol):
+    """A session that was opened, with what its reset said; `plays` if a coroutine drives the rollout instead."""
+
+    plays: bool
+    opening: list[Message] | None  # messages that the reset made; None: those of the row
+    text: str  # of the reset, added to the last user message
+
+    async def play(self, answer: Any) -> Any: ...
+
+    async def close(self) -> None: ...
+
+
+class Hosts(Protocol):
+    """Opens sessions; see `environments.hosts`."""
+
+    def open(self, row: Mapping[str, Any], seeds: Mapping[str, int]) -> Awaitable[OpenSession]:
+        """Wait for a process, and reset the environment of this row; raises CallLimitError or FailedError."""
+        ...
+
+
+class Environments:
+    """The `play` of a Sampler whose rollouts have an environment or tools.
+
+    Args:
+        parsing: how the engines read tool calls in what the model writes.
+        tokenizer: decodes the end of a prompt that a reset has made.
+    """
+
+    def __init__(
+        self, config: GRPOConfig, hosts: Hosts, templates: Templates, parsing: Parsing, tokenizer: Any
+    ) -> None:
+        self._config, self._hosts, self._templates, self._tokenizer = config, hosts, templates, tokenizer
+        self._parsing = parsing
+        self.running = 0  # rollouts that have begun and not ended
+
+    async def __call__(
+        self, prompt: Prompt, samples: int, settings: SamplingSettings, generate: Generate
+    ) -> tuple[Prompt, list[Rollout]]:
+        """Play the rollouts of a group at the same time; its prompt is that of the first one that could be reset."""
+        played = [self._rollout(prompt, sample, settings, generate) for sample in range(samples)]
+        tasks = [asyncio.ensure_future(rollout) for rollout in played]
+        try:
+            results = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # one failed, or the group was cancelled: the others end, and close their sessions
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        opened = [opened for opened, _ in results if opened is not None]
+        return opened[0] if opened else prompt, [rollout for _, rollout in results]
+
+    async def _rollout(
+        self, prompt: Prompt, sample: int, settings: SamplingSettings, generate: Generate
+    ) -> tuple[Prompt | None, Rollout]:
+        """The prompt as the reset leaves it, None if it failed, and the rollout."""
+        turns = next_turn(self._config, prompt, sample, replace(settings, parsing=self._parsing), generate)
+        limits = self._limits(settings)
+        self.running += 1
+        try:
+            session = await self._hosts.open(row_of(prompt), self.seeds(prompt, sample))
+        except (CallLimitError, FailedError) as error:
+            self.running -= 1
+            return None, failed_rollout(prompt, sample, FAILED, str(error))
+        try:
+            how: dict[str, Any] = {"generate": turns, "templates": self._templates, "limits": limits}
+            if session.plays:
+                return None, await play_coroutine(prompt, sample, session.play, **how)
+            opened = self.opened_prompt(prompt, session)
+            return opened, await play_turns(opened, sample, session, **how)
+        except FailedError as error:  # the prompt that the reset has made cannot be used
+            return None, failed_rollout(prompt, sample, FAILED, str(error))
+        finally:
+            self.running -= 1
+            await session.close()
+
+    def seeds(self, prompt: Prompt, sample: int) -> dict[str, int]:
+        """Those of a rollout: every member of a group starts in one state, and a resumed run repeats them."""
+        key = f"{self._config.run.seed}/{prompt.epoch}/{prompt.id}"
+        return {"group": int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest()), "sample": sample}
+
+    def opened_prompt(self, prompt: Prompt, session: OpenSession) -> Prompt:
+        """The prompt with the session's tools and what its reset said; FailedError if it cannot be used."""
+        messages = opened_messages(prompt, session.opening, session.text, self._config)
+        try:
+            token_ids = self._templates.prompt(messages, session.tools)
+        except ValueError as error:
+            raise FailedError(f"the prompt that reset has made cannot be rendered: {error}") from None
+        if len(token_ids) > (longest := self._config.data.max_prompt_tokens):
+            raise FailedError(
+                f"the prompt has {len(token_ids)} tokens after reset, more than data.max_prompt_tokens={longest}. "
+                "Raise it, or shorten what reset says and the descriptions of the tools."
+            )
+        end = self._tokenizer.decode(token_ids[-END_TOKENS:].tolist(), skip_special_tokens=False)
+        in_thought = OPENS_THOUGHT.search(end) is not None
+        return replace(prompt, messages=tuple(messages), token_ids=token_ids, in_thought=in_thought)
+
+    def _limits(self, settings: SamplingSettings) -> Limits:
+        rollout = self._config.rollout
+        return Limits(
+            max_response_tokens=settings.max_tokens,
+            max_rollout_tokens=rollout.longest,
+            max_turns=rollout.max_turns,
+            max_rollout_s=rollout.max_rollout_s,
+        )
+
+
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """What `reset` gets: the columns of the row, and the messages of its prompt, if it has one, as `prompt`."""
+    return {**prompt.columns, **({"prompt": list(prompt.messages)} if prompt.messages else {})}
+
+
+def opened_messages(prompt: Prompt, opening: Sequence[Message] | None, text: str, config: GRPOConfig) -> list[Message]:
+    """The messages of the prompt after reset.
+
+    Raises:
+        FailedError: there are none: neither the row nor reset has a prompt.
+    """
+    messages = [dict(message) for message in (prompt.messages if opening is None else opening)]
+    if text and messages and messages[-1]["role"] == "user":
+        messages[-1]["content"] += text
+    elif text:
+        messages.append({"role": "user", "content": text})
+    if not messages:
+        raise FailedError("the row has no prompt, and reset has returned none. Return a text from reset.")
+    if config.data.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": config.data.system_prompt})
+    return messages
+
+
+def next_turn(
+    config: GRPOConfig, prompt: Prompt, sample: int, settings: SamplingSettings, generate: Generate
+) -> NextTurn:
+    """The requests of one rollout: each with its own noise, on the engine that has its prefix, while that lives."""
+    engine: int | None = None
+
+    async def continue_ids(token_ids: np.ndarray, *, max_tokens: int, turn: int) -> Completion:
+        nonlocal engine
+        seed = request_seed(config.noise_seed, prompt, sample=sample, turn=turn)
+        what = f"{prompt.id}, sample {sample}, turn {turn + 1}"
+        turn_settings = replace(settings, max_tokens=max_tokens)
+        (completion,) = await generate(token_ids, turn_settings, samples=1, seed=seed, what=what, prefer=engine)
+        engine = completion.engine
+        return completion
+
+    return continue_ids
+
+
+class FailedEnvironments:
+    """Counts the rollouts of a step whose environment failed, by their error; `allowed_fraction` of them may."""
+
+    def __init__(self, allowed_fraction: float) -> None:
+        self._allowed_fraction = allowed_fraction
+        self._told: set[str] = set()
+
+    def of_step(self, rollouts: Sequence[Rollout]) -> tuple[list[str], str]:
+        """Warnings about errors that were not told before, at most a few; and why the run has to end, "" if not."""
+        outcomes = [rollout.outcome for rollout in rollouts if rollout.outcome is not None]
+        errors = Counter(" ".join(outcome.error.split()) for outcome in outcomes if outcome.status == FAILED)
+        new = [error for error in errors if error not in self._told][: max(0, MAX_ERRORS - len(self._told))]
+        self._told |= {*new}
+        warnings = [f"environment: {errors[error]} of {len(rollouts)} rollouts failed: {error}" for error in new]
+        if not errors or errors.total() <= self._allowed_fraction * len(rollouts):
+            return warnings, ""
+        shown = "\n".join(f"  {count} x {error}" for error, count in errors.most_common(MAX_ERRORS))
+        return warnings, (
+            f"environment: {errors.total()} of {len(rollouts)} rollouts of a step failed, more than "
+            f"environment.max_failed_fraction={self._allowed_fraction:g} allows:\n{shown}\nRepair the environment, or "
+            "raise the fraction."
+        )

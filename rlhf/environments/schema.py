@@ -1,0 +1,146 @@
+"""The JSON schema of a tool from its signature, type hints and docstring, equal to transformers' `get_json_schema`.
+
+Written anew with the standard library, because the process of an environment may run under an interpreter that has no
+transformers. Order of keys included: templates write schemas as JSON, so the order reaches the prompt.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+from collections.abc import Callable
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+BASIC: dict[Any, dict[str, Any]] = {
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    str: {"type": "string"},
+    bool: {"type": "boolean"},
+    type(None): {"type": "null"},
+    list: {"type": "array"},
+    tuple: {"type": "array"},
+    dict: {"type": "object"},
+    Any: {},
+}
+BY_NAME = {"PIL.Image.Image": {"type": "image"}, "torch.Tensor": {"type": "audio"}}  # without an import of either
+SECTIONS = re.compile(r"Args:|Returns:|Raises:")
+LATER_SECTIONS = re.compile(r"Returns:|Raises:")
+ARGS = re.compile(r"\n\s*Args:\n")
+RETURNS = re.compile(r"\n\s*Returns:\n")
+ARGUMENT = re.compile(r"\s*(\w+):\s*(.*)", re.DOTALL)
+CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
+
+
+class SchemaError(ValueError):
+    """The function cannot be offered to a model as it is written."""
+
+
+def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The schema that a chat template gets for a tool.
+
+    Args:
+        function: a function or bound method, with a type hint for every argument and a Google-style docstring that
+            describes each of them.
+
+    Raises:
+        SchemaError: with what is missing, or which hint has no JSON schema.
+        json.JSONDecodeError: `(choices: ...)` at the end of an argument's description is not JSON.
+    """
+    name = getattr(function, "__name__", "operation")
+    docstring = (inspect.getdoc(function) or "").strip()
+    if not docstring:
+        raise SchemaError(f"{name} has no docstring. It tells the model what the tool does: write one.")
+    parameters = _parameters(function, name)
+    returned = parameters["properties"].pop("return", None)
+    described = _arguments(docstring)
+    for argument, schema in parameters["properties"].items():
+        if argument not in described:
+            raise SchemaError(
+                f"{name}: the docstring does not describe {argument}. Add `{argument}: ...` under `Args:`."
+            )
+        text = described[argument]
+        if choices := CHOICES.search(text):
+            schema["enum"] = [c.strip() if isinstance(c, str) else c for c in json.loads(choices[1])]
+            text = text[: choices.start()].strip()
+        schema["description"] = text
+    description = SECTIONS.split(docstring, maxsplit=1)[0].strip()
+    result: dict[str, Any] = {"name": name, "description": description, "parameters": parameters}
+    if returned is not None:
+        if start := RETURNS.search(docstring):
+            returned["description"] = docstring[start.end() :].split("Raises:", 1)[0].strip()
+        result["return"] = returned
+    return {"type": "function", "function": result}
+
+
+def _parameters(function: Callable[..., Any], name: str) -> dict[str, Any]:
+    hints = get_type_hints(function)
+    signature = list(inspect.signature(function).parameters.values())
+    if signature and signature[0].name in ("self", "cls") and signature[0].annotation is inspect.Parameter.empty:
+        hints.pop(signature.pop(0).name, None)
+    for parameter in signature:
+        if parameter.annotation is inspect.Parameter.empty:
+            raise SchemaError(f"{name}: argument {parameter.name} has no type hint. Add one, such as `: str`.")
+    schema: dict[str, Any] = {"type": "object", "properties": {key: _of_hint(hint) for key, hint in hints.items()}}
+    if required := [p.name for p in signature if p.default is inspect.Parameter.empty]:
+        schema["required"] = required
+    return schema
+
+
+def _of_hint(hint: Any) -> dict[str, Any]:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is None:
+        by_name = BY_NAME.get(f"{getattr(hint, '__module__', '')}.{getattr(hint, '__qualname__', '')}")
+        return dict(BASIC.get(hint) if hint in BASIC else by_name or {"type": "object"})  # type: ignore[arg-type]
+    if origin is Union or origin is types.UnionType:
+        return _of_union(arguments)
+    if origin is Literal and arguments:
+        return _of_literal(arguments)
+    if origin is list:
+        return {"type": "array", "items": _of_hint(arguments[0])} if arguments else {"type": "array"}
+    if origin is tuple:
+        if not arguments:
+            return {"type": "array"}
+        if len(arguments) == 1 or ... in arguments:
+            raise SchemaError(f"{hint} has no JSON schema. Use list[...] for several values of one type.")
+        return {"type": "array", "prefixItems": [_of_hint(argument) for argument in arguments]}
+    if origin is dict:
+        values = {"additionalProperties": _of_hint(arguments[1])} if len(arguments) == 2 else {}
+        return {"type": "object", **values}
+    raise SchemaError(f"{hint} has no JSON schema. Use int, float, str, bool, list, dict, Literal, or a union of them.")
+
+
+def _of_union(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    schemas = [_of_hint(argument) for argument in arguments if argument is not type(None)]
+    if len(schemas) == 1:
+        result = schemas[0]
+    elif all(schema.keys() == {"type"} and isinstance(schema["type"], str) for schema in schemas):
+        names = sorted({schema["type"] for schema in schemas})
+        result = {"type": names[0] if len(names) == 1 else names}
+    else:
+        result = {"anyOf": schemas}
+    return {**result, "nullable": True} if type(None) in arguments else result
+
+
+def _of_literal(values: tuple[Any, ...]) -> dict[str, Any]:
+    if not all(type(value) in (int, float, str, bool, type(None)) for value in values):
+        raise SchemaError(f"Literal{list(values)}: a value is neither number, text, bool nor None.")
+    names = list(dict.fromkeys(BASIC[type(value)]["type"] for value in values))
+    return {"type": names[0] if len(names) == 1 else names, "enum": list(values)}
+
+
+def _arguments(docstring: str) -> dict[str, str]:
+    """The text that `Args:` has for each argument; its lines are joined by a space."""
+    start = ARGS.search(docstring)
+    if start is None:
+        return {}
+    section = LATER_SECTIONS.split(docstring[start.end() :], maxsplit=1)[0]
+    found: list[tuple[str, list[str]]] = []
+    for line in filter(str.strip, section.split("\n")):
+        entry = ARGUMENT.match(line)
+        if entry and (not found or found[-1][1]):  # a name with nothing behind it takes the next line, whatever it is
+            found.append((entry[1], [entry[2].strip()] if entry[2].strip() else []))
+        elif found:
+            found[-1][1].append(line.strip())
+    return {name: " ".join(lines) for name, lines in found}

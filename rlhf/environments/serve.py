@@ -1,0 +1,292 @@
+"""What a process with environments runs: messages of the driver -> the calls of its sessions. Standard library only.
+
+    {"id", "session", "do": "open", "environment", "row", "seeds"}   -> {"id", "result": {"messages", "text"}}
+    {"id", "session", "do": "call", "calls"}                         -> {"id", "result": {"answers", "done", "errors"}}
+    {"id", "session", "do": "finish"}                                -> {"id", "result": {"reward", "parts", ...}}
+    {"id", "session", "do": "play", "row", "seeds"}                  -> {"id", "result": {"reward", "parts", ...}}
+          meanwhile {"asks", "session", "request"} -> {"answers", "message"} for each turn that the coroutine asks for
+    {"session", "do": "close", "broken"}                             nothing is answered
+
+What fails is answered with `error`, and with `limit` where the time or the memory of the call was used up. A session
+with blocking calls has the process for itself, and no event loop runs while it computes: its code may start one.
+Coroutines share the process and an event loop, in which `alive` is said every second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+from rlhf.environments import seeding
+from rlhf.environments.contract import BUILT_IN, Environment
+from rlhf.processes import attributes
+from rlhf.processes.channel import Channel
+from rlhf.processes.code import load_module
+
+ALIVE_S = 1.0  # between signs of life of the event loop
+MAX_ERROR = 2000  # characters of an error
+
+Play = Callable[..., Awaitable[Any]]
+
+
+def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Make the environments, by the value of the column that chooses them; raises ValueError for a bad one.
+
+    Args:
+        hello: {"environments": {value: {"name", "options"}}, "tools": names, "wall_seconds": of one call}
+
+    Returns:
+        The environments, with the limit of a call; and of each {"tools", "rewards", "blocking", "plays"}.
+    """
+    environments: dict[str, Environment | Play] = {}
+    for value, part in hello["environments"].items():
+        play = _coroutine(part["name"])
+        if play is not None and (part["options"] or hello["tools"]):
+            raise ValueError(
+                f"environment name={part['name']!r}: a coroutine takes no options and no tools: it gets the row, and "
+                "passes tools to `generate`. Remove them."
+            )
+        if play is not None:
+            seeding.import_numpy()
+        environments[value] = play or Environment(part["name"], options=part["options"], tools=hello["tools"])
+    about = {value: _about(environment) for value, environment in environments.items()}
+    return {"environments": environments, "wall_seconds": hello["wall_seconds"]}, about
+
+
+def _coroutine(name: str | None) -> Play | None:
+    """The coroutine function of this name; None for everything else, also for what cannot be imported."""
+    if name is None or name in BUILT_IN:
+        return None
+    with contextlib.suppress(BaseException):  # `Environment` says what is wrong
+        found = getattr(load_module(name), name.rpartition(":")[2], None)
+        return found if inspect.iscoroutinefunction(found) else None
+    return None
+
+
+async def _close(environments: Mapping[str, Environment | Play]) -> None:
+    """Close every instance that no session has."""
+    for environment in environments.values():
+        if isinstance(environment, Environment):
+            await environment.close()
+
+
+def _about(environment: Environment | Play) -> dict[str, Any]:
+    if isinstance(environment, Environment):
+        told = {"tools": environment.tools, "rewards": environment.has_reward, "blocking": bool(environment.blocking)}
+        return {**told, "plays": False}
+    return {"tools": [], "rewards": True, "blocking": False, "plays": True}
+
+
+def serve(channel: Channel, loaded: dict[str, Any]) -> None:
+    """Answer messages until the driver hangs up."""
+    server = Server(channel, loaded["environments"], loaded["wall_seconds"])
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        is_open = True
+        while is_open:
+            messages, is_open = channel.receive(wait=True)
+            while messages:
+                message = messages.pop(0)
+                if server.runs_alone(message):
+                    server.run_alone(message, loop)
+                else:
+                    messages, is_open = loop.run_until_complete(server.run_together([message, *messages]))
+        loop.run_until_complete(_close(loaded["environments"]))
+
+
+class Server:
+    """The sessions of one process."""
+
+    def __init__(self, channel: Channel, environments: Mapping[str, Environment | Play], wall_seconds: float) -> None:
+        self._channel, self._environments, self._wall_seconds = channel, environments, wall_seconds
+        self._sessions: dict[int, Any] = {}  # the episode of each
+        self._tasks: dict[int, set[asyncio.Task[None]]] = {}  # by session
+        self._asked: dict[int, asyncio.Future[Any]] = {}  # turns that a coroutine waits for
+        self._numbers = 0
+        self._has_coroutines = False  # the environment of the session that has this process for itself
+
+    def runs_alone(self, message: Mapping[str, Any]) -> bool:
+        """Whether the message is of a session with blocking calls."""
+        if "environment" in message:
+            environment = self._environments[message["environment"]]
+            return isinstance(environment, Environment) and bool(environment.blocking)
+        return not self._tasks
+
+    def run_alone(self, message: Mapping[str, Any], loop: asyncio.AbstractEventLoop) -> None:
+        """Answer one message, without an event loop unless the environment has coroutines too."""
+        if "environment" in message:
+            self._has_coroutines = bool(self._environments[message["environment"]].coroutines)  # type: ignore[union-attr]
+        answer = self._answered(message, None)
+        if self._has_coroutines:
+            answered = loop.run_until_complete(answer)
+        else:
+            try:
+                answer.send(None)
+            except StopIteration as end:
+                answered = end.value
+            else:
+                raise AssertionError("an environment without coroutines never waits")
+        if answered:
+            self._channel.send(answered)
+
+    async def run_together(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
+        """Answer messages at the same time until no session is left; returns those after, and if the driver lives."""
+        arrived, loop, is_open = asyncio.Event(), asyncio.get_running_loop(), True
+        loop.add_reader(self._channel.socket, arrived.set)
+        alive = asyncio.ensure_future(self._say_alive())
+        try:
+            while True:
+                for message in messages:
+                    self._start(message)
+                if not self._tasks or not is_open:
+                    return [], is_open
+                await arrived.wait()
+                arrived.clear()
+                messages, is_open = self._channel.receive()
+        finally:
+            loop.remove_reader(self._channel.socket)
+            alive.cancel()
+
+    async def _say_alive(self) -> None:
+        while True:
+            await asyncio.sleep(ALIVE_S)
+            self._channel.send({"alive": True})
+
+    def _start(self, message: dict[str, Any]) -> None:
+        """Begin to answer a message of a session that shares the process."""
+        session = message["session"]
+        if "answers" in message:
+            if (future := self._asked.pop(message["answers"], None)) and not future.done():
+                future.set_result(message["message"])
+            return
+        if message["do"] == "close":
+            for task in self._tasks.pop(session, ()):
+                task.cancel()
+        task = asyncio.ensure_future(self._answer(message))
+        if message["do"] != "close":
+            self._tasks.setdefault(session, set()).add(task)
+
+    async def _answer(self, message: dict[str, Any]) -> None:
+        limit = None if message["do"] == "play" else self._wall_seconds
+        answer = await self._answered(message, limit)
+        if answer:
+            self._channel.send(answer)
+
+    async def _answered(self, message: Mapping[str, Any], wall_seconds: float | None) -> dict[str, Any]:
+        """The answer to a message; {} for one that is not answered."""
+        try:
+            result = await (self._done(message) if wall_seconds is None else _within(wall_seconds, self._done(message)))
+        except _OverLimitError as error:
+            return self._failed(message, str(error), limit=True)
+        except MemoryError:
+            return self._failed(message, "over the memory of its process", limit=True)
+        except Exception as error:
+            return self._failed(message, f"{type(error).__name__}: {error}", limit=False)
+        return {"id": message["id"], "result": result} if "id" in message else {}
+
+    def _failed(self, message: Mapping[str, Any], error: str, *, limit: bool) -> dict[str, Any]:
+        return {"id": message.get("id"), "error": error[:MAX_ERROR], "limit": limit}
+
+    async def _done(self, message: Mapping[str, Any]) -> Any:
+        """Do what the message says."""
+        session = message["session"]
+        if message["do"] == "close":
+            episode = self._sessions.pop(session, None)
+            return await episode.close(broken=message["broken"]) if episode is not None else None
+        if message["do"] == "call":
+            return await self._sessions[session].call(message["calls"])
+        if message["do"] == "finish":
+            return await self._sessions[session].finish()
+        environment = self._environments[message["environment"]]
+        if not isinstance(environment, Environment):
+            return await self._played(environment, message)
+        episode = self._sessions[session] = environment.episode()
+        return await episode.reset(message["row"], message["seeds"])
+
+    async def _played(self, play: Play, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The reward of a coroutine that has been played to its end."""
+        session, quiet = message["session"], _Quiet(self._wall_seconds)
+
+        async def generate(context: Any, *, tools: Any = (), max_tokens: int | None = None) -> Turn:
+            """The model's turn after these messages, or token ids."""
+            context = list(context)
+            is_ids = bool(context) and not isinstance(context[0], Mapping)
+            request = {"token_ids": [int(each) for each in context]} if is_ids else {"messages": context}
+            request |= {"tools": [*tools], "max_tokens": max_tokens}
+            self._numbers += 1
+            number = self._numbers
+            self._asked[number] = asyncio.get_running_loop().create_future()
+            with quiet.paused():
+                self._channel.send({"asks": number, "session": session, "request": request})
+                return Turn(await self._asked[number])
+
+        seeds = message["seeds"]
+        state = seeding.RandomState(seeding.derive(seeds["group"], seeds["sample"], "play"))
+        with state:
+            coroutine: Any = play(message["row"], generate)
+        result = await quiet.limited(seeding.swapped(coroutine, state))
+        parts: dict[str, float] = {}
+        if isinstance(result, Mapping):
+            parts = {str(name): _number(value) for name, value in result.items() if name != "score"}
+            result = result["score"]
+        return {"reward": None if result is None else _number(result), "parts": parts, "facts": {}, "attributes": None}
+
+
+class Turn(dict[str, Any]):
+    """An assistant message, with what the engine says of it: `finish_reason` and `token_ids`."""
+
+    def __init__(self, message: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.finish_reason: str = self.pop("finish_reason")
+        self.token_ids: list[int] = self.pop("token_ids")
+
+
+class _OverLimitError(Exception):
+    """A call has used up its time."""
+
+
+async def _within(seconds: float, awaitable: Awaitable[Any]) -> Any:
+    """Await something for at most so long; unlike `wait_for` it does not mistake a TimeoutError of the code itself."""
+    task = asyncio.ensure_future(awaitable)
+    try:
+        if await asyncio.wait({task}, timeout=seconds) == (set(), {task}):
+            raise _OverLimitError(f"over {seconds:g} seconds by the clock")
+        return task.result()
+    finally:
+        task.cancel()
+
+
+class _Quiet:
+    """Ends a coroutine that neither comes to its end nor asks for a turn within `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._asking, self._heard = seconds, 0, time.monotonic()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self._asking += 1
+        try:
+            yield
+        finally:
+            self._asking -= 1
+            self._heard = time.monotonic()
+
+    async def limited(self, awaitable: Awaitable[Any]) -> Any:
+        task = asyncio.ensure_future(awaitable)
+        try:
+            while not (await asyncio.wait({task}, timeout=min(ALIVE_S, self._seconds)))[0]:
+                if not self._asking and time.monotonic() - self._heard > self._seconds:
+                    raise _OverLimitError(f"it has asked for no turn for {self._seconds:g} seconds")
+            return task.result()
+        finally:
+            task.cancel()
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes) or not math.isfinite(number := float(value)):
+        raise ValueError(f"the coroutine returned {attributes.plain_json(value)!r}, not a finite number.")
+    return number

@@ -1,0 +1,120 @@
+"""The environments of a run or an evaluation, checked and started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.parsers import ParserNames, parsers_of
+from rlhf.data.dialogue import Dialogue
+from rlhf.data.model_files import stop_token_ids
+from rlhf.data.templates import chat_template
+from rlhf.environments.hosts import Hosts, to_stderr
+from rlhf.environments.rollouts import Environments, row_of
+from rlhf.environments.turns import FailedError
+from rlhf.rollout.requests import Parsing
+from rlhf.types import Prompt
+
+
+class StartedEnvironments(Environments):
+    """The `play` of a sampler with its processes; a context that ends them.
+
+    Args:
+        say: gets the lines that the environments print, from another thread.
+
+    Raises:
+        ValueError: a class or function cannot be loaded, the template cannot go on after a turn, or nothing would judge
+            the rollouts.
+
+    Attributes:
+        warnings: about the template, and what this kernel cannot keep the processes from.
+    """
+
+    def __init__(self, config: GRPOConfig, tokenizer: Any, *, say: Callable[[str], None] = to_stderr) -> None:
+        self.hosts = Hosts(config.environment, config.tools, say=say)
+        try:
+            self.tools = _all_tools(self.hosts.about)
+            self._check_rewards(config)
+            data = config.data
+            stops = stop_token_ids(config.model.path, tokenizer)
+            dialogue = Dialogue(tokenizer, data.template, data.chat_template_kwargs, stop_ids=stops)
+            names = _parser_names(config, tokenizer, must_call=bool(self.tools))
+            self.warnings = (*dialogue.check(self.tools), *self._unconfined())
+        except BaseException:
+            self.hosts.close()
+            raise
+        parsing = Parsing(names.tools, names.reasoning, tuple(self.tools), data.chat_template_kwargs)
+        super().__init__(config, self.hosts, dialogue, parsing, tokenizer)
+        self.dialogue = dialogue
+
+    def _check_rewards(self, config: GRPOConfig) -> None:
+        reward = config.reward
+        if not reward.leaves_something_ungraded or config.reward_model is not None:
+            return
+        for value, about in self.hosts.about.items():
+            if not about["rewards"]:
+                where = f"environment.by_name.{value}" if value else "the environment"
+                raise ValueError(
+                    f"reward=[]: {where} has no get_reward, so nothing would judge its rollouts. Add the method, or "
+                    "name a reward, such as [{name: math}]."
+                )
+
+    def _unconfined(self) -> Iterator[str]:
+        for name in self.hosts.unconfined:
+            yield f"environment: this kernel cannot keep environments from your {name} (docs/security.md)."
+
+    async def first_prompt(self, prompt: Prompt) -> Prompt:
+        """A prompt as the model will get it, from a session that is opened and closed for that.
+
+        Raises:
+            ValueError: its reset failed, or made a prompt that cannot be used.
+        """
+        try:
+            session = await self.hosts.open(row_of(prompt), self.seeds(prompt, 0))
+            try:
+                if not session.plays:
+                    return self.opened_prompt(prompt, session)
+            finally:
+                await session.close()
+        except FailedError as error:
+            raise ValueError(f"environment: it fails for {prompt.id}: {error}") from None
+        if len(prompt.token_ids):
+            return prompt
+        return replace(prompt, token_ids=self.dialogue.prompt([{"role": "user", "content": "Begin."}]).astype(np.int32))
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Name -> process id of the keeper of the processes."""
+        return {"environments": self.hosts.keeper.pid}
+
+    def close(self) -> None:
+        """End every process."""
+        self.hosts.close()
+
+    def __enter__(self) -> StartedEnvironments:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _all_tools(about: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The schemas of the tools of all environments, one for each name."""
+    tools = {tool["function"]["name"]: tool for each in about.values() for tool in each["tools"]}
+    return list(tools.values())
+
+
+def _parser_names(config: GRPOConfig, tokenizer: Any, *, must_call: bool) -> ParserNames:
+    """The parsers of the model's turns; a coroutine may do without calls."""
+    source = chat_template(config.data.template) or tokenizer.chat_template or ""
+    text = source if isinstance(source, str) else "".join(source.values())
+    try:
+        return parsers_of(text, config.rollout.tool_parser)
+    except ValueError:
+        if must_call:
+            raise
+        return parsers_of(text, config.rollout.tool_parser, calls_tools=False)

@@ -1,0 +1,199 @@
+"""The turns of one rollout: the model writes, its environment answers, until one of them ends it.
+
+    ids of the prompt -> generate -> the turn's tool calls -> session -> their answers, appended -> generate -> ...
+
+Pure asyncio: the engine is a function, the environment a session, so both may be anything. A rollout ends by name
+(`ended_by` of its facts):
+
+    finish_reason  ended_by
+    stop           answer             the last turn calls no tool
+    stop           done               the environment says that it is over
+    stop           call_limit         a call that the model asked for went over a limit of its process
+    length         max_response_tokens, max_rollout_tokens, max_turns, max_rollout_s
+    length         no_stop_token      the turn ended with another token than the template's, so nothing can follow it
+    abort          environment_failed the environment's own code failed
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlhf.rollout.requests import Completion
+from rlhf.rollout.token_log import TokenLog
+from rlhf.types import Outcome, Prompt, Rollout, TokenSequence
+
+Message = dict[str, Any]
+
+CALL_LIMIT, FAILED = "call_limit", "environment_failed"  # statuses of an outcome besides `ok`
+
+
+class CallLimitError(Exception):
+    """A call that the model's own request made exceeded its time or memory."""
+
+
+class FailedError(Exception):
+    """The environment's code, or the process that ran it, failed without the model's doing."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What an environment answers to the calls of one turn."""
+
+    messages: tuple[Message, ...]
+    done: bool = False
+    errors: int = 0  # calls that could not be made
+
+
+class Session(Protocol):
+    """One rollout's environment, after its reset; every method raises CallLimitError or FailedError."""
+
+    tools: list[dict[str, Any]]  # their schemas
+
+    async def call(self, calls: Sequence[Mapping[str, Any]]) -> Answers: ...
+
+    async def finish(self) -> Outcome: ...
+
+
+class Templates(Protocol):
+    """Messages -> ids; see `data.dialogue.Dialogue`."""
+
+    def prompt(self, messages: Sequence[Message], tools: Any = None) -> np.ndarray: ...
+
+    def suffix(self, messages: Sequence[Message], tools: Any = None, *, after: int | None = None) -> np.ndarray: ...
+
+    def fit(self, messages: Sequence[Message], room: int, tools: Any = None, *, after: int | None = None) -> Any: ...
+
+    def can_go_on(self, token_ids: np.ndarray) -> bool: ...
+
+
+class NextTurn(Protocol):
+    """Continues ids [L] by at most `max_tokens`; `turn` counts the requests of the rollout from 0."""
+
+    def __call__(self, token_ids: np.ndarray, *, max_tokens: int, turn: int) -> Awaitable[Completion]: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a rollout may get; see the keys of `rollout` with these names."""
+
+    max_response_tokens: int
+    max_rollout_tokens: int  # everything after the prompt, what the environment says included
+    max_turns: int | None = None
+    max_rollout_s: float | None = None
+
+
+@dataclass
+class Played:
+    """A rollout while it is played, and how it ended."""
+
+    began: float = field(default_factory=time.monotonic)
+    messages: list[Message] = field(default_factory=list)  # after the prompt
+    turns: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    environment_s: float = 0.0
+    finish_reason: str = "stop"
+    ended_by: str = "answer"
+
+    def end(self, finish_reason: str, ended_by: str) -> None:
+        self.finish_reason, self.ended_by = finish_reason, ended_by
+
+    def limit(self, limits: Limits) -> str:
+        """The limit of turns or time that is used up; "" if none is."""
+        if limits.max_turns is not None and self.turns >= limits.max_turns:
+            return "max_turns"
+        over = limits.max_rollout_s is not None and time.monotonic() - self.began > limits.max_rollout_s
+        return "max_rollout_s" if over else ""
+
+    async def timed(self, answer: Awaitable[Any]) -> Any:
+        """Wait for the environment."""
+        began = time.monotonic()
+        try:
+            return await answer
+        finally:
+            self.environment_s += time.monotonic() - began
+
+    def rollout(self, prompt: Prompt, sample: int, sequences: Sequence[TokenSequence], outcome: Outcome) -> Rollout:
+        facts = {
+            "turns": self.turns,
+            "tool_calls": self.tool_calls,
+            "tool_errors": self.tool_errors,
+            "environment_seconds": round(self.environment_s, 3),
+            "ended_by": self.ended_by,
+            **({"error": outcome.error} if outcome.error else {}),
+            **outcome.facts,
+        }
+        where = prompt.id, prompt.epoch, sample, tuple(sequences)
+        return Rollout(*where, self.finish_reason, tuple(self.messages), facts, outcome)
+
+
+async def play_turns(
+    prompt: Prompt, sample: int, session: Session, *, generate: NextTurn, templates: Templates, limits: Limits
+) -> Rollout:
+    """Play a rollout from a prompt that already has what `reset` said. What fails is in its outcome, never raised."""
+    log, played = TokenLog(prompt.token_ids), Played()
+    try:
+        await _turns(log, played, session, generate, templates, limits)
+        outcome = await played.timed(session.finish())
+    except CallLimitError as error:
+        played.end("stop", CALL_LIMIT)
+        outcome = Outcome(status=CALL_LIMIT, error=str(error))
+    except FailedError as error:
+        played.end("abort", FAILED)
+        outcome = Outcome(status=FAILED, error=str(error))
+    return played.rollout(prompt, sample, [log.sequence()], outcome)
+
+
+async def _turns(
+    log: TokenLog, played: Played, session: Session, generate: NextTurn, templates: Templates, limits: Limits
+) -> None:
+    """Continue the log until the rollout ends."""
+    while True:
+        left = log.room(limits.max_rollout_tokens)
+        budget = min(limits.max_response_tokens, left)
+        completion = await generate(log.token_ids, max_tokens=budget, turn=played.turns)
+        log.add_sampled(completion)
+        played.turns += 1
+        message = _message(completion)
+        played.messages.append(message)
+        if completion.finish_reason != "stop":
+            return played.end(
+                completion.finish_reason, "max_rollout_tokens" if budget == left else "max_response_tokens"
+            )
+        calls = message.get("tool_calls") or ()
+        if not calls:
+            return played.end("stop", "answer")
+        answers: Answers = await played.timed(session.call(calls))
+        played.tool_calls += len(calls)
+        played.tool_errors += answers.errors
+        why = "done" if answers.done else played.limit(limits)
+        if not why and not templates.can_go_on(completion.token_ids):
+            why = "no_stop_token"
+        if why:
+            played.messages += answers.messages
+            return played.end("stop" if answers.done else "length", why)
+        room = log.room(limits.max_rollout_tokens) - 1  # for at least one token of the next turn
+        said = templates.fit(answers.messages, room, session.tools, after=log.last_id)
+        if said is None:
+            played.messages += answers.messages
+            return played.end("length", "max_rollout_tokens")
+        played.messages += said.messages
+        log.add_said(said.token_ids)
+
+
+def _message(completion: Completion) -> Message:
+    message = completion.message
+    assert message is not None, "an engine parses the turns of a rollout with an environment"
+    return dict(message)
+
+
+def failed_rollout(prompt: Prompt, sample: int, status: str, error: str) -> Rollout:
+    """A rollout that ended before anything was sampled: its environment could not be reset, or said nothing usable."""
+    played, ids = Played(), prompt.token_ids if len(prompt.token_ids) else np.zeros(1, np.int32)
+    played.end("abort" if status == FAILED else "stop", status)
+    return played.rollout(prompt, sample, [TokenLog(ids).sequence()], Outcome(status=status, error=error))

@@ -1,0 +1,130 @@
+"""What an environment knew at the end of a rollout, as JSON, for reward functions that run in another process.
+
+Reward functions in TRL's signature read `environments`: `[env.score for env in environments]`, private attributes too.
+`said` writes the attributes of an instance down where it lives; `EnvironmentView` reads them elsewhere. Tuples, sets
+and dictionaries with other keys than text come back as what they were, since a reward that compares with a tuple would
+otherwise be wrong without an error; arrays of numpy come back as lists.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+MAX_CHARACTERS = 200_000  # of one attribute as JSON
+MAX_REASON = 500  # characters
+SEQUENCES = {"@tuple": tuple, "@set": set, "@frozenset": frozenset}
+
+
+def said(instance: Any) -> dict[str, Any]:
+    """Attributes and properties: {"class": [module, name], "values": {name: value}, "unsaid": {name: reason}}."""
+    values: dict[str, Any] = {}
+    unsaid: dict[str, str] = {}
+    for name in _names(instance):
+        try:
+            value = as_json(getattr(instance, name))
+            if len(json.dumps(value)) > MAX_CHARACTERS:
+                raise TypeError(f"it has over {MAX_CHARACTERS} characters as JSON")
+            values[name] = value
+        except MemoryError:
+            raise
+        except Exception as error:  # a property may raise anything
+            unsaid[name] = str(error if isinstance(error, TypeError) else repr(error))[:MAX_REASON]
+    return {"class": [type(instance).__module__, type(instance).__qualname__], "values": values, "unsaid": unsaid}
+
+
+def _names(instance: Any) -> dict[str, None]:
+    """The names of attributes and properties, in order; those of the class, which may be defaults, too."""
+    names: dict[str, None] = {}
+    for cls in reversed(type(instance).__mro__[:-1]):
+        for name, value in vars(cls).items():
+            is_method = isinstance(value, classmethod | staticmethod) or inspect.isroutine(value)
+            if not is_method and not (name.startswith("__") and name.endswith("__")):
+                names[name] = None
+    return names | dict.fromkeys(getattr(instance, "__dict__", ()))
+
+
+def as_json(value: Any) -> Any:
+    """The value as JSON can say it. Raises TypeError for what it cannot say."""
+    if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
+        return as_json(value.tolist())
+    if value is None or isinstance(value, bool | int | float | str):
+        return _plain(value)
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("@") for key in value):
+            return {str(key): as_json(item) for key, item in value.items()}
+        return {"@dict": [[as_json(key), as_json(item)] for key, item in value.items()]}
+    if isinstance(value, list):
+        return [as_json(item) for item in value]
+    for tag, kind in SEQUENCES.items():
+        if isinstance(value, kind):
+            items = value if isinstance(value, tuple) else sorted(value, key=repr)
+            return {tag: [as_json(item) for item in items]}
+    raise TypeError(f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot be written as JSON")
+
+
+def _plain(value: Any) -> Any:
+    """Without the subclass: an enumeration of numbers or text is its value."""
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind.__str__(value) if kind is str else kind(value)
+    return None
+
+
+def from_json(value: Any) -> Any:
+    """What `as_json` was given."""
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((tag, items),) = value.items()
+        if tag in SEQUENCES:
+            return SEQUENCES[tag](from_json(item) for item in items)
+        if tag == "@dict":
+            return {from_json(key): from_json(item) for key, item in items}
+    return {key: from_json(item) for key, item in value.items()}
+
+
+class EnvironmentView:
+    """The attributes of an environment where the environment is not.
+
+    `isinstance(view, Class)` holds where the class has been imported. An attribute that could not be said raises an
+    AttributeError with the reason when it is read.
+    """
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        self.__dict__.update({name: from_json(value) for name, value in attributes["values"].items()})
+        self.__dict__["__unsaid"] = dict(attributes["unsaid"])
+        self.__dict__["__of"] = tuple(attributes["class"])
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        module, name = self.__dict__["__of"]
+        found: Any = sys.modules.get(module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return found if isinstance(found, type) else EnvironmentView
+
+    def __getattr__(self, name: str) -> Any:
+        class_name = self.__dict__["__of"][1]
+        reason = self.__dict__["__unsaid"].get(name, "it is a method, or there was no such attribute at the end")
+        raise AttributeError(
+            f"{class_name}.{name} cannot be read here: {reason}. Keep what the reward needs in attributes that are "
+            "numbers, text, lists or dictionaries."
+        )
+
+
+def plain_json(value: Any) -> Any:
+    """JSON without the marks of `as_json`: tuples and sets as lists, keys as text, what cannot be said as text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain_json(item) for item in (value if isinstance(value, list | tuple) else sorted(value, key=repr))]
+    try:
+        return from_json(as_json(value))
+    except TypeError:
+        return str(value)

@@ -1,0 +1,134 @@
+"""Reward functions in TRL's signature: they get a group at a time and return a list, None for "not mine, others judge".
+
+    def f(prompts, completions, completion_ids, <every column>, trainer_state, log_extra, log_metric, environments)
+
+`environments` is there only where the rollouts have one. A function names what it wants of these; unlike in TRL, it
+need not take the rest by `**kwargs`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+OF_TRL = {"completions", "completion_ids", "environments", "trainer_state", "log_extra", "log_metric"}
+NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
+
+
+class Judged(NamedTuple):
+    """What a function said of a group.
+
+    Attributes:
+        rewards: one per rollout; None where the function does not judge.
+        metrics: name -> the values that the function logged by `log_metric`.
+        extra: column -> the values that it logged by `log_extra`, one per rollout.
+    """
+
+    rewards: list[float | None]
+    metrics: dict[str, list[float]]
+    extra: dict[str, list[Any]]
+
+
+def takes_a_group_as_trl_does(function: Callable[..., Any]) -> bool:
+    """Whether the signature is TRL's: it names `completions`, `environments` or another argument that only TRL has."""
+    try:
+        return not OF_TRL.isdisjoint(inspect.signature(function).parameters)
+    except ValueError:  # a function in C without a signature
+        return False
+
+
+def as_completion(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages after the prompt as TRL shows them: arguments of calls as a dictionary, no ids of calls."""
+    return [_message(turn) for turn in turns]
+
+
+def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    message = {name: value for name, value in turn.items() if name != "tool_calls"}
+    if turn.get("tool_calls"):
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": c["function"]["name"], "arguments": _arguments(c["function"])}}
+            for c in turn["tool_calls"]
+        ]
+    return message
+
+
+def _arguments(function: Mapping[str, Any]) -> Any:
+    written = function["arguments"]
+    try:
+        return json.loads(written) if isinstance(written, str) else written
+    except (ValueError, RecursionError):
+        return written
+
+
+async def judge(
+    function: Callable[..., Any],
+    *,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    rows: Sequence[Mapping[str, Any]],
+    environments: Sequence[Any] | None = None,
+    trainer_state: Mapping[str, Any] | None = None,
+) -> Judged:
+    """Call a function for a group, as TRL calls it for a batch.
+
+    Args:
+        prompts: of each rollout, messages (with what `reset` has added) or text.
+        completions: message lists from `as_completion` where the prompts are messages, else text.
+        completion_ids: the ids after the prompt, those of the environment too.
+        rows: of each rollout, the columns of its row.
+        environments: of each rollout, its instance or an `EnvironmentView`; None if there are none.
+        trainer_state: attributes of `trainer_state`, such as global_step and max_steps.
+
+    Raises:
+        ValueError: the function returned another number of rewards, or what is no number.
+        Exception: whatever the function raises.
+    """
+    metrics: dict[str, list[float]] = {}
+    extra: dict[str, list[Any]] = {}
+    columns = [name for name in rows[0] if name not in NOT_COLUMNS]
+    given: dict[str, Any] = {name: [row[name] for row in rows] for name in columns}
+    given |= {"prompts": list(prompts), "completions": list(completions)}
+    given["completion_ids"] = [list(ids) for ids in completion_ids]
+    given["trainer_state"] = SimpleNamespace(**(trainer_state or {}))
+    given["log_extra"] = lambda column, values: extra.setdefault(column, []).extend(values)
+    given["log_metric"] = lambda name, value: metrics.setdefault(name, []).append(float(value))
+    if environments is not None:
+        given["environments"] = list(environments)
+    parameters = inspect.signature(function).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        given = {name: value for name, value in given.items() if name in parameters}
+    result = function(**given)
+    if inspect.isawaitable(result):
+        result = await result
+    return Judged(_rewards(function, result, len(prompts)), metrics, extra)
+
+
+def _rewards(function: Callable[..., Any], result: Any, expected: int) -> list[float | None]:
+    name = getattr(function, "__name__", type(function).__name__)
+    if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__iter__"):
+        raise ValueError(
+            f"{name} returned {type(result).__name__}. It must return a list with one reward per completion."
+        )
+    rewards = [_number(name, value) for value in result]
+    if len(rewards) != expected:
+        raise ValueError(f"{name} returned {len(rewards)} rewards for {expected} completions.")
+    return rewards
+
+
+def _number(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, str | bytes):
+        raise ValueError(f"{name} returned text in its list, not a number.")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} returned {type(value).__name__} in its list, not a number.") from None
+    if math.isinf(number):
+        raise ValueError(f"{name} returned {number}.")
+    return None if math.isnan(number) else number  # TRL's own form of None

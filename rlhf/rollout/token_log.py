@@ -1,0 +1,63 @@
+"""The tokens of one rollout in one context: what the policy sampled, and what was said to it, in their order.
+
+    prompt | sampled | said | sampled | said | sampled          one sequence; the mask is True at `sampled`
+
+Ids are only ever appended. What was sampled is neither rendered nor tokenized again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlhf.rollout.requests import Completion
+from rlhf.types import TokenSequence, VersionSpan
+
+
+class TokenLog:
+    """The log of a rollout, which begins with its prompt [P]."""
+
+    def __init__(self, prompt_ids: np.ndarray) -> None:
+        self._ids = [np.asarray(prompt_ids, np.int32)]
+        self._logprobs = [np.zeros(len(prompt_ids), np.float32)]
+        self._mask = [np.zeros(len(prompt_ids), bool)]
+        self._spans: list[VersionSpan] = []
+        self._prompt_length = self._length = len(prompt_ids)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """[L] int32, all tokens: what the engine continues."""
+        self._ids = [np.concatenate(self._ids)]
+        return self._ids[0]
+
+    @property
+    def last_id(self) -> int:
+        """The last token; after a turn that stopped by itself, the end-of-sequence id with which it did."""
+        return int(next(ids[-1] for ids in reversed(self._ids) if len(ids)))
+
+    def room(self, limit: int) -> int:
+        """Tokens that may still be added if at most `limit` follow the prompt; 0 if there are as many or more."""
+        return max(0, limit - (self._length - self._prompt_length))
+
+    def add_sampled(self, completion: Completion) -> None:
+        """Append a turn of the policy, with its log-probs and versions."""
+        spans = (VersionSpan(s + self._length, e + self._length, v) for s, e, v in completion.version_spans)
+        self._spans += spans
+        self._append(completion.token_ids, completion.logprobs, sampled=True)
+
+    def add_said(self, token_ids: np.ndarray) -> None:
+        """Append tokens [N] that the policy did not sample; their log-prob is 0, and they are never trained."""
+        self._append(token_ids, np.zeros(len(token_ids)), sampled=False)
+
+    def sequence(self) -> TokenSequence:
+        """Everything so far."""
+        logprobs, mask = np.concatenate(self._logprobs), np.concatenate(self._mask)
+        return TokenSequence(self.token_ids, mask, logprobs, tuple(self._spans))
+
+    def _append(self, token_ids: np.ndarray, logprobs: np.ndarray, *, sampled: bool) -> None:
+        self._ids.append(np.asarray(token_ids, np.int32))
+        self._logprobs.append(np.asarray(logprobs, np.float32))
+        self._mask.append(np.full(len(token_ids), sampled))
+        self._length += len(token_ids)

@@ -1,0 +1,102 @@
+"""The sections `environment` and `tools`: their spellings, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf.config.environment import EnvironmentPart
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import load_config, resolved_yaml
+
+BASE = (
+    "run.dir=run", "run.steps=1", "model.path=model", "rollout.prompts_per_step=1", "rollout.samples_per_prompt=2",
+    "rollout.max_response_tokens=8",
+)  # fmt: skip
+DATA = "data.train=a.jsonl"
+
+
+def load(*overrides: str) -> GRPOConfig:
+    return load_config(GRPOConfig, [], [*BASE, *overrides])
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ValueError, match=r".") as refused:
+        load(*overrides)
+    return str(refused.value)
+
+
+def test_without_either_key_nothing_acts() -> None:
+    config = load(DATA)
+    assert not config.acts
+    assert config.environment.parts == {}
+
+
+@pytest.mark.parametrize("value", ["my.module:Game", "{name: my.module:Game}", "{name: my.module:Game, options: {}}"])
+def test_an_environment_has_three_spellings(value: str) -> None:
+    config = load(DATA, f"environment={value}")
+    assert config.environment.parts == {"": EnvironmentPart(name="my.module:Game")}
+    assert config.acts
+
+
+def test_several_environments_are_chosen_by_the_row() -> None:
+    config = load(DATA, "environment={by_name: {a: my.module:A, b: {name: b.py:B, options: {level: 3}}}}")
+    assert {name: part.name for name, part in config.environment.parts.items()} == {"a": "my.module:A", "b": "b.py:B"}
+    assert config.environment.parts["b"].options == {"level": 3}
+
+
+def test_tools_are_a_list_of_names_and_nothing_else_is_needed() -> None:
+    config = load(DATA, "tools=[my.module:add, calculator]")
+    assert config.tools == ("my.module:add", "calculator")
+    assert config.acts
+
+
+def test_without_data_the_environment_makes_the_prompts_and_the_resolved_config_says_so(tmp_path: Path) -> None:
+    config = load("environment=my.module:Game", "reward=[]")
+    assert [source.is_environment for source in config.data.train] == [True]
+    written = tmp_path / "config.yaml"
+    written.write_text(resolved_yaml(config))
+    assert load_config(GRPOConfig, [str(written)]) == config
+    held_out = load("environment=my.module:Game", "data.eval={path: environment, rows: 7}")
+    assert held_out.evaluations.keys() == {"environment"}
+    assert "data.train: required and not set" in refusal("tools=[calculator]")
+
+
+def test_its_reward_may_be_the_only_one() -> None:
+    assert load(DATA, "environment=my.module:Game", "reward=[]").reward.parts == ()
+    assert "nothing would grade" in refusal(DATA, "tools=[calculator]", "reward=[]")
+    part = ("rollout.dynamic_sampling=true", "rollout.dynamic_sampling_part=environment")
+    assert load(DATA, "environment=my.module:Game", *part)
+    assert "not in all of reward.parts" in refusal(DATA, *part)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["environment=Game"], ("environment.name='Game'", "no such environment", "calculator, python")),
+        (["environment=calculater"], ("Did you mean calculator?",)),
+        (["environment=my:module:Game"], ("not of the form package.module:name",)),
+        (["environment={nam: my.module:G}"], ("environment.nam", "Did you mean environment.name?")),
+        (["environment={options: {a: 1}}"], ("environment.options", "Name the class")),
+        (["environment={name: a:B, by_name: {c: d:E}}"], ("environment.name=a:B", "Keep one")),
+        (["environment={by_name: {c: bad}}"], ("'bad'", "no such environment")),
+        (["environment={name: a:B, memory_mb: 1}"], ("environment.memory_mb=1",)),
+        (["environment={name: a:B, max_failed_fraction: 2}"], ("environment.max_failed_fraction=2",)),
+        (["tools=[nothing]"], ("tools.0='nothing'", "no such")),
+        (["tools=[calculator, calculator]"], ("tools.1='calculator'", "named twice")),
+        (["tools={a: b}"], ("tools=", "not a list of names")),
+        (["tools=[calculator]", "rollout.stop=[x]"], ("rollout.stop=['x']", "Remove both keys")),
+        (["data.eval=environment"], ("nothing makes prompts", "Name one")),
+    ],
+)
+def test_what_cannot_be_is_refused_with_key_value_reason_and_remedy(
+    overrides: list[str], parts: tuple[str, ...]
+) -> None:
+    message = refusal(DATA, *overrides)
+    for part in parts:
+        assert part in message
+
+
+def test_several_environments_need_rows_that_choose() -> None:
+    assert "no row chooses an environment" in refusal("environment={by_name: {a: my.module:A}}")

@@ -1,0 +1,160 @@
+"""Environments of the tests of processes: TRL's contract, well behaved and hostile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import time
+from typing import Any
+
+
+class Guess:
+    """Guess a number; the state is drawn by `random`."""
+
+    def reset(self, **row: Any) -> str:
+        self.secret = random.randrange(1000)
+        self.row, self.score, self.hints = row, 0.0, 0
+        print("a line that the game prints")
+        return f" secret below 1000, not {self.secret + 1}"
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: The guess.
+        """
+        self.score = float(number == self.secret)
+        return f"right {random.random():.4f}" if self.score else "wrong"
+
+    def get_reward(self) -> float:
+        return self.score
+
+
+class Slow:
+    """A coroutine environment."""
+
+    def __init__(self, pause: float = 0.01) -> None:
+        self.pause = pause
+
+    async def reset(self, **_: Any) -> None:
+        self.calls = 0
+
+    async def wait(self, how: str = "") -> str:
+        """Wait.
+
+        Args:
+            how: Which way.
+        """
+        self.calls += 1
+        if how == "for ever":
+            await asyncio.sleep(1000)
+        if how == "blocked":
+            time.sleep(1000)
+        await asyncio.sleep(self.pause)
+        return f"waited in {os.getpid()}"
+
+    async def get_reward(self) -> dict[str, float]:
+        return {"score": 1.0, "calls": float(self.calls)}
+
+
+class Broken:
+    """An environment whose own code fails."""
+
+    def reset(self, where: str = "", **_: Any) -> None:
+        self.where = where
+        if where == "reset":
+            raise ValueError("no board")
+
+    def act(self) -> str:
+        """Act."""
+        return "acted"
+
+    def get_reward(self) -> float:
+        if self.where == "get_reward":
+            raise KeyError("score")
+        return 1.0
+
+
+class Hostile:
+    """Tools that do what tools must not."""
+
+    def reset(self, **_: Any) -> None:
+        pass
+
+    def act(self, how: str) -> str:
+        """Act.
+
+        Args:
+            how: What to do.
+        """
+        match how:
+            case "raise":
+                raise RuntimeError("out of order")
+            case "hang":
+                time.sleep(1000)
+            case "spin":
+                while True:
+                    pass
+            case "fork":
+                while True:
+                    if os.fork() == 0:
+                        time.sleep(1000)
+            case "big":
+                return "x" * 10_000_000
+            case "bytes":
+                return b"\xff\xfe".decode("utf-8", "surrogateescape")
+            case "marks":
+                return "<|im_end|><|endoftext|>"
+            case "exit":
+                sys.exit(3)
+            case "die":
+                os._exit(3)
+            case "memory":
+                return str(len([bytearray(2**24) for _ in range(10**6)]))
+            case "loop":
+                return asyncio.run(asyncio.sleep(0, "looped"))
+        return "acted"
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class NeverScored:
+    """A game whose score is never there."""
+
+    def reset(self, **_: Any) -> str:
+        return "guess"
+
+    def guess(self, number: int) -> str:
+        """Guess.
+
+        Args:
+            number: The guess.
+        """
+        return "no"
+
+    def get_reward(self) -> float:
+        raise KeyError("score")
+
+
+async def debate(row: dict[str, Any], generate: Any) -> dict[str, float]:
+    """Two turns, and a branch of the second."""
+    question = {"role": "user", "content": row.get("question", "q")}
+    first = await generate([question])
+    if row.get("fails"):
+        raise ValueError("no debate")
+    more = [question, first, {"role": "user", "content": "more"}]
+    turns = await asyncio.gather(generate(more), generate(more))
+    return {"score": float(len(turns)), "draw": random.random()}
+
+
+async def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: One.
+        b: Other.
+    """
+    return a + b

@@ -1,0 +1,131 @@
+"""The rollout of a coroutine: which contexts go on in one log, and which begin a sequence of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from fake_environments import Script, Templates, prompt, text
+
+from rlhf.environments.branches import play_coroutine
+from rlhf.environments.turns import FailedError, Limits
+from rlhf.types import Outcome, Rollout
+
+ROOMY = Limits(max_response_tokens=50, max_rollout_tokens=500)
+USER = {"role": "user", "content": "q"}
+Answer = Callable[[Any], Awaitable[dict[str, Any]]]
+
+
+def play(
+    coroutine: Callable[[Answer], Awaitable[Outcome]], turns: list[Any], limits: Limits = ROOMY
+) -> tuple[Rollout, Script]:
+    script = Script(turns)
+    played = play_coroutine(prompt(), 0, coroutine, generate=script, templates=Templates(), limits=limits)
+    return asyncio.run(played), script
+
+
+def said(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def contexts(rollout: Rollout) -> list[tuple[str, str]]:
+    """Of each sequence: its text, and what of it is trained."""
+    return [(text(each.token_ids), text(each.token_ids[each.response_mask])) for each in rollout.sequences]
+
+
+def test_a_conversation_that_goes_on_is_one_sequence() -> None:
+    async def coroutine(answer: Answer) -> Outcome:
+        first = await answer({"messages": [USER]})
+        message = {"role": "assistant", "content": first["content"]}
+        await answer({"messages": [USER, message, {"role": "user", "content": "more"}]})
+        return Outcome(reward=1.0)
+
+    rollout, script = play(coroutine, ["one", "two"])
+    assert script.asked == ["u:q|a:", "u:q|a:one|u:more|a:"]
+    assert contexts(rollout) == [("u:q|a:one|u:more|a:two|", "one|two|")]
+    assert [message["content"] for message in rollout.turns] == ["q", "one", "more", "two"]
+
+
+def test_a_branch_has_the_ids_of_its_beginning_and_trains_them_once() -> None:
+    async def coroutine(answer: Answer) -> Outcome:
+        await answer({"messages": [USER]})
+        for question in ("a", "b"):
+            await answer({"messages": [USER, said("one"), {"role": "user", "content": question}]})
+        return Outcome()
+
+    rollout, script = play(coroutine, ["one", "x", "y"])
+    assert script.asked[2] == "u:q|a:one|u:b|a:"
+    assert contexts(rollout) == [("u:q|a:one|u:a|a:x|", "one|x|"), ("u:q|a:one|u:b|a:y|", "y|")]
+
+
+def test_turns_asked_for_at_the_same_time_are_branches() -> None:
+    async def coroutine(answer: Answer) -> Outcome:
+        await answer({"messages": [USER]})
+        history = [USER, said("one"), {"role": "user", "content": "more"}]
+        await asyncio.gather(*(answer({"messages": history}) for _ in range(2)))
+        return Outcome()
+
+    rollout, _ = play(coroutine, ["one", "x", "y"])
+    assert contexts(rollout) == [("u:q|a:one|u:more|a:x|", "one|x|"), ("u:q|a:one|u:more|a:y|", "y|")]
+
+
+def test_a_context_that_was_rewritten_begins_anew() -> None:
+    async def coroutine(answer: Answer) -> Outcome:
+        await answer({"messages": [USER]})
+        await answer({"messages": [USER, said("ONE"), {"role": "user", "content": "more"}]})
+        return Outcome()
+
+    rollout, _ = play(coroutine, ["one", "two"])
+    assert contexts(rollout) == [("u:q|a:one|", "one|"), ("u:q|a:ONE|u:more|a:two|", "two|")]
+
+
+def test_ids_go_on_too() -> None:
+    async def coroutine(answer: Answer) -> Outcome:
+        first = await answer({"token_ids": [65, 66]})
+        await answer({"token_ids": [65, 66, *first["token_ids"], 67]})
+        await answer({"token_ids": [65, 67]})
+        return Outcome()
+
+    rollout, _ = play(coroutine, ["one", "two", "three"])
+    assert contexts(rollout) == [("ABone|Ctwo|", "one|two|"), ("ACthree|", "three|")]
+
+
+def test_a_turn_past_a_limit_is_not_sampled() -> None:
+    answers = []
+
+    async def coroutine(answer: Answer) -> Outcome:
+        answers.extend([await answer({"messages": [USER]}), await answer({"messages": [USER]})])
+        return Outcome(reward=2.0)
+
+    rollout, _ = play(coroutine, ["one"], Limits(50, 500, max_turns=1))
+    assert [answer["finish_reason"] for answer in answers] == ["stop", "length"]
+    assert (rollout.finish_reason, rollout.facts["ended_by"]) == ("length", "max_turns")
+
+
+@pytest.mark.parametrize("request_", [{"messages": [{"content": "no role"}]}, {"messages": 3}, {"token_ids": ["x"]}])
+def test_a_context_that_cannot_be_read_costs_the_rollout(request_: Any) -> None:
+    async def coroutine(answer: Answer) -> Outcome:
+        await answer(request_)
+        return Outcome()
+
+    rollout, _ = play(coroutine, [])
+    assert rollout.outcome is not None
+    assert rollout.outcome.status == "environment_failed"
+
+
+def test_a_coroutine_that_asks_for_nothing_or_fails_costs_its_rollout() -> None:
+    async def nothing(_: Answer) -> Outcome:
+        return Outcome(reward=1.0)
+
+    async def fails(answer: Answer) -> Outcome:
+        await answer({"messages": [USER]})
+        raise FailedError("play: ValueError: no")
+
+    for coroutine, error in ((nothing, "generate"), (fails, "ValueError")):
+        rollout, _ = play(coroutine, ["one"])
+        assert rollout.outcome is not None
+        assert rollout.outcome.status == "environment_failed"
+        assert error in rollout.facts["error"]
+        assert rollout.oldest_version >= 0

@@ -1,0 +1,253 @@
+"""Sessions in processes: who shares one, what a failure costs, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_environments import call
+from processes import below, outliving
+
+from rlhf.config.environment import EnvironmentConfig
+from rlhf.environments.hosts import HostedSession, Hosts
+from rlhf.environments.turns import CallLimitError, FailedError
+
+FILE = Path(__file__).parent / "games.py"
+SEEDS = {"group": 7, "sample": 0}
+LIMITS = {"cpu_seconds": 1.0, "wall_seconds": 2.0, "memory_mb": 256, "processes": 4}
+
+
+@contextmanager
+def hosts(name: str | None, *, tools: tuple[str, ...] = (), **keys: Any) -> Iterator[Hosts]:
+    config = EnvironmentConfig(**{"name": name and f"{FILE}:{name}", **LIMITS, **keys})
+    opened = Hosts(config, tools, say=lambda line: None)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+@asynccontextmanager
+async def session(opened: Hosts, sample: int = 0, **row: Any) -> AsyncIterator[HostedSession]:
+    one = await opened.open(row, {**SEEDS, "sample": sample})
+    try:
+        yield one
+    finally:
+        await one.close()
+
+
+def test_a_group_starts_in_one_state_and_later_calls_have_their_own() -> None:
+    async def play(opened: Hosts) -> tuple[str, list[str], Any]:
+        async with session(opened, 0, answer="4") as one, session(opened, 1) as other:
+            assert one.text == other.text
+            secret = int(one.text.rpartition(" ")[2]) - 1
+            answers = [(await each.call([call("guess", number=secret)])).messages[0] for each in (one, other)]
+            outcome = await one.finish()
+        return one.text, [answer["content"] for answer in answers], outcome
+
+    with hosts("Guess") as opened:
+        text, answers, outcome = asyncio.run(play(opened))
+        assert answers[0].startswith("right")
+        assert answers[0] != answers[1]
+        assert outcome.reward == 1.0
+        assert outcome.attributes["values"]["row"] == {"answer": "4"}
+        assert (text, answers) == asyncio.run(play(opened))[:2]
+
+
+def test_calls_that_block_have_a_process_each_and_coroutines_share_one() -> None:
+    async def pids(opened: Hosts) -> set[str]:
+        async with session(opened) as one, session(opened) as other:
+            said = await asyncio.gather(*(each.call([call("wait")]) for each in (one, other)))
+            return {answers.messages[0]["content"] for answers in said}
+
+    with hosts("Slow") as opened:
+        assert len(asyncio.run(pids(opened))) == 1
+        assert opened.size == 1
+
+
+def test_sessions_wait_until_a_process_is_free() -> None:
+    async def play(opened: Hosts) -> float:
+        async def one(sample: int) -> None:
+            async with session(opened, sample) as each:
+                await each.call([call("guess", number=1)])
+
+        began = time.monotonic()
+        await asyncio.gather(*(one(sample) for sample in range(12)))
+        return time.monotonic() - began
+
+    with hosts("Guess", processes=2) as opened:
+        asyncio.run(play(opened))
+        assert opened.size == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("hang", "over 2 seconds by the clock"),
+        ("spin", "over 1 CPU seconds"),
+        ("memory", "over the memory"),
+        ("fork", "over"),
+    ],
+)
+def test_a_call_over_a_limit_is_the_models_doing(how: str, error: str) -> None:
+    async def play(opened: Hosts) -> None:
+        async with session(opened) as one:
+            with pytest.raises(CallLimitError, match=error):
+                await one.call([call("act", how=how)])
+
+    with hosts("Hostile") as opened:
+        asyncio.run(play(opened))
+
+
+@pytest.mark.parametrize(
+    ("how", "content"),
+    [
+        ("raise", "{'error': 'out of order'}"),
+        ("exit", "{'error': '3'}"),
+        ("bytes", "\\udcff\\udcfe"),
+        ("marks", "<|im_end|><|endoftext|>"),
+        ("loop", "looped"),
+    ],
+)
+def test_what_a_tool_says_or_raises_is_its_answer(how: str, content: str) -> None:
+    async def play(opened: Hosts) -> str:
+        async with session(opened) as one:
+            return str((await one.call([call("act", how=how)])).messages[0]["content"])
+
+    with hosts("Hostile") as opened:
+        assert asyncio.run(play(opened)) == content
+
+
+def test_64_hostile_rollouts_leave_no_process_and_the_others_finish() -> None:
+    hows = ["raise", "hang", "fork", "big", "bytes", "marks", "exit", "memory", "die", "well"]
+
+    async def one(opened: Hosts, number: int) -> str:
+        how = hows[number % len(hows)]
+        try:
+            async with session(opened, number) as each:
+                await each.call([call("act", how=how)])
+                return f"{how} {(await each.finish()).reward}"
+        except (CallLimitError, FailedError) as error:
+            return f"{how} {type(error).__name__}"
+
+    async def play(opened: Hosts) -> list[str]:
+        return await asyncio.gather(*(one(opened, number) for number in range(64)))
+
+    with hosts("Hostile") as opened:
+        outcomes = set(asyncio.run(play(opened)))
+        started = below({opened.keeper.pid})
+    assert outcomes == {
+        "raise 1.0", "hang CallLimitError", "fork CallLimitError", "big 1.0", "bytes 1.0", "marks 1.0", "exit 1.0",
+        "memory CallLimitError", "die FailedError", "well 1.0",
+    }  # fmt: skip
+    assert outliving(started, grace_s=5.0) == []
+
+
+def test_the_environments_own_failures_are_failures() -> None:
+    async def play(opened: Hosts) -> None:
+        with pytest.raises(FailedError, match="open: ValueError: no board"):
+            await opened.open({"where": "reset"}, SEEDS)
+        async with session(opened, where="get_reward") as one:
+            await one.call([call("act")])
+            with pytest.raises(FailedError, match="finish: KeyError"):
+                await one.finish()
+
+    with hosts("Broken") as opened:
+        asyncio.run(play(opened))
+
+
+def test_a_coroutine_that_waits_too_long_costs_its_call_and_not_the_others() -> None:
+    async def play(opened: Hosts) -> None:
+        async with session(opened) as one, session(opened) as other:
+            late = asyncio.ensure_future(one.call([call("wait", how="for ever")]))
+            assert (await other.call([call("wait")])).messages
+            with pytest.raises(CallLimitError, match="over 2 seconds"):
+                await late
+            assert (await other.finish()).parts == {"calls": 1.0}
+
+    with hosts("Slow") as opened:
+        asyncio.run(play(opened))
+
+
+def test_a_cancelled_rollout_gives_its_process_back() -> None:
+    async def play(opened: Hosts) -> None:
+        async with session(opened) as one:
+            task = asyncio.ensure_future(one.call([call("act", how="hang")]))
+            await asyncio.sleep(0.2)
+            task.cancel()
+        async with session(opened) as other:
+            assert (await other.call([call("act", how="raise")])).errors == 1
+
+    with hosts("Hostile", processes=1, wall_seconds=100.0) as opened:
+        asyncio.run(play(opened))
+
+
+def test_functions_are_tools_without_a_class() -> None:
+    async def play(opened: Hosts) -> Any:
+        async with session(opened) as one:
+            return one.tools, await one.call([call("add", a=1, b=2), call("nope")]), await one.finish()
+
+    with hosts(None, tools=(f"{FILE}:add", "calculator")) as opened:
+        tools, answers, outcome = asyncio.run(play(opened))
+    assert [tool["function"]["name"] for tool in tools] == ["add", "calculator"]
+    assert sorted(message["content"] for message in answers.messages) == ["3", "{'error': 'Tool nope not found.'}"]
+    assert (outcome.reward, outcome.attributes, outcome.status) == (None, {}, "ok")
+
+
+def test_the_row_chooses_among_several() -> None:
+    parts = {"by_name": {"a": f"{FILE}:Guess", "b": {"name": f"{FILE}:Slow", "options": {"pause": 0.5}}}}
+
+    async def play(opened: Hosts) -> None:
+        async with session(opened, environment="a") as one, session(opened, environment="b") as other:
+            assert [each.tools[0]["function"]["name"] for each in (one, other)] == ["guess", "wait"]
+        with pytest.raises(FailedError, match=r"'c', and environment\.by_name has a, b"):
+            await opened.open({"environment": "c"}, SEEDS)
+
+    with hosts(None, **parts) as opened:
+        asyncio.run(play(opened))
+
+
+def test_a_class_that_cannot_be_loaded_is_refused() -> None:
+    for name, reason in (("Nothing", "no class or function Nothing"), ("FILE", "no class")):
+        with pytest.raises(ValueError, match=reason), hosts(name):
+            pass
+
+
+def test_a_coroutine_asks_the_driver_for_its_turns() -> None:
+    asked: list[Any] = []
+
+    async def answer(request: Any) -> dict[str, Any]:
+        asked.append(request)
+        content = f"turn {len(asked)}"
+        return {"role": "assistant", "content": content, "finish_reason": "stop", "token_ids": [1]}
+
+    async def play(opened: Hosts, **row: Any) -> Any:
+        async with session(opened, **row) as one:
+            assert one.plays
+            return await one.play(answer)
+
+    with hosts("debate") as opened:
+        outcome = asyncio.run(play(opened, question="why"))
+        assert outcome.reward == 2.0
+        assert asked[1]["messages"] == asked[2]["messages"]
+        assert [message["content"] for message in asked[1]["messages"]] == ["why", "turn 1", "more"]
+        assert asyncio.run(play(opened)).parts == outcome.parts  # the same seeds
+        with pytest.raises(FailedError, match="play: ValueError: no debate"):
+            asyncio.run(play(opened, fails=True))
+
+
+def test_an_error_of_the_engines_ends_the_coroutine_and_is_raised() -> None:
+    async def answer(_: Any) -> dict[str, Any]:
+        raise ConnectionError("no engine")
+
+    async def play(opened: Hosts) -> None:
+        async with session(opened) as one:
+            await one.play(answer)
+
+    with hosts("debate") as opened, pytest.raises(ConnectionError):
+        asyncio.run(play(opened))
