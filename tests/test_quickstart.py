@@ -283,6 +283,7 @@ def test_the_files_of_the_task_with_tools_fit_its_config(tmp_path: Path) -> None
     for row in read_rows(output / "test.jsonl"):
         left, right = row["question"].removeprefix("What is ").rstrip("?").split(" * ")
         assert row["answer"] == str(int(left) * int(right))
+        assert len(row["answer"]) == 6
     model = AutoTokenizer.from_pretrained(output / "model")
     assert model.get_vocab() == quickstart.make_tokenizer(tools=True).get_vocab()
     config = load_config(GRPOConfig, [str(CONFIGS / "tools_quickstart.yaml")])

@@ -50,7 +50,7 @@ class MessageReader:
         self._request = ChatCompletionRequest(
             messages=[],
             tools=list(parsing.tools) or None,
-            tool_choice="auto" if parsing.tools else "none",
+            tool_choice="auto" if parsing.tools else None,  # None: calls are looked for all the same
             chat_template_kwargs=parsing.template_kwargs,
         )
         # Marks of calls and thoughts may be control tokens, which remain in the text where a parser looks for them. Not

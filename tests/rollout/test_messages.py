@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 ADD = {"type": "integer"}
 TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"a": ADD, "b": ADD}, "required": ["a", "b"]}}
+SCHEMAS = ({"type": "function", "function": TOOL},)
 THINK = ("<think>", "</think>")
 CALL = ("<tool_call>", "</tool_call>")
 GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|tool_response>", "<|turn>", "<turn|>")
@@ -25,7 +26,9 @@ HERMES_CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_c
 Say = Callable[..., dict[str, Any]]
 
 
-def speaker(tools: str | None, reasoning: str | None = None, marks: tuple[str, ...] = ()) -> Say:
+def speaker(
+    tools: str | None, reasoning: str | None = None, marks: tuple[str, ...] = (), schemas: tuple[Any, ...] = SCHEMAS
+) -> Say:
     """A function from text to its message; the marks are control tokens, as the tokens of turns are."""
     from tokenizers import AddedToken
 
@@ -33,7 +36,7 @@ def speaker(tools: str | None, reasoning: str | None = None, marks: tuple[str, .
 
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
-    parsing = Parsing(tools, reasoning, ({"type": "function", "function": TOOL},))
+    parsing = Parsing(tools, reasoning, schemas)
     config = SimpleNamespace(model="model", hf_config=SimpleNamespace(model_type="qwen2"))
     reader = MessageReader(parsing, tokenizer, config)
 
@@ -84,8 +87,9 @@ def test_calls_and_thoughts_are_found_though_their_marks_are_control_tokens(
     assert message == {"role": "assistant", "content": content, **thought}
 
 
-def test_several_calls_have_different_ids() -> None:
-    calls = speaker("hermes")(f"{HERMES_CALL}\n{HERMES_CALL}<|end|>")["tool_calls"]
+@pytest.mark.parametrize("schemas", [SCHEMAS, ()], ids=["named tools", "unnamed tools"])
+def test_several_calls_have_different_ids(schemas: Any) -> None:
+    calls = speaker("hermes", schemas=schemas)(f"{HERMES_CALL}\n{HERMES_CALL}<|end|>")["tool_calls"]
     assert len({call["id"] for call in calls}) == 2
 
 

@@ -25,6 +25,8 @@ SAMPLES = 16
 LATER = SamplingSettings(temperature=1.0, max_tokens=32)
 ASKED = [(1, replace(LATER, temperature=0.0)), (4, replace(LATER, top_p=1e-6)), (4, LATER)]  # samples and settings
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
 
 class Sampled(NamedTuple):
     """Responses of which some began before new weights came and ended after; log-probs under old and new weights."""
@@ -43,7 +45,7 @@ async def sample_across_an_update(config: Any) -> Sampled:
     async with started_engines(config) as engines:
         await engines.send_weights(0)
         groups = [await engines.generate(prompt.token_ids, settings, samples=samples) for samples, settings in ASKED]
-        parsed = replace(LATER, parsing=Parsing("hermes"))
+        parsed = replace(LATER, parsing=Parsing("hermes", tools=(TOOL,)))
         spoken = await engines.generate(prompt.token_ids, parsed, samples=4, prefer=0)
         await engines.learners.call("perturb_weights")  # of the learner's; the engine samples with the old ones
         settings = SamplingSettings(1.0, LONGEST)
