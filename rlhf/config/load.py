@@ -78,7 +78,7 @@ def load_config(
     if unknown := [f"{key}={value}" for key, value in flat_keys(values).items() if HIDDEN in str(value)]:
         reason = "a secret stood here, which is stored nowhere. Set an environment variable to it, and write"
         raise ValueError("\n".join(f"{given}: {reason} ${{oc.env:VARIABLE}} in its place." for given in unknown))
-    config = validated(schema, complete(schema.completed(values)))
+    config = validated(schema, schema.completed(complete(values)))
     if problems := [*contradictions(config), *check(config)]:
         raise ValueError("\n".join(problems))
     return config

@@ -100,3 +100,14 @@ def test_what_cannot_be_is_refused_with_key_value_reason_and_remedy(
 
 def test_several_environments_need_rows_that_choose() -> None:
     assert "no row chooses an environment" in refusal("environment={by_name: {a: my.module:A}}")
+
+
+def test_an_evaluation_needs_no_data_to_train_on() -> None:
+    from rlhf.evaluate import complete
+
+    overrides = ["model.path=model", "data.eval=a.jsonl", "evaluation.max_response_tokens=8"]
+    by_name = "environment={by_name: {a: my.module:A}}"
+    config = load_config(
+        GRPOConfig, [], [*overrides, by_name], complete=complete, contradictions=GRPOConfig.sampling_contradictions
+    )
+    assert config.acts

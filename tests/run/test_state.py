@@ -19,6 +19,7 @@ def test_a_state_is_read_back_as_it_was_written() -> None:
         config={"run": {"seed": 1}},
         models={"learner": {"config": "0a"}},
         rewards={"mine.py:score": {"mine.py": "0b"}},
+        environments={"mine.py:Game": {"mine.py": "0c"}},
         code={"rlhf": "0.1.0"},
         replacements=3,
         updates={"learner.epochs_per_step": 2},
