@@ -22,7 +22,7 @@ from rich.text import Text
 from rlhf.config.cli import parser_of, run_program
 from rlhf.config.printing import printable
 from rlhf.log.sinks import Row, shown_reward
-from rlhf.report.run_files import RunFiles, conversation, read_groups, read_run, states_no_answer
+from rlhf.report.run_files import RunFiles, conversation, read_groups, read_run, response_blocks, states_no_answer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -78,7 +78,7 @@ def _fits(row: Row, options: argparse.Namespace) -> bool:
         and options.finish in (None, row["finish_reason"])
         and (options.min_reward is None or (reward is not None and reward >= options.min_reward))
         and (options.max_reward is None or (reward is not None and reward <= options.max_reward))
-        and (wanted is None or wanted in conversation(row) or wanted in row["text"])
+        and (wanted is None or wanted in conversation(row) or any(wanted in text for _, text in response_blocks(row)))
     )
 
 
@@ -89,10 +89,18 @@ def _picture(group: Sequence[Row]) -> Panel:
         blocks.append(Text(f"gold answer: {printable(first['answer'])}", style="bold"))
     for row in group:
         _, color = shown_reward(row["reward"])
-        blocks += [Text(f"\n{_head(row)}", style=color), Text(printable(row["text"]))]
+        blocks += [Text(f"\n{_head(row)}", style=color), *map(_block, response_blocks(row))]
     return Panel(
         Group(*blocks), title=Text(f"step {first['step']}, {printable(first['prompt_id'])}"), title_align="left"
     )
+
+
+def _block(block: tuple[str, str]) -> Text:
+    """What the model wrote as it is; calls behind an arrow, what the environment said in gray behind its role."""
+    kind, text = block
+    of_model = {"text": ("", ""), "thought": ("", "italic"), "call": ("-> ", "cyan")}
+    prefix, style = of_model.get(kind, (f"{kind} ", "dim"))
+    return Text(printable(f"{prefix}{text}"), style=style)
 
 
 def _head(row: Row) -> str:

@@ -185,6 +185,8 @@ def _response(row: Row) -> Panel:
     reward, color = shown_reward(row["reward"])
     prompt = " ".join(row["prompt"].split())
     title = f"step {row['step']}, reward {reward}, {row['status']}, {row['finish_reason']}"
+    if calls := sum(len(turn.get("tool_calls") or ()) for turn in row.get("turns", ())):
+        title += f", {calls} tool calls"
     lines = printable(row["text"]).strip().splitlines()
     shown = "\n".join([*lines[:RESPONSE_LINES], *(["..."] if len(lines) > RESPONSE_LINES else [])])
     block = Group(_line(prompt, "dim"), Text(shown, no_wrap=True, overflow="ellipsis"))

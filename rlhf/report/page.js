@@ -227,7 +227,7 @@ function filter() {
   for (const name of ["run", "status", "finish_reason"]) { const value = number(name); if (value !== null) tests.push((i) => c[name][i] === value); }
   range("step", number("step_min"), number("step_max"));
   range("reward", number("reward_min"), number("reward_max"));
-  if (hit) tests.push((i) => hit[c.conversation[i]] || hit[c.text[i]]);
+  if (hit) tests.push((i) => hit[c.conversation[i]] || hit[c.text[i]] || hit[c.blocks[i]]);
   matches = [];
   const total = (c.step || []).length;
   for (let i = 0; i < total; i++) if (tests.every((test) => test(i))) matches.push(i);
@@ -272,9 +272,12 @@ function turnPage(by) { firstRow = Math.max(0, firstRow + by * ROWS_SHOWN); show
 
 function response(i, shade) {
   const c = rollouts.columns, kept = c.tokens[i], values = kept && kept[shade];
-  if (!values) return element("pre", { textContent: texts[c.text[i]] });
+  if (!values && c.blocks[i] === null) return element("pre", { textContent: texts[c.text[i]] });
+  if (!values) return element("div", {}, ...JSON.parse(texts[c.blocks[i]]).map(([kind, text]) =>
+    element("pre", { className: ["text", "thought", "call"].includes(kind) ? kind : "said", textContent: text, title: kind })));
   const largest = Math.max(...values.map(Math.abs), 1e-9);
   return element("pre", {}, ...kept.tokens.map((token, t) => {
+    if (values[t] === null) return element("span", { className: "said", textContent: token, title: "not sampled" });
     const span = element("span", { className: "token", textContent: token, title: `${shade.replace("_", " ")}: ${short(values[t])}` });
     span.style.background = `color-mix(in srgb, ${values[t] < 0 ? "var(--bad)" : "var(--good)"} ${Math.round(60 * Math.abs(values[t]) / largest)}%, transparent)`;
     return span;

@@ -20,7 +20,14 @@ from typing import Any
 from rlhf.log.diagnosis import diagnose_run, outside_at_the_end, range_of
 from rlhf.log.panels import SECTIONS, Panel, matching
 from rlhf.log.sinks import BOUNDS, Row
-from rlhf.report.run_files import RunFiles, conversation, differing_keys, sample_groups, states_no_answer
+from rlhf.report.run_files import (
+    RunFiles,
+    conversation,
+    differing_keys,
+    response_blocks,
+    sample_groups,
+    states_no_answer,
+)
 
 ROLLOUT_BYTES = 96 * 2**20  # of rollout files that a page holds; 100,000 rollouts of the quickstart are 35 MB
 MAX_POINTS = 2000  # of one curve
@@ -153,6 +160,7 @@ def _add_row(columns: dict[str, list[Any]], row: Row, texts: dict[str, int], *, 
     cells |= {key: text(row[key]) for key in TEXT_KEYS}
     cells |= {"conversation": text(conversation(row)), "no_answer": states_no_answer(row)}
     cells["parts"] = text(json.dumps(row["reward_parts"]))
+    cells["blocks"] = text(json.dumps(response_blocks(row), ensure_ascii=False)) if row.get("turns") else None
     cells["version"] = min((span[2] for span in row["versions"]), default=None)
     cells["tokens"] = {key: row[key] for key in TOKEN_KEYS if key in row} or 0
     for key, value in cells.items():

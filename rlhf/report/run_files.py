@@ -105,6 +105,27 @@ def conversation(row: Row) -> str:
     return "\n\n".join(f"{each['role']}: {each['content']}" for each in messages)
 
 
+def response_blocks(row: Row) -> list[tuple[str, str]]:
+    """(kind, text) of what followed the prompt, in order.
+
+    The kinds are `text` and `thought`, which the model wrote, `call`, which it wrote too, and the role of what the
+    environment said. A rollout of one turn is one text.
+    """
+    if not row.get("turns"):
+        return [("text", str(row["text"]))]
+    blocks = []
+    for turn in row["turns"]:
+        if turn["role"] != "assistant":
+            name = f"{turn['name']}: " if turn.get("name") else ""
+            blocks.append((str(turn["role"]), f"{name}{turn['content']}"))
+            continue
+        blocks += [("thought", turn["reasoning_content"])] if turn.get("reasoning_content") else []
+        blocks += [("text", turn["content"])] if turn.get("content") else []
+        for call in turn.get("tool_calls") or ():
+            blocks.append(("call", f"{call['function']['name']}({call['function']['arguments']})"))
+    return blocks
+
+
 def states_no_answer(row: Row) -> bool:
     """Whether the reward looked for an answer and found none; a reward that reads no answers looks for none."""
     return bool(row["extracted"] == "" and row["status"] == NO_ANSWER)

@@ -109,16 +109,24 @@ def rollout_row(group: RolloutGroup, sample: ScoredRollout) -> dict[str, Any]:
 
 
 def token_values(batch: StepBatch, targets: PolicyTargets, tokenizer: Any) -> list[dict[str, list[Any]]]:
-    """For each rollout of the step: its sampled tokens as text, their advantages, learner minus engine log-probs.
+    """For each rollout of the step: its tokens from the first sampled one on, as text, with two values.
 
-    The difference is left out of rollouts whose old log-probs were not computed.
+    These are advantages, and learner minus engine log-probs; None where the token was not sampled. The difference is
+    left out of rollouts whose old log-probs were not computed.
     """
     tokens, rows = batch.tokens, []
-    for start, end in itertools.pairwise(tokens.cu_seqlens[batch.row_bounds]):
-        mask = tokens.response_mask[start:end]
-        texts = [tokenizer.decode([token]) for token in tokens.token_ids[start:end][mask].tolist()]
-        row = {"tokens": texts, "token_advantages": targets.advantages[start:end][mask].round(DIGITS).tolist()}
-        if targets.old_logprobs is not None and (old := targets.old_logprobs[start:end][mask]).any():
-            row["token_differences"] = (old - tokens.rollout_logprobs[start:end][mask]).round(DIGITS).tolist()
+    for first, last in itertools.pairwise(batch.row_bounds):
+        starts = (tokens.cu_seqlens[:-1] + batch.prompt_lengths)[first:last]
+        at = np.concatenate(list(map(np.arange, starts, tokens.cu_seqlens[first + 1 : last + 1])))
+        mask = tokens.response_mask[at]
+
+        def shown(column: np.ndarray, mask: np.ndarray = mask) -> list[float | None]:
+            values = column.round(DIGITS).tolist()
+            return [value if sampled else None for value, sampled in zip(values, mask, strict=True)]
+
+        texts = [tokenizer.decode([token]) for token in tokens.token_ids[at].tolist()]
+        row: dict[str, list[Any]] = {"tokens": texts, "token_advantages": shown(targets.advantages[at])}
+        if targets.old_logprobs is not None and (old := targets.old_logprobs[at])[mask].any():
+            row["token_differences"] = shown(old - tokens.rollout_logprobs[at])
         rows.append(row)
     return rows

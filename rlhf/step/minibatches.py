@@ -68,11 +68,16 @@ def plan_epochs(
 def _microbatches(batch: StepBatch, rows: np.ndarray, config: GRPOConfig) -> tuple[tuple[np.ndarray, ...], ...]:
     """[rank][microbatch] -> rows, sorted by their token ids, so that shared beginnings are computed once."""
     tokens, budget, ranks = batch.tokens, config.learner.max_tokens_per_microbatch, config.cluster.learners
-    lengths = tokens.lengths[rows]
-    prompt_lengths = np.minimum(batch.prompt_lengths[rows], lengths - 1)
+    lengths, width = tokens.lengths[rows], tokens.token_ids.itemsize
     ids = [tokens.token_ids[tokens.cu_seqlens[row] : tokens.cu_seqlens[row + 1]].tobytes() for row in rows]
-    prompt_bytes = (prompt_lengths * tokens.token_ids.itemsize).tolist()
-    prompts = [sequence[:size] for sequence, size in zip(ids, prompt_bytes, strict=True)]
+    prompt_lengths = np.minimum(batch.prompt_lengths[rows], lengths - 1)
+    # A branch begins with a longer prompt; it is bundled by the part that all samples of the group begin with.
+    firsts = batch.row_bounds[batch.rollouts[rows]]
+    for i in np.flatnonzero(firsts != rows):
+        start, count = tokens.cu_seqlens[firsts[i]], min(batch.prompt_lengths[firsts[i]], prompt_lengths[i])
+        if ids[i].startswith(tokens.token_ids[start : start + count].tobytes()):
+            prompt_lengths[i] = count
+    prompts = [sequence[:size] for sequence, size in zip(ids, (prompt_lengths * width).tolist(), strict=True)]
     bundles = bundle_samples(lengths, prompts, prompt_lengths, max_tokens=budget, ranks=ranks)
     sizes, costs = bundle_sizes(bundles, lengths, prompt_lengths)
     plan = pack_microbatches(sizes, max_tokens=budget, ranks=ranks, costs=costs)

@@ -297,6 +297,42 @@ def test_the_conversation_and_the_parts_of_the_reward_are_shown_and_answers_wher
     assert "tokens, extracted nothing" in silent
 
 
+TURNS = (
+    {
+        "role": "assistant",
+        "content": "Let me see.",
+        "reasoning_content": "a tool",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 17}'}}],
+    },
+    {"role": "tool", "name": "add", "content": HOSTILE},
+    {"role": "assistant", "content": "It is 42."},
+)
+
+
+def with_turns(path: Path) -> Path:
+    """A run whose rollouts have turns."""
+    folder = write_run(path)
+    for file in read_run(folder).rollout_files().values():
+        rows = [{**json.loads(line), "turns": TURNS, "text": "It is 42."} for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_turns_are_shown_as_thoughts_texts_calls_and_what_the_environment_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    run = read_run(with_turns(tmp_path / "run"))
+    lines = [line.strip("│ ") for line in shown(run, capsys, "-n", "1", "--contains", '"a": 17').splitlines()]
+    start = lines.index("a tool")
+    answer = "tool add: </script><img src=x onerror=boom()>\\u001b[2J\\u202e"
+    assert lines[start : start + 5] == ["a tool", "Let me see.", '-> add({"a": 17})', answer, "It is 42."]
+    rollouts = data_of(write_page([run]), "rollouts")
+    (first, *_) = rollouts["columns"]["blocks"]
+    kinds = [kind for kind, _ in json.loads(rollouts["texts"][first])]
+    assert kinds == ["thought", "text", "call", "tool", "text"]
+
+
 def test_a_filter_that_nothing_fits_and_a_step_that_is_not_there_say_which_steps_there_are(tmp_path: Path) -> None:
     path = str(write_run(tmp_path / "run"))
     with pytest.raises(ValueError, match=r"no group fits.*\b1 to 4\b"):

@@ -40,3 +40,13 @@ def test_a_rollout_of_several_sequences_has_the_tokens_of_all_of_them() -> None:
     both, one = token_values(batch, targets, Letters())
     assert both == {"tokens": ["b", "c", "d"], "token_advantages": [0.5] * 3}
     assert one == {"tokens": ["e"], "token_advantages": [-0.25]}
+
+
+def test_what_the_environment_said_has_a_text_and_no_value() -> None:
+    rollout = rollout_of([9, 1, 7, 8, 2], [0, 1, 0, 0, 1], np.array([0, -0.5, 0, 0, -0.5]))
+    batch = make_batch([group_of([rollout])], mask_truncated=False)
+    targets = PolicyTargets(broadcast_to_tokens(batch, np.array([0.5])), np.full(5, -0.25, np.float32), None)
+    (row,) = token_values(batch, targets, Letters())
+    assert row["tokens"] == ["b", "h", "i", "c"]
+    assert row["token_advantages"] == [0.5, None, None, 0.5]
+    assert row["token_differences"] == [0.25, None, None, 0.25]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from worlds import group_of, joined, make_config, random_column, rollout_of, rows_of_minibatch
 
-from rlhf.algo.packing import FILLER_TOKENS, filler
+from rlhf.algo.packing import FILLER_TOKENS, filler, shared_beginnings
 from rlhf.config.ppo import PPOAlgoConfig
 from rlhf.config.sections import AlgoConfig
 from rlhf.learner.policy_model import DeviceTokens, PolicyOutput
@@ -231,3 +231,26 @@ def test_these_places_put_the_sequences_of_a_rollout_into_other_microbatches_and
     assert of_first & of_second
     assert not all(len(rows) for rows in microbatches(with_filler))
     assert filler().rollout_tokens.tolist() == [0]
+
+
+def test_the_branches_of_a_rollout_are_computed_together_and_their_beginning_once() -> None:
+    prompt, other = list(range(100, 140)), list(range(200, 240))
+    masks = [[0] * 40 + [1] * 2, [0] * 43 + [1], [0] * 40 + [1]]
+    group = group_of(
+        [
+            joined(
+                rollout_of([*prompt, a, 2], masks[0], sample=a),
+                rollout_of([*prompt, a, 7, 3], masks[1][1:], sample=a),  # goes on from the first turn
+                rollout_of([*other, a], masks[2], sample=a),  # begins with nothing of it
+            )
+            for a in range(2)
+        ]
+    )
+    batch = make_batch([group], mask_truncated=False)
+    ((minibatch,),) = plan_epochs(batch, config_of("token_mean", 1, 100), step=0)
+    together = [set(rows.tolist()) for rows in microbatches(minibatch)]
+    assert any({0, 1, 3, 4} <= rows for rows in together)
+    computed = [batch.tokens.take(rows) for rows in microbatches(minibatch)]
+    taken = sum(len(packed.token_ids) - int(shared_beginnings(packed).sum()) for packed in computed)
+    # each prompt once; in each rollout a and 2, then 7 and 3 after the a that is shared; then its own a
+    assert taken == 40 + 2 * (2 + 2) + 40 + 2 * 1
