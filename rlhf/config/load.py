@@ -37,6 +37,7 @@ NAMES_ELSEWHERE = {
     "model_name_or_path": "model.path",
     "dataset_name": "data.train",
     "output_dir": "run.dir",
+    "environment_factory": "environment",
 }
 
 

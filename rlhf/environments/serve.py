@@ -19,7 +19,7 @@ import contextlib
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf.environments import seeding
@@ -53,9 +53,17 @@ def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             )
         if play is not None:
             seeding.import_numpy()
-        environments[value] = play or Environment(part["name"], options=part["options"], tools=hello["tools"])
+        environments[value] = play or _environment(part, hello["tools"])
     about = {value: _about(environment) for value, environment in environments.items()}
     return {"environments": environments, "wall_seconds": hello["wall_seconds"]}, about
+
+
+def _environment(part: Mapping[str, Any], tools: Sequence[str]) -> Environment:
+    try:
+        return Environment(part["name"], options=part["options"], tools=tools)
+    except ValueError as error:
+        known = str(error).startswith(("environment", "tools"))
+        raise ValueError(str(error) if known else f"environment name={part['name']!r}: {error}") from None
 
 
 def _coroutine(name: str | None) -> Play | None:

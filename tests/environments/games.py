@@ -121,6 +121,21 @@ class Hostile:
         return 1.0
 
 
+class Untyped:
+    """A tool without a type hint."""
+
+    def reset(self, **_: Any) -> None:
+        pass
+
+    def act(self, how) -> str:  # type: ignore[no-untyped-def]
+        """Act.
+
+        Args:
+            how: What to do.
+        """
+        return str(how)
+
+
 class NeverScored:
     """A game whose score is never there."""
 
