@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf.config.environment import EnvironmentConfig
+from rlhf.config.printing import to_stderr
 from rlhf.environments.contract import content_text
 from rlhf.environments.turns import Answers, CallLimitError, FailedError, Message
 from rlhf.processes.channel import as_json
@@ -33,12 +34,6 @@ SHARED = 64  # sessions of coroutines that share a process
 MAX_PARTS, MAX_FACTS = 64, 64  # named numbers and facts of one rollout
 
 Answer = Callable[[Mapping[str, Any]], Awaitable[Message]]
-
-
-def to_stderr(line: str) -> None:
-    """A line that an environment prints."""
-    print_line = sys.stderr.write
-    print_line(f"{line}\n")
 
 
 @dataclass(eq=False)
@@ -54,7 +49,7 @@ class _Seat:
 
 
 class Hosts(Workers):
-    """The processes of a run's environments; made in the thread of an event loop, which then opens sessions.
+    """The processes of a run's environments; one event loop at a time opens sessions.
 
     Raises:
         ValueError: a class or function cannot be loaded or offered to a model, and why.

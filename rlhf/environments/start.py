@@ -10,10 +10,11 @@ import numpy as np
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.parsers import ParserNames, parsers_of
+from rlhf.config.printing import to_stderr
 from rlhf.data.dialogue import Dialogue
 from rlhf.data.model_files import stop_token_ids
 from rlhf.data.templates import chat_template
-from rlhf.environments.hosts import Hosts, to_stderr
+from rlhf.environments.hosts import Hosts
 from rlhf.environments.rollouts import Environments, row_of
 from rlhf.environments.turns import FailedError
 from rlhf.rollout.requests import Parsing
