@@ -264,6 +264,13 @@ def _environment_problems(config: GRPOConfig) -> Iterator[str]:
             f"rollout.stop={list(rollout.stop)} and {rollout.truncate_token=!s} with an environment or tools: what "
             "follows a turn is joined at the token with which the template ends it. Remove both keys."
         )
+    made = {source.label for source in (*config.data.train, *config.data.eval) if source.is_environment}
+    compared = {part.name for label in made for part in config.reward.parts_of(label) if part.needs_answer}
+    for name in sorted(compared):
+        yield (
+            f"reward name={name!r} with prompts that the environment makes: they have no answer to compare with. Set "
+            "reward=[], so that the environment's own reward judges, or name a function."
+        )
     if environment.by_name and any(source.is_environment for source in config.data.train):
         yield (
             "environment.by_name without data.train: no row chooses an environment. Name data with a column "

@@ -58,7 +58,7 @@ def test_without_data_the_environment_makes_the_prompts_and_the_resolved_config_
     written = tmp_path / "config.yaml"
     written.write_text(resolved_yaml(config))
     assert load_config(GRPOConfig, [str(written)]) == config
-    held_out = load("environment=my.module:Game", "data.eval={path: environment, rows: 7}")
+    held_out = load("environment=my.module:Game", "reward=[]", "data.eval={path: environment, rows: 7}")
     assert held_out.evaluations.keys() == {"environment"}
     assert "data.train: required and not set" in refusal("tools=[calculator]")
 
@@ -96,6 +96,11 @@ def test_what_cannot_be_is_refused_with_key_value_reason_and_remedy(
     message = refusal(DATA, *overrides)
     for part in parts:
         assert part in message
+
+
+def test_a_reward_that_compares_with_an_answer_cannot_judge_prompts_that_the_environment_makes() -> None:
+    assert "reward name='math' with prompts that the environment makes" in refusal("environment=my.module:Game")
+    assert load("environment=my.module:Game", "reward=[my.module:score, format]")
 
 
 def test_several_environments_need_rows_that_choose() -> None:

@@ -30,6 +30,9 @@ def not_mine(completions, **kwargs):
 async def waiting(completion_ids, **kwargs):
     return [float(len(ids)) for ids in completion_ids]
 
+def turns(response, answer, columns, metadata):
+    return len(metadata["turns"]) + metadata["facts"]["tool_calls"]
+
 def ours(completions, answer, columns, metadata):
     return [float(len(text)) for text in completions]
 """
@@ -44,7 +47,7 @@ def rollout(sample: int, outcome: Outcome | None) -> Rollout:
     mask = np.array([False, True, True])
     sequence = TokenSequence(np.array([1, 2, 3], np.int32), mask, np.zeros(3, np.float32), (VersionSpan(1, 3, 0),))
     turns = ({"role": "assistant", "content": ("four", "sixsix")[sample]},) if outcome else ()
-    return Rollout("p/1", 0, sample, (sequence,), "stop", turns, {}, outcome)
+    return Rollout("p/1", 0, sample, (sequence,), "stop", turns, {"tool_calls": 4} if outcome else {}, outcome)
 
 
 def grade(tmp_path: Path, *names: str, environment: bool = False, **options: Any) -> tuple[ScoredRollout, ...]:
@@ -79,6 +82,10 @@ def test_none_says_that_others_judge(tmp_path: Path) -> None:
     assert [(sample.reward, sample.status) for sample in both] == [(2.0, "ok"), (3.0, "ok")]
     alone = grade(tmp_path, "not_mine")
     assert [(sample.reward, sample.status) for sample in alone] == [(None, "not_judged"), (1.0, "ok")]
+
+
+def test_a_function_in_our_signature_reads_turns_and_facts(tmp_path: Path) -> None:
+    assert [sample.reward for sample in grade(tmp_path, "turns", environment=True)] == [5.0, 5.0]
 
 
 def test_a_function_in_our_own_signature_may_call_its_first_argument_completions(tmp_path: Path) -> None:
