@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -71,7 +72,7 @@ class Hosts(Workers):
         names = [*(part["name"] or "" for part in parts.values()), *tools]
         self._waiting: deque[_Seat] = deque()
         self._seats: dict[int, _Seat] = {}
-        self._numbers = self._requests = 0
+        self._session_numbers, self._request_numbers = itertools.count(1), itertools.count(1)  # used in the event loop
         self._answers: dict[int, Answer] = {}  # of coroutines, by session
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -106,10 +107,8 @@ class Hosts(Workers):
             known = ", ".join(self.about)
             raise FailedError(f"the row's column `environment` is {value!r}, and environment.by_name has {known}.")
         about = self.about[value]
-        self._numbers += 1
-        session = HostedSession(
-            self, self._numbers, about, {"environment": value, "row": columns, "seeds": dict(seeds)}
-        )
+        start = {"environment": value, "row": columns, "seeds": dict(seeds)}
+        session = HostedSession(self, next(self._session_numbers), about, start)
         try:
             json.dumps(columns, default=as_json)
             self.call_soon(self._seat, _Seat(session.number, about["blocking"]))
@@ -128,9 +127,9 @@ class Hosts(Workers):
         """Send a request of a session, and wait for its answer."""
         assert self._loop is not None, "a session asks"
         future: asyncio.Future[Any] = self._loop.create_future()
-        self._requests += 1
+        request = {**message, "id": next(self._request_numbers), "session": session}
         try:
-            self.call_soon(self._ask, session, {**message, "id": self._requests, "session": session}, future)
+            self.call_soon(self._ask, session, request, future)
         except RuntimeError as error:
             raise FailedError(str(error)) from None
         return await future
