@@ -108,7 +108,7 @@ def test_a_row_of_60_mb_or_of_100_000_brackets_is_named_with_its_line_at_once_or
         loaded = load(tokenizer, on_bad_row="skip")
         assert [prompt.id for prompt in loaded.prompts["train"]] == ["train/1", "train/3"]
     (folder / "train.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"data\.train: train\.json\b.*brackets within brackets"):
+    with pytest.raises(ValueError, match=r"data\.train: train\.json\b.*brackets"):
         load(tokenizer, train="train.json")
 
 
@@ -241,7 +241,7 @@ def test_sources_are_mixed_by_weight_or_by_row_count(folder: Path, tokenizer: An
 
 def test_data_without_answers_needs_answer_format_none(folder: Path, tokenizer: Any) -> None:
     write_jsonl(folder / "train.jsonl", [{"prompt": "Write a poem."}])
-    with pytest.raises(ValueError, match=r"answer_column is not set.*train\.jsonl.*only prompt"):
+    with pytest.raises(ValueError, match=r"answer_column\b.*train\.jsonl\b.*\bprompt\b"):
         load(tokenizer)
     assert answers(load(tokenizer, answer_format="none")) == [""]
 
@@ -307,10 +307,10 @@ def test_a_column_that_is_not_there_lists_those_that_are(folder: Path, tokenizer
         (
             "a.jsonl",
             b'{"question": "q"}\n\n{"question": \n',
-            r"data\.train: line 3 of a\.jsonl is not JSON.*line 3, ",
+            r"data\.train: line 3 of a\.jsonl\b.*\bJSON\b.*line 3, ",
         ),
         ("a.jsonl", b'{"question": "caf\xe9"}\n', r"data\.train: line 1 of a\.jsonl\b.*UTF-8.*\bbyte 17\b"),
-        ("a.json", b'[{"question": "q"},\n {"question": }]', r"data\.train: a\.json is not JSON.*line 2, column 15\b"),
+        ("a.json", b'[{"question": "q"},\n {"question": }]', r"data\.train: a\.json\b.*\bJSON\b.*line 2, column 15\b"),
         ("a.jsonl", b"", r"data\.train=a\.jsonl: the file is empty"),
         ("a.jsonl", b"\n \n", r"data\.train=a\.jsonl: it holds no row"),
         ("a.json", b"[]", r"data\.train=a\.json: it holds no row"),
@@ -330,9 +330,9 @@ def test_missing_files_are_found_before_anything_is_read(folder: Path) -> None:
     write_jsonl(folder / "train.jsonl", ROWS)
     for path in ("train.jsonl", "openai/gsm8k"):
         check_source(SourceConfig(path=path), "data.train")
-    with pytest.raises(ValueError, match=r"data\.train=no/train\.jsonl: .*no such file"):
+    with pytest.raises(ValueError, match=r"^data\.train=no/train\.jsonl: "):
         check_source(SourceConfig(path="no/train.jsonl"), "data.train")
-    with pytest.raises(ValueError, match=r"data\.eval\.1=\./nothing: .*no such file"):
+    with pytest.raises(ValueError, match=r"^data\.eval\.1=\./nothing: "):
         check_source(SourceConfig(path="./nothing"), "data.eval.1")
 
 
@@ -382,7 +382,7 @@ def test_bad_rows_are_left_out_and_counted_where_the_config_says_so(folder: Path
     reasons = loaded.bad_rows["train"]
     assert len(reasons) == len(bad)
     assert all(any(f" {number} of train.jsonl" in reason for reason in reasons) for number in range(2, 9)), reasons
-    with pytest.raises(ValueError, match=r"line 2 of train\.jsonl is not JSON"):
+    with pytest.raises(ValueError, match=r"line 2 of train\.jsonl\b.*\bJSON\b"):
         load(tokenizer)
     (folder / "train.jsonl").write_text('{"question": "", "answer": "1"}\n' * 3)
     with pytest.raises(ValueError, match=r"data\.train=train\.jsonl: no row .*\brow 1 "):
