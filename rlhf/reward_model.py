@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from rlhf.config import cli
-from rlhf.config.load import resolved_yaml
 from rlhf.config.reward_model import RewardTrainingConfig
-from rlhf.plan.report import print_text
+from rlhf.plan.report import printed
 from rlhf.plan.start_checks import run_problems
 
 DESCRIPTION = "Train a reward model from preference pairs (Bradley-Terry)."
@@ -28,8 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse(
         "rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv, add_flags=cli.run_flags, check=run_problems
     )
-    if arguments.print_config:
-        print_text(resolved_yaml(config))
+    if printed(config, arguments):
         return
     from rlhf.data.conversations import pair_encoder, read_examples
     from rlhf.data.model_files import load_tokenizer

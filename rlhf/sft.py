@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from rlhf.config import cli
-from rlhf.config.load import resolved_yaml
 from rlhf.config.printing import say
 from rlhf.config.supervised import SFTConfig
-from rlhf.plan.report import print_text
+from rlhf.plan.report import printed
 from rlhf.plan.start_checks import run_problems
 
 DESCRIPTION = "Supervised fine-tuning on conversations, or on prompts and completions."
@@ -25,8 +24,7 @@ DESCRIPTION = "Supervised fine-tuning on conversations, or on prompts and comple
 
 def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse("rlhf.sft", DESCRIPTION, SFTConfig, argv, add_flags=cli.run_flags, check=run_problems)
-    if arguments.print_config:
-        print_text(resolved_yaml(config))
+    if printed(config, arguments):
         return
     from rlhf.data.conversations import SFTEncoder, read_examples
     from rlhf.data.model_files import load_tokenizer

@@ -28,8 +28,8 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.printing import say
 from rlhf.doctor import grading, machine, nodes, training
 from rlhf.doctor.examination import Check, Finding, Patient, examine_all, lines
-from rlhf.plan import GPU, local_resources
 from rlhf.plan.memory import GIB
+from rlhf.plan.resources import GPU, local_resources
 
 DESCRIPTION = "Check whether a run will start, fit and compute correctly here; exit status 1 if a check failed."
 

@@ -7,14 +7,13 @@ import tempfile
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from rlhf.answers.extract import gold_answer
 from rlhf.cluster.node_report import plugin_is_installed
 from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer
 from rlhf.doctor.examination import Finding, Patient, Status, in_process
-from rlhf.plan import joins_a_cluster, start_problems, visible_gpus
 from rlhf.plan.memory import GIB
-from rlhf.plan.start_checks import existing_folder, run_bytes
+from rlhf.plan.resources import joins_a_cluster, visible_gpus
+from rlhf.plan.start_checks import existing_folder, run_bytes, start_problems
 from rlhf.run.threads import in_thread
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ async def check_config(patient: Patient) -> Finding:
     problems = await in_thread(start_problems, config)
     try:
         tokenizer = await in_thread(load_tokenizer, config.model)
-        prompts = (await in_thread(load_prompts, config.data, "train", tokenizer, gold_answer)).prompts
+        prompts = (await in_thread(load_prompts, config.data, "train", tokenizer)).prompts
         patient.prompts = [prompt for rows in prompts.values() for prompt in rows[:PROMPTS_PER_SOURCE]]
     except (OSError, ValueError) as error:
         problems = problems or [str(error)]

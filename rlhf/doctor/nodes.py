@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf.cluster import node_report
 from rlhf.doctor.examination import Finding, Patient, in_process
-from rlhf.plan import count_gpus, joins_a_cluster
+from rlhf.plan.resources import count_gpus, joins_a_cluster
 from rlhf.run.threads import in_thread
 
 LEFT_ON_PURPOSE = (1, 4)  # Ray's NodeDeathInfo: expected termination, idle node drained by the autoscaler

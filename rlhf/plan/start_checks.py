@@ -191,7 +191,7 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
     if not any(part.is_user_function for part in reward.all_parts) or reward.failure_fraction == 1:
         return []
     # imported here, so that --plan needs no numpy
-    from rlhf.answers.extract import alternatives, gold_answer
+    from rlhf.answers.extract import alternatives
     from rlhf.data.load import first_usable
     from rlhf.rewards.scorer import Scorer
 
@@ -199,7 +199,7 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
     rows = [
         (config.rollout if which == "train" else config.evaluations[prompt.source], row, prompt)
         for which in kinds
-        for row, prompt in first_usable(config.data, which, gold_answer)
+        for row, prompt in first_usable(config.data, which)
     ]
     problems: dict[tuple[str, str], str] = {}  # by function and error: it is the same for every source
     try:

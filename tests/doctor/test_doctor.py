@@ -31,8 +31,8 @@ from rlhf.doctor.__main__ import checks
 from rlhf.doctor.examination import Check, Finding, Patient, examine_all, lines
 from rlhf.log import reachable
 from rlhf.log.reductions import Max, Mean
-from rlhf.plan import visible_gpus
 from rlhf.plan.memory import GIB
+from rlhf.plan.resources import visible_gpus
 from rlhf.plan.start_checks import run_bytes
 from rlhf.rollout.requests import Completion
 from rlhf.run.threads import in_thread
