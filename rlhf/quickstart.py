@@ -251,16 +251,11 @@ def warm_up(folder: Path, *, seed: int) -> None:
 
 def save_model(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
     """Write the Hugging Face folder; `save_pretrained` of the model would import DeepSpeed if it is installed."""
-    from safetensors.torch import save_file
+    from rlhf.learner.hub_format import model_tensors, write_model, write_model_config
 
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        del weights["lm_head.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
+    tensors = model_tensors(model)
+    write_model(folder, model, tensors, tensors.items())
+    write_model_config(folder, model)
     tokenizer.save_pretrained(folder)
 
 
