@@ -141,9 +141,6 @@ def parse(
         add_flags: adds the program's own flags.
         contradictions, complete: as for `load_config`.
         check: problems of this machine with a config, such as a missing file; not called if nothing is started.
-
-    Raises:
-        ValueError: from the config, or from arguments that are neither a flag nor an override.
     """
     parser = parser_of(
         program,
@@ -219,8 +216,6 @@ def run_async(
     main: Coroutine[Any, Any, R], *, on_signal: Callable[[str, Callable[[], object]], None] | None = None
 ) -> R:
     """asyncio.run of a task; a signal to end cancels the task, so its `finally` clauses end what it started.
-
-    The signals are SIGTERM, SIGINT, and SIGHUP, which a lost terminal sends; nohup has it ignored, and so it stays.
 
     Inside of a running event loop, as in the cell of a notebook, that loop waits until the task has ended.
 

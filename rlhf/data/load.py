@@ -43,11 +43,7 @@ class LoadedPrompts:
 
 
 def load_prompts(config: DataConfig, which: Literal["train", "eval"], tokenizer: Any) -> LoadedPrompts:
-    """Read and tokenize all sources of `data.train` or `data.eval`.
-
-    Raises:
-        ValueError: a source, column or row cannot be used, or all prompts of a source are too long.
-    """
+    """Read and tokenize all sources; ValueError if a source, column or row is of no use, or every prompt too long."""
     loaded = LoadedPrompts({}, {}, {}, {})
     sources, longest = config_sources(config, which), config.max_prompt_tokens
     for key, settings in sources.items():
@@ -90,11 +86,7 @@ def first_usable(config: DataConfig, which: Literal["train", "eval"]) -> Iterato
 def leave_out(
     config: DataConfig, which: Literal["train", "eval"], loaded: LoadedPrompts, ids: set[str]
 ) -> LoadedPrompts:
-    """The loaded prompts without those with these ids; the mix of an epoch is computed again.
-
-    Raises:
-        ValueError: a source has no prompt left.
-    """
+    """The loaded prompts without those with these ids, in a mix that is computed anew; no source may become empty."""
     remaining = {source: [p for p in prompts if p.id not in ids] for source, prompts in loaded.prompts.items()}
     for source, prompts in remaining.items():
         if not prompts:

@@ -1,4 +1,4 @@
-"""Checks of this machine that start nothing: versions, imports, what a run refuses at its start, wandb."""
+"""Checks of this machine that start nothing: versions, what a run refuses at its start, wandb."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from rlhf.cluster.node_report import plugin_is_installed
 from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer
-from rlhf.doctor.examination import Finding, Patient, Status, in_process
+from rlhf.doctor.examination import Finding, Patient, Status
 from rlhf.plan.memory import GIB
-from rlhf.plan.resources import joins_a_cluster, visible_gpus
+from rlhf.plan.resources import joins_a_cluster
 from rlhf.plan.start_checks import existing_folder, run_bytes, start_problems
 from rlhf.run.threads import in_thread
 
@@ -67,18 +67,6 @@ def _misfit(requirement: Requirement) -> str:
     if not requirement.specifier.contains(version, prereleases=True):
         return f"{requirement.name} {version} is not in {requirement.specifier}"
     return ""
-
-
-async def check_imports(patient: Patient) -> Finding:
-    """Import what engines and learners import, each in a separate process; with GPUs, torch must be able to use one."""
-    cuda = patient.config.cluster.device == "cuda" and bool(visible_gpus())  # a head node may have none
-    names = ("deepspeed", "vllm", *(("flashinfer", "cutlass") if cuda else ()))
-    code = "import torch; torch.zeros(1, device='cuda')" if cuda else "import torch"
-    for command in (code, *(f"import {name}" for name in names)):
-        _, reason = await in_process("-c", command)
-        if reason:
-            return Finding("fail", f"`{command}`: {reason}", SET_UP)
-    return Finding("ok", ", ".join(("torch", *names)) + (" are imported, and torch computes on a GPU" if cuda else ""))
 
 
 # --- what a run refuses ---

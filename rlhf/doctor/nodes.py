@@ -57,11 +57,7 @@ async def check_nodes(patient: Patient) -> Finding:
 
 
 async def _ask(address: str) -> dict[str, dict[str, Any]]:
-    """The answer of every node of a cluster; the process that asks ends with this call.
-
-    Raises:
-        RuntimeError: the cluster is not reached; with the last line of Ray's message.
-    """
+    """The answer of every node of a cluster, asked by a process that ends with this call."""
     output, reason = await in_process("-m", "rlhf.doctor.nodes", address, str(ANSWER_S))
     if reason:
         raise RuntimeError(f"Ray at {address} is not reached: {reason}")

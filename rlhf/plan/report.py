@@ -267,11 +267,7 @@ def _parts(title: str, parts: tuple[Part, ...]) -> list[str]:
 
 
 def arithmetic_warnings(config: GRPOConfig, prompts: int | str) -> Iterator[str]:
-    """Warnings that need no model: those of the config, idle learners or engines, too few prompts.
-
-    Args:
-        prompts: rows per epoch, or why they are not known.
-    """
+    """Warnings that need no model: those of the config, idle learners or engines, too few prompts in an epoch."""
     cluster, rollout, learner = config.cluster, config.rollout, config.learner
     yield from config.warnings()
     for role, training in config.trained_roles():
@@ -316,11 +312,7 @@ def model_warnings(config: GRPOConfig) -> Iterator[str]:
 def memory_warnings(
     config: GRPOConfig, estimates: Sequence[RoleMemory], shape: ModelShape, host_gib: float
 ) -> Iterator[str]:
-    """Warnings from the estimate: roles that do not fit, and a KV cache that is too small.
-
-    Args:
-        shape: of model.path. host_gib: memory of this machine, for runs on CPU.
-    """
+    """Warnings from the estimate: roles that do not fit, on CPU in `host_gib`, and a KV cache that is too small."""
     cluster, rollout = config.cluster, config.rollout
     (_, kv_tokens), longest = kv_cache(shape, config), config.max_sequence_tokens
     per_group = rollout.samples_per_prompt * longest

@@ -90,14 +90,7 @@ def _existing(path: Path) -> Path:
 
 
 def run_bytes(config: TrainingProgramConfig, *, written: int = 0) -> int | None:
-    """The most that a run writes: its checkpoints (`checkpoint.most`) and the exported model.
-
-    Args:
-        written: number of checkpoints that exist already.
-
-    Returns:
-        None if the model's config.json is not found or not supported.
-    """
+    """The most that a run writes, of whose checkpoints some are `written`; None if a model's shape is not known."""
     policy = shape_at(config.model.path)
     checkpoint = checkpoint_bytes(config, policy)
     if checkpoint is None or policy is None:

@@ -116,15 +116,15 @@ def sample_groups(run: RunFiles, max_bytes: int) -> tuple[list[list[Row]], float
     total = sum(files.values())
     if total <= max_bytes:
         return [group for file in files for group in read_groups(file)], 1.0
-    groups, left, taken = [], 0.0, 0
+    groups, allowed, taken = [], 0.0, 0
     for file, size in files.items():
-        left += size * max_bytes / total
+        allowed += size * max_bytes / total
         for group in read_groups(file):
             written = sum(len(json.dumps(row, ensure_ascii=False).encode()) + 1 for row in group)
-            if written > left:
+            if taken + written > allowed:
                 break
             groups.append(group)
-            left, taken = left - written, taken + written
+            taken += written
     return groups, taken / total
 
 
