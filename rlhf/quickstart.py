@@ -63,7 +63,6 @@ FAR_MISS_FRACTION = 0.25
 TRAIN_ROWS = 16_384
 TEST_ROWS = 512
 WARMUP_STEPS = 600
-WARMUP_BATCH = 64  # learner.sequences_per_update of configs/sft_quickstart.yaml; a test compares them
 
 
 @dataclass(frozen=True)
@@ -286,7 +285,8 @@ def write_quickstart(
         write_rows(partial / f"{name}.jsonl", [{"question": row.question, "answer": row.answer} for row in rows])
         write_rows(partial / f"pairs_{name}.jsonl", make_pairs(rows, seed))
     if warmup_steps:
-        demonstrations = make_demonstrations(problems[:train_rows], warmup_steps * WARMUP_BATCH, seed)
+        count = warmup_steps * warmup_config(partial, seed=seed).learner.sequences_per_update
+        demonstrations = make_demonstrations(problems[:train_rows], count, seed)
         write_rows(partial / "demonstrations.jsonl", demonstrations)
         warm_up(partial, seed=seed)
     partial.rename(output)

@@ -35,7 +35,7 @@ def start_problems(config: GRPOConfig) -> list[str]:
 
 def run_problems(config: TrainingProgramConfig) -> list[str]:
     """Reasons to refuse a training run: data, models, run folder and its disk, CPUs and GPUs."""
-    return [*input_problems(config), *_run_folder_problems(config), *_machine_problems(config)]
+    return [*input_problems(config), *run_folder_problems(config), *_machine_problems(config)]
 
 
 def evaluation_problems(config: GRPOConfig) -> list[str]:
@@ -99,7 +99,7 @@ def run_bytes(config: TrainingProgramConfig, *, written: int = 0) -> int | None:
     return checkpoints * checkpoint + config.run.export * BYTES[config.model.dtype] * policy.parameters
 
 
-def _run_folder_problems(config: TrainingProgramConfig) -> Iterator[str]:
+def run_folder_problems(config: TrainingProgramConfig) -> Iterator[str]:
     """The run folder cannot be written, or its disk has no room for the checkpoints."""
     folder = existing_folder(config)
     if not folder.is_dir():
