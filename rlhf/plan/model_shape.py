@@ -120,8 +120,8 @@ def read_shape(path: str) -> ModelShape:
     config = config_at(path)
     if config is None:
         raise ValueError(
-            f"there is no config.json of model.path={path} on this machine. Give a folder in Hugging Face format, or "
-            f"fetch it into the hub's cache: hf download {path} config.json"
+            f"config.json of model.path={path} is not on this machine. Give a folder in Hugging Face format, or fetch "
+            f"it into the hub's cache with `hf download {path} config.json`."
         )
     stored = stored_tensors(path)
     source = "the weight files" if stored else "config.json"
