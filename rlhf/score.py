@@ -120,7 +120,7 @@ def _output(path: str | None) -> Iterator[TextIO | None]:
 def _reward_config(options: argparse.Namespace) -> RewardConfig:
     part: dict[str, Any] = {"name": options.reward}
     if options.reward.startswith("{"):
-        part = resolved(parse_override(f"reward={options.reward}"))["reward"]
+        part = resolved(parse_override(f"--reward={options.reward}"))["--reward"]
     if options.reward == "math":
         part["mode"] = "strict" if options.strict else "lenient"
     values = {"parts": [part], "workers": options.workers, "cpu_seconds": options.cpu_seconds}
