@@ -17,9 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rlhf.config import cli
-from rlhf.config.load import resolved_yaml
 from rlhf.config.reward_model import RewardTrainingConfig
-from rlhf.plan.report import print_text
+from rlhf.plan.report import printed
 from rlhf.plan.start_checks import run_problems
 
 if TYPE_CHECKING:
@@ -53,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse(
         "rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv, add_flags=cli.run_flags, check=run_problems
     )
-    if arguments.print_config:
-        print_text(resolved_yaml(config))
+    if printed(config, arguments):
         return
     from rlhf.data.conversations import pair_encoder, read_examples
     from rlhf.data.model_files import load_tokenizer

@@ -14,10 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rlhf.config import cli
-from rlhf.config.load import resolved_yaml
 from rlhf.config.printing import say
 from rlhf.config.supervised import SFTConfig
-from rlhf.plan.report import print_text
+from rlhf.plan.report import printed
 from rlhf.plan.start_checks import run_problems
 
 if TYPE_CHECKING:
@@ -49,8 +48,7 @@ async def train(run: Run[SFTConfig], data: TrainEval) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse("rlhf.sft", DESCRIPTION, SFTConfig, argv, add_flags=cli.run_flags, check=run_problems)
-    if arguments.print_config:
-        print_text(resolved_yaml(config))
+    if printed(config, arguments):
         return
     from rlhf.data.conversations import SFTEncoder, read_examples
     from rlhf.data.model_files import load_tokenizer

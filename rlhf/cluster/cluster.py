@@ -31,8 +31,8 @@ from rlhf.config.printing import say
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, Role
 from rlhf.log.clock import Watch
-from rlhf.plan import check_resources
 from rlhf.plan.memory import check_shared_gpus
+from rlhf.plan.resources import check_resources
 from rlhf.types import World
 
 

@@ -4,6 +4,6 @@
 After a fault: `restarts` for the whole run; `cluster/replacement.py` for one engine.
 
 Where to add a program: its config, a `TrainingProgramConfig`; a file at the top level that holds its loop, as `grpo.py`
-and `sft.py` do; a line in `command.PROGRAMS`, and one in `report.run_files.SCHEMAS` for its
-report. A program without engines uses `Run` alone. What its checkpoints hold besides is `Run.progress`.
+and `sft.py` do; a line in `config.cli.PROGRAMS`. A program without engines uses `Run` alone. What its checkpoints hold
+besides is `Run.progress`.
 """

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from rlhf.answers.extract import gold_answer
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.sections import ModelConfig
 from rlhf.data.load import LoadedPrompts, first_prompt, leave_out, load_prompts, show_prompt
@@ -31,14 +30,14 @@ class RunData(NamedTuple):
 def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
     """Read and tokenize all prompts; ValueError if a row, the tokenizer or the reward model's template does not fit."""
     truncate_token_id(config.rollout, tokenizer)  # must be one token
-    train = load_prompts(config.data, "train", tokenizer, gold_answer)
+    train = load_prompts(config.data, "train", tokenizer)
     _check_prompts_suffice(config, train)
     if config.reward_model is not None and config.reward_model.path is not None:
         token_ids = reward_input(config)
         reads = load_tokenizer(ModelConfig(path=config.reward_model.path), key="reward_model.path")
         for rows in train.prompts.values():  # a template may not take the messages of one source
             token_ids([*rows[0].messages, {"role": "assistant", "content": ""}], reads)
-    return RunData(train, load_prompts(config.data, "eval", tokenizer, gold_answer))
+    return RunData(train, load_prompts(config.data, "eval", tokenizer))
 
 
 def _check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:

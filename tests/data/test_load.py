@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from rlhf.answers.extract import gold_answer
 from rlhf.config.data import DataConfig, SourceConfig
 from rlhf.config.sections import ModelConfig
 from rlhf.data.load import LoadedPrompts, first_prompt, load_prompts, show_prompt
@@ -54,7 +53,7 @@ def write_jsonl(path: Path, rows: list[Any]) -> None:
 def load(tokenizer: Any, which: Any = "train", limit: int = 1000, **section: Any) -> LoadedPrompts:
     section = {"train": "train.jsonl", "template": "raw", "max_prompt_tokens": limit, **section}
     config = DataConfig.model_validate_json(json.dumps(section))
-    return load_prompts(config, which, tokenizer, gold_answer)
+    return load_prompts(config, which, tokenizer)
 
 
 def answers(loaded: LoadedPrompts, source: str = "train") -> list[str]:
