@@ -23,8 +23,8 @@ from rlhf.config.load import parse_override, resolved, validated
 from rlhf.config.printing import say
 from rlhf.config.reward import RewardConfig
 from rlhf.config.secrets import remember
+from rlhf.processes.channel import as_json
 from rlhf.rewards.grade import BAD_GOLD, UNSCORABLE, Grade
-from rlhf.rewards.protocol import as_json
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -38,7 +38,7 @@ STACK = {"ray", "vllm", "deepspeed"}
 LEVELS = (
     {"types"},
     {"config", "algo", "answers"},
-    {"log", "weights"},
+    {"log", "weights", "processes"},
     {"data", "rewards", "rollout", "learner", "step"},
     {"plan"},
     {"cluster"},
@@ -127,6 +127,12 @@ def test_schedules_need_not_even_torch() -> None:
 def test_the_comparison_of_answers_stands_alone(path: Path) -> None:
     assert packages(path, inside_functions=True) <= {"mpmath", "rlhf", "__future__", *sys.stdlib_module_names}
     assert {part_of(module) for module in own_imports(path)} <= {"answers"}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "processes"], ids=name_of)
+def test_processes_need_the_standard_library_alone(path: Path) -> None:
+    assert packages(path, inside_functions=True) <= {"rlhf", "__future__", *sys.stdlib_module_names}
+    assert {part_of(module) for module in own_imports(path)} <= {"processes"}
 
 
 def test_importing_algo_imports_nothing() -> None:

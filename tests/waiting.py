@@ -9,6 +9,8 @@ import subprocess
 import time
 from collections.abc import Callable
 
+from rlhf.processes.workers import Workers
+
 WAIT_S = 240.0  # for processes that import little; several such waits fit into pytest's own time-out
 STACK_WAIT_S = 1200.0  # for a program on the whole stack: next to other jobs one start of vLLM took 184 s
 
@@ -21,6 +23,17 @@ def eventually(holds: Callable[[], object], deadline_s: float = WAIT_S) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def worker_pids(workers: Workers) -> list[int]:
+    """The processes that can be given work."""
+    return [worker.pid for worker in workers.free()]
+
+
+def wait_full(workers: Workers) -> int:
+    """Wait until every killed worker is replaced; how many there are."""
+    eventually(lambda: len(workers.free()) >= workers.size)
+    return len(workers.free())
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> str:

@@ -44,7 +44,7 @@ from rlhf.data.model_files import load_tokenizer
 from rlhf.data.order import PromptStream
 from rlhf.learner.port import free_port
 from rlhf.log.reductions import mean_over_updates
-from rlhf.rewards.processes import die_with_parent
+from rlhf.processes.outside import die_with_parent
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.requests import Completion
 from rlhf.rollout.sampler import to_rollout
@@ -109,7 +109,7 @@ def study_config(data: Path, *, steps: int, prompts: int) -> GRPOConfig:
         "evaluation.every=null", f"rollout.prompts_per_step={prompts}", "algo.kl_coef=1.0", "algo.log_kl=true",
         "algo.importance_correction=none", "learner.minibatches_per_epoch=2", "learner.schedule.name=constant",
         "learner.schedule.min_lr=0.0", "learner.schedule.warmup_steps=0", "learner.schedule.warmup_fraction=0.125",
-        "reward={parts: [{name: math, mode: strict}], workers: 1, spares: 0}",
+        "reward={parts: [{name: math, mode: strict}], workers: 1}",
     ]  # fmt: skip
     return load_config(GRPOConfig, ["configs/quickstart.yaml"], overrides)
 

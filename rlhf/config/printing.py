@@ -27,6 +27,10 @@ def say(*texts: str, file: TextIO | None = None) -> None:
     print(*map(printable, texts), file=file, flush=True)
 
 
+def to_stderr(line: str) -> None:
+    say(line, file=sys.stderr)
+
+
 @contextlib.contextmanager
 def lossy_output() -> Iterator[None]:
     """A context in which text that standard output or standard error refuses is dropped.

@@ -163,7 +163,6 @@ class RewardConfig(Section):
     )
     by_source: dict[str, tuple[RewardPart, ...]] = key({}, "other parts for the prompts of the named data sources")
     workers: PositiveInt | None = key(None, "grading processes; null: the cores, at most 8")
-    spares: NonNegativeInt = key(1, "processes that are ready to replace a killed one")
     cpu_seconds: PositiveFloat = key(2.0, "CPU seconds that one part may take for one response")
     wall_seconds: PositiveFloat = key(10.0, "seconds that it may take by the clock, without waiting for a core")
     memory_mb: int = key(1024, "memory that a grading process may add to what it starts with, MiB", ge=64)

@@ -31,7 +31,7 @@ HANG_S = 1.0  # then the hanging grader is killed
 async def check_scorer(_: Patient) -> Finding:
     """A right answer gets 1, a wrong one 0, and a grader that hangs is killed while the others go on."""
     config = RewardConfig.model_validate(
-        {"parts": ["math", HANGING], "workers": 2, "spares": 1, "wall_seconds": HANG_S, "cpu_seconds": HANG_S}
+        {"parts": ["math", HANGING], "workers": 2, "wall_seconds": HANG_S, "cpu_seconds": HANG_S}
     )
     responses, gold = [r"It is \boxed{5}.", r"It is \boxed{6}."], ["5", "5"]
     with await in_thread(Scorer, config) as scorer:

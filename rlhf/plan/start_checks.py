@@ -180,7 +180,7 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
     A function that raises, runs into a limit or returns no number is refused, unless `reward.failure_fraction` is 1.
     Built-in rewards are tried with every gold answer later.
     """
-    reward = config.reward.model_copy(update={"workers": 1, "spares": 0})
+    reward = config.reward.model_copy(update={"workers": 1})
     if not any(part.is_user_function for part in reward.all_parts) or reward.failure_fraction == 1:
         return []
     # imported here, so that --plan needs no numpy

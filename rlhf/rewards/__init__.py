@@ -2,5 +2,6 @@
 
 A reward of your own needs no change here: `reward: [{name: my/file.py:function}]`. A built-in one is a function in this
 package, listed in `registry`, with its options in `rlhf/config/reward.py`. The training loop uses `scorer`, which gives
-the work to `pool` and `worker`. `math` grades mathematical answers, which `rlhf.answers` compares.
+the work to `pool`; its processes (`rlhf.processes`) run `worker`. `math` grades mathematical answers, which
+`rlhf.answers` compares.
 """

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlhf.processes.workers import DIED as DIED  # crashed, or ran out of memory
+from rlhf.processes.workers import TIMEOUT as TIMEOUT  # killed at the deadline
+
 if TYPE_CHECKING:
     from rlhf.types import ScoredRollout
 
@@ -13,8 +16,6 @@ if TYPE_CHECKING:
 OK = "ok"  # graded, right or wrong
 NO_ANSWER = "no_answer"  # the response states no answer in the requested form
 BAD_GOLD = "bad_gold"  # the gold answer of the row cannot be compared with anything
-TIMEOUT = "timeout"  # killed at the deadline
-DIED = "died"  # the process crashed, or ran out of memory
 UNSCORABLE = "unscorable"  # a user function returned None
 FAILED = "failed"  # an exception, or a user function returned something that is not a number
 

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import json
 import math
-import os
-import sys
 import traceback
 from bdb import BdbQuit
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from types import ModuleType
 from typing import Any
 
 from rlhf.answers.extract import alternatives, gold_answer
 from rlhf.config.reward import OPTIONS_OF_REWARD
-from rlhf.rewards.confinement import NO_FILE, NO_NETWORK, NO_SHARED_MEMORY, refusing_side_effects
+from rlhf.processes.code import load_module
+from rlhf.processes.confinement import remedy
 from rlhf.rewards.grade import FAILED, OK, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.math import check_gold, math_reward
+from rlhf.rewards.refusal import refusing_side_effects
 from rlhf.rewards.shaping import length_reward, repetition_reward
 from rlhf.rewards.simple import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
 
@@ -98,10 +95,10 @@ def load_user_function(part: dict[str, Any]) -> Callable[..., Any]:
     name = part["name"]
     module_name, _, attribute = name.rpartition(":")
     try:
-        module = _module_of_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except BaseException as error:  # a module may raise anything, SystemExit too
-        remedy = _remedy(error, otherwise="Install the package, or start the run from the folder that holds it")
-        problem = f"{module_name} cannot be imported: {type(error).__name__}: {error}. {remedy}".removesuffix(". ")
+        module = load_module(name)
+    except BaseException as error:
+        advice = remedy(error, otherwise="Install the package, or start the run from the folder that holds it")
+        problem = f"{module_name} cannot be imported: {type(error).__name__}: {error}. {advice}".removesuffix(". ")
         raise ValueError(f"reward name={name!r}: {problem}.") from None
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -121,23 +118,6 @@ def load_user_function(part: dict[str, Any]) -> Callable[..., Any]:
     except ValueError:  # a function in C without a signature
         pass
     return function
-
-
-def _module_of_file(path: str) -> ModuleType:
-    """Import a Python file once; its name is its full path, so that no other file or module has the same name."""
-    name = os.path.realpath(path)
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def waits(function: Callable[..., Any]) -> bool:
@@ -220,22 +200,6 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _remedy(error: BaseException, *, otherwise: str = "") -> str:
-    """How to get what the confinement of a worker refused; "" if the error says it, `otherwise` for other errors."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    raised_in = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
-    match error:
-        case _ if NO_NETWORK in str(error):
-            return ""
-        case BdbQuit():
-            return NO_DEBUGGER
-        case PermissionError():
-            return NO_SHARED_MEMORY if raised_in.startswith("multiprocessing.") else NO_FILE
-        case KeyError(args=(str(variable), *_)) if raised_in == "os":
-            return f"If this environment variable is set where the run starts, set `env: [{variable}]` next to the name"
-    return otherwise
-
-
 def _failed(function: Callable[..., Any], problem: str | BaseException) -> Grade:
     """`file:line: problem`, with the innermost line in the package of the function, or the line of its definition."""
     locations = []
@@ -246,8 +210,8 @@ def _failed(function: Callable[..., Any], problem: str | BaseException) -> Grade
             for frame, line in list(traceback.walk_tb(problem.__traceback__))[1:]  # the first frame is in this file
             if str(frame.f_globals.get("__name__")).partition(".")[0] == package
         ]
-        text, remedy = f"{type(problem).__name__}: {problem}".removesuffix(": "), _remedy(problem)
-        problem = f"{text}. {remedy}" if remedy else text
+        advice = NO_DEBUGGER if isinstance(problem, BdbQuit) else remedy(problem)
+        problem = ". ".join(filter(None, [f"{type(problem).__name__}: {problem}".removesuffix(": "), advice]))
     unwrapped = inspect.unwrap(function)
     if not locations and inspect.isfunction(unwrapped):
         locations = [f"{unwrapped.__code__.co_filename}:{unwrapped.__code__.co_firstlineno}: "]

@@ -15,12 +15,11 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from rlhf.config.data import OPENS_THOUGHT, USUAL_COLUMNS
+from rlhf.config.printing import to_stderr
 from rlhf.config.reward import RewardConfig, RewardPart
-from rlhf.rewards.confinement import Grants
+from rlhf.processes.confinement import Grants
 from rlhf.rewards.grade import BAD_GOLD, DIED, FAILED, NO_ANSWER, OK, STATUSES, TIMEOUT, UNSCORABLE, Grade
-from rlhf.rewards.output import to_stderr
-from rlhf.rewards.pool import Pool
-from rlhf.rewards.processes import default_workers
+from rlhf.rewards.pool import Pool, default_workers, grants_of
 from rlhf.types import Prompt, Rollout, ScoredRollout
 
 MAX_CHECKS_AT_ONCE = 4096  # gold answers in the pool at the same time: a data set may have millions
@@ -57,11 +56,11 @@ class Scorer:
         self._over_budget = ""
         by_grants: dict[Grants, list[RewardPart]] = {Grants(): []}
         for part in config.all_parts:
-            by_grants.setdefault(Grants.of(part), []).extend([part] if part.is_user_function else [])
+            by_grants.setdefault(grants_of(part), []).extend([part] if part.is_user_function else [])
         for grants in by_grants:
-            grants.environment()  # raises ValueError, before anything is started
+            grants.environment("reward")  # raises ValueError, before anything is started
         self._pools: dict[Grants, Pool] = {}
-        limits = config.model_dump(include={"spares", "cpu_seconds", "wall_seconds", "memory_mb"})
+        limits = config.model_dump(include={"cpu_seconds", "wall_seconds", "memory_mb"})
         limits["workers"] = config.workers or default_workers()
         try:
             for grants, functions in by_grants.items():
@@ -85,7 +84,7 @@ class Scorer:
 
     @property
     def sources(self) -> dict[str, dict[str, str]]:
-        """Fingerprints of the code of the user functions (`rewards/sources.py`)."""
+        """Fingerprints of the code of the user functions (`processes/code.py`)."""
         return {name: files for pool in self._pools.values() for name, files in pool.sources.items()}
 
     @property
@@ -216,7 +215,7 @@ class Scorer:
     def _submit(self, part: RewardPart, jobs: Sequence[dict[str, Any]]) -> list[Future[Grade]]:
         if self._over_budget:
             raise RuntimeError(self._over_budget)
-        return self._pools[Grants.of(part)].submit_many(jobs)
+        return self._pools[grants_of(part)].submit_many(jobs)
 
     def _combine(self, parts: Sequence[RewardPart], grades: Sequence[Grade], row: str) -> Grade:
         """The grade of one response by the whole reward, from those by its parts."""

@@ -19,7 +19,7 @@ from rlhf.config.reward import GRANTS
 from rlhf.config.secrets import hidden
 from rlhf.data.model_files import model_fingerprint
 from rlhf.log.sinks import read_summary
-from rlhf.rewards.sources import Sources, changed_sources
+from rlhf.processes.code import Sources, changed_sources
 from rlhf.run.checkpoint_files import LATEST, read_line, step_of
 from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState
@@ -31,7 +31,7 @@ FREE = frozenset((
     "data.train", "data.eval", "data.eval_rows",
     "rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.max_concurrent_sequences",
     "rollout.enforce_eager",
-    "reward.workers", "reward.spares", "reward.cpu_seconds", "reward.wall_seconds", "reward.memory_mb",
+    "reward.workers", "reward.cpu_seconds", "reward.wall_seconds", "reward.memory_mb",
     "reward.failure_fraction", "reward.failures_always_allowed", "reward.accept_changed_code",
     "reward_model.path", "reward_model.replicas", "reward_model.max_tokens_per_batch", "reward_model.timeout_s",
     "reward_model.retries",
@@ -135,7 +135,8 @@ def resume_warnings(config: TrainingProgramConfig, state: RunState) -> Iterator[
 
 def check_reward_code(config: GRPOConfig, state: RunState, sources: Sources) -> Iterator[str]:
     """A warning for each changed user function; ValueError unless `reward.accept_changed_code` is true."""
-    changed = [f"{name} is not what the run began with." for name in changed_sources(state.rewards, sources)]
+    names = changed_sources(state.rewards, sources, noun="reward")
+    changed = [f"{name} is not what the run began with." for name in names]
     if changed and not config.reward.accept_changed_code:
         remedy = "Resume with the same code, set reward.accept_changed_code=true, or start another run.dir."
         raise ValueError("\n".join(f"{problem} {remedy}" for problem in changed))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from rlhf.config import cli
 from rlhf.config.printing import lossy_output, say
-from rlhf.rewards.processes import adopt_orphans, die_with_parent
+from rlhf.processes.outside import adopt_orphans, die_with_parent
 
 LEFT_S = 30.0  # for the processes of a lost driver to end; the guard of its Ray kills them
 LOST = "the driver has ended without a message, as Ray ends it when its raylet or its control service is gone."

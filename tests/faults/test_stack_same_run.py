@@ -30,8 +30,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "learner": ("strike", "ray::HostedActor", "SIGKILL"),
     "engine actor": ("strike", "ray::HostedAsyncActor", "SIGKILL"),
     "its core": ("strike", "VLLM::EngineCore", "SIGKILL"),
-    "keeper of the graders": ("strike", "rlhf.rewards.worker", "SIGKILL", "0"),
-    "grader": ("strike", "rlhf.rewards.worker", "SIGKILL", "1"),  # they are younger than their keeper
+    "keeper of the graders": ("strike", "rlhf.processes.keeper", "SIGKILL", "0"),
+    "grader": ("strike", "rlhf.processes.keeper", "SIGKILL", "1"),  # they are younger than their keeper
 }
 KILLS, KILLED_STEPS = 10, 40
 # At each of them no response is being graded: the grade of one whose grader was killed would be another.

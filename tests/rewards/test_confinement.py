@@ -16,10 +16,10 @@ import pytest
 from waiting import WAIT_S
 
 from rlhf.config.reward import RewardConfig
-from rlhf.rewards.confinement import ABI_SCOPES, CREATE_RULESET, MACHINES, NO_FILE, NO_NETWORK, NO_SHARED_MEMORY
+from rlhf.processes.confinement import ABI_SCOPES, CREATE_RULESET, MACHINES, NO_FILE, NO_NETWORK, NO_SHARED_MEMORY
+from rlhf.processes.outside import children_of
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.pool import Pool
-from rlhf.rewards.processes import children_of
 from rlhf.rewards.registry import load_user_function
 from rlhf.rewards.scorer import Scorer
 
@@ -74,7 +74,7 @@ def scorer(folder: Path) -> Iterator[Scorer]:
         patch.setattr("tempfile.tempdir", str(folder / "temporary"))
         (folder / "temporary").mkdir()
         part = {"name": LOOKS, "env": ["FAKE_API_KEY"], "network": True, "files": ["~/granted", "/dev/shm"]}
-        values = {"parts": [part], "by_source": {"other": [LOOKS, JUDGE]}, "workers": 1, "spares": 0}
+        values = {"parts": [part], "by_source": {"other": [LOOKS, JUDGE]}, "workers": 1}
         with Scorer(RewardConfig.model_validate(values)) as running:
             assert len(list((folder / "temporary").glob("rlhf-rewards-*/*"))) >= 2
             yield running
@@ -174,7 +174,7 @@ def test_what_needs_no_network_runs_without_it(plain: Pool) -> None:
 )
 def test_a_module_that_cannot_be_imported_gets_one_remedy(tmp_path: Path, code: str, end: str) -> None:
     module = tmp_path / "mine.py"
-    module.write_text(f"from rlhf.rewards.confinement import NO_NETWORK, NoNetworkError\n{code}\n")
+    module.write_text(f"from rlhf.processes.confinement import NO_NETWORK, NoNetworkError\n{code}\n")
     with pytest.raises(ValueError, match="cannot be imported") as caught:
         load_user_function({"name": f"{module}:f"})
     assert str(caught.value).endswith(end)
@@ -238,7 +238,7 @@ def changed_by_built_ins(action: str, path: Path) -> bool:
     """Whether a process that is confined for built-in rewards alone can do it."""
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); import curious_rewards\n"
-        "from rlhf.rewards.confinement import Grants; Grants().confine([], Path(sys.argv[4]))\n"
+        "from rlhf.processes.confinement import Grants; Grants().confine([], Path(sys.argv[4]))\n"
         "curious_rewards.looks(sys.argv[3], answer=sys.argv[2], columns={}, metadata={})\n"
     )
     command = [sys.executable, "-c", code, str(FIXTURES), action, str(path), str(path.parent / "temporary")]
@@ -282,10 +282,10 @@ def test_a_built_in_reward_takes_no_grants() -> None:
 WITHOUT = """
 import os, sys
 from rlhf.config.reward import RewardConfig
-from rlhf.rewards.confinement import CREATE_RULESET, forbid_calls
+from rlhf.processes.confinement import CREATE_RULESET, forbid_calls
 from rlhf.rewards.scorer import Scorer
 assert forbid_calls(int(sys.argv[1]), [CREATE_RULESET])
-with Scorer(RewardConfig.model_validate({"parts": ["math"], "workers": 1, "spares": 0})) as scorer:
+with Scorer(RewardConfig.model_validate({"parts": ["math"], "workers": 1})) as scorer:
     print(*scorer.warnings)
     print(scorer.graded_batch(scorer.submit_batch([r"\\boxed{5}"], ["5"]))[0].value)
 """

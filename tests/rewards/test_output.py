@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from waiting import WAIT_S, eventually
 
+from rlhf.config.printing import to_stderr
 from rlhf.config.reward import RewardPart
+from rlhf.processes.output import MAX_LINE, MAX_LINES, OutputPipe, PrintedLines
 from rlhf.rewards.grade import Grade
-from rlhf.rewards.output import MAX_LINE, MAX_LINES, OutputPipe, PrintedLines, to_stderr
 from rlhf.rewards.pool import Pool
 
 CODE = """
@@ -62,15 +63,14 @@ def pool(file: Path, said: list[str]) -> Iterator[Pool]:
         heard.append(line)
         said.append(line)
 
-    with Pool(workers=2, spares=1, wall_seconds=2.0, user_functions=parts, say=say) as running:
-        running._printed._began = float("inf")  # type: ignore[union-attr] - every test may print MAX_LINES
+    with Pool(workers=2, wall_seconds=2.0, user_functions=parts, say=say) as running:
+        running._printed._began = float("inf")  # every test may print MAX_LINES
         yield running
     assert heard.count(f"reward {file}:computes: imported") == 1
 
 
 @pytest.fixture
 def grade(pool: Pool, file: Path, said: list[str]) -> Callable[..., Grade]:
-    assert pool._printed is not None
     assert eventually(lambda: f"reward {file}:computes: imported" in said)
     del said[1:]
     pool._printed._shown = 0
@@ -131,8 +131,7 @@ def test_a_flood_is_bounded_and_does_not_stop_the_grading(
 ) -> None:
     assert grade("for n in range(20000): print(n)").value == 1.0
     assert grade("print('more')").value == 1.0
-    assert pool._printed is not None
-    assert eventually(lambda: pool._printed._dropped == 20001 - MAX_LINES)  # type: ignore[union-attr]
+    assert eventually(lambda: pool._printed._dropped == 20001 - MAX_LINES)
     assert len(said) == 1 + MAX_LINES
 
 
@@ -155,7 +154,7 @@ def test_nothing_goes_to_the_terminal_directly(grade: Callable[..., Grade], capf
 
 
 def printed(names: list[str], said: list[str]) -> tuple[PrintedLines, OutputPipe, Callable[[bytes], Any]]:
-    printed = PrintedLines(names, said.append)
+    printed = PrintedLines("reward", names, said.append)
     output = OutputPipe(printed)
     return printed, output, lambda data: (os.write(output.pipe, data), output.read())
 
@@ -184,7 +183,7 @@ def test_lines_beyond_the_limit_are_counted_until_the_window_ends() -> None:
 
 
 def test_what_is_printed_cannot_command_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    PrintedLines(["mine.py:f"], to_stderr).lines(b"mine.py:f\x1f\x1b[2J\n")
+    PrintedLines("reward", ["mine.py:f"], to_stderr).lines(b"mine.py:f\x1f\x1b[2J\n")
     assert capfd.readouterr().err == "reward mine.py:f: \\u001b[2J\n"
 
 
@@ -192,7 +191,7 @@ def test_a_terminal_that_is_gone_does_not_end_the_grading() -> None:
     def broken(_: str) -> None:
         raise BrokenPipeError
 
-    PrintedLines(["mine.py:f"], broken).lines(b"a\nb\n")
+    PrintedLines("reward", ["mine.py:f"], broken).lines(b"a\nb\n")
 
 
 @pytest.mark.slow
@@ -208,11 +207,11 @@ def test_a_worker_that_ends_before_its_last_lines_are_read_ends_nothing_else(fil
 
     job = {"name": f"{file}:computes", "options": {}, "answer": "", "columns": {}, "metadata": {}}
     code = "import time; print('first'); time.sleep(0.5); print('last'); os._exit(1)"
-    with Pool(workers=1, spares=0, user_functions=[RewardPart(name=job["name"])], say=say) as pool:
+    with Pool(workers=1, user_functions=[RewardPart(name=job["name"])], say=say) as pool:
         real_select = pool._selector.select
 
         def control_first(timeout: float | None = None) -> list[Any]:
-            return sorted(real_select(timeout), key=lambda event: event[0].data != "control")
+            return sorted(real_select(timeout), key=lambda event: event[0].fileobj is not pool.keeper.channel.socket)
 
         pool._selector.select = control_first  # type: ignore[method-assign]
         lost = pool.submit(dict(job, response=code))

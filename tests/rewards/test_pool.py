@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import WAIT_S, eventually
+from waiting import WAIT_S, eventually, wait_full, worker_pids
 
 from rlhf.config.reward import RewardPart
+from rlhf.processes.outside import children_of
 from rlhf.rewards.pool import Pool
-from rlhf.rewards.processes import children_of
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,6 @@ def pool() -> Iterator[Pool]:
     sys.path.insert(0, str(FIXTURES))
     with Pool(
         workers=2,
-        spares=1,
         cpu_seconds=0.4,
         wall_seconds=1.5,
         memory_mb=200,
@@ -70,7 +69,7 @@ def descendants() -> set[int]:
 def next_answer_is_quick_after(pool: Pool, kill: Callable[[], None]) -> bool:
     """Within half a second, after one of five kills: other jobs of the machine may hold up a single answer."""
     for _ in range(5):
-        assert pool.wait_full(WAIT_S) == pool.full_size
+        assert wait_full(pool) == pool.size
         kill()
         started = time.monotonic()
         assert pool.submit(math_job(r"\boxed{5}")).result(timeout=WAIT_S).value == 1.0
@@ -118,12 +117,12 @@ def test_a_worker_that_exceeds_a_limit_is_replaced_and_the_next_answer_is_quick(
 
     def kill() -> None:
         before.clear()
-        before.update(pool.worker_pids())
+        before.update(worker_pids(pool))
         assert pool.submit(job(response)).result(timeout=WAIT_S).status == status
 
     assert next_answer_is_quick_after(pool, kill)
-    assert pool.wait_full(WAIT_S) == pool.full_size
-    assert eventually(lambda: len(before & descendants()) == pool.full_size - 1)
+    assert wait_full(pool) == pool.size
+    assert eventually(lambda: len(before & descendants()) == pool.size - 1)
 
 
 @pytest.mark.parametrize(("response", "limit"), [("spin", "CPU seconds"), ("sleep", "seconds by the clock")])
@@ -132,15 +131,15 @@ def test_a_timeout_names_the_limit_that_was_exceeded(pool: Pool, response: str, 
 
 
 def test_detached_children_of_a_killed_worker_are_killed(pool: Pool) -> None:
-    assert pool.wait_full(WAIT_S) == pool.full_size
+    assert wait_full(pool) == pool.size
     before = descendants()  # a worker that an earlier test has killed may still be among them
 
     def kill() -> None:
         assert pool.submit(job("fork")).result(timeout=WAIT_S).status == "timeout"
 
     assert next_answer_is_quick_after(pool, kill)
-    assert pool.wait_full(WAIT_S) == pool.full_size
-    assert eventually(lambda: descendants() - set(pool.worker_pids()) <= before)
+    assert wait_full(pool) == pool.size
+    assert eventually(lambda: descendants() - set(worker_pids(pool)) <= before)
 
 
 def test_jobs_behind_a_killed_one_are_graded_by_another_worker(pool: Pool) -> None:
@@ -168,7 +167,7 @@ def test_of_many_quick_responses_only_the_one_that_hangs_fails(pool: Pool) -> No
     ],
 )
 def test_what_a_hijacked_worker_sends_ends_that_worker_alone(message: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Pool(workers=1, spares=0) as pool:
+    with Pool(workers=1) as pool:
         (worker,) = pool._workers.values()
         receive = worker.channel.receive
         monkeypatch.setattr(worker.channel, "receive", lambda: ([message], receive()[1]))
@@ -180,26 +179,26 @@ def test_what_a_hijacked_worker_sends_ends_that_worker_alone(message: Any, monke
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_keeper_is_started_again(number: signal.Signals) -> None:
     with Pool(workers=2) as pool:
-        worker = pool.worker_pids()[0]
+        worker = worker_pids(pool)[0]
         keeper = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(keeper, number)
         assert eventually(lambda: not Path(f"/proc/{keeper}").exists())
         assert pool.submit(math_job(r"\boxed{5}")).result(timeout=WAIT_S).value == 1.0
-        assert pool.wait_full(WAIT_S) == pool.full_size
+        assert wait_full(pool) == pool.size
 
 
 def test_a_worker_starts_without_the_folder_of_temporary_files_and_says_why_if_it_cannot(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with Pool(workers=1, spares=0) as pool:
+    with Pool(workers=1) as pool:
         shutil.rmtree(pool._folder)
-        (first,) = pool.worker_pids()
+        (first,) = worker_pids(pool)
         os.kill(first, signal.SIGKILL)
-        assert eventually(lambda: pool.worker_pids() not in ([first], []))
+        assert eventually(lambda: worker_pids(pool) not in ([first], []))
         assert pool.submit(math_job(r"\boxed{5}")).result(timeout=WAIT_S).value == 1.0
         shutil.rmtree(pool._folder)
         Path(pool._folder).touch()
-        os.kill(pool.worker_pids()[0], signal.SIGKILL)
+        os.kill(worker_pids(pool)[0], signal.SIGKILL)
         assert eventually(lambda: "die while they start" in pool._broken)
     os.remove(pool._folder)
     assert "FileExistsError" in capfd.readouterr().err
@@ -211,8 +210,8 @@ class Impatient(Pool):
 
 
 def test_an_unresponsive_keeper_is_replaced() -> None:
-    with Impatient(workers=1, spares=0) as pool:
-        worker = pool.worker_pids()[0]
+    with Impatient(workers=1) as pool:
+        worker = worker_pids(pool)[0]
         keeper = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(keeper, signal.SIGSTOP)
         assert eventually(lambda: not Path(f"/proc/{keeper}").exists())
@@ -220,26 +219,26 @@ def test_an_unresponsive_keeper_is_replaced() -> None:
 
 
 def test_hostile_functions_leave_no_process(pool: Pool) -> None:
-    before = descendants() - set(pool.worker_pids())
+    before = descendants() - set(worker_pids(pool))
     kinds = ["child", "detach", "bomb", "fork", "spin", "crash", "child", "detach"]
     grades = [pool.submit(job(kind)) for kind in kinds * 8]
     statuses = {kind: grade.result(timeout=WAIT_S).status for kind, grade in zip(kinds * 8, grades, strict=True)}
     assert statuses["child"] == statuses["detach"] == "ok"
     assert statuses["bomb"] in ("died", "timeout")
-    assert pool.wait_full(WAIT_S) == pool.full_size
-    assert eventually(lambda: descendants() - set(pool.worker_pids()) <= before)
+    assert wait_full(pool) == pool.size
+    assert eventually(lambda: descendants() - set(worker_pids(pool)) <= before)
 
 
 def test_a_child_of_a_call_dies_with_it_and_not_with_the_worker(pool: Pool) -> None:
-    workers = set(pool.worker_pids())
+    workers = set(worker_pids(pool))
     assert pool.submit(job("child")).result(timeout=WAIT_S).status == "ok"
-    assert set(pool.worker_pids()) == workers
+    assert set(worker_pids(pool)) == workers
     assert eventually(lambda: not any(children_of(worker) for worker in workers))
 
 
 def test_closing_leaves_no_process_and_answers_every_job() -> None:
     before = descendants()
-    pool = Pool(workers=1, spares=0, user_functions=[])
+    pool = Pool(workers=1, user_functions=[])
     waiting = [pool.submit(math_job(r"\boxed{\sum_{n=1}^\infty \frac{1}{n^2}}", "2")) for _ in range(5)]
     pool.close()
     assert descendants() == before
@@ -262,7 +261,7 @@ def test_every_process_ends_with_a_driver_that_is_killed_by_sigkill(tmp_path: Pa
     )
     before = descendants()
     driver = subprocess.Popen([sys.executable, str(script)])
-    grown = eventually(lambda: len(descendants() - before) >= 6)  # driver, keeper, two workers, a spare and a fork
+    grown = eventually(lambda: len(descendants() - before) >= 6)  # driver, keeper, two workers and two forks
     group = descendants() - before
     assert grown, group
     driver.kill()

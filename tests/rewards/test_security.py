@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from waiting import WAIT_S
 
-from rlhf.rewards.confinement import RefusedError, refusing_side_effects
+from rlhf.rewards.refusal import RefusedError, refusing_side_effects
 
 TOUCH = "__import__('os').system('touch CANARY')"
 PAYLOADS = [

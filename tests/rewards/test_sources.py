@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import WAIT_S, eventually
+from waiting import WAIT_S, eventually, worker_pids
 from worlds import rollout_of
 
 from rlhf.config.reward import RewardConfig, RewardPart
+from rlhf.processes.code import changed_sources, loaded_sources
 from rlhf.rewards.pool import Pool
 from rlhf.rewards.registry import load_user_function
 from rlhf.rewards.scorer import Scorer
-from rlhf.rewards.sources import changed_sources, loaded_sources
 from rlhf.rollout.buffer import RolloutBuffer, Staleness, Ticket
 from rlhf.types import Prompt, RolloutGroup
 
@@ -47,13 +47,13 @@ def job(folder: Path) -> dict[str, Any]:
 
 
 def pool_of(folder: Path, kind: type[Pool] = Pool, **options: Any) -> Pool:
-    return kind(workers=1, spares=0, user_functions=[RewardPart(name=job(folder)["name"])], **options)
+    return kind(workers=1, user_functions=[RewardPart(name=job(folder)["name"])], **options)
 
 
 def lose_worker(pool: Pool) -> None:
-    (worker,) = pool.worker_pids()
+    (worker,) = worker_pids(pool)
     os.kill(worker, signal.SIGKILL)
-    assert eventually(lambda: worker not in pool.worker_pids())
+    assert eventually(lambda: worker not in worker_pids(pool))
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_a_run_that_waits_for_groups_ends_when_the_reward_stays_away(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Pool, "reload_s", 1.5)
-    config = {"parts": [job(folder)["name"]], "workers": 1, "spares": 0}
+    config = {"parts": [job(folder)["name"]], "workers": 1}
     with Scorer(RewardConfig.model_validate(config)) as scorer:
 
         async def sample(prompt: Prompt) -> RolloutGroup:
@@ -182,10 +182,17 @@ def test_the_code_of_a_module_is_its_package_as_far_as_it_is_imported(folder: Pa
 
 def test_a_function_is_changed_if_its_file_or_one_that_is_loaded_again_is_another() -> None:
     before = {"m.py:f": {"m.py": "1", "a.py": "1", "b.py": "2"}, "gone.py:f": {"gone.py": "1"}}
-    assert list(changed_sources(before, {"m.py:f": {"m.py": "1", "c.py": "2"}, "new.py:f": {"new.py": "1"}})) == []
-    (changed,) = changed_sources(before, {"m.py:f": {"m.py": "3", "a.py": "1", "b.py": "3"}})
+    assert (
+        list(
+            changed_sources(before, {"m.py:f": {"m.py": "1", "c.py": "2"}, "new.py:f": {"new.py": "1"}}, noun="reward")
+        )
+        == []
+    )
+    (changed,) = changed_sources(before, {"m.py:f": {"m.py": "3", "a.py": "1", "b.py": "3"}}, noun="reward")
     assert changed == "reward name='m.py:f': b.py, m.py"
-    (changed,) = changed_sources(before, {"m.py:f": {"__init__.py": "1", "a.py": "1"}})  # a package in its place
+    (changed,) = changed_sources(
+        before, {"m.py:f": {"__init__.py": "1", "a.py": "1"}}, noun="reward"
+    )  # a package in its place
     assert changed == "reward name='m.py:f': __init__.py"
 
 
@@ -195,14 +202,20 @@ def test_functions_that_move_to_another_pool_are_the_same_code(folder: Path) -> 
     names = [f"{folder}/{file}:score" for file in ("mine.py", "second.py")]
 
     def loaded(*parts: Any) -> dict[str, dict[str, str]]:
-        with Scorer(RewardConfig.model_validate({"parts": list(parts), "workers": 1, "spares": 0})) as scorer:
+        with Scorer(RewardConfig.model_validate({"parts": list(parts), "workers": 1})) as scorer:
             return scorer.sources
 
     together, apart = loaded(*names), loaded(names[0], {"name": names[1], "network": True})
     assert sorted(apart[names[0]]) == ["helper.py", "mine.py"]
-    assert list(changed_sources(together, apart)) == list(changed_sources(apart, together)) == []
+    assert (
+        list(changed_sources(together, apart, noun="reward"))
+        == list(changed_sources(apart, together, noun="reward"))
+        == []
+    )
     (folder / "helper.py").write_text("VALUE = 2.0\n")
-    assert len(list(changed_sources(together, loaded(names[0], {"name": names[1], "network": True})))) == 2
+    assert (
+        len(list(changed_sources(together, loaded(names[0], {"name": names[1], "network": True}), noun="reward"))) == 2
+    )
 
 
 MAKES_UP_A_FILE = """import standard, sys, types
@@ -219,7 +232,7 @@ def test_made_up_files_and_the_standard_library_are_not_code_of_a_reward(
     (folder / "library").mkdir()
     (folder / "library" / "standard.py").write_text("")
     monkeypatch.syspath_prepend(str(folder / "library"))
-    monkeypatch.setattr("rlhf.rewards.sources.STANDARD_LIBRARY", folder / "library")
+    monkeypatch.setattr("rlhf.processes.code.STANDARD_LIBRARY", folder / "library")
     for place in ("_ops.py", "other.py", f"{folder}/nowhere.py"):
         (folder / "mine.py").write_text(MAKES_UP_A_FILE.replace("PLACE", place) + ONE)
         for name in ("ops", "standard", "helper", f"{folder}/mine.py"):
@@ -230,7 +243,7 @@ def test_made_up_files_and_the_standard_library_are_not_code_of_a_reward(
 
 @pytest.mark.slow
 def test_a_worker_that_fails_outside_the_reward_says_where(folder: Path) -> None:
-    breaks = "from rlhf.rewards import output\n\ndef no(_):\n    raise OSError('no end')\n\n"
+    breaks = "from rlhf.processes import output\n\ndef no(_):\n    raise OSError('no end')\n\n"
     breaks += "output.WorkerStdout.end_line = no\n"
     (folder / "mine.py").write_text(breaks + ONE)
     said: list[str] = []
@@ -258,5 +271,5 @@ def test_a_start_that_failed_is_not_tried_again(folder: Path) -> None:
     (folder / "mine.py").write_text("import no_such_module\n")
     said: list[str] = []
     with pytest.raises(ValueError, match="no_such_module"):
-        SlowToClose(workers=2, spares=0, user_functions=[RewardPart(name=job(folder)["name"])], say=said.append)
+        SlowToClose(workers=2, user_functions=[RewardPart(name=job(folder)["name"])], say=said.append)
     assert said == []

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from waiting import WAIT_S
+from waiting import WAIT_S, wait_full
 from worlds import rollout_of
 
 from rlhf.config.reward import RewardConfig, RewardPart
@@ -48,7 +48,7 @@ def grades(pool: Pool, responses: list[str], **options: Any) -> list[Grade]:
 
 
 def test_calls_that_wait_run_at_the_same_time(pool: Pool) -> None:
-    pool.wait_full(WAIT_S)
+    wait_full(pool)
     started = time.monotonic()
     results = grades(pool, ["x"] * 800, seconds=0.5)  # 400 s one after the other
     assert {(grade.value, grade.status) for grade in results} == {(0.5, "ok")}
@@ -91,7 +91,7 @@ def test_calls_that_wait_do_not_keep_others_from_being_computed(
 
 def scores(parts: list[Any], texts: list[str], answer: str = "5") -> Any:
     prompt = Prompt("p", 0, np.zeros(3, np.int32), ({"role": "user", "content": "?"},), answer, "math", {})
-    with Scorer(RewardConfig.model_validate({"parts": parts, "workers": 1, "spares": 0})) as scorer:
+    with Scorer(RewardConfig.model_validate({"parts": parts, "workers": 1})) as scorer:
         return asyncio.run(scorer.score_group(prompt, [rollout_of([1]) for _ in texts], texts))
 
 

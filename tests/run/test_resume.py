@@ -256,7 +256,7 @@ def test_a_run_with_other_code_in_its_reward_is_refused_before_anything_starts_u
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def score(response, **_):\n    return 1.0\n")
-    reward = {"parts": [f"{file}:score"], "workers": 1, "spares": 0}
+    reward = {"parts": [f"{file}:score"], "workers": 1}
     config = make_config(model, run={"dir": str(tmp_path / "run")}, reward=reward)
     with Scorer(config.reward) as scorer:
         before = scorer.sources

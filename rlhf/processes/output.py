@@ -1,4 +1,4 @@
-"""What user functions print: whole lines with the name of the part in front, never on the terminal directly.
+"""What other people's code prints: whole lines with its name in front, never on the terminal directly.
 
     worker: print() ── WorkerStdout ──> pipe ──> driver: OutputPipe, one per worker ──> PrintedLines ──> say(line)
 
@@ -14,31 +14,43 @@ import sys
 import time
 from bdb import BdbQuit
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from rlhf.config.printing import say
-
 MAX_LINE = 1000  # characters of a line that are shown
 MAX_LINES, WINDOW_S = 50, 10.0  # so many lines are shown in so many seconds
-NAME_SEPARATOR = "\x1f"  # between the name of the part and its line
+NAME_SEPARATOR = "\x1f"  # between the name of the code and its line
 READ_BYTES = 1 << 16
 LAST_READS = 50  # of a pipe that may never end
 
-running: ContextVar[str] = ContextVar("running", default="")  # the part of the reward that is being computed
+_running: ContextVar[str | None] = ContextVar("running", default="")  # the code that runs now; None: it is not heard
+
+
+@contextlib.contextmanager
+def printing_as(name: str | None) -> Iterator[None]:
+    """In this context a worker prints under this name, and whole lines at its end; with None nothing is printed."""
+    token = _running.set(name)
+    try:
+        yield
+    finally:
+        if WorkerStdout.of_this_process is not None:
+            WorkerStdout.of_this_process.end_line()
+        _running.reset(token)
 
 
 class WorkerStdout(io.RawIOBase):
-    """Standard output of a worker: text of several calls becomes whole lines, each with the name of its part.
+    """Standard output of a worker: text of several calls becomes whole lines, each with the name of its code.
 
     Attributes:
         muted: whether text is dropped; so that what a module prints when it is imported is not shown by every worker.
     """
 
-    def __init__(self, *, muted: bool) -> None:
-        self.muted = muted
-        self._open: dict[str, bytes] = defaultdict(bytes)  # by part: text without its line end yet
+    of_this_process: WorkerStdout | None = None
+    muted = False
+
+    def __init__(self) -> None:
+        self._open: dict[str, bytes] = defaultdict(bytes)  # by name: text without its line end yet
 
     def writable(self) -> bool:
         return True
@@ -47,9 +59,8 @@ class WorkerStdout(io.RawIOBase):
         return 1
 
     def write(self, data: Any) -> int:
-        name, text = running.get(), bytes(data)
-        is_built_in = name != "" and ":" not in name  # its parsers print parts of the responses
-        if not self.muted and not is_built_in:
+        name, text = _running.get(), bytes(data)
+        if not self.muted and name is not None:
             *lines, rest = (self._open[name] + text).split(b"\n")
             self._open[name] = rest[:MAX_LINE]
             for line in lines:
@@ -57,43 +68,40 @@ class WorkerStdout(io.RawIOBase):
         return len(text)
 
     def end_line(self) -> None:
-        """Send what the running part has printed without a line end."""
-        if line := self._open.pop(running.get(), b""):
-            self._send(running.get(), line)
+        """Send what the running code has printed without a line end."""
+        name = _running.get() or ""
+        if line := self._open.pop(name, b""):
+            self._send(name, line)
 
     def _send(self, name: str, line: bytes) -> None:
         os.write(1, name.encode() + NAME_SEPARATOR.encode() + line[:MAX_LINE] + b"\n")
 
 
-def redirect_output(pipe: int, *, muted: bool) -> WorkerStdout:
+def redirect_output(pipe: int) -> None:
     """Make a pipe the standard output and error of this process, and let breakpoint() fail: there is no terminal."""
     for fd in (1, 2):
         os.dup2(pipe, fd)
     os.close(pipe)
-    lines = WorkerStdout(muted=muted)
+    lines = WorkerStdout.of_this_process = WorkerStdout()
     sys.stdout = sys.stderr = io.TextIOWrapper(lines, encoding="utf-8", errors="backslashreplace", write_through=True)
     sys.breakpointhook = _refuse_debugger
-    return lines
 
 
 def _refuse_debugger(*_: object, **__: object) -> None:
     raise BdbQuit
 
 
-def to_stderr(line: str) -> None:
-    say(line, file=sys.stderr)
-
-
 class PrintedLines:
     """Gives printed lines to `say_line`, at most MAX_LINES in WINDOW_S; the others are counted.
 
     Args:
-        names: the user functions of the pool.
-        say_line: called in the thread of the pool.
+        noun: what the code is, for the beginning of each line.
+        names: of all code that may print.
+        say_line: called in the thread of `Workers`.
     """
 
-    def __init__(self, names: Sequence[str], say_line: Callable[[str], None]) -> None:
-        self._sole = names[0] if len(names) == 1 else ""
+    def __init__(self, noun: str, names: Sequence[str], say_line: Callable[[str], None]) -> None:
+        self._noun, self._sole = noun, names[0] if len(names) == 1 else ""
         self._to = say_line
         self._began, self._shown, self._dropped = time.monotonic(), 0, 0
 
@@ -116,8 +124,8 @@ class PrintedLines:
         self._began, self._shown, self._dropped = time.monotonic(), 0, 0
 
     def _say(self, name: str, text: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal is gone; the grading goes on
-            self._to(f"reward {name or self._sole}".rstrip() + f": {text}")
+        with contextlib.suppress(OSError):  # the terminal is gone; the work goes on
+            self._to(f"{self._noun} {name or self._sole}".rstrip() + f": {text}")
 
 
 class OutputPipe:

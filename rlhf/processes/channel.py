@@ -1,4 +1,4 @@
-"""JSON messages between the driver and the processes of the pool, one per line."""
+"""JSON messages, one per line: unlike with pickle, a hijacked process cannot make the driver run code."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ MAX_BYTES = 1 << 28  # our messages are shorter
 SEND_S = 10.0  # a peer that reads nothing for this long counts as dead
 
 
-def encoded(message: Any) -> bytes:
-    return json.dumps(message, default=as_json).encode() + b"\n"
-
-
 class Channel:
     """One end of a stream socket."""
 
@@ -25,7 +21,7 @@ class Channel:
 
     def send(self, message: Any, *, fds: Sequence[int] = ()) -> None:
         """Send a whole message. Raises OSError when the peer is gone or does not read."""
-        data = encoded(message)
+        data = json.dumps(message, default=as_json).encode() + b"\n"
         self.socket.settimeout(SEND_S)
         sent = socket.send_fds(self.socket, [data], fds) if fds else 0
         self.socket.sendall(memoryview(data)[sent:])

@@ -1,7 +1,7 @@
-"""Processes seen from outside: those below a worker are counted and killed, and the time of its job is measured.
+"""Processes seen from outside: those below a worker are counted and killed, and the time of its work is measured.
 
-A reward must not depend on the load of the machine, so the first limit of a job is in CPU seconds. The second one is
-for a process that sleeps; it is in seconds by the clock, without those in which the process waited for a core.
+A result must not depend on the load of the machine, so the first limit is in CPU seconds. The second one is for a
+process that sleeps; it is in seconds by the clock, without those in which the process waited for a core.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Collection
+from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 CPUCLOCK_SCHED = 2  # linux: the clock id of a process's CPU time is (~pid << 3) | 2
@@ -62,11 +63,6 @@ def kill_children(*, spared: Collection[int]) -> bool:
     return not doomed
 
 
-def default_workers() -> int:
-    """One worker per core that this process may use, at most 8: each grades thousands of answers per second."""
-    return max(1, min(8, len(os.sched_getaffinity(0))))
-
-
 def adopt_orphans() -> None:
     """Become the parent of descendant processes whose own parent ends."""
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -78,33 +74,36 @@ def die_with_parent(number: int) -> None:
 
 
 class Stopwatch:
-    """Measures one process, and is restarted for each of its jobs.
+    """Measures one process between `start` and `stop`."""
 
-    Attributes:
-        cpu: CPU seconds of the process when the job began, as the process reported them.
-    """
+    running = False
 
-    def __init__(self) -> None:
-        self.cpu = 0.0
-        self.start()
+    def start(self, pid: int) -> None:
+        """Begin to measure, or begin again."""
+        self.running, self._pid, self._began = True, pid, time.monotonic()
+        self._cpu, self._waited = self._cpu_seconds(), self._seconds_without_core()
 
-    def start(self) -> None:
-        self._started = time.monotonic()
-        self._waited: float | None = None  # seconds waiting for a core until the job was first checked
+    def stop(self) -> None:
+        self.running = False
 
     def elapsed(self) -> float:
-        return time.monotonic() - self._started
+        return time.monotonic() - self._began
 
-    def exceeded(self, pid: int, *, cpu_seconds: float, wall_seconds: float) -> str:
-        """The limit that the job has used up, as text for a message; "" while it is within both."""
-        try:
-            if time.clock_gettime((~pid << 3) | CPUCLOCK_SCHED) - self.cpu > cpu_seconds:
-                return f"over {cpu_seconds:g} CPU seconds"
-            with open(f"/proc/{pid}/schedstat") as file:
-                waited = int(file.read().split()[1]) / 1e9
-        except (OSError, IndexError, ValueError):  # the process is gone, or the kernel has no CONFIG_SCHEDSTATS
-            waited = self._waited or 0.0
-        if self._waited is None:
-            self._waited = waited
-        over_wall = self.elapsed() - (waited - self._waited) > wall_seconds
+    def exceeded(self, *, cpu_seconds: float, wall_seconds: float) -> str:
+        """The limit that was used up, as text for a message; "" while the process is within both."""
+        if self._cpu_seconds() - self._cpu > cpu_seconds:
+            return f"over {cpu_seconds:g} CPU seconds"
+        waited = self._seconds_without_core() - self._waited
+        over_wall = self.elapsed() - waited > wall_seconds
         return f"over {wall_seconds:g} seconds by the clock" if over_wall else ""
+
+    def _cpu_seconds(self) -> float:
+        with contextlib.suppress(OSError):  # the process is gone
+            return time.clock_gettime((~self._pid << 3) | CPUCLOCK_SCHED)
+        return 0.0
+
+    def _seconds_without_core(self) -> float:
+        try:
+            return int(Path(f"/proc/{self._pid}/schedstat").read_text().split()[1]) / 1e9
+        except (OSError, IndexError, ValueError):  # it is gone, or the kernel has no CONFIG_SCHEDSTATS
+            return 0.0

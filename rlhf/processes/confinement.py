@@ -1,4 +1,4 @@
-"""What a grading process may reach: by default its code, the system's files, a folder of its own, and no network.
+"""What a process may reach: by default its code, the system's files, a folder of its own, and no network.
 
 Any process may use these three mechanisms on itself. The first two are of Linux and hold for all processes below it:
 
@@ -8,7 +8,7 @@ Any process may use these three mechanisms on itself. The first two are of Linux
     audit hook  network: the same in Python, with a message that names the remedy
 
 Mechanisms that the kernel lacks are left out and reported. A worker confines itself after it has been forked, before it
-imports a function of the user.
+imports other people's code.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ import socket
 import struct
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from rlhf.config.reward import GRANTS, RewardPart
-from rlhf.rewards.processes import prctl
+from rlhf.processes.outside import prctl
 
-# The environment variables that a program needs to start; `env` of a part names more.
+# The environment variables that a program needs to start; a grant names more.
 KEPT_VARIABLES = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE",
 )  # fmt: skip
@@ -85,13 +83,13 @@ MACHINES = {
 }  # fmt: skip
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | 13  # with EACCES
 
-NO_NETWORK = "this reward has no network. If it needs one, set `network: true` next to its name"
+NO_NETWORK = "this code has no network. If it needs one, set `network: true` next to its name"
 NO_FILE = (
-    "A reward reads its own code and the system's files, and writes to its temporary folder. Name other files and "
-    "folders next to it: `files: [PATH]`"
+    "This code reads its own files and the system's, and writes to its temporary folder. Name other files and folders "
+    "next to it: `files: [PATH]`"
 )
 NO_SHARED_MEMORY = (
-    "Processes share locks and memory in /dev/shm, which this reward cannot open. If it needs them, set "
+    "Processes share locks and memory in /dev/shm, which this code cannot open. If it needs them, set "
     "`files: [/dev/shm]` next to its name"
 )
 
@@ -99,53 +97,61 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class NoNetworkError(BaseException):
-    """A grading process tried to connect. Not an Exception: a client would catch that and retry until its deadline."""
+    """Confined code tried to connect. Not an Exception: a client would catch that and retry until its deadline."""
 
 
 class Grants(NamedTuple):
-    """What the parts of one pool may reach beyond the default."""
+    """What processes may reach beyond the default: environment variables, the network, files and folders."""
 
-    env: tuple[str, ...] = ()
+    env: Sequence[str] = ()
     network: bool = False
-    files: tuple[str, ...] = ()
+    files: Sequence[str] = ()
 
-    @classmethod
-    def of(cls, part: RewardPart) -> Grants:
-        return cls(**{name: getattr(part, name) for name in GRANTS})
-
-    def environment(self) -> dict[str, str]:
+    def environment(self, noun: str) -> dict[str, str]:
         """The whole environment of the processes.
+
+        Args:
+            noun: the section of the config that has the grants, for messages.
 
         Raises:
             ValueError: a named variable is not set, or a named file is not there.
         """
         for name in set(self.env) - set(os.environ):
             remedy = "Set it where the run starts, or remove the name."
-            raise ValueError(f"reward env={name}: there is no such environment variable. {remedy}")
+            raise ValueError(f"{noun} env={name}: there is no such environment variable. {remedy}")
         for path in (path for path in self.files if not os.path.exists(path)):
-            raise ValueError(f"reward files={path}: there is no such file or folder. Create it, or correct the path.")
+            raise ValueError(f"{noun} files={path}: there is no such file or folder. Create it, or correct the path.")
         names = (*KEPT_VARIABLES, *(NETWORK_VARIABLES if self.network else ()), *self.env)
         kept = {name: os.environ[name] for name in names if name in os.environ}
         return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
-    def confine(self, functions: Sequence[str], folder: Path) -> list[str]:
+    def confine(self, code: Sequence[str], folder: Path) -> list[str]:
         """Confine this process for good; returns which of `files` and `network` this kernel cannot forbid.
 
         Args:
-            functions: names of user functions, whose code may be read.
+            code: names of functions or classes, whose code may be read.
             folder: the process may write to it, and its temporary files go there.
         """
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # an ended keeper has removed it
-        folder.mkdir(exist_ok=True)
-        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+        _make_temporary(folder)
         libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
         certificates = [os.environ.get(name, "") for name in CERTIFICATES]
-        readable = [*SYSTEM, *_etc(), *_code(functions), *libraries, *certificates]
+        readable = [*SYSTEM, *_etc(), *_readable_code(code), *libraries, *certificates]
         no_files = _forbid_files(readable, [*DEVICES, str(folder), *self.files])
-        if functions and not self.network:
+        if code and not self.network:
             sys.addaudithook(_refuse_network)
-        no_network = _forbid_reaching_out(network=self.network, modes=bool(functions)) or self.network
+        no_network = _forbid_reaching_out(network=self.network, modes=bool(code)) or self.network
         return [name for name, forbidden in (("files", no_files), ("network", no_network)) if not forbidden]
+
+    def confine_further(self, folder: Path) -> None:
+        """Confine a process that a confined one has forked: it writes to this folder and not to the other's."""
+        _make_temporary(folder)
+        _forbid_files(["/"], [*DEVICES, str(folder), *self.files])
+
+
+def _make_temporary(folder: Path) -> None:
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # an ended keeper has removed it
+    folder.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
 
 def _etc() -> Iterator[str]:
@@ -160,14 +166,13 @@ def _etc() -> Iterator[str]:
                     yield path
 
 
-def _code(functions: Iterable[str]) -> Iterator[str]:
-    """Paths to read: the interpreter, the functions' files with their folders, modules and packages on sys.path.
+def _readable_code(code: Iterable[str]) -> Iterator[str]:
+    """Paths to read: the interpreter, the files of the code with their folders, modules and packages on sys.path.
 
     Not the other files on sys.path: runs are often started in the folder that holds both the code and the run folders.
     """
     yield from {sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(__file__).parents[1])}
-    for function in functions:
-        name = function.rpartition(":")[0]
+    for name in (name.rpartition(":")[0] for name in code):
         if name.endswith(".py"):
             yield str(Path(name).absolute().parent)
             continue
@@ -276,42 +281,15 @@ def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
     raise NoNetworkError(NO_NETWORK)
 
 
-# --- built-in rewards: a further layer, in case a parser is tricked ---
-
-WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-REFUSED_PREFIXES = ("os.", "subprocess.", "socket.", "ctypes.", "shutil.", "pty.", "signal.", "urllib.", "webbrowser.")
-# Used by imports; they change nothing.
-HARMLESS = frozenset(["os.listdir", "os.scandir", "os.walk", "os.fwalk"])
-
-_refusing: ContextVar[bool] = ContextVar("refusing", default=False)
-_install = cache(sys.addaudithook)  # a hook stays for good
-
-
-class RefusedError(Exception):
-    """Grading tried to run code, write, start a process or connect."""
-
-
-@contextlib.contextmanager
-def refusing_side_effects() -> Iterator[None]:
-    """Inside this context the current thread cannot run code from strings, write files, start processes or connect."""
-    _install(_audit)
-    token = _refusing.set(True)
-    try:
-        yield
-    finally:
-        _refusing.reset(token)
-
-
-def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if not _refusing.get():
-        return
-    if event == "exec":
-        refused = not os.path.isabs(arguments[0].co_filename)
-    elif event == "compile":
-        refused = not os.path.isabs(str(arguments[1] or ""))
-    elif event == "open":
-        refused = bool((arguments[2] or 0) & WRITE_FLAGS) or any(c in str(arguments[1] or "") for c in "wax+")
-    else:
-        refused = event.startswith(REFUSED_PREFIXES) and event not in HARMLESS
-    if refused:
-        raise RefusedError(f"{event} while grading")
+def remedy(error: BaseException, *, otherwise: str = "") -> str:
+    """How to get what the confinement refused; "" if the error says it, `otherwise` for other errors."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    raised_in = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
+    match error:
+        case _ if NO_NETWORK in str(error):
+            return ""
+        case PermissionError():
+            return NO_SHARED_MEMORY if raised_in.startswith("multiprocessing.") else NO_FILE
+        case KeyError(args=(str(variable), *_)) if raised_in == "os":
+            return f"If this environment variable is set where the run starts, set `env: [{variable}]` next to the name"
+    return otherwise

@@ -1,32 +1,58 @@
-"""Fingerprints of the code of user functions: a run whose reward changes while it runs is another run.
+"""Other people's code by name, and its fingerprints: a run whose code changes while it runs is another run.
 
-Covered are the file that holds a function and the modules of the same folder (for a package: of the whole package) that
-are loaded with it. The standard library, installed packages, modules that a call imports later and files of data are
-not.
+Fingerprints cover the file that a name is in and the modules of the same folder (for a package: of the whole package)
+that are loaded with it. The standard library, installed packages, modules that a call imports later and files of data
+are not.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
+import importlib.util
 import os
 import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-Sources = Mapping[str, Mapping[str, str]]  # name of a user function -> file, relative to its folder -> digest
+Sources = Mapping[str, Mapping[str, str]]  # name of a function or class -> file, relative to its folder -> digest
 
 OURS = Path(__file__).resolve().parents[1]
 INSTALLED = {"site-packages", "dist-packages"}
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 
 
+def load_module(name: str) -> Any:
+    """Import the module of `module:attribute` or `path/to/file.py:attribute`; it may raise anything, SystemExit too.
+
+    A file is imported once. Its name is its full path, so that no other file or module has the same name.
+    """
+    module_name = name.rpartition(":")[0]
+    if not module_name.endswith(".py"):
+        return importlib.import_module(module_name)
+    full = os.path.realpath(module_name)
+    if full in sys.modules:
+        return sys.modules[full]
+    spec = importlib.util.spec_from_file_location(full, module_name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[full] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[full]
+        raise
+    return module
+
+
 def loaded_sources(names: Iterable[str], *, before: Collection[str]) -> dict[str, dict[str, str]]:
-    """The fingerprints of user functions that this process has just imported; of each its own file comes first.
+    """The fingerprints of code that this process has just imported; of each name its own file comes first.
 
     Args:
-        names: the functions, as a config names them.
-        before: names of the modules that were loaded before the functions.
+        names: functions or classes, as a config names them.
+        before: names of the modules that were loaded before them.
     """
     new = {file for name in sys.modules.keys() - before if (file := _file(name)) is not None}
     sources = {}
@@ -41,18 +67,18 @@ def loaded_sources(names: Iterable[str], *, before: Collection[str]) -> dict[str
     return sources
 
 
-def changed_sources(before: Sources, now: Sources) -> Iterator[str]:
-    """`reward name='mine.py:score': mine.py` for each function, with the files that are not what they were.
+def changed_sources(before: Sources, now: Sources, *, noun: str) -> Iterator[str]:
+    """`reward name='mine.py:score': mine.py` for each name, with the files that are not what they were.
 
-    Files that are in one of the two alone are not compared, but for the function's own: what another function imports
-    is there too if both are in one pool, and code cannot import another file without a change of its own.
+    Files that are in one of the two alone are not compared, but for the name's own: what another function imports is
+    there too if both are in one process, and code cannot import another file without a change of its own.
     """
     for name in before.keys() & now.keys():
         then, files = before[name], now[name]
         compared = (then.keys() & files.keys()) | set(list(files)[:1])
         changed = sorted(file for file in compared if then.get(file) != files[file])
         if changed:
-            yield f"reward name={name!r}: {', '.join(changed)}"
+            yield f"{noun} name={name!r}: {', '.join(changed)}"
 
 
 def _file(module: str) -> Path | None:

@@ -1,0 +1,185 @@
+"""The keeper and its workers: `Workers` starts it with any Python >= 3.10, so it imports the standard library alone.
+
+It has one thread, so forking it is safe, and never reads what a model wrote, so no model can take it over. It adopts
+orphans: a process that a worker forked, however detached, becomes its child when the worker dies, and is killed too.
+A template (`rlhf.processes`) is a confined worker that runs the same loop for the workers that are forked from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rlhf.processes.channel import Channel
+from rlhf.processes.code import loaded_sources
+from rlhf.processes.confinement import Grants
+from rlhf.processes.output import WorkerStdout, redirect_output
+from rlhf.processes.outside import adopt_orphans, children_of, die_with_parent, kill_children
+
+RETRY_S = 0.1  # between attempts to kill processes that do not die at once
+
+
+def main(fd: int) -> None:
+    """Keep workers; the description of `Workers` comes by standard input.
+
+    Args:
+        fd: the keeper's end of the control socket.
+    """
+    die_with_parent(signal.SIGTERM)
+    plan = json.load(sys.stdin)
+    sys.path[:] = [*plan["path"], *(entry for entry in sys.path if entry not in ("", *plan["path"]))]
+    importlib.import_module(plan["work"])  # once, before workers are forked
+    control = Channel(socket.socket(fileno=fd))
+    Keeper(control, Path(plan["folder"]), lambda number, channel: _work(plan, number, channel)).run()
+
+
+class Keeper:
+    """Forks, kills and reaps workers on command.
+
+    Args:
+        folder: workers have their own folders in it; it is removed at the end.
+        begin: what a forked process does, with its number and channel; it ends when that returns.
+    """
+
+    def __init__(self, control: Channel, folder: Path, begin: Callable[[int, Channel], None]) -> None:
+        self._control, self._folder, self._begin = control, folder, begin
+        self._fds: list[int] = []  # of the fork commands, in the order of the commands
+        self._numbers: dict[int, int] = {}  # process -> number of the worker
+        self._orphans = False  # some processes that a worker left behind are not dead yet
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> NoReturn:
+        adopt_orphans()
+        self._own = children_of(os.getpid())  # of a template: the loaded code has started them
+        gc.collect()
+        gc.freeze()  # the memory stays shared with the workers: the garbage collector does not write to it
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: self._end())
+        try:
+            while True:
+                waits_for: list[Any] = [self._control.socket, self._wake_read]
+                select.select(waits_for, [], [], RETRY_S if self._orphans else None)
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+                commands, is_open = self._control.receive(fds=self._fds)
+                for command in commands:
+                    self._execute(command)
+                if not is_open:
+                    self._end()
+                self._reap_workers()
+        except OSError:
+            self._end()
+
+    def _execute(self, command: dict[str, Any]) -> None:
+        if "fork" in command:
+            self._fork(command["fork"])
+        elif "ping" in command:
+            self._control.send({"pong": True})
+        else:
+            for pid in [pid for pid, number in self._numbers.items() if number == command["kill"]]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _fork(self, number: int) -> None:
+        """Fork a worker, whose channel and pipe for output have come with the command."""
+        (channel, pipe), self._fds = self._fds[:2], self._fds[2:]
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._leave(pipe)
+                self._begin(number, Channel(socket.socket(fileno=channel)))
+            except Exception:
+                traceback.print_exc()  # the keeper reports only that the worker ended
+            finally:
+                os._exit(0)  # a fork must not run the exit handlers of the keeper
+        os.close(channel)
+        os.close(pipe)
+        self._numbers[pid] = number
+        self._control.send({"forked": number, "pid": pid})
+
+    def _leave(self, pipe: int) -> None:
+        """Let go of what belongs to the keeper."""
+        redirect_output(pipe)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._control.socket.close()
+        for other in (self._wake_read, self._wake_write, *self._fds):
+            os.close(other)
+        die_with_parent(signal.SIGKILL)
+        adopt_orphans()
+
+    def _reap_workers(self) -> None:
+        ended = [pid for pid in _reap() if pid in self._numbers]
+        gone = [self._numbers.pop(pid) for pid in ended]
+        if gone or self._orphans:
+            self._orphans = not kill_children(spared=self._numbers.keys() | self._own)
+        for pid, number in zip(ended, gone, strict=True):
+            shutil.rmtree(self._folder / str(pid), ignore_errors=True)
+            self._control.send({"gone": number})
+
+    def _end(self) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        kill_children(spared=())
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(0)
+
+
+def _reap() -> list[int]:
+    pids = []
+    with contextlib.suppress(ChildProcessError):
+        while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+            pids.append(pid)
+    return pids
+
+
+# --- the workers ---
+
+
+def _work(plan: dict[str, Any], number: int, channel: Channel) -> None:
+    """Be confined, load other people's code, and serve; a template forks the processes that serve."""
+    work, grants, folder = sys.modules[plan["work"]], Grants(*plan["grants"]), Path(plan["folder"], str(os.getpid()))
+    unconfined = grants.confine(plan["code"], folder)
+    before = set(sys.modules)
+    WorkerStdout.muted = number > 1
+    try:
+        loaded, about = work.load(plan["hello"])
+    except ValueError as error:
+        channel.send({"broken": str(error)})
+        return
+    finally:
+        WorkerStdout.muted = False
+    sources = loaded_sources(plan["code"], before=before)
+    ready = {"ready": about, "unconfined": unconfined, "sources": sources}
+    with open("/proc/self/statm") as file:
+        memory = int(file.read().split()[0]) * resource.getpagesize() + plan["memory_mb"] * 2**20
+
+    def serve(channel: Channel) -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # the driver is gone
+            channel.send(ready)
+            work.serve(channel, loaded)
+
+    def serve_below(_: int, channel: Channel) -> None:
+        grants.confine_further(folder / str(os.getpid()))
+        serve(channel)
+
+    if plan["template"]:
+        channel.send(ready)
+        Keeper(channel, folder, serve_below).run()
+    serve(channel)

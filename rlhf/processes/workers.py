@@ -1,0 +1,496 @@
+"""The driver's half: starts a keeper, forks workers, hears what they say, and kills those that exceed a limit.
+
+Whoever uses it derives a class, as `rlhf.processes` says. All of it runs in one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from rlhf.processes.channel import Channel
+from rlhf.processes.code import changed_sources
+from rlhf.processes.confinement import Grants
+from rlhf.processes.output import OutputPipe, PrintedLines
+from rlhf.processes.outside import Stopwatch, count_below
+
+TIMEOUT = "timeout"  # the worker exceeded a limit of time
+DIED = "died"  # it ended, or exceeded another limit
+LOST = "lost"  # what it was forked from has ended, so its work is not to blame
+
+POLL_S = 0.02  # how often limits are checked while work is done
+MAX_FAILED_STARTS = 5  # in a row; after more, every further start would fail too
+MAX_STARTING = 32  # fork commands at a time, so that sending them never blocks
+CLOSE_S = 5.0  # for the keeper to kill and reap every worker, before it is killed itself
+START_S = 120.0  # for the processes to load, other people's modules included
+RELOAD_EVERY_S = 1.0  # workers are started again so long after one could not load the code
+
+# Makes our package importable, and none of our site-packages.
+BOOT = """import sys
+sys.path[:] = filter(None, sys.path)
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("rlhf", sys.argv[1] + "/__init__.py", submodule_search_locations=[sys.argv[1]])
+sys.modules["rlhf"] = module_from_spec(spec)
+from rlhf.processes.keeper import main
+main(int(sys.argv[2]))
+"""
+PACKAGE = str(Path(__file__).parents[1])
+
+
+class Forker:
+    """A process that forks workers, and answers pings: the keeper, or a template."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._pinged = time.monotonic()
+        self.deadline = self._pinged + START_S  # of its next sign of life
+
+    def send(self, command: Mapping[str, Any], *, fds: Sequence[int] = ()) -> None:
+        """Send a command; that the process has ended is an event of its channel."""
+        with contextlib.suppress(OSError):
+            self.channel.send(command, fds=fds)
+
+    def is_silent(self, *, ping_s: float) -> bool:
+        """Ping it every `ping_s`; whether it has not answered in time."""
+        now = time.monotonic()
+        if now - self._pinged > ping_s:
+            self._pinged = now
+            self.send({"ping": True})
+        return now > self.deadline
+
+
+class KeeperProcess(Forker):
+    """A running keeper (`keeper.py`); it ends with the thread that starts it."""
+
+    def __init__(self, python: str, plan: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        super().__init__(Channel(ours))
+        self._process = subprocess.Popen(
+            [python, "-c", BOOT, PACKAGE, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        theirs.close()
+        self.pid = self._process.pid
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(json.dumps(plan).encode())
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Have it kill every worker, and wait until it has ended; after CLOSE_S it is killed."""
+        self.channel.socket.close()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._process.wait()
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker as the driver sees it.
+
+    Attributes:
+        forker: the process that forked it.
+        below: of a template, what forks the workers below it.
+        doomed: why it is being killed; "" if it is not.
+        kind, work: for the owner: what it is used for; what it was given and has not answered.
+        watch: runs while the limits of time and processes hold.
+    """
+
+    number: int
+    channel: Channel
+    output: OutputPipe
+    forker: Forker
+    is_template: bool = False
+    below: Forker | None = None
+    pid: int = 0
+    ready: bool = False
+    about: Any = None  # what `load` says
+    doomed: str = ""
+    kind: Any = None
+    work: dict[Any, Any] = field(default_factory=dict)
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    born: float = field(default_factory=time.monotonic)
+
+
+class Workers:
+    """Processes that run other people's code; one that exceeds a limit is killed and replaced.
+
+    Args:
+        noun: the section of the config that names the code, for messages: `reward`.
+        work: the module with `load` and `serve`.
+        hello: what `load` gets; JSON.
+        code: names of the code that is loaded, `module:attribute` or `file.py:attribute`; its files may be read, and
+            are fingerprinted.
+        size: how many workers there are; the start waits for them, or for the template.
+        cpu_seconds, wall_seconds: limits of one piece of work.
+        memory_mb: MiB that a worker may allocate beyond the memory that it has when the code is loaded.
+        processes: that may run below a worker with other people's code.
+        template: workers are forked from one that has loaded the code.
+        python, path: another interpreter, and what is put in front of its `sys.path`.
+        say: gets the lines that the code prints, in the thread of the workers.
+
+    Attributes:
+        unconfined: which of `files` and `network` this kernel cannot forbid the workers.
+        keeper: the process that forks the workers; another one after it was killed.
+        sources: fingerprints of the code; a worker that loads other code does no work.
+
+    Raises:
+        ValueError: the code cannot be loaded; a granted file or variable is missing.
+        RuntimeError: the processes did not start within START_S.
+    """
+
+    keeper_silent_s, ping_s = 20.0, 1.0  # seconds without an answer before the keeper is replaced; between pings
+    reload_s = 30.0  # how long new workers try to load the code as it was, before everything is given up
+
+    def __init__(
+        self,
+        noun: str,
+        work: str,
+        hello: Mapping[str, Any],
+        *,
+        code: Sequence[str] = (),
+        size: int,
+        cpu_seconds: float = 2.0,
+        wall_seconds: float = 10.0,
+        memory_mb: int = 1024,
+        processes: int = 64,
+        grants: Grants = Grants(),  # noqa: B008 - a constant
+        template: bool = False,
+        python: str = sys.executable,
+        path: Sequence[str] | None = None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.size = self._size_at_start = size
+        self._noun, self._code, self._say = noun, code, say
+        self._limits, self._processes = {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds}, processes
+        self._python, self._environment = python, grants.environment(noun)
+        for name in ("PYTHONPATH", "PYTHONHOME") if python != sys.executable else ():
+            self._environment.pop(name, None)  # they are about this interpreter
+        self._folder = tempfile.mkdtemp(prefix=f"rlhf-{noun}s-")
+        self._plan: dict[str, Any] = {"work": work, "hello": hello, "code": code, "grants": grants}
+        self._plan |= {"folder": self._folder, "memory_mb": memory_mb, "template": template}
+        self._plan["path"] = sys.path if path is None else path
+        self.unconfined: tuple[str, ...] = ()
+        self.sources: dict[str, dict[str, str]] = {}
+        self._printed = PrintedLines(noun, code, say)
+        self._cannot_load = ""  # why new workers cannot load the code
+        self._cannot_load_since = self._fork_after = 0.0
+        self._calls: deque[Callable[[], None]] = deque()
+        self._workers: dict[int, Worker] = {}
+        self._numbers = self._failed_starts = 0
+        self._closing, self._broken = False, ""
+        self._started: Future[None] = Future()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name=f"{noun}-workers", daemon=True)
+        self._thread.start()
+        try:
+            self._started.result(timeout=START_S)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise RuntimeError(
+                    f"{noun}: the processes did not load within {START_S:.0f} s. Look at what your modules import."
+                ) from None
+            raise
+
+    def on_ready(self, worker: Worker, about: Any) -> None:
+        """A worker can be given work; `about` is what `load` says of it."""
+
+    def on_message(self, worker: Worker, message: Any) -> None:
+        """A message of a worker that is ready; with any exception this worker ends."""
+
+    def on_gone(self, worker: Worker, why: str, detail: str) -> None:
+        """A worker is being killed, or has ended: TIMEOUT, DIED or LOST."""
+
+    def on_turn(self) -> None:
+        """All news has been read: work may be handed out."""
+
+    def on_end(self, reason: str) -> None:
+        """It was closed, or cannot go on for a reason."""
+
+    def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function in the thread of the workers; RuntimeError if they are closed, or have broken."""
+        if self._closing:
+            raise RuntimeError(f"the {self._noun} processes are closed{': ' if self._broken else ''}{self._broken}")
+        self._calls.append(partial(function, *arguments))
+        self._wake()
+
+    def close(self) -> None:
+        """Kill every process."""
+        self._closing = True
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def free(self) -> list[Worker]:
+        """Workers that can do work."""
+        every = list(self._workers.values())
+        return [worker for worker in every if worker.ready and worker.pid and not (worker.doomed or worker.is_template)]
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # the buffer is full: the loop is awake anyway
+            self._wake_write.send(b"x")
+
+    # --- the methods below run in the thread of the workers ---
+
+    def send(self, worker: Worker, message: Mapping[str, Any]) -> None:
+        """Send a message; a worker that is gone or does not read is killed."""
+        try:
+            worker.channel.send(message)
+        except OSError:
+            self.kill(worker, DIED)
+
+    def kill(self, worker: Worker, why: str, detail: str = "the process died") -> None:
+        """Have a worker killed by the process that forked it."""
+        if worker.doomed:
+            return
+        worker.doomed = why
+        worker.watch.stop()
+        self._selector.unregister(worker.channel.socket)
+        worker.forker.send({"kill": worker.number})
+        if worker.ready:
+            self._failed_starts = 0
+        elif not self._cannot_load:
+            self._failed_starts += 1
+        if not worker.is_template:
+            self.on_gone(worker, why, detail)
+
+    def _run(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_read, selectors.EVENT_READ, lambda: self._wake_read.recv(65536))
+        try:
+            self._start_keeper()
+            while not self._closing:
+                self._fork_missing()
+                while self._calls:
+                    self._calls.popleft()()
+                self.on_turn()
+                busy = any(worker.watch.running for worker in self._workers.values())
+                for key, _ in self._selector.select(POLL_S if busy else 1.0):
+                    key.data()
+                self._enforce_limits()  # after the replies have been read: this thread may have waited for a core
+        except BaseException as error:
+            self._broken = str(error)
+            if not self._started.done():
+                self._started.set_exception(error)
+        finally:
+            self._closing = True
+            self._shut_down()
+
+    def _start_keeper(self) -> None:
+        self.keeper = KeeperProcess(self._python, self._plan, self._environment)
+        told = partial(self._on_forker, self.keeper, None)
+        self._selector.register(self.keeper.channel.socket, selectors.EVENT_READ, told)
+
+    def _fork_missing(self) -> None:
+        """Fork a worker for each that is missing; later, and not for ever, while new ones cannot load the code."""
+        if self._failed_starts > MAX_FAILED_STARTS:
+            raise RuntimeError(f"the {self._noun} processes die while they start; their own messages are above")
+        live = [worker for worker in self._workers.values() if not worker.doomed]
+        forker: Forker | None = self.keeper
+        missing = self.size - sum(not worker.is_template for worker in live)
+        if self._plan["template"]:
+            template = next((worker for worker in live if worker.is_template), None)
+            forker = template.below if template else self.keeper
+            missing = missing if template else 1
+        missing = min(missing, MAX_STARTING - sum(not worker.pid for worker in live))
+        if missing <= 0 or forker is None:
+            return
+        if self._cannot_load:
+            now = time.monotonic()
+            if now < self._fork_after:
+                return
+            if now - self._cannot_load_since > self.reload_s:
+                raise RuntimeError(
+                    f"{self._cannot_load} New processes have tried for {self.reload_s:.0f} s. Put the code back as it "
+                    f"was and continue with --resume, or with other code and {self._noun}.accept_changed_code=true."
+                )
+        for _ in range(missing):
+            self._fork(forker, is_template=self._plan["template"] and forker is self.keeper)
+
+    def _fork(self, forker: Forker, *, is_template: bool) -> None:
+        self._numbers += 1
+        ours, theirs = socket.socketpair()
+        output = OutputPipe(self._printed)
+        worker = Worker(self._numbers, Channel(ours), output, forker, is_template)
+        self._workers[worker.number] = worker
+        self._selector.register(ours, selectors.EVENT_READ, partial(self._on_worker, worker))
+        self._selector.register(output, selectors.EVENT_READ, partial(self._on_output, output))
+        forker.send({"fork": worker.number}, fds=[theirs.fileno(), output.pipe])
+        theirs.close()
+        os.close(output.pipe)
+
+    def _on_forker(self, forker: Forker, template: Worker | None) -> None:
+        """News of a keeper, or of a template, which others' code may have taken over: it can only lie about its own."""
+        if template is not None and template.doomed:
+            return
+        messages, is_open = forker.channel.receive()
+        try:
+            for message in messages:
+                forker.deadline = time.monotonic() + self.keeper_silent_s
+                worker = self._workers.get(message.get("forked", message.get("gone")))
+                if worker is None or worker.forker is not forker:
+                    continue
+                if "gone" in message:
+                    self._remove(worker, DIED)
+                else:
+                    worker.pid = int(message["pid"])
+                    self._tell_ready(worker)
+        except Exception:
+            is_open = False
+        if is_open:
+            return
+        if template is None:
+            self._restart_keeper()
+        else:
+            self.kill(template, DIED)
+
+    def _on_worker(self, worker: Worker) -> None:
+        if worker.doomed:
+            return
+        messages, is_open = worker.channel.receive()
+        try:
+            for message in messages:
+                if worker.ready:
+                    self.on_message(worker, message)
+                else:
+                    self._on_first_message(worker, message)
+                if worker.doomed:
+                    return
+        except Exception:  # not a message of our code: only this worker ends
+            is_open = False
+        if not is_open:
+            self.kill(worker, DIED)
+
+    def _on_first_message(self, worker: Worker, message: dict[str, Any]) -> None:
+        if "broken" in message:
+            self._postpone(worker, str(message["broken"]))
+            return
+        self.sources = self.sources or message["sources"]
+        if changed := "; ".join(changed_sources(self.sources, message["sources"], noun=self._noun)):
+            self._postpone(worker, f"{changed} is not what the run began with.")
+            return
+        self._cannot_load = ""
+        self.unconfined = tuple(map(str, message["unconfined"]))
+        worker.ready, worker.about = True, message["ready"]
+        if worker.is_template:
+            worker.below = Forker(worker.channel)
+            told = partial(self._on_forker, worker.below, worker)
+            self._selector.modify(worker.channel.socket, selectors.EVENT_READ, told)
+        self._tell_ready(worker)
+
+    def _tell_ready(self, worker: Worker) -> None:
+        """The process id is not from the worker itself, so its two messages come in any order."""
+        if not (worker.ready and worker.pid):
+            return
+        if not worker.is_template:
+            self.on_ready(worker, worker.about)
+        if not self._started.done() and (worker.is_template or len(self.free()) >= self._size_at_start):
+            self._started.set_result(None)
+
+    def _on_output(self, output: OutputPipe) -> None:
+        if not output.ended and not output.read() and output.ended:
+            self._selector.unregister(output)
+
+    def _postpone(self, worker: Worker, problem: str) -> None:
+        """End a worker that cannot load the code, to be replaced later; the start fails."""
+        if not self._started.done():
+            self._started.set_exception(ValueError(problem))
+        if self._started.exception() is not None:
+            return
+        now = time.monotonic()
+        if not self._cannot_load:
+            self._cannot_load_since = now
+            self._say(f"{problem} New processes try again for {self.reload_s:.0f} s.")
+        self._cannot_load, self._fork_after = problem, now + RELOAD_EVERY_S
+        self.kill(worker, DIED)
+
+    def _enforce_limits(self) -> None:
+        if self.keeper.is_silent(ping_s=self.ping_s):
+            self.keeper.deadline = time.monotonic() + START_S
+            self.keeper.kill()
+        for worker in list(self._workers.values()):
+            if worker.doomed:
+                continue
+            if (not worker.ready and time.monotonic() - worker.born > START_S) or (
+                worker.below is not None and worker.below.is_silent(ping_s=self.ping_s)
+            ):
+                self.kill(worker, DIED)
+            elif worker.watch.running and worker.watch.elapsed() > min(POLL_S, self._limits["wall_seconds"]):
+                if self._code and count_below(worker.pid, self._processes) > self._processes:
+                    self.kill(worker, DIED, f"over {self._processes} processes")
+                elif limit := worker.watch.exceeded(**self._limits):
+                    self.kill(worker, TIMEOUT, limit)
+
+    def _remove(self, worker: Worker, why: str) -> None:
+        """Forget a worker that has ended, and those that were forked from it."""
+        self.kill(worker, why)
+        del self._workers[worker.number]
+        for other in [other for other in self._workers.values() if other.forker is worker.below]:
+            self._remove(other, LOST)
+        self._close(worker)
+
+    def _close(self, worker: Worker) -> None:
+        worker.channel.socket.close()
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(worker.output)
+        worker.output.close()
+
+    def _restart_keeper(self) -> None:
+        """Start again after something killed the keeper, and with it every worker."""
+        if not self._started.done():
+            raise RuntimeError(f"the {self._noun} processes ended while loading; their own message is above")
+        self._selector.unregister(self.keeper.channel.socket)
+        self.keeper.end()
+        for worker in list(self._workers.values()):
+            if worker.number in self._workers:
+                self._remove(worker, LOST)
+        self._failed_starts = 0
+        self._start_keeper()
+
+    def _shut_down(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+        self.on_end(self._broken)
+        if hasattr(self, "keeper"):
+            self.keeper.end()
+        for worker in self._workers.values():
+            self._close(worker)
+        self._printed.end_window()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
