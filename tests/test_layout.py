@@ -25,7 +25,7 @@ ON_THE_STACK = {
     "cluster/heartbeat.py": "ray",
     "cluster/actor_start.py": "ray",
     "cluster/rank_group.py": "ray",
-    "cluster/replacement.py": "ray",
+    "cluster/engine_recovery.py": "ray",
     "cluster/session.py": "ray",
     "learner/deepspeed_settings.py": "deepspeed",
     "learner/rank.py": "deepspeed",
