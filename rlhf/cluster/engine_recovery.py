@@ -17,8 +17,6 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import ray
-
 from rlhf.cluster.actors import END_S, ActorGroup, ClusterError, LostError
 from rlhf.config.printing import say
 
@@ -73,7 +71,8 @@ class EngineRecovery:
 
     async def _replace(self, rank: int) -> None:
         try:
-            await self._end(self._engines.actors[rank])
+            lost = ActorGroup(self._engines.name, [self._engines.actors[rank]], deadline_s=END_S)
+            await lost.end()  # with the processes below it, where it still answers
             new: ActorGroup | None = None
             while new is None:
                 try:
@@ -85,13 +84,6 @@ class EngineRecovery:
             await self._join(rank, new)
         except Exception as error:
             self._fail(error)
-
-    async def _end(self, actor: Any) -> None:
-        """Kill an engine's actor, and the processes below it where the actor still answers."""
-        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-            async with asyncio.timeout(END_S):
-                await actor.end_children.remote()
-        ray.kill(actor)
 
     def has_enough(self) -> bool:
         """Whether as many engines are left as sampling and transfers need."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.cluster.actors import ClusterError, LostError
+from rlhf.cluster.actors import ActorGroup, ClusterError, LostError
 from rlhf.cluster.engine_recovery import EngineRecovery
 
 LOST = LostError("engine 0 is lost: it died.")
@@ -16,6 +16,8 @@ LOST = LostError("engine 0 is lost: it died.")
 
 class FakeEngines:
     """A group of engines without actors."""
+
+    name = "engine"
 
     def __init__(self, count: int) -> None:
         self.actors = [f"old {rank}" for rank in range(count)]
@@ -61,10 +63,10 @@ class World:
 
 @pytest.fixture(autouse=True)
 def nothing_to_kill(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def end(self: EngineRecovery, actor: Any) -> None:
+    async def end(self: ActorGroup) -> None:
         pass
 
-    monkeypatch.setattr(EngineRecovery, "_end", end)
+    monkeypatch.setattr(ActorGroup, "end", end)
 
 
 def play(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
