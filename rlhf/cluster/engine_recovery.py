@@ -37,7 +37,6 @@ class EngineRecovery:
         fewest: sampling waits while fewer engines than this are ready (`cluster.min_engines`).
 
     Attributes:
-        allowed: at most so many engines are replaced between two transfers (`run.max_restarts`).
         lost: engines that were lost since the last transfer.
         unverified: ranks whose new engine was not compared with the learner yet.
     """
@@ -50,18 +49,22 @@ class EngineRecovery:
         join: Callable[[int, ActorGroup], Awaitable[None]],
         fail: Callable[[Exception], None],
         fewest: int,
-        allowed: int = 0,
     ) -> None:
-        self.allowed, self.lost, self.unverified = allowed, 0, set[int]()
+        self.lost, self.unverified = 0, set[int]()
         self._engines, self._start, self._join, self._fail = engines, start, join, fail
-        self._fewest = fewest
+        self._fewest, self._allowed = fewest, 0
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, allowed: int) -> None:
+        """From now on replace lost engines, at most so many between two transfers (`run.max_restarts`)."""
+        self._allowed = allowed
+        self._tasks.add(asyncio.ensure_future(self._watch()))
 
     def recover(self, rank: int, error: LostError) -> bool:
         """Replace an engine after this error; False if too many were lost."""
         if rank in self._engines.absent:
             return True
-        if self.lost >= self.allowed:
+        if self.lost >= self._allowed:
             return False
         self.lost += 1
         self._engines.absent.add(rank)
@@ -97,7 +100,7 @@ class EngineRecovery:
                 return min(sorted(ready), key=in_flight.__getitem__)
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def watch(self) -> None:
+    async def _watch(self) -> None:
         """Ask every engine for its health, so that the loss of an idle one is noticed within seconds too."""
         while True:
             await asyncio.sleep(HEALTH_PERIOD_S)
@@ -109,7 +112,7 @@ class EngineRecovery:
                         self.recover(rank, error)
 
     async def close(self) -> None:
-        """Give up what is being replaced; the end of Ray kills actors that have not joined."""
+        """Replace no more engines; the end of Ray kills actors that have not joined."""
         for task in self._tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

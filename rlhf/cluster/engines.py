@@ -54,7 +54,6 @@ class Engines:
             fewest=config.cluster.min_engines,
         )
         self._check: Callable[[int], Awaitable[Any]] | None = None
-        self._watching: list[asyncio.Task[None]] = []
 
     @property
     def transport(self) -> str:
@@ -72,8 +71,6 @@ class Engines:
         return self
 
     async def __aexit__(self, *_failure: object) -> None:
-        for task in self._watching:
-            task.cancel()
         await self._recovery.close()
 
     # --- sampling ---
@@ -188,8 +185,8 @@ class Engines:
     def replace_lost(self, check: Callable[[int], Awaitable[Any]]) -> None:
         """From now on replace lost engines, except on shared GPUs; `check` compares all of them with the learner."""
         if not self.cluster.shares_gpus:
-            self._check, self._recovery.allowed = check, self._max_restarts
-            self._watching.append(asyncio.ensure_future(self._recovery.watch()))
+            self._check = check
+            self._recovery.begin(self._max_restarts)
 
     async def _start_another(self, rank: int) -> ActorGroup:
         return await self.cluster.start_another(ENGINE, rank, version=self._version)

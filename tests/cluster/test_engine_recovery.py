@@ -43,8 +43,9 @@ class World:
         self.build, self.check, self.failed = asyncio.Event(), asyncio.Event(), list[Exception]()
         group: Any = self.engines
         self.recovery = EngineRecovery(
-            group, start=self._start, join=self._join, fail=self.failed.append, fewest=fewest, allowed=allowed
+            group, start=self._start, join=self._join, fail=self.failed.append, fewest=fewest
         )
+        self.recovery.begin(allowed)
         self._failure = failure
 
     async def _start(self, rank: int) -> Any:
