@@ -173,14 +173,14 @@ def test_a_resumed_run_must_have_the_same_rows(tiny_model_dir: Path, tmp_path: P
     drive(config, data, until=3)
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * ROWS)
     other = read_examples(config.data, SFTEncoder(byte_tokenizer(), None))
-    with pytest.raises(ValueError, match=r"^data\.train: the run began with .*'rows': 10.*Resume with the same rows"):
+    with pytest.raises(ValueError, match=r"^data\.train: .*'rows': 10"):
         drive(config, other, resume=True)
 
 
 def test_a_training_that_diverges_ends(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, data = prepared(SFTConfig, tiny_model_dir / "model", tmp_path, run={"steps": 2 * MAX_SKIPPED})
     monkeypatch.setattr(Learners, "diverges", True)
-    with pytest.raises(RuntimeError, match=r"^learner\.optimizer\.lr=1e-06: the training diverged: .* 20 steps"):
+    with pytest.raises(RuntimeError, match=r"^learner\.optimizer\.lr=1e-06: .*\b20 steps"):
         drive(config, data)
     assert len([row for row in logged(config) if "time/step" in row]) == MAX_SKIPPED
 
@@ -189,23 +189,23 @@ def test_steps_are_passes_over_the_rows_unless_they_are_given(tiny_model_dir: Pa
     config, _ = prepared(SFTConfig, tiny_model_dir / "model", tmp_path, run={"epochs": 3})
     assert (config.steps, config.checkpoint_every) == (9, 2)
     assert prepared(SFTConfig, tiny_model_dir / "model", tmp_path, run={"steps": 5})[0].steps == 5
-    with pytest.raises(ValueError, match=r"learner\.schedule\.warmup_steps=6: the run has only 6 optimizer steps"):
+    with pytest.raises(ValueError, match=r"learner\.schedule\.warmup_steps=6: .*\b6 optimizer steps"):
         prepared(SFTConfig, tiny_model_dir / "model", tmp_path, learner={"schedule": {"warmup_steps": 6}})
-    with pytest.raises(ValueError, match=r"logging\.profile_steps=\[7\]: .* step 6 \(run\.epochs x 10 examples"):
+    with pytest.raises(ValueError, match=r"logging\.profile_steps=\[7\]: .*\b6\b.*run\.epochs\b.*\b10\b"):
         prepared(SFTConfig, tiny_model_dir / "model", tmp_path, logging={"profile_steps": [6, 7]})
 
 
 @pytest.mark.parametrize(
     ("schema", "best", "every", "use"),
     [
-        (SFTConfig, "eval/loss", 2, r"Set it to null\."),
-        (RewardTrainingConfig, "eval/loss", 2, r"Use eval/accuracy, eval/margin, with"),
-        (RewardTrainingConfig, "eval/accuracy", None, r"with data\.eval and evaluation\.every, or null"),
+        (SFTConfig, "eval/loss", 2, r"\bnull\b"),
+        (RewardTrainingConfig, "eval/loss", 2, r"eval/accuracy, eval/margin\b"),
+        (RewardTrainingConfig, "eval/accuracy", None, r"data\.eval\b.*evaluation\.every\b.*null"),
     ],
 )
 def test_the_best_checkpoint_is_that_of_a_metric_that_is_measured_and_should_be_high(
     tiny_model_dir: Path, tmp_path: Path, schema: type[SupervisedConfig], best: str, every: int | None, use: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"checkpoint\.best={best}: no evaluation measures it.* {use}"):
+    with pytest.raises(ValueError, match=rf"checkpoint\.best={best}: .*{use}"):
         prepared(schema, tiny_model_dir / "model", tmp_path, checkpoint={"best": best}, evaluation={"every": every})
     prepared(RewardTrainingConfig, tiny_model_dir / "model", tmp_path, checkpoint={"best": "eval/accuracy"})
