@@ -24,22 +24,9 @@ from pathlib import Path
 from unittest import mock
 
 from rlhf.config import cli
+from rlhf.config.cli import PROGRAMS
 from rlhf.config.printing import say
 
-PROGRAMS = {
-    "grpo": "train with GRPO and its relatives",
-    "ppo": "train with PPO and a critic",
-    "sft": "supervised fine-tuning on conversations or completions",
-    "reward-model": "train a reward model from preference pairs",
-    "evaluate": "avg@k, pass@k and maj@k of a model",
-    "score": "grade a file of responses",
-    "export": "a checkpoint as a model folder",
-    "report": "a page about runs",
-    "show": "the rollouts of a run",
-    "dashboard": "lay out a wandb dashboard",
-    "doctor": "check whether a run will work on this machine",
-    "quickstart": "make a tiny model and its data",
-}
 OTHERS = {"configs": "list the configs of this package; copy one", "completion": "completion for a shell"}
 PACKAGES = ("doctor", "report")
 SHELLS = ("bash", "zsh", "tcsh")
@@ -66,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    lines = (f"  {name:<12}  {text}" for name, text in (PROGRAMS | OTHERS).items())
+    texts = {name: program.text for name, program in PROGRAMS.items()} | OTHERS
+    lines = (f"  {name:<12}  {text}" for name, text in texts.items())
     parser = argparse.ArgumentParser(
         prog="rlhf",
         usage="rlhf PROGRAM ...",
@@ -113,14 +101,14 @@ def completion(shell: str) -> str:
 
     parser = argparse.ArgumentParser(prog="rlhf")
     programs = parser.add_subparsers()
-    for name, text in PROGRAMS.items():
+    for name, program in PROGRAMS.items():
         built = parser_of(name)
         for action in built._actions:
             if action.dest == "overrides":
                 action.choices = keys_of(name) if shell == "bash" else None
             elif action.metavar in ("FILE", "RUN", "DIR"):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-        programs.add_parser(name, help=text, parents=[built], add_help=False)
+        programs.add_parser(name, help=program.text, parents=[built], add_help=False)
     configs = programs.add_parser("configs", help=OTHERS["configs"])  # shtab leaves out programs without help
     copy = configs.add_subparsers().add_parser("copy", help="copy a config to a file here")
     copy.add_argument("name", choices=[path.stem for path in sorted(cli.config_folder().glob("*.yaml"))])

@@ -28,8 +28,7 @@ from rlhf.config.base import with_home
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import merged
 from rlhf.config.printing import say
-from rlhf.plan import evaluation_problems
-from rlhf.plan.start_checks import input_problems
+from rlhf.plan.start_checks import evaluation_problems, input_problems
 
 if TYPE_CHECKING:
     from rlhf.types import RolloutGroup
@@ -46,7 +45,6 @@ DESCRIPTION = "Sample, grade and average: avg@k, pass@k and maj@k of a model on 
 
 async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
     """Start only engines, sample and grade every prompt of every data set, and stop the engines."""
-    from rlhf.answers.extract import gold_answer
     from rlhf.cluster.engines import started_engines
     from rlhf.data.load import load_prompts
     from rlhf.data.model_files import load_tokenizer, truncate_token_id
@@ -58,7 +56,7 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
 
     tokenizer = load_tokenizer(config.model)
     truncate_token = truncate_token_id(config.rollout, tokenizer)
-    loaded = load_prompts(config.data, "eval", tokenizer, gold_answer, acts=config.acts)
+    loaded = load_prompts(config.data, "eval", tokenizer, acts=config.acts)
     with contextlib.ExitStack() as exit_stack:
         scorer = exit_stack.enter_context(Scorer(config.reward))
         play = exit_stack.enter_context(StartedEnvironments(config, tokenizer)) if config.acts else None

@@ -35,11 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint itself, or the newest undamaged one of a run.
-
-    Raises:
-        ValueError: it is damaged, or the run has none.
-    """
+    """The checkpoint itself, or the newest undamaged one of a run."""
     from rlhf.run.checkpoint_files import BEST, MANIFEST, find_damage
     from rlhf.run.folder import RunFolder
 
@@ -100,11 +96,7 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool) -> None:
 
 
 def push(folder: Path, repository: str) -> None:
-    """Upload a model folder.
-
-    Raises:
-        RuntimeError: the hub does not answer or refuses the upload.
-    """
+    """Upload a model folder; RuntimeError if the hub does not take it."""
     from huggingface_hub import HfApi
 
     api = HfApi()

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 
 from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
-from rlhf.plan import print_plan, start_problems
+from rlhf.plan.report import printed
+from rlhf.plan.start_checks import start_problems
 
 if TYPE_CHECKING:
     from rlhf.run.rollout_loop import RolloutLoop
@@ -96,8 +97,7 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
 
 def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse("rlhf.grpo", DESCRIPTION, GRPOConfig, argv, check=start_problems)
-    if arguments.plan or arguments.print_config:
-        print_plan(config, plan=arguments.plan, whole_config=arguments.print_config)
+    if printed(config, arguments):
         return
     from rlhf.run.restarts import train_with_restarts
 

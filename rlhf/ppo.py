@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from rlhf.config import cli
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.roles import CRITIC, LEARNER
-from rlhf.plan import print_plan, start_problems
+from rlhf.plan.report import printed
+from rlhf.plan.start_checks import start_problems
 
 if TYPE_CHECKING:
     from rlhf.algo.kl import KLController
@@ -104,8 +105,7 @@ async def train_step(run: Run[PPOConfig], loop: RolloutLoop[PPOConfig], step: in
 
 def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse("rlhf.ppo", DESCRIPTION, PPOConfig, argv, check=start_problems)
-    if arguments.plan or arguments.print_config:
-        print_plan(config, plan=arguments.plan, whole_config=arguments.print_config)
+    if printed(config, arguments):
         return
     from rlhf.run.restarts import train_with_restarts
 

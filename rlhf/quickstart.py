@@ -84,7 +84,6 @@ CALL_FRACTION = 0.12  # of the demonstrations with tools, which ask the calculat
 TRAIN_ROWS = 16_384
 TEST_ROWS = 512
 WARMUP_STEPS = 600
-WARMUP_BATCH = 64  # learner.sequences_per_update of configs/sft_quickstart.yaml; a test compares them
 
 
 @dataclass(frozen=True)
@@ -321,16 +320,11 @@ def warm_up(folder: Path, *, seed: int) -> None:
 
 def save_model(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
     """Write the Hugging Face folder; `save_pretrained` of the model would import DeepSpeed if it is installed."""
-    from safetensors.torch import save_file
+    from rlhf.learner.hub_format import model_tensors, write_model, write_model_config
 
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        del weights["lm_head.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
+    tensors = model_tensors(model)
+    write_model(folder, model, tensors, tensors.items())
+    write_model_config(folder, model)
     tokenizer.save_pretrained(folder)
 
 
@@ -368,7 +362,8 @@ def write_quickstart(
             write_rows(partial / f"pairs_{name}.jsonl", make_pairs(rows, seed))
     if warmup_steps:
         make = make_tool_demonstrations if tools else make_demonstrations
-        write_rows(partial / "demonstrations.jsonl", make(problems[:train_rows], warmup_steps * WARMUP_BATCH, seed))
+        count = warmup_steps * warmup_config(partial, seed=seed).learner.sequences_per_update
+        write_rows(partial / "demonstrations.jsonl", make(problems[:train_rows], count, seed))
         warm_up(partial, seed=seed)
     partial.rename(output)
 

@@ -3,10 +3,10 @@
     python -m rlhf.reward_model --config configs/reward_model_quickstart.yaml [section.key=value ...]
 
 A row has `chosen` and `rejected`: whole conversations as lists of role/content messages, or answers to a `prompt`. A
-training step is one optimizer step on a minibatch of pairs: Bradley-Terry, through the same learner as the policy's;
-the loop is `run/supervised_loop.py`. run.dir/model holds, for the runs that use it, its template and the mean and std
-of its scores on training pairs. arXiv:1909.08593, sec. 2.1, normalizes on responses of the start policy instead: that
-is `reward_model.reference_samples` of a run.
+training step is one optimizer step on a minibatch of pairs: Bradley-Terry, through the same learner as the policy's.
+run.dir/model holds, for the runs that use it, its template and the mean and std of its scores on training pairs.
+arXiv:1909.08593, sec. 2.1, normalizes on responses of the start policy instead: that is
+`reward_model.reference_samples` of a run.
 """
 
 from __future__ import annotations
@@ -14,27 +14,49 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from rlhf.config import cli
-from rlhf.config.load import resolved_yaml
 from rlhf.config.reward_model import RewardTrainingConfig
-from rlhf.plan.report import print_text
+from rlhf.plan.report import printed
 from rlhf.plan.start_checks import run_problems
 
+if TYPE_CHECKING:
+    from rlhf.data.conversations import TrainEval
+    from rlhf.run.run import Run
+
 DESCRIPTION = "Train a reward model from preference pairs (Bradley-Terry)."
+
+
+async def train(run: Run[RewardTrainingConfig], data: TrainEval) -> None:
+    """The run: evaluate, take the steps, evaluate, export.
+
+    The learners hold all pairs. Each step they draw its minibatch by seed and step, and take one optimizer step on it.
+    """
+    from rlhf.run.supervised_loop import supervised_loop
+
+    async with supervised_loop(run, data) as loop:
+        await loop.evaluate_if_due(run.first_step)
+        for step in range(run.first_step, run.config.steps):
+            run.clock.start_step()
+            async with run.profiled(step + 1):
+                with run.clock.phase("update"):
+                    outcome = await run.cluster.learners.train(step)
+            loop.log_step(step + 1, outcome)
+            await loop.evaluate_if_due(step + 1)
+            await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
+        await run.finish({})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse(
         "rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv, add_flags=cli.run_flags, check=run_problems
     )
-    if arguments.print_config:
-        print_text(resolved_yaml(config))
+    if printed(config, arguments):
         return
     from rlhf.data.conversations import pair_encoder, read_examples
     from rlhf.data.model_files import load_tokenizer
     from rlhf.run.restarts import train_with_restarts
-    from rlhf.run.supervised_loop import train
 
     data = read_examples(config.data, pair_encoder(load_tokenizer(config.model), config.data.template))
     train_with_restarts(config.with_steps(data.train.rows), arguments, partial(train, data=data))

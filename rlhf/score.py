@@ -17,10 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rlhf.config.base import first_line
 from rlhf.config.cli import parser_of, run_program
 from rlhf.config.data import SourceConfig
-from rlhf.config.load import validated
+from rlhf.config.load import parse_override, resolved, validated
 from rlhf.config.printing import say
 from rlhf.config.reward import RewardConfig
 from rlhf.config.secrets import remember
@@ -119,22 +118,14 @@ def _output(path: str | None) -> Iterator[TextIO | None]:
 
 
 def _reward_config(options: argparse.Namespace) -> RewardConfig:
-    part = _yaml(options.reward) if options.reward.startswith("{") else {"name": options.reward}
+    part: dict[str, Any] = {"name": options.reward}
+    if options.reward.startswith("{"):
+        part = resolved(parse_override(f"--reward={options.reward}"))["--reward"]
     if options.reward == "math":
         part["mode"] = "strict" if options.strict else "lenient"
     values = {"parts": [part], "workers": options.workers, "cpu_seconds": options.cpu_seconds}
     remember(values)
     return validated(RewardConfig, values)
-
-
-def _yaml(text: str) -> Any:
-    """The mapping that --reward gives; `${oc.env:NAME}` stands for a variable, as in a config."""
-    from omegaconf import OmegaConf
-
-    try:
-        return OmegaConf.to_container(OmegaConf.create(text), resolve=True)
-    except Exception as error:  # the YAML parser raises many types
-        raise ValueError(f"--reward {text}: not readable as YAML ({first_line(error)}).") from None
 
 
 def _grade(

@@ -3,8 +3,7 @@
     python -m rlhf.sft --config configs/sft_quickstart.yaml [section.key=value ...]
 
 A training step is one optimizer step on a minibatch of rows: the mean cross entropy of their trained tokens, in nats.
-`data/conversations.py` says which tokens of a row are trained; the loop is `run/supervised_loop.py`. The model in
-run.dir/model is one to start rlhf.grpo from.
+`data/conversations.py` says which tokens of a row are trained. rlhf.grpo can start from the model in run.dir/model.
 """
 
 from __future__ import annotations
@@ -12,26 +11,48 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from rlhf.config import cli
-from rlhf.config.load import resolved_yaml
 from rlhf.config.printing import say
 from rlhf.config.supervised import SFTConfig
-from rlhf.plan.report import print_text
+from rlhf.plan.report import printed
 from rlhf.plan.start_checks import run_problems
+
+if TYPE_CHECKING:
+    from rlhf.data.conversations import TrainEval
+    from rlhf.run.run import Run
 
 DESCRIPTION = "Supervised fine-tuning on conversations, or on prompts and completions."
 
 
+async def train(run: Run[SFTConfig], data: TrainEval) -> None:
+    """The run: evaluate, take the steps, evaluate, export.
+
+    The learners hold all rows. Each step they draw its minibatch by seed and step, and take one optimizer step on it.
+    """
+    from rlhf.run.supervised_loop import supervised_loop
+
+    async with supervised_loop(run, data) as loop:
+        await loop.evaluate_if_due(run.first_step)
+        for step in range(run.first_step, run.config.steps):
+            run.clock.start_step()
+            async with run.profiled(step + 1):
+                with run.clock.phase("update"):
+                    outcome = await run.cluster.learners.train(step)
+            loop.log_step(step + 1, outcome)
+            await loop.evaluate_if_due(step + 1)
+            await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
+        await run.finish({})
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse("rlhf.sft", DESCRIPTION, SFTConfig, argv, add_flags=cli.run_flags, check=run_problems)
-    if arguments.print_config:
-        print_text(resolved_yaml(config))
+    if printed(config, arguments):
         return
     from rlhf.data.conversations import SFTEncoder, read_examples
     from rlhf.data.model_files import load_tokenizer
     from rlhf.run.restarts import train_with_restarts
-    from rlhf.run.supervised_loop import train
 
     encoder = SFTEncoder(load_tokenizer(config.model), config.data.template, config.data.chat_template_kwargs)
     data = read_examples(config.data, encoder)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -283,33 +283,28 @@ class Minibatch:
     denominators: Denominators
 
 
-@dataclass(frozen=True)
-class PolicyTargets:
-    """Inputs of the policy loss in addition to the tokens: columns [N] of a step, or [T] of a microbatch, float32.
+class Targets:
+    """Inputs of a loss in addition to the tokens: columns [N] of a step, or [T] of a microbatch, float32.
 
     Values outside the response mask do not matter.
     """
 
+    def take(self, index: np.ndarray) -> Self:
+        """The columns at these tokens."""
+        return type(self)(*(None if column is None else column[index] for column in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class PolicyTargets(Targets):
     advantages: np.ndarray
     old_logprobs: np.ndarray | None  # None where one update per step makes the current policy the old one
     ref_logprobs: np.ndarray | None  # None without a reference
 
-    def take(self, index: np.ndarray) -> PolicyTargets:
-        """The columns at these tokens."""
-        old, ref = (x if x is None else x[index] for x in (self.old_logprobs, self.ref_logprobs))
-        return PolicyTargets(self.advantages[index], old, ref)
-
 
 @dataclass(frozen=True)
-class ValueTargets:
-    """Inputs of the value loss in addition to the tokens: columns [N] of a step, or [T] of a microbatch, float32."""
-
+class ValueTargets(Targets):
     old_values: np.ndarray
     returns: np.ndarray
-
-    def take(self, index: np.ndarray) -> ValueTargets:
-        """The columns at these tokens."""
-        return ValueTargets(self.old_values[index], self.returns[index])
 
 
 @dataclass(frozen=True)

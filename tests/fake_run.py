@@ -29,7 +29,7 @@ class FakeLearners:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.updates, self.changed, self.shared = 0, False, np.zeros(0, np.int64)
-        self._planned = 0
+        self._planned, self.weights = 0, asyncio.Condition()
 
     async def call(self, method: str, *arguments: Any, **_: Any) -> list[Any]:
         self.calls.append((method, *arguments))
@@ -94,7 +94,7 @@ class Sampling(FakeEngines):
         super().__init__(everything)
         self.version = 0
         self.prompts: list[str] = []
-        self.meter, self.joining = SimpleNamespace(take=lambda: (0.0, 0.0)), asyncio.Lock()
+        self.meter = SimpleNamespace(take=lambda: (0.0, 0.0))
 
     async def __aenter__(self) -> Sampling:
         return self

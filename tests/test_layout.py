@@ -21,11 +21,9 @@ PROGRAMS = [p for p in PACKAGE.glob("*.py") if 'if __name__ == "__main__":' in p
 ON_THE_STACK = {
     "cluster/actors.py": "ray",
     "cluster/cluster.py": "ray",
-    "cluster/engines.py": "ray",
     "cluster/heartbeat.py": "ray",
     "cluster/actor_start.py": "ray",
     "cluster/rank_group.py": "ray",
-    "cluster/replacement.py": "ray",
     "cluster/session.py": "ray",
     "learner/deepspeed_settings.py": "deepspeed",
     "learner/rank.py": "deepspeed",

@@ -294,7 +294,7 @@ def test_the_warm_up_is_that_of_the_config() -> None:
     config = load_config(SFTConfig, [str(CONFIGS / "sft_quickstart.yaml")], ["run.dir=runs/quickstart-data/run"])
     assert quickstart.warmup_config(Path("runs/quickstart-data"), seed=0) == config
     steps = quickstart.WARMUP_STEPS
-    trained = config.with_steps(quickstart.WARMUP_STEPS * quickstart.WARMUP_BATCH)
+    trained = config.with_steps(steps * config.learner.sequences_per_update)
     assert (trained.steps, trained.training.warmup_updates) == (steps, 40)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.command import PROGRAMS
+from rlhf.config.cli import PROGRAMS
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.reward import MathOptions

@@ -146,7 +146,7 @@ def test_the_score_is_the_normalized_output_of_the_head_at_the_last_token_in_any
 
 def test_a_model_without_a_head_is_no_reward_model(tiny_model_dir: Path) -> None:
     config = RewardModelConfig(path=str(tiny_model_dir / "model"), dtype="float32")
-    with pytest.raises(ValueError, match=r"it has no head score\.weight, so it is not a reward model"):
+    with pytest.raises(ValueError, match=r"\bscore\.weight\b"):
         scorer_of(config)
 
 
@@ -195,7 +195,7 @@ def test_pairs_for_a_tokenizer_without_a_chat_template_are_refused_with_that_rea
         "data.train": tmp_path / "pairs.jsonl", "data.eval": "null", "model.path": plain_folder,
         "run.dir": tmp_path / "run",
     }  # fmt: skip
-    with pytest.raises(ValueError, match=r"^data\.template=model: .* has no chat template\. Use one of .* raw"):
+    with pytest.raises(ValueError, match=r"^data\.template=model: .*\braw\b"):
         main(["--config", str(CONFIG), *(f"{key}={value}" for key, value in values.items())])
     assert not (tmp_path / "run").exists()
 
@@ -204,7 +204,7 @@ def test_a_side_of_a_pair_without_a_token_is_named(plain_folder: Path, tmp_path:
     from transformers import AutoTokenizer
 
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "", "chosen": "a", "rejected": ""}) + "\n")
-    with pytest.raises(ValueError, match=r"data\.train: row 1 .* one of its sides has no token"):
+    with pytest.raises(ValueError, match=r"data\.train: row 1\b.*\btoken\b"):
         load_pairs(tmp_path / "pairs.jsonl", AutoTokenizer.from_pretrained(plain_folder), "raw")
 
 
@@ -234,9 +234,7 @@ def test_a_reward_model_is_read_in_the_template_that_is_recorded_with_it_and_no_
     (problem,) = input_problems(ppo(tiny_model_dir, path=str(folder), template="raw"))
     assert problem.startswith("reward_model.template=raw: reward_model.path=")
     assert "was trained with qa. Remove the key" in problem
-    with pytest.raises(
-        ValueError, match=r"reward_model\.template=raw with reward_model\.endpoint=http://h: an endpoint"
-    ):
+    with pytest.raises(ValueError, match=r"reward_model\.template=raw with reward_model\.endpoint=http://h: "):
         RewardModelConfig(endpoint="http://h", template="raw")
 
 
@@ -247,7 +245,7 @@ def test_a_template_that_refuses_the_prompts_of_a_run_is_found_before_anything_s
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
     config = ppo(tiny_model_dir, path=str(folder))
     assert input_problems(config) == []
-    with pytest.raises(ValueError, match=r"^reward_model\.template=model: the chat template refuses .*no such role"):
+    with pytest.raises(ValueError, match=r"^reward_model\.template=model: .*no such role"):
         read_data(config, load_tokenizer(config.model))
 
 
@@ -355,12 +353,12 @@ def test_an_endpoint_may_ask_for_a_password_which_no_message_shows(endpoint: str
 def test_an_endpoint_that_never_answers_is_an_error_with_address_and_reason(endpoint: str) -> None:
     Endpoint.failures = 4
     score = endpoint_scorer(RewardModelConfig(endpoint=endpoint, retries=2))
-    with pytest.raises(RuntimeError, match=r"reward_model\.endpoint=http.*3 tries failed.*503"):
+    with pytest.raises(RuntimeError, match=r"reward_model\.endpoint=http.*\b3 tries\b.*503"):
         asyncio.run(score([[{"role": "assistant", "content": "x"}]]))
 
 
 def test_a_score_that_is_text_is_no_number(endpoint: str) -> None:
     Endpoint.failures = 0
     score = endpoint_scorer(RewardModelConfig(endpoint=endpoint, retries=1))
-    with pytest.raises(RuntimeError, match=r"2 tries failed.* a score is text, not a number"):
+    with pytest.raises(RuntimeError, match=r"\b2 tries\b.*\btext\b"):
         asyncio.run(score([[{"role": "assistant", "content": "text"}]]))

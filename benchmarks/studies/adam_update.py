@@ -22,7 +22,6 @@ from rlhf.algo.adam import set_step
 from rlhf.algo.advantages import whiten
 from rlhf.algo.kl import kl_per_token
 from rlhf.algo.losses import policy_loss
-from rlhf.answers.extract import gold_answer
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.reward import MathOptions
@@ -106,7 +105,7 @@ def quickstart_case(seed: int, data: Path, *, lr: float) -> Case:
     config = study_config(data)
     tokenizer = load_tokenizer(config.model)
     model = read_policy(data / "model", temperature=1.0)
-    loaded = load_prompts(config.data, "train", tokenizer, gold_answer)
+    loaded = load_prompts(config.data, "train", tokenizer)
     prompts = next(iter(loaded.prompts.values()))[seed * QUERIES : (seed + 1) * QUERIES]
     torch.manual_seed(seed)
     sampled = sample(model, [prompt.token_ids for prompt in prompts], eos=tokenizer.eos_token_id)

@@ -56,14 +56,13 @@ def recording_rank(
     """Sample and train; the rollouts of every training step, and what was logged of it."""
     import torch
 
-    from rlhf.answers.extract import gold_answer
     from rlhf.data.load import load_prompts
     from rlhf.data.model_files import load_tokenizer
     from rlhf.data.order import PromptStream
 
     learner = make_learner(config, rank, processes, port)
     tokenizer = load_tokenizer(config.model)
-    prompts = PromptStream(load_prompts(config.data, "train", tokenizer, gold_answer).prompts, seed=config.run.seed)
+    prompts = PromptStream(load_prompts(config.data, "train", tokenizer).prompts, seed=config.run.seed)
     torch.manual_seed(config.run.seed)
     record, logged = [], []
     for step in range(config.run.steps):

@@ -37,7 +37,6 @@ import torch
 
 from benchmarks.studies import kl_report, report
 from rlhf.algo.kl import kl_per_token
-from rlhf.answers.extract import gold_answer
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.data.load import load_prompts
@@ -128,7 +127,7 @@ class Trainer:
 
         self.config = config
         self.tokenizer = load_tokenizer(config.model)
-        self.prompts = load_prompts(config.data, "train", self.tokenizer, gold_answer).prompts
+        self.prompts = load_prompts(config.data, "train", self.tokenizer).prompts
         self.learner = Learner(config, World(0, 1, 0, "127.0.0.1", free_port(), threads=1))
         self.engine: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
         self._exit_stack = ExitStack()

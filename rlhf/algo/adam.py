@@ -15,17 +15,6 @@ import math
 from typing import Any
 
 
-def adam_epsilon(adam_step: int, *, variant: str, eps: float, betas: tuple[float, float]) -> float:
-    """The epsilon that torch's Adam must be given at step t to be the variant: eps, or eps / sqrt(1 - beta2^t)."""
-    assert adam_step >= 1, f"Adam counts its steps from 1, got {adam_step}"
-    match variant:
-        case "torch":
-            return eps
-        case "tensorflow":
-            return eps / math.sqrt(1 - betas[1] ** adam_step)
-    raise AssertionError(variant)
-
-
 def set_step(
     optimizer: Any, *, lr: float, adam_step: int, variant: str, eps: float, betas: tuple[float, float]
 ) -> None:
@@ -36,7 +25,9 @@ def set_step(
         adam_step: t, 1-based: the steps that Adam itself has taken plus one. A skipped update does not advance it.
         eps, betas: as the config names them.
     """
-    effective = adam_epsilon(adam_step, variant=variant, eps=eps, betas=betas)
+    assert adam_step >= 1, f"Adam counts its steps from 1, got {adam_step}"
+    assert variant in ("torch", "tensorflow"), variant
+    effective = eps / math.sqrt(1 - betas[1] ** adam_step) if variant == "tensorflow" else eps
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["eps"] = effective

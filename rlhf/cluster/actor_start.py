@@ -17,7 +17,7 @@ from rlhf.cluster.rank_group import RankGroup
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import ENGINE, Role
 from rlhf.config.sections import LearnersConfig
-from rlhf.plan import GPU
+from rlhf.plan.resources import GPU
 from rlhf.weights.cpu_kernels import EQUAL_ROWS
 
 

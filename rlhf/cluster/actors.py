@@ -180,8 +180,9 @@ class ActorGroup:
         self.bundles = [self.bundles[i] for i in order]
 
     def replace(self, rank: int, new: ActorGroup) -> None:
-        """Put the only actor of another group at a rank."""
+        """Put the only actor of another group at a rank, in place of one that was lost."""
         self.actors[rank], self.locations[rank] = new.actors[0], new.locations[0]
+        self.absent.discard(rank)
 
     async def build(self, arguments: Sequence[tuple[Any, ...]], *, deadline_s: float) -> None:
         """Construct the hosted objects, all at once; `arguments` are those of `HostedActor.build`, by rank."""

@@ -62,7 +62,6 @@ class Canary:
         self.tolerance = TOLERANCE  # after transfers
         self.kl_bound = TOLERANCE**2  # of rollouts at temperature 1
         self._engines, self._rounds, self._noise_seed = engines, dtype != "float32", noise_seed
-        self._expected: Logprobs = []
         self._rollouts: StepMetrics = {}  # KL by position, collected until there are MIN_TOKENS
         self._max_tokens = max_tokens - 1  # an engine scores a sequence while it samples one more token
         self._prompts = sorted(prompts[:CANDIDATES], key=lambda prompt: len(prompt.token_ids))[:SEQUENCES]
@@ -115,15 +114,10 @@ class Canary:
 
     async def check(self, version: int) -> dict[str, float]:
         """Compare after a transfer, for metrics; raises ClusterError that names the worst token and both values."""
-        self._expected, by_engine = await asyncio.gather(self._by_learner(), self._by_engine())
+        expected, by_engine = await asyncio.gather(self._by_learner(), self._by_engine())
         problem = f"does not hold the weights of version {version}"
-        difference = _compare(self._expected, by_engine, problem, self.tolerance)
+        difference = _compare(expected, by_engine, problem, self.tolerance)
         return {"sync/canary_difference": difference, "sync/canary_tolerance": self.tolerance}
-
-    async def check_joined(self) -> None:
-        """As `check`, when a new engine has joined: with the learner's log-probs after the last transfer."""
-        problem = "has joined and does not hold the current weights"
-        _compare(self._expected, await self._by_engine(), problem, self.tolerance)
 
     def check_rollouts(self, metrics: StepMetrics, *, temperature: float, max_lag: int) -> dict[str, float]:
         """How far the engines' log-probs of trained rollouts are from the learner's, divided by what rounding explains.

@@ -31,8 +31,8 @@ from rlhf.config.printing import say
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, Role
 from rlhf.log.clock import Watch
-from rlhf.plan import check_resources
 from rlhf.plan.memory import check_shared_gpus
+from rlhf.plan.resources import check_resources
 from rlhf.types import World
 
 
@@ -46,8 +46,7 @@ class Cluster:
         watch_stage: a context around each stage of the start.
 
     Attributes:
-        lost: why Ray has ended; "" while it runs. The task that entered this context is then cancelled, and the end of
-            the context raises an error in place of the cancellation.
+        lost: why Ray has ended; "" while it runs.
         shares_gpus: engines and critics are on the GPUs of the learners, and take turns with them.
     """
 
@@ -66,15 +65,17 @@ class Cluster:
         self.checkpoints = RoleCheckpoints(self.trained)
         self.lost = ""
         self._compare_nodes = compare_nodes
-        self._by_role: dict[str, ActorGroup] = {}
+        self._groups: dict[str, ActorGroup] = {}  # by role
         self._session = RaySession()
-        self._groups: list[ActorGroup] = []  # all actors, those that are starting too
-        self.heartbeat = Heartbeat(self._groups)
+        self._watched: list[ActorGroup] = []  # by the heartbeat: all actors, those that are starting too
+        self.heartbeat = Heartbeat(self._watched)
         self._watching: list[asyncio.Task[None]] = []
+        self._user: asyncio.Task[Any] | None = None  # the task that entered this context
+        self._failure: Exception | None = None
 
     def group(self, role: str) -> ActorGroup:
         """The actors of a role."""
-        return self._by_role[role]
+        return self._groups[role]
 
     @property
     def learners(self) -> RankGroup:
@@ -89,6 +90,7 @@ class Cluster:
         return {role.name: cast(RankGroup, self.group(role.name)) for role in self.roles if role.training is not None}
 
     async def __aenter__(self) -> Cluster:
+        self._user = asyncio.current_task()
         try:
             self._watching.append(asyncio.ensure_future(self.heartbeat.watch()))
             await self._start()
@@ -102,11 +104,13 @@ class Cluster:
 
         Raises:
             LostError: Ray itself has ended; RayLostError if it was not started here.
+            Exception: the first one that `end_with` was called with.
         """
-        lost = self.why_lost(error)
-        if self.lost and (current := asyncio.current_task()):
-            current.uncancel()
-        groups = self._by_role.items()
+        if self._failure is not None and self._user is not None:
+            self._user.uncancel()
+            error = self._failure
+        lost = self.lost or ("" if error is None else self._session.lost())
+        groups = self._groups.items()
         if not lost:
             names = {str(x.process): f"{name} {i}" for name, group in groups for i, x in enumerate(group.locations)}
             self._session.keep_logs(error, Path(self.config.run.dir), names)
@@ -119,18 +123,22 @@ class Cluster:
         self._session.stop()
         if lost:
             raise self._session.lost_error(lost) from None
+        if self._failure is not None:
+            raise self._failure from None
 
-    def why_lost(self, error: BaseException | None) -> str:
-        """Why Ray has ended, also if this error is the first that is heard of it; "" if it runs."""
-        return self.lost or ("" if error is None else self._session.lost())
+    def end_with(self, failure: Exception) -> None:
+        """Cancel the task that uses this cluster; the end of the context raises `failure` in place of that."""
+        if self._failure is None and self._user is not None:
+            self._failure = failure
+            self._user.cancel()
 
-    async def _end_when_lost(self, task: asyncio.Task[Any]) -> None:
-        """Cancel the task that uses this cluster when Ray has ended: its calls would never be answered."""
+    async def _end_when_lost(self) -> None:
+        """End the use of this cluster when Ray has ended: calls would never be answered."""
         try:
             self.lost = await self._session.wait_until_lost()
         except Exception as error:  # without the watch a lost Ray would be noticed at a deadline only
             self.lost = f"Ray could not be watched: {error!r}."
-        task.cancel()
+        self.end_with(self._session.lost_error(self.lost))
 
     # --- start ---
 
@@ -138,8 +146,7 @@ class Cluster:
         config = self.config.cluster
         with self.watch_stage("Ray"):
             self._session.start(config.ray_address)
-        if task := asyncio.current_task():
-            self._watching.append(asyncio.ensure_future(self._end_when_lost(task)))
+        self._watching.append(asyncio.ensure_future(self._end_when_lost()))
         if self._compare_nodes:
             await self._session.compare_nodes(deadline_s=config.start_deadline_s)
         check_resources(self.config, ray.cluster_resources(), trains=self.trains)
@@ -152,8 +159,8 @@ class Cluster:
             if failure is not None:
                 raise failure
         for guest in guests:
-            self._by_role[guest.name] = await create_guest(guest, config, self.learners)
-        self._groups += self._by_role.values()
+            self._groups[guest.name] = await create_guest(guest, config, self.learners)
+        self._watched += self._groups.values()
         if self.shares_gpus:
             await self._build_one_after_another()
         else:
@@ -161,7 +168,7 @@ class Cluster:
             await asyncio.gather(*map(self._build, self.roles))
 
     async def _create(self, role: Role, guests: Sequence[Role]) -> None:
-        self._by_role[role.name] = await create(role, self.config.cluster, guests=guests)
+        self._groups[role.name] = await create(role, self.config.cluster, guests=guests)
 
     async def _build_one_after_another(self) -> None:
         """Load the roles that share GPUs. An engine takes the memory that is free when it starts, so it comes last."""
@@ -221,7 +228,7 @@ class Cluster:
         assert old.reservation is not None
         actor = new_actor(role, role.cpus, old.reservation, old.bundles[rank])
         new = ActorGroup(f"{role_name} {rank}, a new one,", [actor], deadline_s=config.step_deadline_s)
-        self._groups.append(new)
+        self._watched.append(new)
         try:
             await new.locate(deadline_s=config.start_deadline_s)
             await new.build([self._arguments(role, version)[rank]], deadline_s=config.start_deadline_s)
@@ -229,7 +236,7 @@ class Cluster:
             ray.kill(actor)
             raise
         finally:
-            self._groups.remove(new)
+            self._watched.remove(new)
         return new
 
     # --- while it runs ---

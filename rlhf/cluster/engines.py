@@ -9,12 +9,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import ray
 
 from rlhf.cluster.actors import ActorGroup, LostError, start_call
 from rlhf.cluster.cluster import Cluster
+from rlhf.cluster.engine_recovery import EngineRecovery, while_healthy
 from rlhf.cluster.rank_group import RankGroup
-from rlhf.cluster.replacement import Replacements, while_healthy
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import ENGINE
 from rlhf.log.clock import BusyMeter
@@ -36,25 +35,25 @@ class Engines:
     Attributes:
         group: their actors.
         meter: counts the tokens that they have sampled and their busy seconds.
-        joining: a new engine holds it while it joins. Who trains holds it from sending weights until the canary has
-            compared them: an engine that joined between would be compared with the weights before.
     """
 
     def __init__(self, cluster: Cluster, config: GRPOConfig) -> None:
         self.cluster, self.meter = cluster, BusyMeter()
         self.group: ActorGroup = cluster.group(ENGINE)
-        self.joining = asyncio.Lock()
         self._config = config.cluster
         self._max_restarts = config.run.max_restarts
         self._in_flight = [0] * len(self.group.actors)
         self._asleep = False
         self._version = cluster.first_step  # of the weights that they have
         self._connected: list[Any] = []  # those that the learners can send to
-        self._replacements = Replacements(
-            self.group, start=self._start_another, join=self._join, fewest=config.cluster.min_engines
+        self._recovery = EngineRecovery(
+            self.group,
+            start=self._start_another,
+            join=self._join,
+            fail=cluster.end_with,
+            fewest=config.cluster.min_engines,
         )
-        self._check_joined: Callable[[], Awaitable[Any]] | None = None
-        self._watching: list[asyncio.Task[None]] = []
+        self._check: Callable[[int], Awaitable[Any]] | None = None
 
     @property
     def transport(self) -> str:
@@ -71,11 +70,8 @@ class Engines:
             self._connected = self.group.present
         return self
 
-    async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        for task in self._watching:
-            task.cancel()
-        lost = self.cluster.why_lost(error)
-        await self._replacements.close(kill=not lost and ray.is_initialized())
+    async def __aexit__(self, *_failure: object) -> None:
+        await self._recovery.close()
 
     # --- sampling ---
 
@@ -100,14 +96,15 @@ class Engines:
             seed: of the first sample's noise; that of sample i is i more. None: the engine's own generator.
         """
         while True:
-            chosen = await self._replacements.next_engine(self._in_flight, prefer) if engine is None else engine
-            call = self.group.call_one(chosen, "generate", token_ids, settings, samples, seed, what=f"sampling {what}")
+            chosen = await self._recovery.next_engine(self._in_flight, prefer) if engine is None else engine
             self._in_flight[chosen] += 1
             self.meter.begin()
-            try:  # a failed replacement may have left this engine paused
-                completions: list[Completion] = await self._replacements.unless_failed(call)
+            try:
+                completions: list[Completion] = await self.group.call_one(
+                    chosen, "generate", token_ids, settings, samples, seed, what=f"sampling {what}"
+                )
             except LostError as error:
-                if not self._replacements.take_over(chosen, error) or engine is not None:
+                if not self._recovery.recover(chosen, error) or engine is not None:
                     raise
             else:
                 self.meter.tokens += sum(len(completion.token_ids) for completion in completions)
@@ -122,14 +119,18 @@ class Engines:
         """Learners -> engines, in flight: running requests pause, the weights change, the requests continue.
 
         Colocated engines have no requests then; they sleep until the weights come, to leave memory for the buffers.
+        Where engines can be lost, the caller holds `learners.weights`.
         """
         await self.sleep_if_colocated()
-        await self._replacements.enough()
+        self._recovery.lost = 0
         if self._asleep:
             await self.cluster.leave_gpus()
             await self.group.call("wake_up", ["weights"])
-        await self._transfer(version)
-        self._replacements.ready()
+        self._version, self.learners.changed = version, False
+        if not self._recovery.has_enough():  # a new engine joins first
+            self.learners.weights.notify_all()
+            await self.learners.weights.wait_for(self._recovery.has_enough)
+        await self._transfer()
 
     async def sleep_if_colocated(self) -> None:
         """Before the learners work: engines on the same GPUs free their memory until the next weights arrive."""
@@ -137,29 +138,18 @@ class Engines:
             await self.group.call("sleep")
             self._asleep = True
 
-    async def _transfer(self, version: int, *, unless_changed: bool = False) -> bool:
-        """Send the weights to every engine, also to new ones; if the engines have changed, build a new transfer group.
-
-        Args:
-            unless_changed: send nothing if an update has begun; the result says whether the weights were sent.
-        """
-        joining = self._replacements.admit()
+    async def _transfer(self) -> None:
+        """Send the weights to every engine, also to new ones; if the engines have changed, build a new group."""
         await self._pause()
         connection = await self._connection() if self.group.present != self._connected else None
-        may_send = not (unless_changed and self.learners.changed)
-        if may_send:  # no await before the call is sent: an update would come between
-            present = self.group.present
-            await while_healthy(self.group, self.learners.call("send_weights", version, connection))
-            self._connected = present
-            self._version, self.learners.changed = version, False
-            if self._asleep:
-                await self.cluster.leave_gpus()  # without the buffers of the transfer
-                await self.group.call("wake_up", ["kv_cache"])
-                self._asleep = False
+        present = self.group.present
+        await while_healthy(self.group, self.learners.call("send_weights", self._version, connection))
+        self._connected = present
+        if self._asleep:
+            await self.cluster.leave_gpus()  # without the buffers of the transfer
+            await self.group.call("wake_up", ["kv_cache"])
+            self._asleep = False
         await self.group.call("resume")
-        if not may_send:
-            self._replacements.send_back(joining)
-        return may_send
 
     async def _pause(self) -> None:
         ranks = [rank for rank in range(len(self.group.actors)) if rank not in self.group.absent]
@@ -167,7 +157,7 @@ class Engines:
             *(self.group.call_one(rank, "pause", what="pausing") for rank in ranks), return_exceptions=True
         )
         for rank, outcome in zip(ranks, outcomes, strict=True):
-            replaced = isinstance(outcome, LostError) and self._replacements.take_over(rank, outcome)
+            replaced = isinstance(outcome, LostError) and self._recovery.recover(rank, outcome)
             if isinstance(outcome, BaseException) and not replaced:
                 raise outcome
         if not self.group.present:
@@ -195,20 +185,23 @@ class Engines:
 
     # --- engines that are lost ---
 
-    def replace_lost(self, check: Callable[[], Awaitable[Any]]) -> None:
-        """From now on replace lost engines, except on shared GPUs; `check` is called when a new one has joined."""
+    def replace_lost(self, check: Callable[[int], Awaitable[Any]]) -> None:
+        """From now on replace lost engines, except on shared GPUs; `check` compares all of them with the learner."""
         if not self.cluster.shares_gpus:
-            self._check_joined, self._replacements.allowed = check, self._max_restarts
-            self._watching.append(asyncio.ensure_future(self._replacements.watch()))
+            self._check = check
+            self._recovery.begin(self._max_restarts)
 
     async def _start_another(self, rank: int) -> ActorGroup:
         return await self.cluster.start_another(ENGINE, rank, version=self._version)
 
-    async def _join(self, rank: int) -> None:
-        """Give a new engine the current weights at once, if the learners still hold them."""
-        async with self.joining:
-            waits = rank in self._replacements.built and not self.learners.changed
-            if waits and await self._transfer(self._version, unless_changed=True):
-                assert self._check_joined is not None, "only `replace_lost` lets engines be replaced"
-                await self._check_joined()
-                self._replacements.ready()
+    async def _join(self, rank: int, new: ActorGroup) -> None:
+        """Give a new engine the weights that the others have, as soon as the learners hold them; then it may sample."""
+        assert self._check is not None, "only `replace_lost` lets engines be replaced"
+        async with self.learners.weights:
+            await self.learners.weights.wait_for(lambda: not self.learners.changed)
+            self._recovery.unverified.add(rank)
+            self.group.replace(rank, new)
+            await self._transfer()
+            await self._check(self._version)
+            self._recovery.unverified.discard(rank)
+            self.learners.weights.notify_all()

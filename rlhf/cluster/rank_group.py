@@ -26,14 +26,19 @@ class RankGroup(ActorGroup):
     """The ranks of one module. `start_step` comes first in every step; rows and tokens are numbered as in its batch.
 
     Attributes:
+        weights: held while the weights change, and while engines are sent them and compared with them: an engine that
+            joined between would be compared with other weights.
         changed: whether an update began since the engines were sent the weights.
         shared: [S] int64, rank after rank: the leading tokens of each sequence that are shared with the previous one.
     """
 
-    changed = False
     shared: np.ndarray
     _tokens: PackedTokens
-    _epochs: Sequence[Sequence[Minibatch]] = ()
+
+    def __init__(self, name: str, actors: list[Any], *, deadline_s: float) -> None:
+        super().__init__(name, actors, deadline_s=deadline_s)
+        self.weights, self.changed = asyncio.Condition(), False
+        self._epochs: Sequence[Sequence[Minibatch]] = ()
 
     @property
     def update_deadline_s(self) -> float:
@@ -62,8 +67,9 @@ class RankGroup(ActorGroup):
 
     async def update(self, targets: PolicyTargets | ValueTargets) -> list[UpdateOutcome]:
         """Run every optimizer step of the training step; metrics are merged over all ranks."""
-        self.changed = True
-        by_rank = await self.call("update", ray.put(targets), deadline_s=self.update_deadline_s)
+        async with self.weights:
+            self.changed = True
+            by_rank = await self.call("update", ray.put(targets), deadline_s=self.update_deadline_s)
         return [merge_outcomes(ranks) for ranks in zip(*by_rank, strict=True)]
 
     async def hold(self, train: PackedTokens, held_out: PackedTokens | None) -> None:

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rlhf.config.base import Section
 from rlhf.config.describe import Key, describe_keys
@@ -28,7 +28,9 @@ from rlhf.config.ppo import PPOConfig
 from rlhf.config.printing import say
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
+from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.secrets import hide_in_output
+from rlhf.config.supervised import SFTConfig
 
 C = TypeVar("C", bound=TrainingProgramConfig)
 R = TypeVar("R")
@@ -58,6 +60,30 @@ win over all files, in any position on the command line. Their values are read a
 REWARD_HEADER = "reward options, next to name and weight of a part: reward=[{name: math, mode: lenient}]"
 
 
+class Program(NamedTuple):
+    """What a program does, and the whole config of one that trains."""
+
+    text: str
+    config: type[TrainingProgramConfig] | None = None
+
+
+PROGRAMS = {
+    "grpo": Program("train with GRPO and its relatives", GRPOConfig),
+    "ppo": Program("train with PPO and a critic", PPOConfig),
+    "sft": Program("supervised fine-tuning on conversations or completions", SFTConfig),
+    "reward-model": Program("train a reward model from preference pairs", RewardTrainingConfig),
+    "evaluate": Program("avg@k, pass@k and maj@k of a model"),
+    "score": Program("grade a file of responses"),
+    "export": Program("a checkpoint as a model folder"),
+    "report": Program("a page about runs"),
+    "show": Program("the rollouts of a run"),
+    "dashboard": Program("lay out a wandb dashboard"),
+    "doctor": Program("check whether a run will work on this machine"),
+    "quickstart": Program("make a tiny model and its data"),
+}
+WITH_ENGINES = {name: p.config for name, p in PROGRAMS.items() if p.config and issubclass(p.config, GRPOConfig)}
+
+
 class ResumableError(RuntimeError):
     """The run ended through no fault of its own; the launchers go on with --resume."""
 
@@ -75,14 +101,14 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def program_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--program", choices=("grpo", "ppo"), default="grpo", help="of the config (default: grpo)")
+    parser.add_argument("--program", choices=WITH_ENGINES, default="grpo", help="of the config (default: grpo)")
 
 
 def program_schema(argv: Sequence[str] | None) -> type[GRPOConfig]:
     """The schema that --program names; the other arguments are parsed later, with this schema."""
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     program_flag(chooser)
-    return PPOConfig if chooser.parse_known_args(argv)[0].program == "ppo" else GRPOConfig
+    return WITH_ENGINES[chooser.parse_known_args(argv)[0].program]
 
 
 def started_as(module: str) -> str:
@@ -115,9 +141,6 @@ def parse(
         add_flags: adds the program's own flags.
         contradictions, complete: as for `load_config`.
         check: problems of this machine with a config, such as a missing file; not called if nothing is started.
-
-    Raises:
-        ValueError: from the config, or from arguments that are neither a flag nor an override.
     """
     parser = parser_of(
         program,
@@ -193,8 +216,6 @@ def run_async(
     main: Coroutine[Any, Any, R], *, on_signal: Callable[[str, Callable[[], object]], None] | None = None
 ) -> R:
     """asyncio.run of a task; a signal to end cancels the task, so its `finally` clauses end what it started.
-
-    The signals are SIGTERM, SIGINT, and SIGHUP, which a lost terminal sends; nohup has it ignored, and so it stays.
 
     Inside of a running event loop, as in the cell of a notebook, that loop waits until the task has ended.
 

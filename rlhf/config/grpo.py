@@ -11,13 +11,7 @@ from rlhf.config import sections
 from rlhf.config.base import key
 from rlhf.config.data import ENVIRONMENT, DataConfig, argument_problems
 from rlhf.config.environment import EnvironmentConfig, tool_names
-from rlhf.config.program import (
-    TrainingProgramConfig,
-    dtype_problems,
-    profile_problems,
-    training_problems,
-    warmup_problems,
-)
+from rlhf.config.program import TrainingProgramConfig, dtype_problems
 from rlhf.config.reward import RewardConfig
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.config.roles import Training
@@ -195,6 +189,8 @@ class GRPOConfig(TrainingProgramConfig):
         yield from _sampling_problems(self)
         yield from self.sampling_contradictions()
         yield from _best_problems(self)
+        yield from super().contradictions()
+        yield from self.step_problems()
         yield from _learner_problems(self)
         yield from _cluster_problems(self)
 
@@ -297,13 +293,7 @@ def _best_problems(config: GRPOConfig) -> Iterator[str]:
 
 
 def _learner_problems(config: GRPOConfig) -> Iterator[str]:
-    run, learner, algo = config.run, config.learner, config.algo
-    yield from profile_problems(config.logging.profile_steps, run.steps, "run.steps")
-    if learner.max_tokens_per_microbatch < config.max_sequence_tokens:
-        yield (
-            f"{learner.max_tokens_per_microbatch=}: one sequence may have {config.sequence_keys}: "
-            f"{config.max_sequence_tokens} tokens. Raise the budget to at least that, or shorten prompts or responses."
-        )
+    algo = config.algo
     for role, training in config.trained_roles():
         if training.minibatches_per_epoch > config.rollouts_per_step:
             yield (
@@ -311,8 +301,6 @@ def _learner_problems(config: GRPOConfig) -> Iterator[str]:
                 f"{config.rollouts_per_step} rollouts per step (rollout.prompts_per_step x samples_per_prompt). Take "
                 "fewer minibatches, or more rollouts."
             )
-        yield from training_problems(role.section, training.section, dtype=config.model.dtype)
-        yield from warmup_problems(role.section, training.section, training.total_updates, training.counted_as)
     if algo.constant_length is not None and algo.loss_aggregation != "constant":
         reason = "only loss_aggregation=constant reads it. Remove it, or set loss_aggregation=constant."
         yield f"{algo.constant_length=} with {algo.loss_aggregation=!s}: {reason}"

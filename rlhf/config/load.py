@@ -56,25 +56,13 @@ def load_config(
         contradictions: between keys that the program reads.
         check: further problems of a config, such as a missing file.
         complete: adds values for keys that the schema requires and the program does not read.
-
-    Raises:
-        ValueError: naming the key, the value, the reason and the remedy; one line for each problem.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     values: dict[str, Any] = {}
     for file in files:
         values = merged(values, _read(file))
     for override in overrides:
-        values = merged(values, _parse_override(override))
-    try:
-        values = OmegaConf.to_container(OmegaConf.create(values), resolve=True)  # type: ignore[assignment]
-    except OmegaConfBaseException as error:
-        raise ValueError(
-            f"{error.full_key}: {first_line(error)}. In a value, ${{...}} stands for another key; write \\${{...}} "
-            "where it is text."
-        ) from None
+        values = merged(values, parse_override(override))
+    values = resolved(values)
     remember(values)
     if unknown := [f"{key}={value}" for key, value in flat_keys(values).items() if HIDDEN in str(value)]:
         reason = "a secret stood here, which is stored nowhere. Set an environment variable to it, and write"
@@ -83,6 +71,20 @@ def load_config(
     if problems := [*contradictions(config), *check(config)]:
         raise ValueError("\n".join(problems))
     return config
+
+
+def resolved(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with what `${...}` stands for: another key, or a variable of the environment."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_container(OmegaConf.create(values), resolve=True)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise ValueError(
+            f"{error.full_key}: {first_line(error)}. In a value, ${{...}} stands for another key; write \\${{...}} "
+            "where it is text."
+        ) from None
 
 
 def resolved_yaml(config: Section) -> str:
@@ -127,7 +129,8 @@ def _read(file: str) -> dict[str, Any]:
     raise ValueError(f"--config {file}: holds a {type(content).__name__}. Write sections, such as `run:`, with keys.")
 
 
-def _parse_override(override: str) -> dict[str, Any]:
+def parse_override(override: str) -> dict[str, Any]:
+    """`section.key=value` as nested values."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -153,11 +156,7 @@ def merged(base: Any, overlay: Any) -> Any:
 
 
 def validated(schema: type[S], values: dict[str, Any], *, section: str = "") -> S:
-    """The config of these values, which may contradict each other, or of the section of this name.
-
-    Raises:
-        ValueError: naming all wrong keys and values.
-    """
+    """The config of these values, which may contradict each other; `section`: of the section of this name alone."""
     try:
         return schema.model_validate_json(json.dumps(values), context={})
     except ValidationError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import ValidationInfo, model_validator
@@ -24,11 +24,13 @@ class TrainingProgramConfig(Section):
         program: its name, `rlhf.` left out.
         hosted_learner: module and class of the learner.
         scalar_learner: its model gives one number per token, not logits.
+        sequences_per_example: those that one microbatch has to hold together.
     """
 
     program: ClassVar[str]
     hosted_learner: ClassVar[str]
     scalar_learner: ClassVar[bool] = False
+    sequences_per_example: ClassVar[int] = 1
 
     if TYPE_CHECKING:  # every program declares them, in its own order
         run: sections.AnyRunConfig
@@ -47,7 +49,29 @@ class TrainingProgramConfig(Section):
 
     def contradictions(self) -> Iterator[str]:
         """A sentence for each: the keys, their values, and what to change."""
-        raise NotImplementedError
+        learner, longest = self.learner, self.sequences_per_example * self.max_sequence_tokens
+        if learner.max_tokens_per_microbatch < longest:
+            times = f"{self.sequences_per_example} x " if self.sequences_per_example > 1 else ""
+            yield (
+                f"{learner.max_tokens_per_microbatch=}: an example may have {times}{self.sequence_keys} = {longest} "
+                "tokens, and is never split. Raise the budget to at least that, or shorten the sequences."
+            )
+        for role, training in self.trained_roles():
+            yield from _section_problems(role.section, training.section, dtype=self.model.dtype)
+
+    def step_problems(self, counted_as: str = "") -> Iterator[str]:
+        """Keys that do not fit the number of steps; `counted_as` says in messages how it comes about."""
+        if late := [step for step in self.logging.profile_steps if step > self.steps]:
+            end = f"the run ends at step {self.steps} ({counted_as or 'run.steps'})"
+            yield f"logging.profile_steps={late}: {end}. Name steps up to that."
+        for role, training in self.trained_roles():
+            warmup, updates = training.section.schedule.warmup_steps, training.total_updates
+            if warmup >= max(1, updates):
+                yield (
+                    f"{role.section}.schedule.warmup_steps={warmup}: the run has only {updates} optimizer steps "
+                    f"({counted_as or training.counted_as}). Shorten the warm-up (as warmup_fraction it follows the "
+                    "length of the run), or run longer."
+                )
 
     @model_validator(mode="after")
     def _refuse_contradictions(self, info: ValidationInfo) -> Self:
@@ -116,7 +140,7 @@ class TrainingProgramConfig(Section):
         return values
 
 
-def training_problems(key: str, trained: sections.TrainedConfig, *, dtype: str) -> Iterator[str]:
+def _section_problems(key: str, trained: sections.TrainedConfig, *, dtype: str) -> Iterator[str]:
     """Contradictions within the section of one trained model; `key` is the name of the section."""
     schedule, lr = trained.schedule, trained.optimizer.lr
     if schedule.warmup_steps and schedule.warmup_fraction:
@@ -133,26 +157,6 @@ def training_problems(key: str, trained: sections.TrainedConfig, *, dtype: str) 
             f"{key}.zero_stage=0 with model.dtype=bfloat16: DeepSpeed would accumulate gradients in bfloat16 there. "
             "Use stage 1 or higher, which costs nothing on one learner, or model.dtype=float32."
         )
-
-
-def warmup_problems(key: str, trained: sections.TrainedConfig, updates: int, counted_as: str) -> Iterator[str]:
-    """A problem if the warm-up is not shorter than the run, which has `updates` optimizer steps.
-
-    Args:
-        counted_as: the product of keys that gives `updates`.
-    """
-    warmup = trained.schedule.warmup_steps
-    if warmup >= max(1, updates):
-        yield (
-            f"{key}.schedule.warmup_steps={warmup}: the run has only {updates} optimizer steps ({counted_as}). Shorten "
-            "the warm-up (as warmup_fraction it follows the length of the run), or run longer."
-        )
-
-
-def profile_problems(profiled: Sequence[int], steps: int, counted_as: str) -> Iterator[str]:
-    """A problem if the run ends before a step whose trace is asked for."""
-    if later := [step for step in profiled if step > steps]:
-        yield f"logging.profile_steps={later}: the run ends at step {steps} ({counted_as}). Name steps up to that."
 
 
 def dtype_problems(key: str, dtype: str, device: str) -> Iterator[str]:

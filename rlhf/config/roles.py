@@ -17,13 +17,7 @@ LEARNER, CRITIC, REWARD_MODEL, ENGINE = "learner", "critic", "reward model", "en
 
 @dataclass(frozen=True)
 class Training:
-    """How a role is trained during the run.
-
-    Attributes:
-        section: optimizer, schedule and ZeRO stage of the role.
-        steps: training steps of the run.
-        idle_steps: first training steps, in which the role does not learn.
-    """
+    """How a role is trained during the run, in all training steps but the first `idle_steps`."""
 
     section: TrainedConfig
     epochs_per_step: int

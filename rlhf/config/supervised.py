@@ -11,13 +11,7 @@ from pydantic import PositiveInt
 from rlhf.config import sections
 from rlhf.config.base import key
 from rlhf.config.data import DatasetConfig, DatasetsConfig, TemplateArguments, TemplateName, argument_problems
-from rlhf.config.program import (
-    TrainingProgramConfig,
-    dtype_problems,
-    profile_problems,
-    training_problems,
-    warmup_problems,
-)
+from rlhf.config.program import TrainingProgramConfig, dtype_problems
 
 
 class SupervisedRunConfig(sections.AnyRunConfig):
@@ -34,12 +28,10 @@ class SupervisedConfig(TrainingProgramConfig):
 
     Attributes:
         examples_key: the key of `learner` that holds the rows of data of one optimizer step, over all learners.
-        sequences_per_example: the adjacent sequences that a row of data becomes.
         best_metrics: of an evaluation, those whose highest value is the best.
     """
 
     examples_key: ClassVar[str]
-    sequences_per_example: ClassVar[int] = 1
     best_metrics: ClassVar[tuple[str, ...]] = ()
 
     run: SupervisedRunConfig
@@ -62,10 +54,10 @@ class SupervisedConfig(TrainingProgramConfig):
         """
         steps = self.run.steps or self.run.epochs * self.updates_per_epoch(examples)
         counted_as = "run.steps" if self.run.steps else f"run.epochs x {examples} examples by minibatches"
-        late = profile_problems(self.logging.profile_steps, steps, counted_as)
-        for problem in (*warmup_problems("learner", self.learner, steps, counted_as), *late):
+        config = self.model_copy(update={"run": self.run.model_copy(update={"steps": steps})})
+        for problem in config.step_problems(counted_as):
             raise ValueError(problem)
-        return self.model_copy(update={"run": self.run.model_copy(update={"steps": steps})})
+        return config
 
     @property
     def steps(self) -> int:
@@ -81,17 +73,9 @@ class SupervisedConfig(TrainingProgramConfig):
         return f"data.max_tokens={self.data.max_tokens}"
 
     def contradictions(self) -> Iterator[str]:
-        learner, data, checkpoint = self.learner, self.data, self.checkpoint
-        yield from training_problems("learner", learner, dtype=self.model.dtype)
+        yield from super().contradictions()
         yield from dtype_problems("model.dtype", self.model.dtype, self.cluster.device)
-        longest = self.sequences_per_example * data.max_tokens
-        if learner.max_tokens_per_microbatch < longest:
-            times = f"{self.sequences_per_example} x " if self.sequences_per_example > 1 else ""
-            yield (
-                f"{learner.max_tokens_per_microbatch=}: an example may have {times}data.max_tokens = {longest} tokens "
-                "and is never split. Raise one or lower the other."
-            )
-        evaluates = data.eval and self.evaluation.every
+        checkpoint, evaluates = self.checkpoint, self.data.eval and self.evaluation.every
         if checkpoint.best is not None and (checkpoint.best not in self.best_metrics or not evaluates):
             known = ", ".join(self.best_metrics)
             use = f"Use {known}, with data.eval and evaluation.every, or null." if known else "Set it to null."

@@ -1,37 +1,29 @@
 """The gold answer that responses are compared with, extracted from a data set's answer column.
 
-    GSM8K   ... She makes 9 * 2 = $18 every day.\n#### 18         -> 18
-    MATH    ... so the sum is $\boxed{\frac{1}{2}}$.              -> \frac{1}{2}
-    text    p - q                                                 -> p - q
-
-The grader's own extractor is passed as an argument, so that loading and grading use the same answer.
+GSM8K   ... She makes 9 * 2 = $18 every day.\n#### 18         -> 18
+MATH    ... so the sum is $\boxed{\frac{1}{2}}$.              -> \frac{1}{2}
+text    p - q                                                 -> p - q
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
+from rlhf.answers.extract import gold_answer
 from rlhf.config.data import AnswerFormat
 
-# Text of a cell, format of the answer -> the answer; None if there is none.
-GoldAnswer = Callable[[str, AnswerFormat], str | None]
 
-
-def extract_answer(value: Any, answer_format: AnswerFormat, gold_answer: GoldAnswer) -> str:
+def extract_answer(value: Any, answer_format: AnswerFormat) -> str:
     """The gold answer in one cell of the answer column; for a list of acceptable answers, the list as JSON.
-
-    Args:
-        gold_answer: the grader's extractor.
 
     Raises:
         ValueError: the reason, without the row: no answer, neither text nor a number, or no marker of the format.
     """
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list | tuple) and value:
-        return json.dumps([extract_answer(item, answer_format, gold_answer) for item in value], ensure_ascii=False)
+        return json.dumps([extract_answer(item, answer_format) for item in value], ensure_ascii=False)
     text = _as_text(value)
     answer = gold_answer(text, answer_format)
     if answer is None:

@@ -252,14 +252,7 @@ def read_examples(config: SupervisedDataConfig, encode: Encode) -> TrainEval:
 
 
 def load_examples(config: SupervisedDataConfig, which: Literal["train", "eval"], encode: Encode) -> Examples:
-    """Read and tokenize all sources of `data.train` or `data.eval`.
-
-    Args:
-        encode: raises a ValueError with reason and remedy for a row that it cannot read.
-
-    Raises:
-        ValueError: a source or a row cannot be used, or no row is left.
-    """
+    """Read and tokenize all sources; ValueError if a source or a row is of no use to `encode`, or no row is left."""
     examples: list[Sequence[MaskedTokens]] = []
     too_long, bad_rows = 0, list[str]()
     for key, settings in config_sources(config, which).items():

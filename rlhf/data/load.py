@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlhf.config.data import OPENS_THOUGHT, PLAIN, USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
-from rlhf.data.answers import GoldAnswer, extract_answer
+from rlhf.data.answers import extract_answer
 from rlhf.data.read import Row, Source, check_text, config_sources, read_messages, read_tools, rows_per_epoch
 from rlhf.data.templates import ROLES, render, tokenize
 from rlhf.types import Prompt
@@ -44,17 +44,12 @@ class LoadedPrompts:
 
 
 def load_prompts(
-    config: DataConfig, which: Literal["train", "eval"], tokenizer: Any, gold_answer: GoldAnswer, *, acts: bool = False
+    config: DataConfig, which: Literal["train", "eval"], tokenizer: Any, *, acts: bool = False
 ) -> LoadedPrompts:
-    """Read and tokenize all sources of `data.train` or `data.eval`.
+    """Read and tokenize all sources; ValueError if a source, column or row is of no use, or every prompt too long.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        gold_answer: the grader's extractor, `answers.extract.gold_answer`.
         acts: an environment goes with each prompt; rows without one get it from the environment, later.
-
-    Raises:
-        ValueError: a source, column or row cannot be used, or all prompts of a source are too long.
     """
     loaded = LoadedPrompts({}, {}, {}, {})
     sources, longest = config_sources(config, which), config.max_prompt_tokens
@@ -71,7 +66,7 @@ def load_prompts(
             )
         if which == "eval":
             rows = rows[: settings.rows or config.eval_rows]
-        prompts = _make_prompts(config, source, rows, tokenizer, gold_answer, acts=acts)
+        prompts = _make_prompts(config, source, rows, tokenizer, acts=acts)
         short = loaded.prompts[settings.label] = [prompt for prompt in prompts if len(prompt.token_ids) <= longest]
         if not short:
             shortest = min(len(prompt.token_ids) for prompt in prompts)
@@ -85,9 +80,7 @@ def load_prompts(
     return replace(loaded, rows_per_epoch=rows_per_epoch(sources.values(), loaded.prompts))
 
 
-def first_usable(
-    config: DataConfig, which: Literal["train", "eval"], gold_answer: GoldAnswer
-) -> Iterator[tuple[str, Prompt]]:
+def first_usable(config: DataConfig, which: Literal["train", "eval"]) -> Iterator[tuple[str, Prompt]]:
     """(row, as messages name it; its prompt, without tokens) of the first usable row of each source.
 
     A source without one is skipped: loading it reports the reason.
@@ -97,13 +90,13 @@ def first_usable(
             continue
         with contextlib.suppress(ValueError, IndexError):
             source = Source(key, settings, which, skip=True)
-            row, messages, answer = _usable_rows(config, source, [*islice(source.stream(), FIRST_ROWS)], gold_answer)[0]
+            row, messages, answer = _usable_rows(config, source, [*islice(source.stream(), FIRST_ROWS)])[0]
             no_tokens, label = np.empty(0, np.int32), settings.label
             prompt = Prompt(f"{label}/{row.number}", 0, no_tokens, messages, answer, label, row.columns)
             yield f"row {row.number} of {key}={settings.path}", prompt
 
 
-def read_first_prompt(config: DataConfig, tokenizer: Any, gold_answer: GoldAnswer, *, acts: bool = False) -> Prompt:
+def read_first_prompt(config: DataConfig, tokenizer: Any, *, acts: bool = False) -> Prompt:
     """The first prompt of data.train, of whose rows only the first are read; `acts` as in `load_prompts`.
 
     Raises:
@@ -114,17 +107,13 @@ def read_first_prompt(config: DataConfig, tokenizer: Any, gold_answer: GoldAnswe
         return _made_prompts(config, "train", settings)[0]
     source = Source(key, settings, "train", skip=True)
     rows = [*islice(source.stream(), FIRST_ROWS)]
-    return _make_prompts(config, source, rows, tokenizer, gold_answer, acts=acts)[0]
+    return _make_prompts(config, source, rows, tokenizer, acts=acts)[0]
 
 
 def leave_out(
     config: DataConfig, which: Literal["train", "eval"], loaded: LoadedPrompts, ids: set[str]
 ) -> LoadedPrompts:
-    """The loaded prompts without those with these ids; the mix of an epoch is computed again.
-
-    Raises:
-        ValueError: a source has no prompt left.
-    """
+    """The loaded prompts without those with these ids, in a mix that is computed anew; no source may become empty."""
     remaining = {source: [p for p in prompts if p.id not in ids] for source, prompts in loaded.prompts.items()}
     for source, prompts in remaining.items():
         if not prompts:
@@ -153,16 +142,10 @@ def _made_prompts(config: DataConfig, which: Literal["train", "eval"], settings:
 
 
 def _make_prompts(
-    config: DataConfig,
-    source: Source[SourceConfig],
-    rows: list[Row],
-    tokenizer: Any,
-    gold_answer: GoldAnswer,
-    *,
-    acts: bool,
+    config: DataConfig, source: Source[SourceConfig], rows: list[Row], tokenizer: Any, *, acts: bool
 ) -> list[Prompt]:
     """The prompts of the rows that can be used. Raises ValueError: one cannot, and is not left out; or none can."""
-    usable = _usable_rows(config, source, rows, gold_answer, acts=acts)
+    usable = _usable_rows(config, source, rows, acts=acts)
     texts = []
     for row, messages, _ in usable:
         tools = None if config.template in PLAIN else read_tools(row.columns)
@@ -185,7 +168,7 @@ def _make_prompts(
 
 
 def _usable_rows(
-    config: DataConfig, source: Source[SourceConfig], rows: list[Row], gold_answer: GoldAnswer, *, acts: bool = False
+    config: DataConfig, source: Source[SourceConfig], rows: list[Row], *, acts: bool = False
 ) -> list[tuple[Row, Messages, str]]:
     """The rows whose prompt and answer can be read, with both. Raises ValueError unless the others are left out."""
     columns = list({name: None for row in rows for name in row.columns})  # in the order of the file
@@ -200,7 +183,7 @@ def _usable_rows(
             if config.template not in PLAIN:
                 read_tools(row.columns)
             if answer_column:
-                answer = _read_answer(row, answer_column, answer_format, gold_answer)
+                answer = _read_answer(row, answer_column, answer_format)
             usable.append((row, messages, answer))
     return usable
 
@@ -236,9 +219,9 @@ def _column_value(columns: dict[str, Any], column: str) -> Any:
     return value
 
 
-def _read_answer(row: Row, column: str, answer_format: AnswerFormat, gold_answer: GoldAnswer) -> str:
+def _read_answer(row: Row, column: str, answer_format: AnswerFormat) -> str:
     try:
-        answer = extract_answer(_column_value(row.columns, column), answer_format, gold_answer)
+        answer = extract_answer(_column_value(row.columns, column), answer_format)
     except ValueError as error:
         raise ValueError(
             f"no usable answer: `{column}` {error}. Correct or remove the row, name another answer_column or "

@@ -19,14 +19,7 @@ from rlhf.data.model_files import check_weights, class_problem, lacks_chat_templ
 
 
 def check_model_files(path: str, *, key: str = "model.path", generates: bool = True) -> None:
-    """Refuse a local path that is not a whole model, and one in the hub's cache that cannot be loaded.
-
-    Args:
-        generates: whether it has to be a language model.
-
-    Raises:
-        ValueError: no such folder or no config.json; an unknown model_type; weight files that are missing or cut off.
-    """
+    """Raise a ValueError unless a local path, or what is in the hub's cache, is a whole model that can be loaded."""
     if looks_local(path):
         if not Path(path).is_dir():
             raise ValueError(
@@ -45,11 +38,7 @@ def check_model_files(path: str, *, key: str = "model.path", generates: bool = T
 def model_problems(
     config: TrainingProgramConfig, *, trains: bool = True, policy: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """All reasons in its models' files to refuse the run.
-
-    Args:
-        policy: config.json of model.path; None to read it from there.
-    """
+    """All reasons in its models' files to refuse the run; `policy` is the config.json of model.path, if it is read."""
     policy = local_model_config(config.model.path) or {} if policy is None else policy
     problems, context = [], policy.get("max_position_embeddings")
     if context is not None and config.max_sequence_tokens > context:

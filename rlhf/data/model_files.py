@@ -39,11 +39,7 @@ def local_model_config(path: str) -> dict[str, Any] | None:
 
 
 def class_problem(path: str, key: str, *, generates: bool = True) -> str:
-    """Why transformers has no class for a model, from its config.json; "" if it has, or if the file is not here.
-
-    Args:
-        generates: whether the model has to be a language model, which gives the next token.
-    """
+    """Why transformers has no class for a model, from its config.json; "" if it has, or if the file is not here."""
     config = local_model_config(path)
     if config is None or "auto_map" in config or config.get("model_type") in USUAL_MODEL_TYPES:
         return ""  # auto_map: the model brings its own class
@@ -100,11 +96,7 @@ def reward_template(config: RewardModelConfig) -> NamedTemplate:
 
 
 def load_tokenizer(model: ModelConfig, *, key: str = "model.path") -> Any:
-    """Load the model's tokenizer.
-
-    Raises:
-        ValueError: neither the folder nor the hub has it.
-    """
+    """The model's tokenizer; ValueError if neither the folder nor the hub has it."""
     if not looks_local(model.path):
         use_cache_if_hub_is_silent()
     from transformers import AutoTokenizer
@@ -130,11 +122,7 @@ def stop_token_ids(path: str, tokenizer: Any) -> frozenset[int]:
 
 
 def truncate_token_id(rollout: RolloutConfig, tokenizer: Any) -> int | None:
-    """The id of rollout.truncate_token; None if it is not set.
-
-    Raises:
-        ValueError: the tokenizer does not encode it as one token.
-    """
+    """The id of rollout.truncate_token, None if it is not set; ValueError unless the tokenizer has one for it."""
     if rollout.truncate_token is None:
         return None
     ids = tokenizer.encode(rollout.truncate_token, add_special_tokens=False)
@@ -176,20 +164,12 @@ def _digest(folder: Path, patterns: tuple[str, ...], *, sampled: bool = False) -
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that a model consists of; some may be missing.
-
-    Raises:
-        ValueError: the index is not readable.
-    """
+    """The safetensors files that a model consists of, some of which may be missing."""
     return [folder / name for name in sorted(set(_weight_index(folder).values()) or {SINGLE})]
 
 
 def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The tensors of a safetensors file by name.
-
-    Raises:
-        ValueError: it is not a whole safetensors file.
-    """
+    """The shapes of the tensors of a safetensors file; ValueError if it is not a whole one."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -203,11 +183,7 @@ def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_weights(path: str) -> None:
-    """Check the weight files of a model in a folder or in the hub's cache, as far as their headers tell.
-
-    Raises:
-        ValueError: a file is missing or not whole, or the index names a tensor that its file does not hold.
-    """
+    """Refuse weight files that are missing or not whole, or lack a tensor that the index names, by their headers."""
     folder = local_model_folder(path)
     files = weight_files(folder)
     missing = [file.name for file in files if not file.is_file()]

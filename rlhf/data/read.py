@@ -63,11 +63,7 @@ def too_few_prompts(available: int, needed: int) -> str:
 
 
 def check_source(source: DatasetConfig, key: str) -> None:
-    """Check a source without reading it: a local file exists, has a known format and is not empty; a folder has one.
-
-    Raises:
-        ValueError: the key, the path, the reason and the remedy.
-    """
+    """Refuse a source without reading it: no such file, an unknown format, an empty file, a folder of several."""
     path = local_path(source)
     if path is None:
         return
@@ -255,11 +251,7 @@ def _parse(content: bytes, where: str, *, first_line: int = 1) -> Any:
 def read_messages(value: Any, column: str, role: str, *, roles: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The value of a column as messages: a text is one message of this role; what is null in a message is left out.
 
-    Args:
-        roles: if given, each message has one of these, and content.
-
-    Raises:
-        ValueError: it is neither, or holds what is no text.
+    ValueError if it is neither; with `roles`, also for a message with another role, or without content.
     """
     messages = [{"role": role, "content": value}] if isinstance(value, str) else value
     if not isinstance(messages, list) or not messages:

@@ -28,8 +28,8 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.printing import say
 from rlhf.doctor import grading, machine, nodes, training
 from rlhf.doctor.examination import Check, Finding, Patient, examine_all, lines
-from rlhf.plan import GPU, local_resources
 from rlhf.plan.memory import GIB
+from rlhf.plan.resources import GPU, local_resources
 
 DESCRIPTION = "Check whether a run will start, fit and compute correctly here; exit status 1 if a check failed."
 
@@ -51,7 +51,6 @@ def checks(config: GRPOConfig) -> tuple[Check, ...]:
         Check("rewards", grading.check_rewards, wait_s, "a reward of the config does not answer"),
         Check("nodes", nodes.check_nodes, 120.0, same_network),
         Check("gpu", nodes.check_gpus, 60.0, "`nvidia-smi` on each node"),
-        Check("imports", machine.check_imports, 600.0, "a network file system under the environment is too slow"),
         Check("start-up", training.check_start, wait_s, start),
         Check("kernels", training.check_kernels, 600.0, kernel),
         Check("collective", training.check_collective, 300.0, f"NCCL_DEBUG=INFO; {same_network}"),

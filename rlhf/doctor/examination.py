@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -116,21 +115,6 @@ async def examine_all(checks: Sequence[Check], patient: Patient, report: Callabl
             patient.least_free = min(patient.least_free, psutil.virtual_memory().available)
             report(results[-1])
     return results
-
-
-async def in_process(*arguments: str) -> tuple[bytes, str]:
-    """Run Python in a process that ends with this call; -> its output, and if it failed, its last error line."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        output, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    last_line = (errors.decode(errors="replace").strip().splitlines() or [f"status {process.returncode}"])[-1]
-    return output, last_line if process.returncode else ""
 
 
 def lines(result: Finding) -> Iterator[str]:

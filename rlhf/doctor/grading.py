@@ -26,7 +26,7 @@ from rlhf.run.threads import in_thread
 from rlhf.types import RolloutGroup
 
 SAMPLED_PROMPTS, SHOWN = 8, 2
-HANGING = "rlhf.doctor.hang:forever"
+HANGING = "rlhf.doctor:forever"
 HANG_S = 1.0  # then the hanging grader is killed
 
 

@@ -1,4 +1,4 @@
-"""Checks of this machine that start nothing: versions, imports, what a run refuses at its start, wandb."""
+"""Checks of this machine that start nothing: versions, what a run refuses at its start, wandb."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from rlhf.answers.extract import gold_answer
 from rlhf.cluster.node_report import plugin_is_installed
 from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer
-from rlhf.doctor.examination import Finding, Patient, Status, in_process
+from rlhf.doctor.examination import Finding, Patient, Status
 from rlhf.environments.start import StartedEnvironments
-from rlhf.plan import joins_a_cluster, start_problems, visible_gpus
 from rlhf.plan.memory import GIB
-from rlhf.plan.start_checks import existing_folder, run_bytes
+from rlhf.plan.resources import joins_a_cluster
+from rlhf.plan.start_checks import existing_folder, run_bytes, start_problems
 from rlhf.run.threads import in_thread
 
 if TYPE_CHECKING:
@@ -73,18 +72,6 @@ def _misfit(requirement: Requirement) -> str:
     return ""
 
 
-async def check_imports(patient: Patient) -> Finding:
-    """Import what engines and learners import, each in a separate process; with GPUs, torch must be able to use one."""
-    cuda = patient.config.cluster.device == "cuda" and bool(visible_gpus())  # a head node may have none
-    names = ("deepspeed", "vllm", *(("flashinfer", "cutlass") if cuda else ()))
-    code = "import torch; torch.zeros(1, device='cuda')" if cuda else "import torch"
-    for command in (code, *(f"import {name}" for name in names)):
-        _, reason = await in_process("-c", command)
-        if reason:
-            return Finding("fail", f"`{command}`: {reason}", SET_UP)
-    return Finding("ok", ", ".join(("torch", *names)) + (" are imported, and torch computes on a GPU" if cuda else ""))
-
-
 # --- what a run refuses ---
 
 
@@ -97,7 +84,7 @@ async def check_config(patient: Patient) -> Finding:
     problems = await in_thread(start_problems, config)
     try:
         tokenizer = await in_thread(load_tokenizer, config.model)
-        load = partial(load_prompts, config.data, "train", tokenizer, gold_answer, acts=config.acts)
+        load = partial(load_prompts, config.data, "train", tokenizer, acts=config.acts)
         prompts = (await in_thread(load)).prompts
         patient.rows = [prompt for rows in prompts.values() for prompt in rows[:PROMPTS_PER_SOURCE]]
         patient.prompts = patient.rows

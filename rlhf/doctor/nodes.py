@@ -16,8 +16,8 @@ from collections import Counter
 from typing import Any
 
 from rlhf.cluster import node_report
-from rlhf.doctor.examination import Finding, Patient, in_process
-from rlhf.plan import count_gpus, joins_a_cluster
+from rlhf.doctor.examination import Finding, Patient
+from rlhf.plan.resources import count_gpus, joins_a_cluster
 from rlhf.run.threads import in_thread
 
 LEFT_ON_PURPOSE = (1, 4)  # Ray's NodeDeathInfo: expected termination, idle node drained by the autoscaler
@@ -57,14 +57,20 @@ async def check_nodes(patient: Patient) -> Finding:
 
 
 async def _ask(address: str) -> dict[str, dict[str, Any]]:
-    """The answer of every node of a cluster; the process that asks ends with this call.
-
-    Raises:
-        RuntimeError: the cluster is not reached; with the last line of Ray's message.
-    """
-    output, reason = await in_process("-m", "rlhf.doctor.nodes", address, str(ANSWER_S))
-    if reason:
-        raise RuntimeError(f"Ray at {address} is not reached: {reason}")
+    """The answer of every node of a cluster, asked by a process that ends with this call."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rlhf.doctor.nodes", address, str(ANSWER_S), stdout=pipe, stderr=pipe
+    )
+    try:
+        output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        said = errors.decode(errors="replace").strip().splitlines() or [f"status {process.returncode}"]
+        raise RuntimeError(f"Ray at {address} is not reached: {said[-1]}")
     answers: dict[str, dict[str, Any]] = json.loads(output.splitlines()[-1])
     return answers
 

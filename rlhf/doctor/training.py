@@ -21,7 +21,7 @@ from rlhf.doctor.examination import Finding, NotCheckedError, Patient
 from rlhf.log.reductions import merge_metrics
 from rlhf.plan.memory import GIB, learner_memory, total
 from rlhf.plan.model_shape import shape_at
-from rlhf.plan.start_checks import existing_folder, run_bytes
+from rlhf.plan.start_checks import existing_folder, run_folder_problems
 from rlhf.rollout.requests import SamplingSettings
 from rlhf.rollout.sampler import to_rollout
 from rlhf.run.speed import peak_tflops
@@ -320,9 +320,9 @@ async def check_sampling(patient: Patient) -> Finding:
 async def check_checkpoint(patient: Patient) -> Finding:
     """Write a checkpoint where the run would, read it back, and remove it: GB/s of both."""
     engines, config = patient.engines, patient.config
-    existing, need = existing_folder(config), run_bytes(config)
-    if need is not None and shutil.disk_usage(existing).free < need:
-        raise NotCheckedError(f"it needs {need / GIB:.1f} GiB on {existing}")
+    for problem in run_folder_problems(config):
+        raise NotCheckedError(problem)
+    existing = existing_folder(config)
     folder = Path(tempfile.mkdtemp(prefix="rlhf-doctor-", dir=existing))
     try:
         began = time.monotonic()

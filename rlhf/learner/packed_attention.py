@@ -135,27 +135,27 @@ def use_flash_attention_3() -> bool:
 
 
 def _scale_by_position(q: Tensor, module: Any, segments: Segments) -> Tensor:
-    """Llama 4 scales queries [U, heads, d] by their place in the row: scale by the place in the segment instead.
+    """Llama 4 scales queries [U, heads, d] by their position in the row: scale by the position in the segment instead.
 
-    The scale at place t is 1 + attn_scale ln(1 + floor((t + 1) / floor_scale)), in layers without rotary positions.
+    The scale at position t is 1 + attn_scale ln(1 + floor((t + 1) / floor_scale)), in layers without rotary positions.
     """
 
-    def scale(places: Tensor) -> Tensor:
-        return torch.log1p(torch.floor((places.float() + 1) / module.floor_scale)) * module.attn_scale + 1
+    def scale(positions: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((positions.float() + 1) / module.floor_scale)) * module.attn_scale + 1
 
-    place = segments.positions()[1][segments.computed]
-    ratio = scale(place) / scale(torch.arange(len(q), device=q.device))
+    position = segments.positions()[1][segments.computed]
+    ratio = scale(position) / scale(torch.arange(len(q), device=q.device))
     return (q * ratio[:, None, None]).to(q.dtype)
 
 
 def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
     """q [U, heads, d], k and v [U, kv_heads, d] -> [U, heads, d]; a block of n segments is one batch of n."""
     layout = segments.layout
-    queries = take_rows(q, layout.queries).split([block.places.numel() for block in layout.blocks])
-    keys, values = (take_rows(x, layout.keys).split([len(b.places) * b.keys for b in layout.blocks]) for x in (k, v))
+    queries = take_rows(q, layout.queries).split([block.positions.numel() for block in layout.blocks])
+    keys, values = (take_rows(x, layout.keys).split([len(b.positions) * b.keys for b in layout.blocks]) for x in (k, v))
     outputs = []
     for block, *parts in zip(layout.blocks, queries, keys, values, strict=True):
-        query, key, value = (x.view(len(block.places), -1, *x.shape[1:]).transpose(1, 2) for x in parts)
+        query, key, value = (x.view(len(block.positions), -1, *x.shape[1:]).transpose(1, 2) for x in parts)
         if q.device.type == "cpu" and query.shape[-2] <= SHORT_QUERIES:
             query, key, value = full_precision(query), full_precision(key), full_precision(value)
         seen = block.seen(scoring.window)
@@ -215,12 +215,12 @@ def _block_mask(segments: Segments, window: int | None) -> BlockMask:
     """Which tokens of the row each computed token sees, made once for all layers with this window."""
     masks = segments.block_masks
     if window not in masks:
-        segment, place = segments.positions()
-        own, at = segment[segments.computed], place[segments.computed]
+        segment, position = segments.positions()
+        own, at = segment[segments.computed], position[segments.computed]
 
         def seen(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            past = (own[query] == segment[key]) & (place[key] <= at[query])
-            return past if window is None else past & (place[key] > at[query] - window)
+            past = (own[query] == segment[key]) & (position[key] <= at[query])
+            return past if window is None else past & (position[key] > at[query] - window)
 
         make, device = _compiled(create_block_mask, segment.device.type), segment.device
         masks[window] = make(seen, B=None, H=None, Q_LEN=len(own), KV_LEN=len(segment), device=device)

@@ -56,15 +56,15 @@ def _by_segments(whole: Any) -> Any:
         kwargs.pop("segments", None)  # meant for attention; fused kernels take no unknown argument
         # Padding repeats a segment's last token. Its outputs are dropped, so no gradient comes from there.
         layout = segments.layout
-        shapes = [(len(block.places), block.keys) for block in layout.blocks]
+        shapes = [(len(block.positions), block.keys) for block in layout.blocks]
         outputs = []
-        for shape, places in zip(shapes, layout.keys.split([n * longest for n, longest in shapes]), strict=True):
+        for shape, tokens in zip(shapes, layout.keys.split([n * longest for n, longest in shapes]), strict=True):
 
-            def block(x: Any, shape: tuple[int, int] = shape, places: Tensor = places) -> Any:
+            def block(x: Any, shape: tuple[int, int] = shape, tokens: Tensor = tokens) -> Any:
                 if isinstance(x, tuple):  # cosines and sines
                     return tuple(map(block, x))
                 of_tokens = isinstance(x, Tensor) and x.shape[:2] == (1, len(segments.computed))
-                return take_rows(x[0], places).unflatten(0, shape) if of_tokens else x
+                return take_rows(x[0], tokens).unflatten(0, shape) if of_tokens else x
 
             out = whole(*map(block, args), **{name: block(x) for name, x in kwargs.items()})
             outputs.append(out)

@@ -30,7 +30,7 @@ from rlhf.types import PackedTokens
 
 @dataclass(frozen=True)
 class DeviceTokens:
-    """A microbatch on the device: columns [T], with places in each sequence, `rollout_tokens` [S], and its segments."""
+    """A microbatch on the device: columns [T], with positions in each sequence, `rollout_tokens` [S], its segments."""
 
     token_ids: Tensor
     position_ids: Tensor
@@ -46,10 +46,10 @@ class DeviceTokens:
             return torch.from_numpy(array).to(device=device, dtype=dtype)
 
         segments = segments_of(tokens.cu_seqlens, shared_beginnings(tokens), device)
-        positions = np.arange(len(tokens.token_ids)) - np.repeat(tokens.cu_seqlens[:-1], tokens.lengths)
+        position_ids = put(np.arange(len(tokens.token_ids)) - np.repeat(tokens.cu_seqlens[:-1], tokens.lengths))
         mask, logprobs = put(tokens.response_mask, torch.bool), put(tokens.rollout_logprobs, torch.float32)
-        ids, places, trained = put(tokens.token_ids), put(positions), put(tokens.rollout_tokens)
-        return cls(ids, places, mask, logprobs, segments.cu_seqlens, trained, segments)
+        ids, rollout_tokens = put(tokens.token_ids), put(tokens.rollout_tokens)
+        return cls(ids, position_ids, mask, logprobs, segments.cu_seqlens, rollout_tokens, segments)
 
 
 def transformer_outputs(transformer: PreTrainedModel, tokens: DeviceTokens, **options: Any) -> Any:

@@ -27,12 +27,12 @@ SIMILAR_LENGTH = 0.75  # segments of one block are at least this share of its lo
 
 @dataclass(frozen=True)
 class Block:
-    """Segments whose attention is one batch: `places` [n, queries] int64, the place of each query in its segment.
+    """Segments whose attention is one batch: `positions` [n, queries] int64, each query's position in its segment.
 
     Each segment has `keys` tokens, padded on the right. `whole`: no beginning is shared, so queries are keys.
     """
 
-    places: Tensor
+    positions: Tensor
     keys: int
     whole: bool
 
@@ -41,8 +41,8 @@ class Block:
         window = None if window is None or window >= self.keys else window
         if self.whole and window is None:
             return None
-        keys, places = torch.arange(self.keys, device=self.places.device), self.places[:, None, :, None]
-        return keys <= places if window is None else (keys <= places) & (keys > places - window)
+        keys, queries = torch.arange(self.keys, device=self.positions.device), self.positions[:, None, :, None]
+        return keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
 
 
 class Layout(NamedTuple):
@@ -87,7 +87,7 @@ class Segments:
         return x if self.expand is None else take_rows(x, self.expand)
 
     def positions(self) -> tuple[Tensor, Tensor]:
-        """-> the segment of each token of the row, and its place there; both [T] int64."""
+        """-> the segment of each token of the row, and its position there; both [T] int64."""
         tokens = torch.arange(len(self.source), device=self.computed.device)
         segment = segment_ids(self.cu_seqlens, len(tokens))
         return segment, tokens - self.cu_seqlens[segment]
@@ -122,10 +122,10 @@ class Segments:
             fits = (classes[rest] == classes[first]) & (lengths[rest] >= SIMILAR_LENGTH * lengths[first])
             stop = start + (len(fits) if fits.all() else int(np.argmin(fits)))
             rows = order[start:stop, None]
-            places = np.minimum(shared[rows] + np.arange(max(1, own[rows].max())), lengths[rows] - 1)
+            positions = np.minimum(shared[rows] + np.arange(max(1, own[rows].max())), lengths[rows] - 1)
             keys.append((bounds[rows] + np.minimum(np.arange(lengths[first]), lengths[rows] - 1)).ravel())
-            queries.append((bounds[rows] + places).ravel())
-            blocks.append(Block(torch.from_numpy(places).to(device), int(lengths[first]), whole=not classes[first]))
+            queries.append((bounds[rows] + positions).ravel())
+            blocks.append(Block(torch.from_numpy(positions).to(device), int(lengths[first]), whole=not classes[first]))
             start = stop
 
         def computed_at(tokens: np.ndarray) -> Tensor:

@@ -15,9 +15,9 @@ from rlhf.algo.packing import FILLER_TOKENS, filler
 from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.rank import TrainedRank
 from rlhf.log.reductions import StepMetrics, UpdateOutcome
-from rlhf.types import Denominators, Minibatch, PackedTokens, PolicyTargets, ValueTargets
+from rlhf.types import Denominators, Minibatch, PackedTokens, Targets
 
-Targets = TypeVar("Targets", PolicyTargets, ValueTargets)
+T = TypeVar("T", bound=Targets)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class StepRank(TrainedRank):
         return np.concatenate([np.zeros(0, np.float32), *outputs])
 
     def updates(
-        self, targets: Targets, loss: Callable[[DeviceTokens, Targets, Denominators], tuple[Tensor, StepMetrics]]
+        self, targets: T, loss: Callable[[DeviceTokens, T, Denominators], tuple[Tensor, StepMetrics]]
     ) -> list[UpdateOutcome]:
         """One optimizer step for each minibatch of every epoch; `loss` gets a microbatch's part of the columns [N]."""
 

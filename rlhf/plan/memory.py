@@ -90,11 +90,7 @@ def _shape_of(role: Role, config: TrainingProgramConfig, policy: ModelShape | No
 def checkpoint_bytes(config: TrainingProgramConfig, policy: ModelShape | None) -> int | None:
     """One checkpoint: float32 weights and moments of all trained models, float32 weights of a changing reference.
 
-    Args:
-        policy: the shape of model.path.
-
-    Returns:
-        None if the shape of a trained model is not known.
+    None if the shape of a trained model is not known; `policy` is that of model.path.
     """
     size = 0
     for role, _ in config.trained_roles():
@@ -297,11 +293,7 @@ def awake_problem(config: GRPOConfig, shape: ModelShape | None, *, kept: float, 
 
 
 def training_problems(peaks: Mapping[str, float], *, kept: float, have: float) -> Iterator[str]:
-    """Roles that do not fit while they train.
-
-    Args:
-        peaks: by role, the bytes that it adds to `kept`.
-    """
+    """Roles that do not fit while they train; each adds its bytes of `peaks` to `kept`."""
     for role, peak in peaks.items():
         needed = kept + peak + ASLEEP_BYTES
         if needed > have:

@@ -118,12 +118,10 @@ def read_shape(path: str) -> ModelShape:
         ValueError: its config.json is not on this machine, or neither files nor formula count the model.
     """
     config = config_at(path)
-    if config is None and looks_local(path):
-        raise ValueError(f"there is no config.json in model.path={path}. Give a folder in Hugging Face format.")
     if config is None:
         raise ValueError(
-            f"config.json of model.path={path} is not in the hub cache of this machine. Fetch it with `hf download "
-            f"{path} config.json`, or give a local folder."
+            f"config.json of model.path={path} is not on this machine. Give a folder in Hugging Face format, or fetch "
+            f"it into the hub's cache with `hf download {path} config.json`."
         )
     stored = stored_tensors(path)
     source = "the weight files" if stored else "config.json"
@@ -145,10 +143,7 @@ def stored_tensors(path: str) -> dict[str, tuple[int, ...]]:
 
 
 def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> ModelShape:
-    """Read a config.json.
-
-    Args:
-        stored: of `stored_tensors`. Without it a formula counts the parameters.
+    """The shape that a config.json describes; parameters are counted in `stored`, else by a formula.
 
     Raises:
         ValueError: an architecture that no formula knows, without weight files, or a size that is missing.

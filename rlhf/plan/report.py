@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 
 import psutil
 
@@ -18,6 +19,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import resolved_yaml
 from rlhf.config.model_folder import looks_local
 from rlhf.config.printing import printable
+from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role, Training
 from rlhf.config.sections import ClusterConfig
 from rlhf.data.model_checks import model_problems
@@ -34,13 +36,23 @@ SHORT_NAMES = {REWARD_MODEL: "reward"}  # names that are too long for a cell
 CELL_WIDTH = 10  # characters; the usual eight cells and the node's name fit in 100 columns
 
 
-def print_plan(config: GRPOConfig, *, plan: bool = True, whole_config: bool = False) -> None:
-    """Print the plan, and the config with every default; then the first prompt, which takes seconds of imports."""
-    title = f"Plan of run.dir={config.run.dir}; --print-config prints every key with its value\n\n"
-    parts = ([title + plan_text(config)] if plan else []) + ([resolved_yaml(config)] if whole_config else [])
-    print_text("\n".join(parts))
-    if plan:
-        print_text(first_prompt_text(config))
+def printed(config: TrainingProgramConfig, flags: Namespace) -> bool:
+    """Print what --plan and --print-config ask for, if they were given; a pipe that is closed early is no error."""
+    parts: list[Callable[[], str]] = []
+    if isinstance(config, GRPOConfig) and flags.plan:
+        title = f"Plan of run.dir={config.run.dir}; --print-config prints every key with its value"
+        parts.append(lambda: f"{title}\n\n{plan_text(config)}")
+    if flags.print_config:
+        parts.append(lambda: resolved_yaml(config))
+    if isinstance(config, GRPOConfig) and flags.plan:
+        parts.append(lambda: first_prompt_text(config))  # the last, because it takes seconds of imports
+    try:
+        for number, part in enumerate(parts):
+            sys.stdout.write(printable("\n" * (number > 0) + part()))
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return bool(parts)
 
 
 def first_prompt_text(config: GRPOConfig) -> str:
@@ -49,13 +61,12 @@ def first_prompt_text(config: GRPOConfig) -> str:
     is_here = first.is_environment or (path is not None and path.exists())
     if local_model_config(config.model.path) is None or not is_here:
         return ""
-    from rlhf.answers.extract import gold_answer
     from rlhf.data.load import read_first_prompt, show_prompt
     from rlhf.data.model_files import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(config.model)
-        prompt = read_first_prompt(config.data, tokenizer, gold_answer, acts=config.acts)
+        prompt = read_first_prompt(config.data, tokenizer, acts=config.acts)
         if config.acts:
             from rlhf.config.cli import run_async
             from rlhf.environments.start import StartedEnvironments
@@ -65,16 +76,7 @@ def first_prompt_text(config: GRPOConfig) -> str:
         text = show_prompt(prompt, tokenizer)
     except ValueError as error:
         text = f"none: {error}"
-    return f"\nFirst prompt\n{text}\n"
-
-
-def print_text(text: str) -> None:
-    """Print a page; a pipe that is closed early, as by `head`, is no error."""
-    try:
-        sys.stdout.write(printable(text))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return f"First prompt\n{text}\n"
 
 
 def plan_text(config: GRPOConfig) -> str:
@@ -294,11 +296,7 @@ def _parts(title: str, parts: tuple[Part, ...]) -> list[str]:
 
 
 def arithmetic_warnings(config: GRPOConfig, prompts: int | str) -> Iterator[str]:
-    """Warnings that need no model: those of the config, idle learners or engines, too few prompts.
-
-    Args:
-        prompts: rows per epoch, or why they are not known.
-    """
+    """Warnings that need no model: those of the config, idle learners or engines, too few prompts in an epoch."""
     cluster, rollout, learner = config.cluster, config.rollout, config.learner
     yield from config.warnings()
     for role, training in config.trained_roles():
@@ -343,11 +341,7 @@ def model_warnings(config: GRPOConfig) -> Iterator[str]:
 def memory_warnings(
     config: GRPOConfig, estimates: Sequence[RoleMemory], shape: ModelShape, host_gib: float
 ) -> Iterator[str]:
-    """Warnings from the estimate: roles that do not fit, and a KV cache that is too small.
-
-    Args:
-        shape: of model.path. host_gib: memory of this machine, for runs on CPU.
-    """
+    """Warnings from the estimate: roles that do not fit, on CPU in `host_gib`, and a KV cache that is too small."""
     cluster, rollout = config.cluster, config.rollout
     (_, kv_tokens), longest = kv_cache(shape, config), config.max_sequence_tokens
     per_group = rollout.samples_per_prompt * longest

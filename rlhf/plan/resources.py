@@ -24,15 +24,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def check_resources(config: TrainingProgramConfig, available: Mapping[str, float], *, trains: bool = True) -> None:
-    """Refuse a run that asks for more CPUs or GPUs than exist; the message names both numbers.
-
-    Args:
-        available: numbers of CPUs and GPUs.
-        trains: False if only engines run.
-
-    Raises:
-        ValueError: fewer CPUs or GPUs than the config asks for.
-    """
+    """Raise a ValueError if a run asks for more CPUs or GPUs than are available; `trains=False`: engines alone."""
     roles, cluster = config.roles(trains=trains), config.cluster
     named = ", ".join(counted(role.count, role.name) for role in roles)
     cpus, have = sum(role.count * role.cpus for role in roles), available.get("CPU", 0.0)

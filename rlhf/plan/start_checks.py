@@ -35,7 +35,7 @@ def start_problems(config: GRPOConfig) -> list[str]:
 
 def run_problems(config: TrainingProgramConfig) -> list[str]:
     """Reasons to refuse a training run: data, models, run folder and its disk, CPUs and GPUs."""
-    return [*input_problems(config), *_run_folder_problems(config), *_machine_problems(config)]
+    return [*input_problems(config), *run_folder_problems(config), *_machine_problems(config)]
 
 
 def evaluation_problems(config: GRPOConfig) -> list[str]:
@@ -91,14 +91,7 @@ def _existing(path: Path) -> Path:
 
 
 def run_bytes(config: TrainingProgramConfig, *, written: int = 0) -> int | None:
-    """The most that a run writes: its checkpoints (`checkpoint.most`) and the exported model.
-
-    Args:
-        written: number of checkpoints that exist already.
-
-    Returns:
-        None if the model's config.json is not found or not supported.
-    """
+    """The most that a run writes, of whose checkpoints some are `written`; None if a model's shape is not known."""
     policy = shape_at(config.model.path)
     checkpoint = checkpoint_bytes(config, policy)
     if checkpoint is None or policy is None:
@@ -107,7 +100,7 @@ def run_bytes(config: TrainingProgramConfig, *, written: int = 0) -> int | None:
     return checkpoints * checkpoint + config.run.export * BYTES[config.model.dtype] * policy.parameters
 
 
-def _run_folder_problems(config: TrainingProgramConfig) -> Iterator[str]:
+def run_folder_problems(config: TrainingProgramConfig) -> Iterator[str]:
     """The run folder cannot be written, or its disk has no room for the checkpoints."""
     folder = existing_folder(config)
     if not folder.is_dir():
@@ -206,7 +199,7 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
     if not any(part.is_user_function for part in reward.all_parts) or reward.failure_fraction == 1:
         return []
     # imported here, so that --plan needs no numpy
-    from rlhf.answers.extract import alternatives, gold_answer
+    from rlhf.answers.extract import alternatives
     from rlhf.data.load import first_usable
     from rlhf.rewards.scorer import Scorer
 
@@ -214,7 +207,7 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
     rows = [
         (config.rollout if which == "train" else config.evaluations[prompt.source], row, prompt)
         for which in kinds
-        for row, prompt in first_usable(config.data, which, gold_answer)
+        for row, prompt in first_usable(config.data, which)
     ]
     problems: dict[tuple[str, str], str] = {}  # by function and error: it is the same for every source
     try:

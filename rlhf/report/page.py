@@ -109,7 +109,7 @@ def _run(run: RunFiles, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "path": str(run.path),
-        "program": run.program,
+        "program": run.program_config.program if run.program_config else "another version",
         "finished": run.finished,
         "config": run.config,
         "every": every,

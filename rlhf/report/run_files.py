@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,18 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.algo.schedules import learning_rate
-from rlhf.config.grpo import GRPOConfig
+from rlhf.config.cli import PROGRAMS
 from rlhf.config.load import flat_keys, stored_values, validated
-from rlhf.config.ppo import PPOConfig
 from rlhf.config.program import TrainingProgramConfig
-from rlhf.config.reward_model import RewardTrainingConfig
-from rlhf.config.supervised import SFTConfig
 from rlhf.log.sinks import Row, read_rows, read_summary
 from rlhf.rewards.grade import NO_ANSWER
-
-SCHEMAS: dict[str, type[TrainingProgramConfig]] = {
-    schema.program: schema for schema in (GRPOConfig, PPOConfig, SFTConfig, RewardTrainingConfig)
-}
 
 
 @dataclass(frozen=True)
@@ -42,11 +36,14 @@ class RunFiles:
     def name(self) -> str:
         return self.path.resolve().name
 
-    @property
-    def program(self) -> str:
-        if "rollout.prompts_per_step" not in self.config:
-            return "sft" if "learner.sequences_per_update" in self.config else "reward_model"
-        return "ppo" if any(key.startswith("critic.") for key in self.config) else "grpo"
+    @cached_property
+    def program_config(self) -> TrainingProgramConfig | None:
+        """The config as the one program reads it that takes all its keys; None if it is of another version."""
+        for program in PROGRAMS.values():
+            with contextlib.suppress(ValueError):
+                if program.config is not None:
+                    return validated(program.config, stored_values(_config_file(self.path)))
+        return None
 
     @property
     def finished(self) -> bool:
@@ -68,10 +65,9 @@ class RunFiles:
 
     def planned_learning_rates(self) -> dict[int, float]:
         """By training step, the rate of the policy's last update in it; empty if the config is of another version."""
-        try:
-            training = validated(SCHEMAS[self.program], stored_values(_config_file(self.path))).training
-        except ValueError:
+        if self.program_config is None:
             return {}
+        training = self.program_config.training
         arguments = training.schedule_arguments
         updates = {step: training.updates_before(step) for step in range(1, training.steps + 1)}
         return {step: learning_rate(update, **arguments) for step, update in updates.items() if update}
@@ -141,15 +137,15 @@ def sample_groups(run: RunFiles, max_bytes: int) -> tuple[list[list[Row]], float
     total = sum(files.values())
     if total <= max_bytes:
         return [group for file in files for group in read_groups(file)], 1.0
-    groups, left, taken = [], 0.0, 0
+    groups, allowed, taken = [], 0.0, 0
     for file, size in files.items():
-        left += size * max_bytes / total
+        allowed += size * max_bytes / total
         for group in read_groups(file):
             written = sum(len(json.dumps(row, ensure_ascii=False).encode()) + 1 for row in group)
-            if written > left:
+            if taken + written > allowed:
                 break
             groups.append(group)
-            left, taken = left - written, taken + written
+            taken += written
     return groups, taken / total
 
 

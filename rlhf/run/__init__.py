@@ -1,9 +1,9 @@
 """Any training run (`run`), the rollout side of a run with engines (`rollout_loop`), and what both keep and write.
-`supervised_loop` is the loop of the programs that learn from fixed examples.
+`supervised_loop` is what the programs that learn from fixed examples share.
 
-After a fault: `restarts` for the whole run; `cluster/replacement.py` for one engine.
+After a fault: `restarts` for the whole run; `cluster/engine_recovery.py` for one engine.
 
 Where to add a program: its config, a `TrainingProgramConfig`; a file at the top level that holds its loop, as `grpo.py`
-does, or calls `supervised_loop.train`; a line in `command.PROGRAMS`, and one in `report.run_files.SCHEMAS` for its
-report. A program without engines uses `Run` alone. What its checkpoints hold besides is `Run.progress`.
+and `sft.py` do; a line in `config.cli.PROGRAMS`. A program without engines uses `Run` alone. What its checkpoints hold
+besides is `Run.progress`.
 """

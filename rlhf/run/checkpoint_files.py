@@ -59,9 +59,8 @@ def read_line(file: Path) -> str:
 
 
 def is_of_run(checkpoint: Path, run_id: str) -> bool:
-    """Whether a folder with the name of a checkpoint is one of this run; earlier versions wrote no id."""
-    owner = read_line(checkpoint / RUN_ID)
-    return owner == run_id if owner else (checkpoint / MANIFEST).exists()
+    """Whether a folder with the name of a checkpoint is one of this run."""
+    return read_line(checkpoint / RUN_ID) == run_id
 
 
 def write_manifest(folder: Path, written: Mapping[str, WrittenFile]) -> None:

@@ -152,10 +152,9 @@ class Mirror:
         self._closed.set_result(None)
 
     def _folders(self, run_id: str) -> list[str]:
-        """Names of this run's checkpoints in the mirror, including incomplete ones; earlier versions sent no id."""
+        """Names of this run's checkpoints in the mirror, including incomplete ones."""
         names = in_order(path.rpartition("/")[2] for path in self._glob("step-*"))
-        owners = {name: self._line(f"{name}/{RUN_ID}") for name in names}
-        return [name for name in names if (owners[name] or (self._read(f"{name}/{MANIFEST}") and run_id)) == run_id]
+        return [name for name in names if self._line(f"{name}/{RUN_ID}") == run_id]
 
     def _glob(self, pattern: str) -> list[str]:
         self._fs.invalidate_cache()

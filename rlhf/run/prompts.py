@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from rlhf.answers.extract import gold_answer
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.sections import ModelConfig
 from rlhf.data.load import LoadedPrompts, leave_out, load_prompts, show_prompt
@@ -32,7 +31,7 @@ class RunData(NamedTuple):
 def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
     """Read and tokenize all prompts; ValueError if a row, the tokenizer or the reward model's template does not fit."""
     truncate_token_id(config.rollout, tokenizer)  # must be one token
-    train = load_prompts(config.data, "train", tokenizer, gold_answer, acts=config.acts)
+    train = load_prompts(config.data, "train", tokenizer, acts=config.acts)
     _check_prompts_suffice(config, train)
     if config.reward_model is not None and config.reward_model.path is not None:
         token_ids = reward_input(config)
@@ -41,7 +40,7 @@ def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
             if not rows[0].messages:
                 continue  # an environment makes them
             token_ids([*rows[0].messages, {"role": "assistant", "content": ""}], reads)
-    return RunData(train, load_prompts(config.data, "eval", tokenizer, gold_answer, acts=config.acts))
+    return RunData(train, load_prompts(config.data, "eval", tokenizer, acts=config.acts))
 
 
 def _check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:

@@ -99,8 +99,8 @@ def check_resumed_state(config: TrainingProgramConfig, folder: RunFolder, state:
             f"run.steps={steps}: the newest checkpoint is of step {state.step}, nothing is left to do. Raise "
             "run.steps, or start another run.dir."
         )
-    began = state.program or ("ppo" if "critic" in state.config else "grpo")  # earlier versions did not write it
-    if (state.program or state.config) and began != config.program:
+    began = state.program or config.program
+    if began != config.program:
         raise ValueError(
             f"run.dir={folder.path}: its checkpoints are of rlhf.{began}, this is rlhf.{config.program}. "
             f"Resume with python -m rlhf.{began}, or start another run.dir from its model."

@@ -169,15 +169,18 @@ class RolloutLoop(Generic[C]):
             await self.engines.sleep_if_colocated()
             await run.cluster.load(run.restored)
         await self.canary.check_start(run.first_step)
-        self.engines.replace_lost(self.canary.check_joined)
+        self.engines.replace_lost(self.canary.check)
 
     async def publish(self, version: int) -> dict[str, float]:
         """Learners -> engines, compared by the canary, whose metrics are returned; raises as `Canary.check`."""
-        async with self.engines.joining:
+        learners = self._run.cluster.learners
+        async with learners.weights:
             with self._run.clock.phase("transfer"):
                 await self.engines.send_weights(version)
             with self._run.clock.phase("canary"):
-                return await self.canary.check(version)
+                compared = await self.canary.check(version)
+            learners.weights.notify_all()
+        return compared
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint holds of the rollout side."""

@@ -84,12 +84,8 @@ class RunState:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The state that `to_json` wrote; ValueError if a key is missing, is unknown or has another type.
-
-        Only `program`, `reward_scale`, `rewards` and `environments` may be missing: earlier versions lack them.
-        """
-        optional = {"program", "reward_scale", "rewards", "environments"}
-        if missing := [f.name for f in fields(cls) if f.name not in optional | json.loads(text).keys()]:
+        """The state that `to_json` wrote; ValueError if a key is missing, is unknown or has another type."""
+        if missing := [f.name for f in fields(cls) if f.name not in json.loads(text)]:
             raise ValueError(f"it lacks {', '.join(missing)}")
         return TypeAdapter(cls).validate_json(text)
 

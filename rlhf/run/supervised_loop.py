@@ -1,9 +1,9 @@
-"""A run that learns from fixed examples, as rlhf.sft and rlhf.reward_model do: its loop, evaluations and metrics."""
+"""What runs that learn from fixed examples share (rlhf.sft, rlhf.reward_model): start, metrics, evaluations."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from rlhf.config.supervised import SupervisedConfig
@@ -23,13 +23,9 @@ COLUMNS = (
 MAX_SKIPPED = 20  # updates in a row, after which a training that diverged ends
 
 
-async def train(run: Run[Any], data: TrainEval) -> None:
-    """The run: evaluate, take the steps, evaluate, export. A training step is one optimizer step.
-
-    Raises:
-        ValueError: the run began with other examples.
-        RuntimeError: too many updates in a row were skipped.
-    """
+@contextlib.asynccontextmanager
+async def supervised_loop(run: Run[Any], data: TrainEval) -> AsyncIterator[SupervisedLoop]:
+    """Start a run whose learners hold all examples; ValueError if it began with other examples."""
     async with contextlib.AsyncExitStack() as exit_stack:
         with run.clock.phase("start"):
             exit_stack.enter_context(run.shown())
@@ -40,20 +36,11 @@ async def train(run: Run[Any], data: TrainEval) -> None:
                 if run.restored is not None:
                     await run.cluster.load(run.restored)
         run.begin()
-        await loop.evaluate_if_due(run.first_step)
-        for step in range(run.first_step, run.config.steps):
-            run.clock.start_step()
-            async with run.profiled(step + 1):
-                with run.clock.phase("update"):
-                    outcome = await run.cluster.learners.train(step)
-            loop.log_step(step + 1, outcome)
-            await loop.evaluate_if_due(step + 1)
-            await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
-        await run.finish({})
+        yield loop
 
 
 class SupervisedLoop:
-    """What such a run has besides `Run`."""
+    """What such a run has besides `Run`; made by `supervised_loop`."""
 
     def __init__(self, run: Run[SupervisedConfig], data: TrainEval) -> None:
         self._run, self._data = run, data
@@ -74,7 +61,7 @@ class SupervisedLoop:
         run.progress = lambda: {"stream": stream}
 
     def log_step(self, step: int, outcome: UpdateOutcome) -> None:
-        """Write the metrics of a finished step; too many skipped updates in a row end the run."""
+        """Write the metrics of a finished step; RuntimeError after too many skipped updates in a row."""
         run, values = self._run, to_values(outcome.metrics)
         values |= run.cluster.heartbeat.memory
         values["time/step"] = run.clock.step_seconds()

@@ -37,6 +37,21 @@ class Training(NamedTuple):
     max_restarts: int
 
 
+class Restarts:
+    """Counts restarts in a row without a new checkpoint."""
+
+    def __init__(self) -> None:
+        self._count, self._from_step = 0, -1
+
+    def after(self, saved: int, *, allowed: int) -> str:
+        """What to say of a restart from the checkpoint of this step (0: none); "" if there may be none."""
+        self._count = 1 if saved > self._from_step else self._count + 1
+        self._from_step = saved
+        if not saved or self._count > allowed:
+            return ""
+        return f"Restart {self._count} of at most {allowed} (run.max_restarts) from the checkpoint of step {saved}."
+
+
 _to_command: int | None = None  # in the driver: a pipe
 _takes_over = False  # in the driver
 
@@ -56,24 +71,22 @@ def supervise(main: Callable[[], None]) -> int:
     """Run a training program in a process of its own; returns its exit status."""
     adopt_orphans()  # those of a lost driver, to see when they have ended
     with lossy_output():
-        restarts, newest = 0, ""
+        restarts, follows = Restarts(), False
         while True:
-            returncode, training = _run_driver(main, takes_over=restarts > 0)
+            returncode, training = _run_driver(main, takes_over=follows)
             if training is None:
                 break
-            from rlhf.run.checkpoint_files import complete_checkpoints  # here, because numpy starts threads
+            from rlhf.run.checkpoint_files import complete_checkpoints, step_of  # here, because numpy starts threads
 
-            before = newest
-            newest = "".join(path.name for path in complete_checkpoints(Path(training.folder) / "checkpoints")[-1:])
-            restarts = restarts + 1 if newest == before else 1
+            saved = [step_of(path.name) for path in complete_checkpoints(Path(training.folder) / "checkpoints")]
+            restart, follows = restarts.after(max(saved, default=0), allowed=training.max_restarts), True
             if not training.has_own_ray:
                 say(f"error: {LOST} Start the cluster again, and go on with --resume.", file=sys.stderr)
                 return cli.RESUMABLE
-            if not newest or restarts > training.max_restarts:
+            if not restart:
                 say(f"error: {LOST}", file=sys.stderr)
                 return cli.RUN_ERROR
-            restart = f"Restart {restarts} of at most {training.max_restarts} (run.max_restarts)"
-            say(f"warning: {LOST} {restart} from the checkpoint of {newest}.")
+            say(f"warning: {LOST} {restart}")
             try:
                 _wait_for_orphans()
             except KeyboardInterrupt:

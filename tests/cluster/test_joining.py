@@ -1,4 +1,4 @@
-"""An engine that was built while weights are sent and compared joins after both, compared with the new weights."""
+"""A new engine that has started joins between updates, and is compared with the weights that it was sent."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 from fake_canary import PROMPTS
 
 from rlhf.cluster.canary import Canary
@@ -20,6 +21,7 @@ class Learners:
 
     def __init__(self, group: EngineGroup) -> None:
         self.group, self.weight, self.changed = group, 0.0, False
+        self.weights = asyncio.Condition()
 
     async def locate(self, **_: Any) -> list[Any]:
         return [SimpleNamespace(host="here", port=1, node="here")]
@@ -33,12 +35,13 @@ class Learners:
 
 
 class EngineGroup:
-    """Two engines; the second one is lost, and the one in its place is built."""
+    """Engines of which the last one is lost, and the one in its place has started."""
 
-    def __init__(self) -> None:
-        self.actors, self.absent = ["engine 0", "lost"], {1}
-        self.weights = {"engine 0": 0.0, "new": -1.0}
-        self.locations = [SimpleNamespace(node="here")] * 2
+    def __init__(self, count: int) -> None:
+        self.actors = [*(f"engine {rank}" for rank in range(count - 1)), "lost"]
+        self.absent, self.lost = {count - 1}, count - 1
+        self.weights = dict.fromkeys(self.actors, 0.0) | {"new": -1.0}
+        self.locations = [SimpleNamespace(node="here")] * count
 
     @property
     def present(self) -> list[str]:
@@ -46,6 +49,7 @@ class EngineGroup:
 
     def replace(self, rank: int, new: Any) -> None:
         self.actors[rank] = new
+        self.absent.discard(rank)
 
     async def call(self, method: str, *_: Any, **__: Any) -> Any:
         asked = self.present
@@ -57,36 +61,46 @@ class EngineGroup:
         await asyncio.sleep(0)
 
 
-def test_an_engine_that_was_built_during_a_transfer_joins_after_the_comparison_and_with_the_new_weights() -> None:
-    async def publish_while_one_is_built(after: int) -> None:
-        group = EngineGroup()
-        learners = Learners(group)
-        sections = SimpleNamespace(device="cpu", placement="separate", min_engines=1, tensor_parallel=1)
-        config: Any = SimpleNamespace(
-            cluster=SimpleNamespace(**vars(sections), start_deadline_s=1.0), run=SimpleNamespace(max_restarts=1)
-        )
-        cluster: Any = SimpleNamespace(
-            group=lambda _: group, learners=learners, first_step=0, shares_gpus=False, trains=True
-        )
-        engines = Engines(cluster, config)
-        engines._connected = group.present
-        canary = Canary(engines, PROMPTS, dtype="float32", max_tokens=8)
-        canary.sequences = [np.zeros(3, np.int32)]
-        await canary.check(0)
-        clock = SimpleNamespace(phase=lambda _: contextlib.nullcontext())
-        loop: Any = SimpleNamespace(engines=engines, canary=canary, _run=SimpleNamespace(clock=clock))
+async def publish_while_one_starts(engines_in_all: int, after: int) -> None:
+    group = EngineGroup(engines_in_all)
+    learners = Learners(group)
+    sections = SimpleNamespace(device="cpu", placement="separate", min_engines=1, tensor_parallel=1)
+    config: Any = SimpleNamespace(
+        cluster=SimpleNamespace(**vars(sections), start_deadline_s=1.0), run=SimpleNamespace(max_restarts=1)
+    )
+    cluster: Any = SimpleNamespace(
+        group=lambda _: group, learners=learners, first_step=0, shares_gpus=False, trains=True, end_with=None
+    )
+    engines = Engines(cluster, config)
+    engines._connected = group.present
+    canary = Canary(engines, PROMPTS, dtype="float32", max_tokens=8)
+    canary.sequences = [np.zeros(3, np.int32)]
+    engines._check = canary.check
+    clock = SimpleNamespace(phase=lambda _: contextlib.nullcontext())
+    run = SimpleNamespace(clock=clock, cluster=cluster)
+    loop: Any = SimpleNamespace(engines=engines, canary=canary, _run=run)
 
-        async def build() -> None:
-            for _turn in range(after):
-                await asyncio.sleep(0)
-            engines._replacements.built[1] = cast(Any, "new")
-            await engines._join(1)
+    async def start() -> None:
+        for _turn in range(after):
+            await asyncio.sleep(0)
+        await engines._join(group.lost, cast(Any, "new"))
 
-        engines._check_joined = canary.check_joined
-        learners.weight, learners.changed = 1.0, True
-        await asyncio.gather(build(), RolloutLoop.publish(loop, 1))
-        assert group.weights == {"engine 0": 1.0, "new": 1.0}
-        assert not engines._replacements._joining
+    async def train() -> None:
+        async with learners.weights:  # as RankGroup.update
+            learners.changed = True
+            await asyncio.sleep(0)
+            learners.weight = 1.0
+        assert (await RolloutLoop.publish(loop, 1))["sync/canary_difference"] == 0.0
 
-    for after in range(30):
-        asyncio.run(publish_while_one_is_built(after))
+    await asyncio.gather(start(), train())
+    assert {group.weights[actor] for actor in group.present} == {1.0}
+    assert "new" in group.present
+    assert not engines._recovery.unverified
+
+
+@pytest.mark.parametrize("engines_in_all", [1, 2])
+def test_an_engine_that_starts_while_the_weights_change_joins_with_all_or_none_of_the_update(
+    engines_in_all: int,
+) -> None:
+    for after in range(40):
+        asyncio.run(asyncio.wait_for(publish_while_one_starts(engines_in_all, after), 60))

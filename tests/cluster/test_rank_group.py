@@ -65,9 +65,8 @@ class Rank(StepRank):
 
 
 class LocalRanks(RankGroup):
-    deadline_s = 1.0
-
     def __init__(self) -> None:
+        super().__init__("learner", [], deadline_s=1.0)
         self._ranks = [Rank(rank) for rank in range(LEARNERS)]
 
     async def call(self, method: str, *arguments: Any, deadline_s: float | None = None) -> list[Any]:

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +63,20 @@ def test_any_other_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, t
 
 def test_a_part_of_ray_that_is_dying_thread_by_thread_is_lost() -> None:
     first_thread_ends = (
-        "import ctypes, os, threading, time\n"
+        "import ctypes, os, sys, threading, time\n"
+        "sys.stdin.readline()\n"
         "threading.Thread(target=lambda: (time.sleep(0.5), os._exit(3))).start()\n"
         "ctypes.CDLL(None).pthread_exit(0)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", first_thread_ends]) as dying:
+    with subprocess.Popen([sys.executable, "-c", first_thread_ends], stdin=subprocess.PIPE) as dying:
         process, running = psutil.Process(dying.pid), RaySession()
         running.temp, running._watched = "its folder", {"gcs_server": process}
+        assert running.lost() == ""
+        assert dying.stdin is not None
+        dying.stdin.write(b"\n")
+        dying.stdin.flush()
         while process.status() != psutil.STATUS_ZOMBIE:
-            assert running.lost() == ""
+            time.sleep(0.01)
         assert running.lost().endswith("status 3.")
 
 

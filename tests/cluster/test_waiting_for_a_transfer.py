@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.cluster import replacement
+from rlhf.cluster import engine_recovery
 from rlhf.cluster.actors import ActorGroup, ClusterError, LostError
 from rlhf.cluster.cluster import Cluster
 from rlhf.cluster.engines import Engines
@@ -26,7 +26,7 @@ class DeadEngine(ActorGroup):
 
 
 def test_a_transfer_to_a_dead_engine_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replacement, "HEALTH_PERIOD_S", 0.01)
+    monkeypatch.setattr(engine_recovery, "HEALTH_PERIOD_S", 0.01)
     given_up = []
 
     async def send_forever() -> None:
@@ -38,7 +38,7 @@ def test_a_transfer_to_a_dead_engine_is_given_up(monkeypatch: pytest.MonkeyPatch
 
     async def transfer() -> list[bool]:
         with pytest.raises(ClusterError, match="engine 0 is lost"):
-            await replacement.while_healthy(DeadEngine(), send_forever())
+            await engine_recovery.while_healthy(DeadEngine(), send_forever())
         await asyncio.sleep(0)  # the sender hears of it
         return list(given_up)
 
@@ -61,13 +61,13 @@ class FakeEngines(ActorGroup):
 
 
 def test_a_transfer_ends_when_another_task_replaces_an_engine_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replacement, "HEALTH_PERIOD_S", 0.01)
+    monkeypatch.setattr(engine_recovery, "HEALTH_PERIOD_S", 0.01)
 
     async def transfer() -> None:
         engines = FakeEngines()
         asyncio.get_running_loop().call_later(0.05, engines.absent.add, 1)
-        with pytest.raises(LostError, match="an engine was lost"):
-            await replacement.while_healthy(engines, asyncio.Event().wait())
+        with pytest.raises(LostError, match=r"\bengine\b.*\blost\b"):
+            await engine_recovery.while_healthy(engines, asyncio.Event().wait())
 
     asyncio.run(transfer())
 
@@ -80,8 +80,8 @@ def test_the_error_of_a_learner_is_that_of_an_engine_that_another_task_replaces(
             engines.absent.add(1)
             raise LostError("learner.send_weights failed: the actor died")
 
-        with pytest.raises(LostError, match="an engine was lost"):
-            await replacement.while_healthy(engines, fail())
+        with pytest.raises(LostError, match=r"\bengine\b.*\blost\b"):
+            await engine_recovery.while_healthy(engines, fail())
 
     asyncio.run(transfer())
 
@@ -96,7 +96,7 @@ def test_the_error_of_a_learner_is_that_of_an_engine_that_another_task_replaces(
 def test_after_a_failed_transfer_no_engine_goes_on_sampling(
     error: Exception, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replacement, "ENGINE_DEATH_NOTICE_S", 0)
+    monkeypatch.setattr(engine_recovery, "ENGINE_DEATH_NOTICE_S", 0)
     group = FakeEngines()
 
     class Learners:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from rlhf.answers.extract import gold_answer
 from rlhf.config.data import DataConfig, SourceConfig
 from rlhf.config.sections import ModelConfig
 from rlhf.data.load import LoadedPrompts, first_prompt, load_prompts, show_prompt
@@ -54,7 +53,7 @@ def write_jsonl(path: Path, rows: list[Any]) -> None:
 def load(tokenizer: Any, which: Any = "train", limit: int = 1000, **section: Any) -> LoadedPrompts:
     section = {"train": "train.jsonl", "template": "raw", "max_prompt_tokens": limit, **section}
     config = DataConfig.model_validate_json(json.dumps(section))
-    return load_prompts(config, which, tokenizer, gold_answer)
+    return load_prompts(config, which, tokenizer)
 
 
 def answers(loaded: LoadedPrompts, source: str = "train") -> list[str]:
@@ -108,7 +107,7 @@ def test_a_row_of_60_mb_or_of_100_000_brackets_is_named_with_its_line_at_once_or
         loaded = load(tokenizer, on_bad_row="skip")
         assert [prompt.id for prompt in loaded.prompts["train"]] == ["train/1", "train/3"]
     (folder / "train.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"data\.train: train\.json\b.*brackets within brackets"):
+    with pytest.raises(ValueError, match=r"data\.train: train\.json\b.*brackets"):
         load(tokenizer, train="train.json")
 
 
@@ -278,7 +277,7 @@ def test_sources_are_mixed_by_weight_or_by_row_count(folder: Path, tokenizer: An
 
 def test_data_without_answers_needs_answer_format_none(folder: Path, tokenizer: Any) -> None:
     write_jsonl(folder / "train.jsonl", [{"prompt": "Write a poem."}])
-    with pytest.raises(ValueError, match=r"answer_column is not set.*train\.jsonl.*only prompt"):
+    with pytest.raises(ValueError, match=r"answer_column\b.*train\.jsonl\b.*\bprompt\b"):
         load(tokenizer)
     assert answers(load(tokenizer, answer_format="none")) == [""]
 
@@ -344,10 +343,10 @@ def test_a_column_that_is_not_there_lists_those_that_are(folder: Path, tokenizer
         (
             "a.jsonl",
             b'{"question": "q"}\n\n{"question": \n',
-            r"data\.train: line 3 of a\.jsonl is not JSON.*line 3, ",
+            r"data\.train: line 3 of a\.jsonl\b.*\bJSON\b.*line 3, ",
         ),
         ("a.jsonl", b'{"question": "caf\xe9"}\n', r"data\.train: line 1 of a\.jsonl\b.*UTF-8.*\bbyte 17\b"),
-        ("a.json", b'[{"question": "q"},\n {"question": }]', r"data\.train: a\.json is not JSON.*line 2, column 15\b"),
+        ("a.json", b'[{"question": "q"},\n {"question": }]', r"data\.train: a\.json\b.*\bJSON\b.*line 2, column 15\b"),
         ("a.jsonl", b"", r"data\.train=a\.jsonl: the file is empty"),
         ("a.jsonl", b"\n \n", r"data\.train=a\.jsonl: it holds no row"),
         ("a.json", b"[]", r"data\.train=a\.json: it holds no row"),
@@ -367,9 +366,9 @@ def test_missing_files_are_found_before_anything_is_read(folder: Path) -> None:
     write_jsonl(folder / "train.jsonl", ROWS)
     for path in ("train.jsonl", "openai/gsm8k"):
         check_source(SourceConfig(path=path), "data.train")
-    with pytest.raises(ValueError, match=r"data\.train=no/train\.jsonl: .*no such file"):
+    with pytest.raises(ValueError, match=r"^data\.train=no/train\.jsonl: "):
         check_source(SourceConfig(path="no/train.jsonl"), "data.train")
-    with pytest.raises(ValueError, match=r"data\.eval\.1=\./nothing: .*no such file"):
+    with pytest.raises(ValueError, match=r"^data\.eval\.1=\./nothing: "):
         check_source(SourceConfig(path="./nothing"), "data.eval.1")
 
 
@@ -419,7 +418,7 @@ def test_bad_rows_are_left_out_and_counted_where_the_config_says_so(folder: Path
     reasons = loaded.bad_rows["train"]
     assert len(reasons) == len(bad)
     assert all(any(f" {number} of train.jsonl" in reason for reason in reasons) for number in range(2, 9)), reasons
-    with pytest.raises(ValueError, match=r"line 2 of train\.jsonl is not JSON"):
+    with pytest.raises(ValueError, match=r"line 2 of train\.jsonl\b.*\bJSON\b"):
         load(tokenizer)
     (folder / "train.jsonl").write_text('{"question": "", "answer": "1"}\n' * 3)
     with pytest.raises(ValueError, match=r"data\.train=train\.jsonl: no row .*\brow 1 "):
@@ -441,9 +440,9 @@ def test_an_environment_makes_prompts_that_have_other_ids_in_an_evaluation(folde
 def test_rows_without_a_prompt_are_read_for_an_environment_alone(folder: Path, tokenizer: Any) -> None:
     write_jsonl(folder / "games.jsonl", [{"level": 1}, {"level": 2}])
     config = DataConfig(train="games.jsonl", template="raw")
-    loaded = load_prompts(config, "train", tokenizer, gold_answer, acts=True)
+    loaded = load_prompts(config, "train", tokenizer, acts=True)
     assert [(prompt.columns, prompt.messages) for prompt in loaded.prompts["games"]] == [
         ({"level": 1}, ()), ({"level": 2}, ()),
     ]  # fmt: skip
     with pytest.raises(ValueError, match="prompt_column is not set"):
-        load_prompts(config, "train", tokenizer, gold_answer)
+        load_prompts(config, "train", tokenizer)

@@ -61,7 +61,7 @@ def test_a_model_that_needs_code_of_its_repository_is_refused_and_nothing_of_it_
         load_policy(make_config(hostile).model, temperature=1.0)
     with pytest.raises(ValueError, match="trust_remote_code"):
         empty_model(hostile, dtype="float32", trust_remote_code=False)
-    with pytest.raises(ValueError, match=r"^model\.path=.*tokenizer cannot be loaded"):
+    with pytest.raises(ValueError, match=r"^model\.path=.*\btokenizer\b"):
         load_tokenizer(make_config(hostile).model)
     assert not canary.exists()
 

@@ -31,8 +31,8 @@ from rlhf.doctor.__main__ import checks
 from rlhf.doctor.examination import Check, Finding, Patient, examine_all, lines
 from rlhf.log import reachable
 from rlhf.log.reductions import Max, Mean
-from rlhf.plan import visible_gpus
 from rlhf.plan.memory import GIB
+from rlhf.plan.resources import visible_gpus
 from rlhf.plan.start_checks import run_bytes
 from rlhf.rollout.requests import Completion
 from rlhf.run.threads import in_thread
@@ -477,15 +477,6 @@ def test_little_free_memory_between_the_checks_warns(make: Any) -> None:
     assert finding(training.check_memory, patient).status == "warn"
 
 
-@pytest.mark.slow
-def test_a_package_that_cannot_be_imported_is_named(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "deepspeed.py").write_text("import os\nos.no_such_name\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    result = finding(machine.check_imports, make())
-    assert result.status == "fail"
-    assert result.text == "`import deepspeed`: AttributeError: module 'os' has no attribute 'no_such_name'"
-
-
 # --- the program ---
 
 
@@ -504,7 +495,7 @@ def test_a_config_that_is_not_valid_is_the_users_error() -> None:
 
 
 NAMES = [
-    "versions", "config", "wandb", "scorer", "rewards", "nodes", "gpu", "imports", "start-up", "kernels", "collective",
+    "versions", "config", "wandb", "scorer", "rewards", "nodes", "gpu", "start-up", "kernels", "collective",
     "transfer", "agreement", "responses", "update", "cycle", "microbatch", "sampling", "checkpoint", "memory",
 ]  # fmt: skip
 
@@ -561,7 +552,7 @@ def test_everything_that_is_broken_at_once_is_named_and_the_rest_is_fine(tmp_pat
     assert [line.split()[1] for line in completed.stdout.splitlines() if line.startswith("ok")] == [
         name for name in NAMES if name not in [*failed, *warned, "gpu"]
     ]
-    assert completed.stderr.splitlines()[-1] == "error: 3 of 20 checks failed: versions, config, agreement"
+    assert completed.stderr.splitlines()[-1] == "error: 3 of 19 checks failed: versions, config, agreement"
 
 
 @pytest.mark.gpu

@@ -242,10 +242,10 @@ def watch_moments(faults: Faults) -> None:
     """Wrap what the moments are made of."""
     from rlhf import grpo
     from rlhf.cluster.actors import ActorGroup
-    from rlhf.cluster.replacement import Replacements
+    from rlhf.cluster.engines import Engines
     from rlhf.log.clock import Clock
 
-    train_step, phase, ready, original_call = grpo.train_step, Clock.phase, Replacements.ready, ActorGroup.call
+    train_step, phase, join, original_call = grpo.train_step, Clock.phase, Engines._join, ActorGroup.call
 
     async def in_step(run: Any, loop: Any, step: int) -> None:
         faults.run, faults.loop, faults.step = run, loop, step + 1
@@ -257,11 +257,9 @@ def watch_moments(faults: Faults) -> None:
         with phase(clock, name):
             yield
 
-    def joined(replacements: Replacements) -> None:
-        joining = bool(replacements._joining)
-        ready(replacements)
-        if joining:
-            faults.moment("joined")
+    async def joined(engines: Engines, rank: int, new: Any) -> None:
+        await join(engines, rank, new)
+        faults.moment("joined")
 
     def call(group: Any, method: str, *arguments: Any, **options: Any) -> Any:
         answers = original_call(group, method, *arguments, **options)
@@ -282,7 +280,7 @@ def watch_moments(faults: Faults) -> None:
     setattr(ActorGroup, "build", after_sending(ActorGroup.build, "build"))  # noqa: B010
     setattr(grpo, "train_step", in_step)  # noqa: B010
     setattr(Clock, "phase", in_phase)  # noqa: B010
-    setattr(Replacements, "ready", joined)  # noqa: B010
+    setattr(Engines, "_join", joined)  # noqa: B010
     sys.addaudithook(faults.audit)
 
 

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import subprocess
@@ -113,7 +114,7 @@ def test_a_pickle_that_the_manifest_vouches_for_is_refused_and_never_run(tmp_pat
     manifest["files"][shard.name] = {"bytes": shard.stat().st_size, "crc32": checksum(shard)}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     assert find_damage(checkpoint) == ""
-    with pytest.raises(ValueError, match=r"weights-00000\.safetensors: not readable as safetensors"):
+    with pytest.raises(ValueError, match=r"weights-00000\.safetensors: "):
         SliceReader(checkpoint, WEIGHTS, ranks=range(2))
     assert not (checkpoint / "exploded").exists()
 
@@ -133,7 +134,7 @@ def test_files_that_nobody_wrote_change_nothing(tmp_path: Path) -> None:
 def test_a_manifest_that_names_a_file_elsewhere_is_refused() -> None:
     for name in ("/etc/hosts", "../step-000002/driver.json", "model/../../x"):
         text = json.dumps({"format": 2, "files": {name: {"bytes": 1, "crc32": "00000000"}}}).encode()
-        with pytest.raises(ValueError, match="which is not in the folder"):
+        with pytest.raises(ValueError, match=rf"manifest\.json.*{re.escape(name)}"):
             manifest_files(text)
 
 
@@ -143,7 +144,7 @@ def test_a_checkpoint_of_the_format_before_is_refused_by_name(tmp_path: Path) ->
     values = json.loads(manifest.read_text())
     del values["format"]
     manifest.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"step-000002: it is of format 1 and this version reads format 2: resume wi"):
+    with pytest.raises(ValueError, match=r"step-000002: .*\bformat 1\b.*\bformat 2\b"):
         RunFolder(tmp_path, resume=True)
 
 
@@ -306,7 +307,7 @@ def test_a_learner_on_a_node_with_another_disk_is_found_out(tmp_path: Path) -> N
         (partial / "exp_avg-00001.safetensors").unlink()
         folder.finish_checkpoint(partial, RunState(step=4), keep=2, written=await cluster.saved())
 
-    with pytest.raises(OSError, match=r"exp_avg-00001.*does not exist\. run\.dir must be on a file system that all"):
+    with pytest.raises(OSError, match=r"exp_avg-00001.*\brun\.dir\b"):
         asyncio.run(save_elsewhere())
 
 
@@ -416,9 +417,9 @@ def test_a_run_goes_on_from_its_mirror_on_a_bare_node(tmp_path: Path, model: Pat
     assert find_damage(resumed.restored) == ""
     assert "exp_avg-00000.safetensors has another checksum" in resumed.warnings[0]
     assert resumed.metrics.read_text() == '{"step": 2}\n'
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match=rf"^run\.dir={tmp_path}/run: "):
         RunFolder(tmp_path / "run", resume=False, mirror=mirror)
-    with pytest.raises(ValueError, match="already holds step-000006 of a run"):
+    with pytest.raises(ValueError, match=r"^checkpoint\.mirror=.*\bstep-000006\b"):
         RunFolder(tmp_path / "other", resume=False, mirror=mirror)
 
 
@@ -444,7 +445,7 @@ def test_a_lost_mirror_is_a_warning_while_the_run_goes_on_and_a_message_where_it
     assert saves.save(4) == ""
     assert "step-000004 was not copied: checkpoint.mirror=file://" in saves.warnings[0]
     assert RunFolder(tmp_path / "run", resume=True, mirror=mirror).restored is not None
-    with pytest.raises(ValueError, match="--resume finds no complete"):
+    with pytest.raises(ValueError, match=rf"^run\.dir={tmp_path}/nothing: --resume\b"):
         RunFolder(tmp_path / "nothing", resume=True, mirror=mirror)
 
 
@@ -567,11 +568,14 @@ def test_resume_from_ends_with_a_message_where_the_mirror_or_the_disk_keeps_newe
     saves.save(2)
     saves.save(4)
     works, mirror._fs = mirror._fs, ReadOnly()
-    with pytest.raises(ValueError, match=rf"^checkpoint\.mirror={url}: no\. --resume-from step-000002 removes newer"):
+    with pytest.raises(ValueError, match=rf"^checkpoint\.mirror={url}: no\. --resume-from step-000002\b"):
         RunFolder(run, resume=True, mirror=mirror, start_at="step-000002").create(config)
     mirror._fs = works
     (run / "checkpoints" / "step-000004").chmod(0o555)
-    with as_an_ordinary_user(run), pytest.raises(ValueError, match=r"step-000004 is newer and could not be removed"):
+    with (
+        as_an_ordinary_user(run),
+        pytest.raises(ValueError, match=r"^--resume-from step-000002: .*/step-000004\b.*Permission denied"),
+    ):
         RunFolder(run, resume=True, start_at="step-000002").create(config)
     RunFolder(run, resume=True, mirror=mirror, start_at="step-000002").create(config)
     assert "step-000004" not in names(run)

@@ -97,8 +97,8 @@ def test_every_computed_token_is_laid_out_and_put_back(name: str) -> None:
     segments = segments_of(packed.cu_seqlens, shared, torch.device("cpu"))
     computed = torch.arange(lengths.sum() - shared.sum())
     blocks, keys, queries, among_keys, among_queries = segments.layout
-    assert sum(len(block.places) * block.keys for block in blocks) == len(keys) <= lengths.sum() / 0.75
-    assert sum(block.places.numel() for block in blocks) == len(queries)
+    assert sum(len(block.positions) * block.keys for block in blocks) == len(keys) <= lengths.sum() / 0.75
+    assert sum(block.positions.numel() for block in blocks) == len(queries)
     assert len(queries) <= 2 * len(computed)  # what is shared is not a query again
     assert torch.equal(keys[among_keys], computed)
     assert torch.equal(queries[among_queries], computed)
@@ -162,7 +162,7 @@ def test_a_window_that_no_sequence_exceeds_makes_no_mask(monkeypatch: pytest.Mon
     for window in (Window(64, chunked=False), Window(64, chunked=True), Window(63, chunked=False)):
         packed_attention(torch.nn.Identity(), q, k, v, window, segments=segments)
     first, *others = segments.layout.blocks
-    assert first.places.shape == (2, 64)
+    assert first.positions.shape == (2, 64)
     assert causal == [True] * (1 + len(others)) * 2 + [False] + [True] * len(others)
 
 

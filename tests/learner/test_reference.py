@@ -88,7 +88,7 @@ def resume_moving_from_fixed(world: World, model: Path, folder: Path) -> None:
         learner = Learner(make_config(model, algo={"kl_coef": 0.1, "ref_update": kind}), world)
         if kind == "fixed":
             save(learner, folder)
-    with pytest.raises(ValueError, match=r"holds no reference policy.* Resume with algo\.ref_update=fixed"):
+    with pytest.raises(ValueError, match=r"algo\.ref_update=fixed"):
         learner.load(str(folder))
     learner.close()
 

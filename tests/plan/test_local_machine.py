@@ -14,8 +14,13 @@ from pathlib import Path
 import pytest
 from worlds import make_config
 
-from rlhf.plan import start_problems
-from rlhf.plan.start_checks import RAY_SOCKET, SHARED_MEMORY_MIB, machine_problems, shared_memory_problems
+from rlhf.plan.start_checks import (
+    RAY_SOCKET,
+    SHARED_MEMORY_MIB,
+    machine_problems,
+    shared_memory_problems,
+    start_problems,
+)
 
 
 @pytest.fixture

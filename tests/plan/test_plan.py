@@ -20,9 +20,9 @@ from rlhf import evaluate, grpo
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
-from rlhf.plan import check_resources, resources
+from rlhf.plan import resources
 from rlhf.plan.report import draw, example_layout, first_prompt_text, plan_text
-from rlhf.plan.resources import gpus_here
+from rlhf.plan.resources import check_resources, gpus_here
 
 ROOT = Path(__file__).parents[2]
 LLAMA31_8B = {

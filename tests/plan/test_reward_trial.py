@@ -13,8 +13,7 @@ import pytest
 from worlds import make_config
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.plan import evaluation_problems, start_problems
-from rlhf.plan.start_checks import reward_problems
+from rlhf.plan.start_checks import evaluation_problems, reward_problems, start_problems
 from rlhf.rewards.pool import Pool
 
 CODE = """

@@ -83,7 +83,8 @@ def test_a_run_is_read_as_its_program_wrote_it(tmp_path: Path) -> None:
     assert run.rows[-1]["eval/test/avg@1"] == 0.75  # in the row of its step
     assert run.rows[-1]["reward/mean"] == 0.4
     assert run.config["run.steps"] == 4
-    assert (run.program, run.finished) == ("grpo", False)
+    assert run.program_config is not None
+    assert (run.program_config.program, run.finished) == ("grpo", False)
     groups = [group for file in run.rollout_files().values() for group in read_groups(file)]
     assert [[row["sample"] for row in group] for group in groups] == [[0, 1, 2, 3]] * 8
 

@@ -223,7 +223,7 @@ def test_a_group_whose_sampling_is_cancelled_from_elsewhere_ends_the_wait() -> N
 
         engines = Engines()
         engines.sample = cancelled  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError, match=r"\bp0 was cancelled"):
+        with pytest.raises(RuntimeError, match=r"\bp0\b"):
             await asyncio.wait_for(make(engines, lag=0).take(), WAIT_S)
 
     asyncio.run(run())

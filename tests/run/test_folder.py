@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_undamaged_one_is_used(
     assert "step-000002" not in warning
     damage(tmp_path / "checkpoints" / "step-000004" / file)
     damage(tmp_path / "checkpoints" / "step-000002" / file)
-    with pytest.raises(ValueError, match=r"no complete, undamaged checkpoint in") as caught:
+    with pytest.raises(ValueError, match=rf"{tmp_path}.*--resume") as caught:
         RunFolder(tmp_path, resume=True)
     for step in (2, 4, 6):
         assert f"step-00000{step}: {reason}" in str(caught.value)
@@ -166,7 +166,7 @@ def test_copies_of_checkpoints_are_not_resumed_from_counted_or_removed(tmp_path:
     RunFolder(tmp_path, resume=True, start_at="step-000008").create(CONFIG)
     assert {path.name for path in run.checkpoints.glob("step-*")} == {"step-000008", *COPIES}
     assert (tmp_path / "rollouts" / "step-000009-mine.jsonl").exists()
-    with pytest.raises(ValueError, match=r"--resume-from step-000004\.bak: .*has step-000008\. Name"):
+    with pytest.raises(ValueError, match=r"--resume-from step-000004\.bak: .*\bstep-000008\b"):
         RunFolder(tmp_path, resume=True, start_at="step-000004.bak")
 
 
@@ -181,26 +181,12 @@ def test_a_checkpoint_of_another_run_is_named_and_left_alone_even_where_this_run
     assert resumed.restored == run.checkpoints / "step-000002"
     assert f"step-000008: it is of another run, {other.id}" in resumed.warnings[0]
     for step in (6, 8):
-        with pytest.raises(OSError, match=rf"step-00000{step} is there and not of this run; rename it, or move it"):
+        with pytest.raises(OSError, match=rf"/step-00000{step}\b"):
             resumed.begin_checkpoint(step)
     resumed.finish_checkpoint(resumed.begin_checkpoint(9), RunState(step=9), keep=1)
     RunFolder(tmp_path / "run", resume=True, start_at="step-000009").create(CONFIG)
     assert names(run) == [6, 8, 9]
     assert (run.checkpoints / "step-000006" / "notes.txt").read_text() == "mine"
-
-
-def test_checkpoints_of_earlier_versions_which_have_no_id_are_the_runs_own(tmp_path: Path) -> None:
-    run = write_checkpoints(tmp_path, 2, 4)
-    for checkpoint in run.checkpoints.glob("step-*"):
-        (checkpoint / "run_id").unlink()
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        del manifest["files"]["run_id"]
-        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    resumed = RunFolder(tmp_path, resume=True)
-    assert (resumed.saved_step, resumed.warnings) == (4, ())
-    resumed.create(CONFIG)
-    resumed.finish_checkpoint(resumed.begin_checkpoint(6), RunState(step=6), keep=1)
-    assert names(run) == [6]
 
 
 def test_checkpoints_of_more_than_six_digits_are_newer_than_those_of_six(tmp_path: Path) -> None:
@@ -219,7 +205,7 @@ def test_a_mirror_keeps_what_is_not_of_this_run_and_takes_nothing_of_another(tmp
     for step in (1, 2, 3):
         checkpoint = first.finish_checkpoint(first.begin_checkpoint(step), RunState(step=step), keep=9)
         mirror.send(checkpoint, [], pointer="latest", keep=9, run_id=first.id)
-    with pytest.raises(ValueError, match=rf"mirror=.*: it is the mirror of another run, {first.id}\. Name another"):
+    with pytest.raises(ValueError, match=rf"mirror={mirror.url}: .*\b{first.id}\b"):
         second.create(CONFIG)
     copy_under(far, COPIES)
     (far / "step-000001" / "run_id").write_text("somebody\n")
@@ -231,9 +217,9 @@ def test_a_mirror_keeps_what_is_not_of_this_run_and_takes_nothing_of_another(tmp
     mirror.remove_newer("step-000000", first.id)
     assert {path.name for path in far.glob("step-*")} == stays
     later = second.finish_checkpoint(second.begin_checkpoint(9), RunState(step=9), keep=9)
-    with pytest.raises(OSError, match=f"it is the mirror of another run, {first.id}"):
+    with pytest.raises(OSError, match=rf"\b{first.id}\b"):
         mirror.send(later, [], pointer="latest", keep=1, run_id=second.id)
-    with pytest.raises(OSError, match="it is the mirror of another run"):
+    with pytest.raises(OSError, match=rf"\b{first.id}\b"):
         mirror.remove_newer("step-000000", second.id)
     assert {path.name for path in far.glob("step-*")} == stays
 
@@ -317,9 +303,7 @@ def test_the_checkpoint_with_the_highest_metric_is_kept_besides_the_newest_and_c
     assert names(folder) == [3, 6, 7]  # step 0 has no checkpoint, and the first of equal ones counts
     assert find_checkpoint(folder.checkpoints / "best") == folder.checkpoints / "step-000003"
     assert RunFolder(tmp_path, resume=True).saved_step == 7
-    with pytest.raises(
-        ValueError, match=r"--resume-from step-000004: .* has step-000003, step-000006, step-000007\. Name"
-    ):
+    with pytest.raises(ValueError, match=r"--resume-from step-000004: .*\bstep-000003, step-000006, step-000007\b"):
         RunFolder(tmp_path, resume=True, start_at="step-000004")
 
     resumed = RunFolder(tmp_path, resume=True, start_at="best")
@@ -382,7 +366,7 @@ def test_a_folder_with_files_of_a_step_or_of_a_person_is_refused(tmp_path: Path,
     RunFolder(tmp_path, resume=False).create(CONFIG)
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("x")
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match=rf"^run\.dir={tmp_path}: .*rm -r"):
         RunFolder(tmp_path, resume=False)
 
 
@@ -391,7 +375,7 @@ def test_a_folder_with_other_metrics_than_those_of_step_0_is_refused(tmp_path: P
     folder = RunFolder(tmp_path, resume=False)
     folder.create(CONFIG)
     folder.metrics.write_text(line + "\n")
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match=rf"^run\.dir={tmp_path}: .*rm -r"):
         RunFolder(tmp_path, resume=False)
 
 
@@ -402,15 +386,13 @@ def test_a_folder_that_is_not_a_runs_is_refused_and_never_advised_to_be_removed(
     (tmp_path / "checkpoints").mkdir()
     monkeypatch.chdir(tmp_path)
     for path in (tmp_path, Path()):
-        with pytest.raises(
-            ValueError, match=r"already holds other files \(checkpoints, config\.yaml\), and no run\."
-        ) as e:
+        with pytest.raises(ValueError, match=r"^run\.dir=.*\(checkpoints, config\.yaml\)") as e:
             RunFolder(path, resume=False)
         assert "rm -r" not in str(e.value)
         assert str(e.value).endswith(f"Name a new folder, such as run.dir={tmp_path / 'run'}.")
     write_checkpoints(tmp_path / "run", 1)
     monkeypatch.chdir(tmp_path / "run")
-    with pytest.raises(ValueError, match=rf"run\.dir=\.: already holds a run\. .*rm -r {tmp_path}/run\)"):
+    with pytest.raises(ValueError, match=rf"^run\.dir=\.: .*rm -r {tmp_path}/run\)"):
         RunFolder(Path(), resume=False)
 
 
@@ -426,10 +408,10 @@ def test_a_second_run_cannot_start_in_the_folder_of_a_starting_run(tmp_path: Pat
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"up\n"
-        with pytest.raises(ValueError, match="another run is using it"):
+        with pytest.raises(ValueError, match=rf"^run\.dir={tmp_path}: .*\(run\.dir={tmp_path}-2\)"):
             RunFolder(tmp_path, resume=False).create(CONFIG)
         write_checkpoints(tmp_path, 1)
-        with pytest.raises(ValueError, match="another run is using it"):
+        with pytest.raises(ValueError, match=rf"^run\.dir={tmp_path}: .*\(run\.dir={tmp_path}-2\)"):
             RunFolder(tmp_path, resume=True).create(CONFIG)
         other.kill()
     RunFolder(tmp_path, resume=True).create(CONFIG)
@@ -441,11 +423,11 @@ def test_resuming_is_suggested_only_if_there_is_a_complete_checkpoint(tmp_path: 
     folder.metrics.write_text('{"step": 1}\n')
     folder.begin_checkpoint(1)
     (folder.checkpoints / "step-000002").mkdir()
-    with pytest.raises(ValueError, match="already holds a run") as caught:
+    with pytest.raises(ValueError, match=rf"^run\.dir={tmp_path}: .*rm -r") as caught:
         RunFolder(tmp_path, resume=False)
     assert "--resume" not in str(caught.value)
     folder.finish_checkpoint(folder.begin_checkpoint(1), RunState(step=1), keep=1)
-    with pytest.raises(ValueError, match=r"Go on with it \(--resume\)"):
+    with pytest.raises(ValueError, match=r"--resume"):
         RunFolder(tmp_path, resume=False)
 
 

@@ -135,5 +135,5 @@ def test_scores_get_mean_0_and_variance_1_over_responses_of_the_start_policy_and
 
 def test_scores_that_are_all_the_same_have_no_scale(tmp_path: Path) -> None:
     sampler, grading = original_rlhf(tmp_path, ["1.", "2."])
-    with pytest.raises(RuntimeError, match=r"reward_model\.reference_samples=2: 2 responses .* all the same"):
+    with pytest.raises(RuntimeError, match=r"reward_model\.reference_samples=2: 2 responses"):
         asyncio.run(normalize(sampler, grading, RunState()))

@@ -38,7 +38,7 @@ def play(
         made.append(start_at or resume)
         return SimpleNamespace(
             config=config,
-            stop=SimpleNamespace(can_save=started or len(made) > 1, requested=stopping),
+            stop=SimpleNamespace(can_save=started or len(made) > 1, requested=stopping, on_signal=None),
             log=SimpleNamespace(warn=lambda text: None),
             folder=SimpleNamespace(unlock=lambda: None, saved_step=0),
         )
@@ -60,7 +60,7 @@ def test_the_lost_run_has_left_memory_before_the_next_one_is_read(monkeypatch: p
             assert [run() for run in made] == [None] * len(made)
             made.append(weakref.ref(self))
             self.itself, self.config = self, config
-            self.stop = SimpleNamespace(can_save=True, requested=False)
+            self.stop = SimpleNamespace(can_save=True, requested=False, on_signal=None)
             self.log = SimpleNamespace(warn=lambda text: None)
             self.folder = SimpleNamespace(unlock=lambda: None, saved_step=len(made))
 

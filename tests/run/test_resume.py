@@ -64,21 +64,21 @@ def resume(began: GRPOConfig, now: GRPOConfig, tmp_path: Path) -> None:
     [
         (
             {"learner": {"optimizer": {"lr": 1e-5}}},
-            [r"learner\.optimizer\.lr=1e-05: the run began with 1e-06\."],
+            [r"learner\.optimizer\.lr=1e-05: .*\b1e-06\b"],
         ),
         (
             {"reward": {"parts": [{"name": "multiple_choice"}]}},
-            [r"reward\.parts\.0\.name=multiple_choice: the run began with math"],
+            [r"reward\.parts\.0\.name=multiple_choice: .*\bmath\b"],
         ),
         (
             {"algo": {"kl_coef": 0.1}, "rollout": {"temperature": 0.7}},
             [r"algo\.kl_coef=0\.1", r"rollout\.temp.*=0\.7"],
         ),
-        ({"run": {"seed": 1}}, [r"run\.seed=1: the run began with 0"]),
-        ({"model": {"dtype": "bfloat16"}}, [r"model\.dtype=bfloat16: the run began with float32"]),
-        ({"reward_model": {"path": "x/y"}}, [r"reward_model=\{.*: the run began with null"]),
-        ({"data": {"prompt_suffix": "Think."}}, [r"data\.prompt_suffix=Think\.: the run began with null"]),
-        ({"learner": {"epochs_per_step": 3}}, [r"learner\.epochs_per_step=3: the run began with 1"]),
+        ({"run": {"seed": 1}}, [r"run\.seed=1: .*run\.seed=0\b"]),
+        ({"model": {"dtype": "bfloat16"}}, [r"model\.dtype=bfloat16: .*\bfloat32\b"]),
+        ({"reward_model": {"path": "x/y"}}, [r"reward_model=\{.*: .*\bnull\b"]),
+        ({"data": {"prompt_suffix": "Think."}}, [r"data\.prompt_suffix=Think\.: .*\bnull\b"]),
+        ({"learner": {"epochs_per_step": 3}}, [r"learner\.epochs_per_step=3: .*epochs_per_step=1\b"]),
     ],
 )
 def test_what_the_run_learns_from_is_refused_by_name_with_both_values(
@@ -114,9 +114,7 @@ def test_a_deterministic_run_also_keeps_what_sums_are_rounded_by(model: Path, tm
     more_engines = {"device": "cpu", "engines": 2, "min_engines": 2}
     resume(began, make_config(model, **deterministic, cluster=more_engines), tmp_path)
     two = {"device": "cpu", "learners": 2}
-    message = (
-        r"cluster\.learners=2: the run began with 1\. Resume with cluster\.learners=1, or run\.deterministic=false,"
-    )
+    message = r"cluster\.learners=2: .*cluster\.learners=1\b.*run\.deterministic=false\b"
     with pytest.raises(ValueError, match=message):
         resume(began, make_config(model, **deterministic, cluster=two), tmp_path)
     resume(began, make_config(model, cluster=two), tmp_path)
@@ -157,12 +155,12 @@ def test_a_model_with_another_fingerprint_is_refused_and_a_moved_one_is_not(mode
     for place in range(head + 1, len(content), 4):  # as training does: a little in every number
         content[place] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(ValueError, match=r"^model\.path=.*moved: the fingerprint of its weights is \w+, and the run"):
+    with pytest.raises(ValueError, match=r"^model\.path=.*moved: .*\bweights is [0-9a-f]+"):
         resume(began, make_config(model, model={"path": str(moved)}), tmp_path)
     shutil.copy(model / "model.safetensors", weights)
     config = json.loads((moved / "config.json").read_text())
     (moved / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
-    with pytest.raises(ValueError, match=r"the fingerprint of its config is"):
+    with pytest.raises(ValueError, match=r"^model\.path=.*\bconfig is [0-9a-f]+"):
         resume(began, make_config(model, model={"path": str(moved)}), tmp_path)
 
 
@@ -272,7 +270,7 @@ def test_a_run_with_other_code_in_its_reward_is_refused_before_anything_starts_u
             raise AssertionError("started")
 
     problem = f"reward name='{file}:score': mine.py is not what the run began with."
-    with pytest.raises(ValueError, match=rf"^{re.escape(problem)} Resume with .* set reward\.accept_changed_code=true"):
+    with pytest.raises(ValueError, match=rf"^{re.escape(problem)} .*reward\.accept_changed_code=true"):
         asyncio.run(start())
     accepting = make_config(model, run={"dir": str(tmp_path / "run")}, reward={**reward, "accept_changed_code": True})
     with Scorer(config.reward) as scorer:

@@ -11,12 +11,13 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from fake_run import FakeCluster, FakeLearners
 
+from rlhf import reward_model, sft
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.supervised import SFTConfig, SupervisedConfig
 from rlhf.data.conversations import SFTEncoder, TrainEval, pair_encoder, read_examples
 from rlhf.log.reductions import Last, Mean, StepMetrics, Sum, UpdateOutcome
 from rlhf.run.run import Run
-from rlhf.run.supervised_loop import MAX_SKIPPED, train
+from rlhf.run.supervised_loop import MAX_SKIPPED
 
 ROWS, STEPS = 10, 6  # two epochs of ceil(10 / 4) steps
 TOKENS, TRAINED = 40, 30
@@ -79,6 +80,10 @@ def prepared(schema: type[SupervisedConfig], model: Path, folder: Path, **sectio
     return config.with_steps(data.train.rows), data
 
 
+def program(config: SupervisedConfig) -> Any:
+    return sft if isinstance(config, SFTConfig) else reward_model
+
+
 def drive(config: Any, data: TrainEval, *, resume: bool = False, until: int | None = None) -> Run[Any]:
     """The whole of a run; a signal comes in training step `until`."""
     run = Run(config, resume=resume, make_cluster=Cluster)
@@ -92,7 +97,7 @@ def drive(config: Any, data: TrainEval, *, resume: bool = False, until: int | No
 
     learners.train = step_until
     try:
-        asyncio.run(train(run, data))
+        asyncio.run(program(config).train(run, data))
     except asyncio.CancelledError:
         assert until is not None
     run.folder.unlock()
@@ -155,7 +160,7 @@ def test_a_signal_ends_an_evaluation_between_two_of_its_parts_and_the_resumed_ru
 
     learners.evaluate = evaluate_until_the_signal
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(train(run, data))
+        asyncio.run(program(config).train(run, data))
     run.folder.unlock()
     parts = [arguments[0] for method, *arguments in learners.calls if method == "evaluate"]
     assert parts == [0, 1, 2, 0]  # of the evaluation at the start, and of that of step 2
@@ -168,14 +173,14 @@ def test_a_resumed_run_must_have_the_same_rows(tiny_model_dir: Path, tmp_path: P
     drive(config, data, until=3)
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * ROWS)
     other = read_examples(config.data, SFTEncoder(byte_tokenizer(), None))
-    with pytest.raises(ValueError, match=r"^data\.train: the run began with .*'rows': 10.*Resume with the same rows"):
+    with pytest.raises(ValueError, match=r"^data\.train: .*'rows': 10"):
         drive(config, other, resume=True)
 
 
 def test_a_training_that_diverges_ends(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, data = prepared(SFTConfig, tiny_model_dir / "model", tmp_path, run={"steps": 2 * MAX_SKIPPED})
     monkeypatch.setattr(Learners, "diverges", True)
-    with pytest.raises(RuntimeError, match=r"^learner\.optimizer\.lr=1e-06: the training diverged: .* 20 steps"):
+    with pytest.raises(RuntimeError, match=r"^learner\.optimizer\.lr=1e-06: .*\b20 steps"):
         drive(config, data)
     assert len([row for row in logged(config) if "time/step" in row]) == MAX_SKIPPED
 
@@ -184,23 +189,23 @@ def test_steps_are_passes_over_the_rows_unless_they_are_given(tiny_model_dir: Pa
     config, _ = prepared(SFTConfig, tiny_model_dir / "model", tmp_path, run={"epochs": 3})
     assert (config.steps, config.checkpoint_every) == (9, 2)
     assert prepared(SFTConfig, tiny_model_dir / "model", tmp_path, run={"steps": 5})[0].steps == 5
-    with pytest.raises(ValueError, match=r"learner\.schedule\.warmup_steps=6: the run has only 6 optimizer steps"):
+    with pytest.raises(ValueError, match=r"learner\.schedule\.warmup_steps=6: .*\b6 optimizer steps"):
         prepared(SFTConfig, tiny_model_dir / "model", tmp_path, learner={"schedule": {"warmup_steps": 6}})
-    with pytest.raises(ValueError, match=r"logging\.profile_steps=\[7\]: .* step 6 \(run\.epochs x 10 examples"):
+    with pytest.raises(ValueError, match=r"logging\.profile_steps=\[7\]: .*\b6\b.*run\.epochs\b.*\b10\b"):
         prepared(SFTConfig, tiny_model_dir / "model", tmp_path, logging={"profile_steps": [6, 7]})
 
 
 @pytest.mark.parametrize(
     ("schema", "best", "every", "use"),
     [
-        (SFTConfig, "eval/loss", 2, r"Set it to null\."),
-        (RewardTrainingConfig, "eval/loss", 2, r"Use eval/accuracy, eval/margin, with"),
-        (RewardTrainingConfig, "eval/accuracy", None, r"with data\.eval and evaluation\.every, or null"),
+        (SFTConfig, "eval/loss", 2, r"\bnull\b"),
+        (RewardTrainingConfig, "eval/loss", 2, r"eval/accuracy, eval/margin\b"),
+        (RewardTrainingConfig, "eval/accuracy", None, r"data\.eval\b.*evaluation\.every\b.*null"),
     ],
 )
 def test_the_best_checkpoint_is_that_of_a_metric_that_is_measured_and_should_be_high(
     tiny_model_dir: Path, tmp_path: Path, schema: type[SupervisedConfig], best: str, every: int | None, use: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"checkpoint\.best={best}: no evaluation measures it.* {use}"):
+    with pytest.raises(ValueError, match=rf"checkpoint\.best={best}: .*{use}"):
         prepared(schema, tiny_model_dir / "model", tmp_path, checkpoint={"best": best}, evaluation={"every": every})
     prepared(RewardTrainingConfig, tiny_model_dir / "model", tmp_path, checkpoint={"best": "eval/accuracy"})

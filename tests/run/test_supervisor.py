@@ -99,7 +99,7 @@ def test_a_driver_that_is_ended_without_a_message_is_followed_by_one_that_resume
     assert status == 0
     lines = [line for line in output.splitlines() if line.startswith("driver")]
     assert lines == ["driver 0 begins", *(f"driver {number} resumes" for number in (1, 2, 3))]
-    assert "Restart 2 of at most 2 (run.max_restarts) from the checkpoint of step-000006." in output
+    assert "Restart 2 of at most 2 (run.max_restarts) from the checkpoint of step 6." in output
 
 
 def test_only_restarts_without_a_new_checkpoint_use_up_the_budget(tmp_path: Path) -> None:
