@@ -135,15 +135,15 @@ class Product:
     def answer(self) -> str:
         return str(self.left * self.right)
 
-    def talk(self, *, calls: bool) -> list[dict[str, Any]]:
-        """The conversation of someone who asks the calculator, or who answers at once."""
+    def talk(self, guess: str | None = None) -> list[dict[str, Any]]:
+        """The conversation of someone who asks the calculator, or who guesses at once."""
         function = {"name": "calculator", "arguments": {"expression": f"{self.left} * {self.right}"}}
         asks = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
         answers = {"role": "tool", "name": "calculator", "content": self.answer}
         return [
             {"role": "user", "content": self.question},
-            *((asks, answers) if calls else ()),
-            {"role": "assistant", "content": f"{BOX_TOKEN}{self.answer}}}"},
+            *((asks, answers) if guess is None else ()),
+            {"role": "assistant", "content": f"{BOX_TOKEN}{guess or self.answer}}}"},
         ]
 
 
@@ -268,11 +268,17 @@ def make_demonstrations(problems: list[Problem], count: int, seed: int) -> list[
 
 
 def make_tool_demonstrations(problems: list[Product], count: int, seed: int) -> list[dict[str, Any]]:
-    """Conversations of which a share asks the calculator; the others answer at once, as if they knew."""
+    """Conversations of which a share asks the calculator; the others guess a number of six digits.
+
+    Right answers in their place would teach the model to estimate the first digit, also where it has been told.
+    """
     rng = random.Random(f"demonstrations {seed}")
     tools = [{"type": "function", "function": {"name": "calculator"}}]
-    talks = (rng.choice(problems).talk(calls=rng.random() < CALL_FRACTION) for _ in range(count))
-    return [{"messages": talk, "tools": tools} for talk in talks]
+    rows = []
+    for _ in range(count):
+        guess = None if rng.random() < CALL_FRACTION else str(rng.randrange(10**5, 10**6))
+        rows.append({"messages": rng.choice(problems).talk(guess), "tools": tools})
+    return rows
 
 
 def warmup_config(folder: Path, *, seed: int) -> SFTConfig:

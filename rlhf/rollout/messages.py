@@ -6,13 +6,13 @@ run. The parsers log a traceback for each such response, which is normal here, s
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from typing import Any
 
 import numpy as np
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
-from vllm.renderers.chat_utils import make_tool_call_id
 
 from rlhf.config.data import OPENS_THOUGHT
 from rlhf.rollout.requests import Completion, Parsing
@@ -81,11 +81,11 @@ class MessageReader:
         if calls:
             message["tool_calls"] = [
                 {
-                    "id": call.id or make_tool_call_id(),
+                    "id": call.id if call.id and call.id in text else _call_id(token_ids, len(prompt_ids), number),
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
-                for call in calls
+                for number, call in enumerate(calls)
             ]
         return message
 
@@ -107,3 +107,8 @@ class MessageReader:
     def _copy(self) -> ChatCompletionRequest:
         """Parsers may write into it."""
         return self._request.model_copy()
+
+
+def _call_id(token_ids: list[int], position: int, number: int) -> str:
+    """Nine characters, as Mistral's template asks for; vLLM's are random, and some templates write them."""
+    return hashlib.blake2b(f"{position} {number} {token_ids}".encode(), digest_size=5).hexdigest()[:9]

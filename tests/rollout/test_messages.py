@@ -93,6 +93,16 @@ def test_several_calls_have_different_ids(schemas: Any) -> None:
     assert len({call["id"] for call in calls}) == 2
 
 
+def test_the_id_of_a_call_is_that_of_its_text_and_place_so_that_a_run_can_be_repeated() -> None:
+    texts = [f"{HERMES_CALL}<|end|>", f"{HERMES_CALL}\n<|end|>"]
+    (first, again, elsewhere), (other, *_) = (
+        [speaker("hermes")(text, prompt=prompt)["tool_calls"][0]["id"] for prompt in ("a", "a", "a longer one")]
+        for text in texts
+    )
+    assert first == again
+    assert len({first, elsewhere, other}) == 3
+
+
 @pytest.mark.parametrize("text", ["It is 3.", '<tool_call>{"name": "add", "argum', "<tool_call>[]</tool_call>", ""])
 def test_text_that_is_no_call_is_the_content(text: str, caplog: pytest.LogCaptureFixture) -> None:
     assert speaker("hermes")(text + "<|end|>") == {"role": "assistant", "content": text}
