@@ -124,6 +124,7 @@ def test_what_a_tool_says_or_raises_is_its_answer(how: str, content: str) -> Non
         assert asyncio.run(play(opened)) == content
 
 
+@pytest.mark.slow
 def test_64_hostile_rollouts_leave_no_process_and_the_others_finish() -> None:
     hows = ["raise", "hang", "fork", "big", "bytes", "marks", "exit", "memory", "die", "well"]
 
