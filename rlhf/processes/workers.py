@@ -374,6 +374,8 @@ class Workers:
                 if worker is None or worker.forker is not forker:
                     continue
                 if "gone" in message:
+                    if worker.below is None:
+                        self._on_worker(worker)  # what it said before it ended
                     self._remove(worker, DIED)
                 else:
                     worker.pid = int(message["pid"])

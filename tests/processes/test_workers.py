@@ -164,6 +164,20 @@ def test_workers_that_are_lost_with_their_template_while_they_start_are_no_faile
         assert {why for _, why, _ in running.ended} == {"lost"}
 
 
+def test_what_a_worker_said_before_it_ended_is_heard_if_its_end_is_read_first(tmp_path: Path) -> None:
+    with Told(tmp_path, size=1, template=False) as running:
+        (worker,) = running.free()
+
+        def tell_and_read_its_end() -> None:
+            running.send(worker, {"do": "exit"})
+            while not running.ended:
+                running._on_forker(running.keeper, None)
+
+        running.call_soon(tell_and_read_its_end)
+        assert eventually(lambda: running.ended)
+        assert running.said == [(worker.pid, "goodbye")]
+
+
 def test_a_call_is_made_or_refused_but_never_lost_at_the_end(tmp_path: Path) -> None:
     running, made = Told(tmp_path, size=0), []
 
