@@ -179,7 +179,7 @@ def test_what_a_worker_said_before_it_ended_is_heard_if_its_end_is_read_first(tm
 
 
 def test_a_call_is_made_or_refused_but_never_lost_at_the_end(tmp_path: Path) -> None:
-    running, made = Told(tmp_path, size=0), []
+    running, made = Told(tmp_path, size=0), list[int]()
 
     class Slow(deque[Any]):
         def append(self, call: Any) -> None:
