@@ -29,6 +29,7 @@ from rich.table import Table
 from rlhf.config.reward import RewardConfig
 from rlhf.rewards.scorer import Scorer
 
+FULL_S = 10.0  # after the last case, for killed processes to be replaced
 KILL_AFTER_S = 20.0  # Math-Verify's own limits are 5 s for parsing and 5 s for comparing, twice
 
 
@@ -48,7 +49,6 @@ def ours(cases: list[dict[str, Any]], workers: int) -> tuple[list[Outcome], floa
             started = time.perf_counter()
             (graded,) = scorer.graded_batch(scorer.submit_batch([case["response"]], [case["ground_truth"]]))
             outcomes.append(Outcome(graded.value == 1.0, time.perf_counter() - started, graded.status))
-        scorer.pool.wait_full(10)
     with Scorer(config) as scorer:  # a fresh one without caches
         started = time.perf_counter()
         scorer.graded_batch(
@@ -186,7 +186,9 @@ def fuzz(seconds: float, seed: int, console: Console) -> int:
                 if grade.status == "failed":
                     details[f"{grade.detail}  e.g. {case}"] += 1
             worst = max(worst, time.monotonic() - started)
-        full = scorer.pool.wait_full(10) == scorer.pool.full_size
+        end = time.monotonic() + FULL_S
+        while not (full := len(scorer.pool.free()) >= scorer.pool.size) and time.monotonic() < end:
+            time.sleep(0.1)
     for detail, count in details.most_common(20):
         console.print(f"{count} x {detail}", markup=False)
     console.print(

@@ -13,7 +13,6 @@ not replaced: the others have half of the new weights. The run then starts again
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -113,10 +112,9 @@ class EngineRecovery:
 
     async def close(self) -> None:
         """Replace no more engines; the end of Ray kills actors that have not joined."""
-        for task in self._tasks:
+        for task in self._tasks:  # all, before one is awaited: one that waits for `weights` ends when another lets go
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 async def while_healthy(engines: ActorGroup, sending: Awaitable[Any]) -> None:

@@ -201,6 +201,7 @@ class Workers:
         self._cannot_load = ""  # why new workers cannot load the code
         self._cannot_load_since = self._fork_after = 0.0
         self._calls: deque[Callable[[], None]] = deque()
+        self._adding = threading.Lock()  # a call is added before the last ones are made, or refused
         self._workers: dict[int, Worker] = {}
         self._numbers = self._failed_starts = 0
         self._closing, self._broken = False, ""
@@ -237,9 +238,10 @@ class Workers:
 
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function in the thread of the workers; RuntimeError if they are closed, or have broken."""
-        if self._closing:
-            raise RuntimeError(f"the {self._noun} processes are closed{': ' if self._broken else ''}{self._broken}")
-        self._calls.append(partial(function, *arguments))
+        with self._adding:
+            if self._closing:
+                raise RuntimeError(f"the {self._noun} processes are closed{': ' if self._broken else ''}{self._broken}")
+            self._calls.append(partial(function, *arguments))
         self._wake()
 
     def close(self) -> None:
@@ -283,10 +285,16 @@ class Workers:
         worker.forker.send({"kill": worker.number})
         if worker.ready:
             self._failed_starts = 0
-        elif not self._cannot_load:
+        elif not self._cannot_load and why != LOST:
             self._failed_starts += 1
-        if not worker.is_template:
+        if worker.is_template:
+            for other in self._below(worker):  # before the end of each is seen, and taken for its own
+                self.kill(other, LOST)
+        else:
             self.on_gone(worker, why, detail)
+
+    def _below(self, template: Worker) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.forker is template.below]
 
     def _run(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -307,7 +315,8 @@ class Workers:
             if not self._started.done():
                 self._started.set_exception(error)
         finally:
-            self._closing = True
+            with self._adding:
+                self._closing = True
             self._shut_down()
 
     def _start_keeper(self) -> None:
@@ -365,6 +374,8 @@ class Workers:
                 if worker is None or worker.forker is not forker:
                     continue
                 if "gone" in message:
+                    if worker.below is None:
+                        self._on_worker(worker)  # what it said before it ended
                     self._remove(worker, DIED)
                 else:
                     worker.pid = int(message["pid"])
@@ -440,8 +451,8 @@ class Workers:
 
     def _enforce_limits(self) -> None:
         if self.keeper.is_silent(ping_s=self.ping_s):
-            self.keeper.deadline = time.monotonic() + START_S
             self.keeper.kill()
+            self._restart_keeper()
         for worker in list(self._workers.values()):
             if worker.doomed:
                 continue
@@ -459,7 +470,7 @@ class Workers:
         """Forget a worker that has ended, and those that were forked from it."""
         self.kill(worker, why)
         del self._workers[worker.number]
-        for other in [other for other in self._workers.values() if other.forker is worker.below]:
+        for other in self._below(worker):
             self._remove(other, LOST)
         self._close(worker)
 

@@ -113,10 +113,10 @@ class Pool(Workers):
         for reply in message["replies"]:
             grade = Grade.from_message(reply)
             worker.work.pop(reply["number"]).future.set_result(grade)
-        if worker.work:
-            worker.watch.start(worker.pid)  # a message, even without replies, shows that no call blocks the others
-        else:
+        if not worker.work:
             worker.watch.stop()
+        elif worker.kind:  # calls that wait: a message, even without replies, shows that none blocks the others
+            worker.watch.start(worker.pid)
 
     def on_gone(self, worker: Worker, why: str, detail: str) -> None:
         """The only job of a worker gets the status `why`; several are tried again one by one."""

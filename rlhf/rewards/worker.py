@@ -56,17 +56,17 @@ class Grader:
         self._channel, is_open = channel, True
         while is_open:
             messages, is_open = channel.receive(wait=True)
-            for message in messages:
-                jobs = message["jobs"]
-                try:
-                    if jobs[0]["name"] in self.waits:
-                        self._loop.run_until_complete(self._hold(jobs))
-                        kill_children(spared=self._own)
-                    else:
-                        self._reply(jobs, [self._compute(job) for job in jobs])
-                except MemoryError:  # some of the memory may be lost for good, so another worker takes over
-                    channel.send({"died": "out of memory"})
-                    return
+            # Of all messages that have come: calls that hold the loop must not keep those of the next message waiting.
+            jobs = [job for message in messages for job in message["jobs"]]
+            try:
+                if jobs and jobs[0]["name"] in self.waits:
+                    self._loop.run_until_complete(self._hold(jobs))
+                    kill_children(spared=self._own)
+                elif jobs:
+                    self._reply(jobs, [self._compute(job) for job in jobs])
+            except MemoryError:  # some of the memory may be lost for good, so another worker takes over
+                channel.send({"died": "out of memory"})
+                return
 
     def _reply(self, jobs: Sequence[Job], grades: Sequence[Grade]) -> None:
         pairs = zip(jobs, grades, strict=True)

@@ -161,3 +161,24 @@ def test_an_engine_that_cannot_be_replaced_ends_the_run_unless_enough_are_left_t
             await world.recovery.close()
 
     play(scenario)
+
+
+def test_the_end_waits_for_no_transfer_that_a_new_engine_holds_up() -> None:
+    async def scenario() -> None:
+        world, weights, waiting = World(9, allowed=9), asyncio.Condition(), list[int]()
+
+        async def join(rank: int, _: Any) -> None:
+            async with weights:
+                waiting.append(rank)
+                if len(waiting) < 9:
+                    await weights.wait()  # until the learners hold what the engines have
+                await asyncio.Event().wait()  # the transfer of the last one is never answered
+
+        world.recovery._join = join
+        assert all(world.recovery.recover(rank, LOST) for rank in range(9))
+        world.build.set()
+        while len(waiting) < 9:
+            await asyncio.sleep(0)
+        await world.recovery.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))

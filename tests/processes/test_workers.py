@@ -9,6 +9,7 @@ import sysconfig
 import threading
 import time
 import venv
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,9 +142,56 @@ def test_a_killed_template_is_loaded_again_and_the_work_below_it_is_lost_by_name
     workers.ended.clear()
     os.kill(template, signal.SIGKILL)
     assert eventually(lambda: len(workers.ended) >= 3)
+    assert {(pid, why) for pid, why, _ in workers.ended} == {(pid, "lost") for pid in before}
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (template, *before)))
     assert wait_full(workers) == 3
     assert not before & set(worker_pids(workers))
+
+
+def test_workers_that_are_lost_with_their_template_while_they_start_are_no_failed_starts(tmp_path: Path) -> None:
+    with Told(tmp_path, size=1) as running:
+        running.ended.clear()
+
+        def lose_ten_that_start() -> None:
+            (template,) = (worker for worker in running._workers.values() if worker.is_template)
+            running.size = 11
+            running._fork_missing()
+            running.kill(template, "died")
+
+        running.call_soon(lose_ten_that_start)
+        assert eventually(lambda: running._broken or len(running.free()) == 11)
+        assert not running._broken
+        assert {why for _, why, _ in running.ended} == {"lost"}
+
+
+def test_what_a_worker_said_before_it_ended_is_heard_if_its_end_is_read_first(tmp_path: Path) -> None:
+    with Told(tmp_path, size=1, template=False) as running:
+        (worker,) = running.free()
+
+        def tell_and_read_its_end() -> None:
+            running.send(worker, {"do": "exit"})
+            while not running.ended:
+                running._on_forker(running.keeper, None)
+
+        running.call_soon(tell_and_read_its_end)
+        assert eventually(lambda: running.ended)
+        assert running.said == [(worker.pid, "goodbye")]
+
+
+def test_a_call_is_made_or_refused_but_never_lost_at_the_end(tmp_path: Path) -> None:
+    running, made = Told(tmp_path, size=0), list[int]()
+
+    class Slow(deque[Any]):
+        def append(self, call: Any) -> None:
+            closing = threading.Thread(target=running.close)
+            closing.start()
+            closing.join(1.0)
+            super().append(call)
+
+    running._calls = Slow()
+    running.call_soon(made.append, 1)
+    running._thread.join()
+    assert made == [1]
 
 
 def test_code_that_cannot_be_loaded_fails_the_start_and_later_ends_the_workers(tmp_path: Path) -> None:

@@ -175,6 +175,22 @@ def test_what_a_hijacked_worker_sends_ends_that_worker_alone(message: Any, monke
         assert pool.submit(math_job(r"\boxed{5}")).result(timeout=WAIT_S).value == 1.0
 
 
+def test_a_hijacked_worker_cannot_prolong_the_time_of_its_job(tmp_path: Path) -> None:
+    (tmp_path / "beats.py").write_text(
+        "import os, stat, time\n"
+        "def score(response, **_):\n"
+        "    sockets = [fd for fd in range(3, 64) if os.path.exists(f'/proc/self/fd/{fd}')]\n"
+        "    sockets = [fd for fd in sockets if stat.S_ISSOCK(os.fstat(fd).st_mode)]\n"
+        "    while True:\n"
+        "        for fd in sockets:\n"
+        "            os.write(fd, b'{\"replies\": []}\\n')\n"
+        "        time.sleep(0.1)\n"
+    )
+    name = f"{tmp_path}/beats.py:score"
+    with Pool(workers=1, wall_seconds=0.5, user_functions=[RewardPart(name=name)]) as pool:
+        assert pool.submit(job("x", name)).result(timeout=20).status == "timeout"
+
+
 @pytest.mark.stack
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_keeper_is_started_again(number: signal.Signals) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -15,11 +16,13 @@ from waiting import WAIT_S, wait_full
 from worlds import rollout_of
 
 from rlhf.config.reward import RewardConfig, RewardPart
+from rlhf.processes.channel import Channel
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.patience import RateLimit, patiently
 from rlhf.rewards.pool import Pool
 from rlhf.rewards.registry import call_user_function, load_user_function
 from rlhf.rewards.scorer import Scorer
+from rlhf.rewards.worker import Grader
 from rlhf.types import Prompt
 
 pytestmark = pytest.mark.slow
@@ -71,6 +74,25 @@ def test_a_deadline_counts_from_the_start_of_the_call_itself(pool: Pool) -> None
 def test_a_call_that_stops_its_worker_fails_alone(pool: Pool, response: str, status: str) -> None:
     results = grades(pool, ["x", "x", response, "x"], seconds=0.05)
     assert [grade.status for grade in results] == ["ok", "ok", status, "ok"]
+
+
+def test_calls_whose_messages_arrive_together_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = map(Channel, socket.socketpair())
+    responses, second_runs = ["first", "second"], asyncio.Event()
+    messages = [{"jobs": [{**job(response, "mine:function"), "number": response}]} for response in responses]
+    monkeypatch.setattr(theirs, "receive", lambda wait: (messages, False))  # then the driver hangs up
+
+    async def function(response: str, **_: Any) -> float:
+        if response == "second":
+            second_runs.set()
+        await second_runs.wait()
+        return 1.0
+
+    Grader({"mine:function": function}, wall_seconds=10.0).serve(theirs)
+    replies = [reply for message in ours.receive()[0] for reply in message["replies"]]
+    assert {reply["number"]: reply["status"] for reply in replies} == dict.fromkeys(responses, "ok")
+    ours.socket.close()
+    theirs.socket.close()
 
 
 def test_calls_that_wait_do_not_keep_others_from_being_computed(
