@@ -43,12 +43,13 @@ def printed(config: TrainingProgramConfig, flags: Namespace) -> bool:
         title = f"Plan of run.dir={config.run.dir}; --print-config prints every key with its value"
         parts.append(lambda: f"{title}\n\n{plan_text(config)}")
     if flags.print_config:
-        parts.append(lambda: resolved_yaml(config))
+        between = "\n" if parts else ""
+        parts.append(lambda: between + resolved_yaml(config))
     if isinstance(config, GRPOConfig) and flags.plan:
         parts.append(lambda: first_prompt_text(config))  # the last, because it takes seconds of imports
     try:
-        for number, part in enumerate(parts):
-            sys.stdout.write(printable("\n" * (number > 0) + part()))
+        for part in parts:
+            sys.stdout.write(printable(part()))
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -76,7 +77,7 @@ def first_prompt_text(config: GRPOConfig) -> str:
         text = show_prompt(prompt, tokenizer)
     except ValueError as error:
         text = f"none: {error}"
-    return f"First prompt\n{text}\n"
+    return f"\nFirst prompt\n{text}\n"
 
 
 def plan_text(config: GRPOConfig) -> str:

@@ -263,7 +263,7 @@ CONTRADICTIONS = [
     ),
     (
         ["rollout.max_rollout_tokens=60", "learner.max_tokens_per_microbatch=159"],
-        ["data.max_prompt_tokens=100 + rollout.max_rollout_tokens=60: 160 tokens", "Raise the budget"],
+        ["data.max_prompt_tokens=100 + rollout.max_rollout_tokens=60 = 160 tokens", "Raise the budget"],
     ),
     (
         ["data.template=raw", "data.chat_template_kwargs={enable_thinking: false}"],
