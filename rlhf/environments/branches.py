@@ -63,7 +63,7 @@ class Branches:
     generate: NextTurn
     templates: Templates
     limits: Limits
-    played: Played = field(default_factory=Played)
+    played: Played = field(default_factory=lambda: Played(offers_tools=False))
     logs: list[TokenLog] = field(default_factory=list)
     contexts: list[_Context] = field(default_factory=list)
     sampled: int = 0  # tokens of all turns

@@ -94,6 +94,7 @@ class Played:
     began: float = field(default_factory=time.monotonic)
     messages: list[Message] = field(default_factory=list)  # after the prompt
     turns: int = 0
+    offers_tools: bool = True  # a coroutine makes its calls by itself
     tool_calls: int = 0
     tool_errors: int = 0
     environment_s: float = 0.0
@@ -120,13 +121,12 @@ class Played:
 
     def rollout(self, prompt: Prompt, sample: int, sequences: Sequence[TokenSequence], outcome: Outcome) -> Rollout:
         facts = {
+            **outcome.facts,
             "turns": self.turns,
-            "tool_calls": self.tool_calls,
-            "tool_errors": self.tool_errors,
+            **({"tool_calls": self.tool_calls, "tool_errors": self.tool_errors} if self.offers_tools else {}),
             "environment_seconds": round(self.environment_s, 3),
             "ended_by": self.ended_by,
             **({"error": outcome.error} if outcome.error else {}),
-            **outcome.facts,
         }
         where = prompt.id, prompt.epoch, sample, tuple(sequences)
         return Rollout(*where, self.finish_reason, tuple(self.messages), facts, outcome)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.algo import kl, losses
-from rlhf.algo.numerics import masked, segment_counts
+from rlhf.algo.numerics import masked, segment_counts, segment_ids
 from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.routing import Routing
-from rlhf.log.reductions import ENGINE_KL_FROM, Binned, EffectiveSampleFraction, ExpertLoad, Max, Mean, StepMetrics, Sum
+from rlhf.log.reductions import (
+    ENGINE_KL_FROM,
+    ENGINE_KL_OF_TURN,
+    Binned,
+    EffectiveSampleFraction,
+    ExpertLoad,
+    Max,
+    Mean,
+    StepMetrics,
+    Sum,
+)
 from rlhf.types import Denominators, PolicyTargets
 
 RATIO_BINS = np.linspace(0.0, 2.0, 41)  # ratios above are counted in the last bin
@@ -105,10 +116,30 @@ def policy_microbatch(
         "policy/engine_logprob_difference": masked_mean((old_logprobs - rollout_logprobs).abs(), mask),
         "policy/engine_kl": masked_mean(engine_kl, mask),
     }
-    for start, end in itertools.pairwise([*ENGINE_KL_FROM, sys.maxsize]):
-        there = mask & (tokens.position_ids >= start) & (tokens.position_ids < end)
-        metrics[ENGINE_KL_FROM[start]] = masked_mean(engine_kl, there)
+    metrics |= _mean_by_bin(engine_kl, mask, tokens.position_ids, ENGINE_KL_FROM)
+    if config.acts:
+        metrics |= _mean_by_bin(engine_kl, mask, turn_numbers(mask, tokens.cu_seqlens), ENGINE_KL_OF_TURN)
     return loss, metrics
+
+
+def _mean_by_bin(values: Tensor, mask: Tensor, numbers: Tensor, names: Mapping[int, str]) -> StepMetrics:
+    """Means over the True tokens whose number [T] is from one key of `names` up to the next."""
+    return {
+        names[start]: masked_mean(values, mask & (numbers >= start) & (numbers < end))
+        for start, end in itertools.pairwise([*names, sys.maxsize])
+    }
+
+
+def turn_numbers(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T] int64, for each sampled token the number of its turn in its sequence, from 1 on.
+
+    A turn is a run of True tokens; every sequence begins with a token that is not sampled.
+    """
+    before = torch.cat([response_mask.new_zeros(1), response_mask[:-1]])
+    starts = (response_mask & ~before).long()
+    counts = starts.cumsum(0)
+    before_sequence = (counts - starts)[cu_seqlens[:-1].long()]
+    return counts - before_sequence[segment_ids(cu_seqlens, len(counts))]
 
 
 def _routing_metrics(routing: Routing, trained: Tensor) -> StepMetrics:

@@ -232,10 +232,30 @@ def growing_memory(view: View) -> Found:
         )
 
 
+def no_tool_calls(view: View) -> Found:
+    if view.mean("environment/used_fraction") == 0:
+        yield (
+            "No rollout called a tool: what is never tried is never learned.",
+            "Does the prompt show the tools (--plan), and does the model write calls in the form of its template "
+            "(rlhf.show)? {rollout.tool_parser} has to read that form. Train on a few conversations with calls first "
+            "(rlhf.sft).",
+        )
+
+
+def too_few_turns(view: View) -> Found:
+    if (share := view.mean("environment/ended_by/max_turns")) >= CUT_OFF:
+        yield (
+            f"{share:.0%} of the rollouts ended because their turns were used up.",
+            "Raise {rollout.max_turns}. Read some (rlhf.show): does the model repeat a call, or never see its answer?",
+        )
+
+
 RULES: dict[str, Callable[[View], Found]] = {
     "no answers": few_answers,
     "equal rewards in almost all groups": equal_groups,
     "responses are cut off": cut_off,
+    "no tool was ever called": no_tool_calls,
+    "rollouts end at their last turn": too_few_turns,
     "KL to the reference is running away": high_kl,
     "entropy collapsed": entropy_collapse,
     "much clipping": much_clipping,

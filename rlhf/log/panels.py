@@ -43,6 +43,13 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Responses that stopped", ("rollout/stopped_fraction",)),
         Panel("Lag of the weights", ("rollout/lag/mean", "rollout/lag/max"), "steps"),
     ),
+    "Environment": (
+        Panel("Turns", ("environment/turns/mean",)),
+        Panel("Calls of a rollout", ("environment/tool_calls", "environment/tool_errors")),
+        Panel("Rollouts that call a tool", ("environment/used_fraction",)),
+        Panel("How rollouts end", ("environment/ended_by/*",)),
+        Panel("Waiting for the environment", ("environment/seconds",), "s"),
+    ),
     "Policy": (
         Panel("Entropy", ("policy/entropy",), "nats per token"),
         Panel("Loss", ("policy/loss",)),
@@ -55,6 +62,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("KL to the reference", ("policy/kl_k[1234]",), "nats per token"),
         Panel("KL of the step's updates", ("policy/kl_old",), "nats per token"),
         Panel("Engine against learner", ("policy/engine_kl",), "nats per token", log=True),
+        Panel("Engine against learner, by turn", ("policy/engine_kl/turn_*",), "nats per token", log=True),
         Panel("Engine against learner, over its bound", ("policy/engine_kl_excess",), log=True),
         Panel("Engine against learner, |difference|", ("policy/engine_logprob_difference",), "nats", log=True),
         Panel("KL of a response", ("policy/kl_response",), "nats"),

@@ -19,6 +19,8 @@ MAX_EXPONENT = 700.0  # of a finite float
 # policy/engine_kl by the token's position in its sequence, prompt included: from each of these up to the next. The
 # canary's sequences are short; an engine that differs from the learner only in long contexts shows here.
 ENGINE_KL_FROM = {position: f"policy/engine_kl/from_{position}" for position in (0, 64, 1024, 4096)}
+# policy/engine_kl by the turn of its sequence that a token belongs to; the last of these has all later turns too.
+ENGINE_KL_OF_TURN = {turn: f"policy/engine_kl/turn_{turn}" for turn in (1, 2, 3, 4)}
 Scalar = Any  # a number; until its microbatch's step is queued, a tensor of one number on the learner's device
 
 

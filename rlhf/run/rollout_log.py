@@ -57,12 +57,13 @@ def environment_metrics(rollouts: Sequence[Rollout]) -> StepMetrics:
         return {}
     metrics: StepMetrics = {
         "environment/turns": Histogram(tuple(float(rollout.facts["turns"]) for rollout in rollouts)),
-        "environment/tool_calls": _mean([rollout.facts["tool_calls"] for rollout in rollouts]),
-        "environment/tool_errors": _mean([rollout.facts["tool_errors"] for rollout in rollouts]),
         "environment/seconds": _mean([rollout.facts["environment_seconds"] for rollout in rollouts]),
-        "environment/used_fraction": _share([rollout.facts["tool_calls"] > 0 for rollout in rollouts]),
         "environment/sequences": _mean([len(rollout.sequences) for rollout in rollouts]),
     }
+    if offered := [rollout.facts for rollout in rollouts if "tool_calls" in rollout.facts]:
+        metrics["environment/tool_calls"] = _mean([facts["tool_calls"] for facts in offered])
+        metrics["environment/tool_errors"] = _mean([facts["tool_errors"] for facts in offered])
+        metrics["environment/used_fraction"] = _share([facts["tool_calls"] > 0 for facts in offered])
     for ended_by, count in sorted(Counter(rollout.facts["ended_by"] for rollout in rollouts).items()):
         metrics[f"environment/ended_by/{ended_by}"] = Mean(float(count), float(len(rollouts)))
     return metrics

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from documented import check_documented
 from fake_environments import call
 from fake_run import Sampling, drive
 from worlds import make_config
@@ -105,6 +106,8 @@ def test_reset_makes_the_prompts_and_a_resumed_run_goes_on_with_them(
     (steps, evaluations) = ([row for row in lines if name in row] for name in ("time/step", "eval/environment/avg@1"))
     assert [row["environment/turns/mean"] for row in steps] == [2.0, 2.0, 2.0]
     assert len(evaluations) == 3
+    own = [{name: value for name, value in row.items() if name.startswith("environment/")} for row in steps]
+    check_documented(own, logged={"environment or tools", "tools"})
 
 
 def test_a_run_ends_saved_when_too_many_environments_fail(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from documented import check_documented
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -27,7 +28,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.packed_attention import PACKED
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, PolicyOutput
 from rlhf.learner.routing import Routing
-from rlhf.learner.update import _binned_ratios, on_host, policy_microbatch
+from rlhf.learner.update import _binned_ratios, on_host, policy_microbatch, turn_numbers
 from rlhf.log.reductions import Mean, StepMetrics, merge_metrics, to_values
 from rlhf.step.batch import broadcast_to_tokens
 from rlhf.types import Denominators, PolicyTargets
@@ -354,3 +355,25 @@ def test_with_one_update_a_step_the_correction_needs_no_pass_and_differs_by_no_b
         assert torch.equal(loss, other_loss)
         assert any(bool(g.abs().max() > 0) for g in gradients)
         assert all(torch.equal(a, b) for a, b in zip(gradients, other_gradients, strict=True))
+
+
+def test_the_kl_to_the_engine_is_told_by_turn_where_rollouts_have_an_environment() -> None:
+    masks = [[0, 1, 1, 0, 1, 0, 0, 1], [0, 0, 1]]
+    turns = [0, 1, 1, 0, 2, 0, 0, 3, 0, 0, 1]
+    packed = pack([np.zeros(8), np.zeros(3)], [np.array(mask, bool) for mask in masks])
+    tokens = DeviceTokens.of(packed, torch.device("cpu"))
+    mask = tokens.response_mask
+    assert (turn_numbers(mask, tokens.cu_seqlens) * mask).tolist() == turns
+    # at the tokens of turn n the learner is n / 10 above the engine, whose log-probs are 0
+    above = torch.tensor(turns) / 10
+    targets = PolicyTargets(np.ones(11, np.float32), above.numpy(), None)
+    model, denominators = Fixed(above, torch.zeros(11)), Denominators(tokens=5, rollouts=2, sequences=2)
+    values = {}
+    for tools in ((), ("calculator",)):
+        config = make_config(NOWHERE).model_copy(update={"tools": tools})
+        values[tools] = to_values(policy_microbatch(model, tokens, targets, denominators, config)[1])
+    kl = {f"policy/engine_kl/turn_{n}": math.exp(n / 10) - 1 - n / 10 for n in (1, 2, 3)}
+    by_turn = {name: value for name, value in values["calculator",].items() if "/turn_" in name}
+    assert by_turn == pytest.approx(kl, rel=1e-4)
+    assert not any("/turn_" in name for name in values[()])
+    check_documented([by_turn], logged={"turns"})

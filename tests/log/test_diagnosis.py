@@ -49,6 +49,12 @@ ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "2.0% of the responses held an answer in the form that the reward reads. Most were cut off: raise "
         "rollout.max_response_tokens=24.",
     ),
+    "no tool was ever called": ({"environment/used_fraction": 0.0}, {}, "rollout.tool_parser=auto"),
+    "rollouts end at their last turn": (
+        {"environment/used_fraction": 0.9, "environment/ended_by/max_turns": 0.95},
+        {"rollout.max_turns": 3},
+        "rollout.max_turns=3",
+    ),
     "equal rewards in almost all groups": ({"reward/equal_group_fraction": 1.0}, {}, "harder data.train"),
     "equal rewards in almost all groups, too hard": (
         {"reward/equal_group_fraction": 0.97, "reward/mean": 0.01},
