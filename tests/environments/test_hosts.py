@@ -163,6 +163,24 @@ def test_the_environments_own_failures_are_failures() -> None:
         asyncio.run(play(opened))
 
 
+def test_what_is_no_exception_costs_its_rollout_and_not_those_in_the_same_process() -> None:
+    errors = {"exit": "SystemExit: 3", "network": "no network", "cancel": "CancelledError", "unprintable": r"\\udcff"}
+
+    async def play(opened: Hosts) -> None:
+        async with asyncio.timeout(20), session(opened) as other:
+            before = (await other.call([call("act")])).messages
+            for how, error in errors.items():
+                with pytest.raises(FailedError, match=f"open: .*{error}"):
+                    await opened.open({"how": how}, SEEDS)
+            async with session(opened, how="number") as one:
+                with pytest.raises(FailedError, match="finish: .*cannot be sent"):
+                    await one.finish()
+            assert (await other.call([call("act")])).messages == before  # its process lives
+
+    with hosts("Escapes") as opened:
+        asyncio.run(play(opened))
+
+
 def test_a_coroutine_that_waits_too_long_costs_its_call_and_not_the_others() -> None:
     async def play(opened: Hosts) -> None:
         async with session(opened) as one, session(opened) as other:
@@ -279,6 +297,8 @@ def test_a_coroutine_asks_the_driver_for_its_turns() -> None:
         assert asyncio.run(play(opened)).parts == outcome.parts  # the same seeds
         with pytest.raises(FailedError, match="play: ValueError: no debate"):
             asyncio.run(play(opened, fails=True))
+        with pytest.raises(FailedError, match="play: SystemExit: 3"):
+            asyncio.run(play(opened, exits=True))
 
 
 def test_an_error_of_the_engines_ends_the_coroutine_and_is_raised() -> None:
