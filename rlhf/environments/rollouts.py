@@ -66,7 +66,7 @@ class Environments:
         self, config: GRPOConfig, hosts: Hosts, templates: Templates, parsing: Parsing, tokenizer: Any
     ) -> None:
         self._config, self._hosts, self._templates, self._tokenizer = config, hosts, templates, tokenizer
-        self._parsing = parsing
+        self._parsing, self._vocabulary = parsing, len(tokenizer)
         self.running = 0  # rollouts that have begun and not ended
 
     async def __call__(
@@ -136,6 +136,8 @@ class Environments:
             max_rollout_tokens=rollout.longest,
             max_turns=rollout.max_turns,
             max_rollout_s=rollout.max_rollout_s,
+            max_sequence_tokens=self._config.max_sequence_tokens,
+            vocabulary=self._vocabulary,
         )
 
 

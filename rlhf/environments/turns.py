@@ -85,6 +85,8 @@ class Limits:
     max_rollout_tokens: int  # everything after the prompt, what the environment says included
     max_turns: int | None = None
     max_rollout_s: float | None = None
+    max_sequence_tokens: int = 2**31 - 1  # of one context with its turn, which is what the engine holds
+    vocabulary: int = 2**31 - 1  # ids that a coroutine may name
 
 
 @dataclass

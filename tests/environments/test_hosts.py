@@ -173,7 +173,7 @@ def test_what_is_no_exception_costs_its_rollout_and_not_those_in_the_same_proces
                 with pytest.raises(FailedError, match=f"open: .*{error}"):
                     await opened.open({"how": how}, SEEDS)
             async with session(opened, how="number") as one:
-                with pytest.raises(FailedError, match="finish: .*cannot be sent"):
+                with pytest.raises(FailedError, match=r"finish: .*cannot be sent"):
                     await one.finish()
             assert (await other.call([call("act")])).messages == before  # its process lives
 

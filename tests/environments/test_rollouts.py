@@ -35,6 +35,9 @@ class Tokenizer:
     def decode(self, token_ids: list[int], **_: Any) -> str:
         return text(np.array(token_ids))
 
+    def __len__(self) -> int:
+        return 2**16
+
 
 class Hosts:
     """Opens these sessions, one after another; an exception in their place is raised."""
