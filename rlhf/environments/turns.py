@@ -122,13 +122,13 @@ class Played:
 
     def rollout(self, prompt: Prompt, sample: int, sequences: Sequence[TokenSequence], outcome: Outcome) -> Rollout:
         facts = {
+            **outcome.facts,  # first: metrics are made of those below, whatever a class says under their names
             "turns": self.turns,
             "tool_calls": self.tool_calls,
             "tool_errors": self.tool_errors,
             "environment_seconds": round(self.environment_s, 3),
             "ended_by": self.ended_by,
             **({"error": outcome.error} if outcome.error else {}),
-            **outcome.facts,
         }
         where = prompt.id, prompt.epoch, sample, tuple(sequences)
         return Rollout(*where, self.finish_reason, tuple(self.messages), facts, outcome)
@@ -170,8 +170,8 @@ async def _turns(
         calls = message.get("tool_calls") or ()
         if not calls:
             return played.end("stop", "answer")
-        answers: Answers = await played.timed(session.call(calls))
         played.tool_calls += len(calls)
+        answers: Answers = await played.timed(session.call(calls))
         played.tool_errors += answers.errors
         why = "done" if answers.done else played.limit(limits)
         if not why and not templates.can_go_on(completion.token_ids):
