@@ -15,7 +15,7 @@ from fake_environments import call
 from processes import below, outliving
 
 from rlhf.config.environment import EnvironmentConfig
-from rlhf.environments.hosts import HostedSession, Hosts
+from rlhf.environments.hosts import HostedSession, Hosts, outcome_of
 from rlhf.environments.turns import CallLimitError, FailedError
 
 FILE = Path(__file__).parent / "games.py"
@@ -227,9 +227,19 @@ def test_the_row_chooses_among_several() -> None:
             assert [each.tools[0]["function"]["name"] for each in (one, other)] == ["guess", "wait"]
         with pytest.raises(FailedError, match=r"'c', and environment\.by_name has a, b"):
             await opened.open({"environment": "c"}, SEEDS)
+        with pytest.raises(FailedError, match="column `environment` is"):
+            await opened.open({"environment": ["a"]}, SEEDS)
 
     with hosts(None, **parts) as opened:
         asyncio.run(play(opened))
+
+
+@pytest.mark.parametrize("changed", [{"reward": 10**400}, {"parts": {"a": 10**400}}, {"facts": []}, {"reward": []}])
+def test_an_outcome_that_our_code_does_not_send_is_a_failure(changed: dict[str, Any]) -> None:
+    said = {"reward": 1.0, "parts": {}, "facts": {}, "attributes": None}
+    assert outcome_of(said).reward == 1.0
+    with pytest.raises(FailedError, match="answered something else"):
+        outcome_of(said | changed)
 
 
 def test_another_interpreter_runs_them(tmp_path: Path) -> None:
