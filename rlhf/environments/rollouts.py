@@ -81,8 +81,13 @@ class Environments:
             for task in tasks:  # one failed, or the group was cancelled: the others end, and close their sessions
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        opened = [opened for opened, _ in results if opened is not None]
-        return opened[0] if opened else prompt, [rollout for _, rollout in results]
+        first = next((opened for opened, _ in results if opened is not None), prompt)
+        return first, [
+            rollout
+            if opened is None or opened.messages == first.messages
+            else replace(rollout, opening=opened.messages)
+            for opened, rollout in results
+        ]
 
     async def _rollout(
         self, prompt: Prompt, sample: int, settings: SamplingSettings, generate: Generate

@@ -196,3 +196,8 @@ async def add(a: int, b: int) -> int:
         b: Other.
     """
     return a + b
+
+
+def asked_for(prompts: list[list[dict[str, str]]], completions: list[Any], **_: Any) -> list[float]:
+    """A reward in TRL's signature: whether the prompt asks for maze b."""
+    return [float(messages[-1]["content"] == "maze b") for messages in prompts]
