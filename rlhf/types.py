@@ -101,6 +101,7 @@ class Rollout:
         turns: the messages after the prompt, where there is more than one.
         facts: further facts by name, for rollouts/.
         outcome: what its environment says of it; None without one.
+        opening: the messages of its prompt, where its environment has begun it otherwise than the first of its group.
     """
 
     prompt_id: str
@@ -111,6 +112,7 @@ class Rollout:
     turns: tuple[dict[str, Any], ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     outcome: Outcome | None = None
+    opening: tuple[dict[str, Any], ...] | None = None
 
     def __post_init__(self) -> None:
         assert self.sequences, "a rollout has at least one sequence"

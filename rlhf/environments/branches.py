@@ -29,9 +29,12 @@ from rlhf.environments.turns import (
     NextTurn,
     Played,
     Templates,
+    failed_rollout,
 )
 from rlhf.rollout.token_log import TokenLog
 from rlhf.types import Outcome, Prompt, Rollout
+
+MAX_REFUSED = 1000  # turns past a limit that a coroutine may ask for: one that does not look at them never ends
 
 
 class Play(Protocol):
@@ -67,22 +70,30 @@ class Branches:
     logs: list[TokenLog] = field(default_factory=list)
     contexts: list[_Context] = field(default_factory=list)
     sampled: int = 0  # tokens of all turns
+    refused: int = 0  # turns past a limit
 
     async def answer(self, request: Mapping[str, Any]) -> Message:
         """The turn after `messages` (and `tools`) or `token_ids`; the message has finish_reason and token_ids too."""
         over = self.sampled >= self.limits.max_rollout_tokens
         if why := "max_rollout_tokens" if over else self.played.limit(self.limits):
-            self.played.end("length", why)
-            return {"role": "assistant", "content": "", "finish_reason": "length", "token_ids": []}
-        turn = self.played.turns
-        self.played.turns += 1
+            return self._refuse(why)
+        budget = min(self.limits.max_response_tokens, self.limits.max_rollout_tokens - self.sampled)
+        if (asked := request.get("max_tokens")) is not None:
+            if not isinstance(asked, int) or asked < 1:
+                raise FailedError(f"`generate` was called with max_tokens={asked!r}, not a whole number from 1 on.")
+            budget = min(budget, asked)
         try:
             messages = tuple(map(_comparable, request.get("messages") or ()))
             log = self._log_of(request, messages)
+        except FailedError:
+            raise
         except Exception as error:  # the context is the coroutine's, and a template may raise anything about it
             raise FailedError(f"`generate` was called with a context that cannot be read: {error}") from None
-        budget = min(request.get("max_tokens") or self.limits.max_response_tokens, self.limits.max_response_tokens)
-        budget = min(budget, self.limits.max_rollout_tokens - self.sampled)
+        if log is None:
+            return self._refuse("max_rollout_tokens")
+        budget = min(budget, self.limits.max_sequence_tokens - len(log))
+        turn = self.played.turns
+        self.played.turns += 1
         completion = await self.generate(log.token_ids, max_tokens=budget, turn=turn)
         log.add_sampled(completion)
         self.sampled += len(completion.token_ids)
@@ -96,20 +107,43 @@ class Branches:
             self.contexts.append(_Context(log, len(log.token_ids), (*messages, _comparable(message))))
         return {**message, "finish_reason": completion.finish_reason, "token_ids": completion.token_ids.tolist()}
 
-    def _log_of(self, request: Mapping[str, Any], messages: tuple[str, ...]) -> TokenLog:
-        """The log that the request goes on with, its ids appended up to where the engine is to go on."""
+    def _refuse(self, why: str) -> Message:
+        """A turn past a limit: it says nothing."""
+        self.played.end("length", why)
+        self.refused += 1
+        if self.refused > MAX_REFUSED:
+            raise FailedError(
+                f"the coroutine goes on asking for turns after {why}. End it when a turn's finish_reason is `length`."
+            )
+        return {"role": "assistant", "content": "", "finish_reason": "length", "token_ids": []}
+
+    def _log_of(self, request: Mapping[str, Any], messages: tuple[str, ...]) -> TokenLog | None:
+        """The log that the request goes on with, its ids appended up to where the engine is to go on.
+
+        None if there is no room for another token; FailedError if the engine would refuse the ids.
+        """
         known = [context for context in self.contexts if context.begins(request, messages)]
         context = max(known, key=lambda context: context.length, default=None)
         if context is None:
-            return self._new_log(self._ids(request))
-        if "token_ids" in request:
+            more = self._ids(request)
+        elif "token_ids" in request:
             more = np.asarray(request["token_ids"][context.length :], np.int32)
         else:
             new = request["messages"][len(context.messages or ()) :]
             after = int(context.log.token_ids[context.length - 1])
             more = self.templates.suffix(new, request.get("tools"), after=after) if new else np.empty(0, np.int32)
-        if context.continued:
-            return self._new_log(np.concatenate([context.log.token_ids[: context.length], more]))
+        if (context is None and not len(more)) or ((more < 0) | (more >= self.limits.vocabulary)).any():
+            raise FailedError("`generate` was called with no tokens, or with ids that the tokenizer does not have.")
+        token_ids = more if context is None else np.concatenate([context.log.token_ids[: context.length], more])
+        if len(token_ids) >= self.limits.max_sequence_tokens:
+            if self.sampled:
+                return None
+            raise FailedError(
+                f"`generate` was called with {len(token_ids)} tokens, and a sequence has at most "
+                f"{self.limits.max_sequence_tokens}: data.max_prompt_tokens and rollout.max_rollout_tokens. Raise them."
+            )
+        if context is None or context.continued:
+            return self._new_log(token_ids)
         context.continued = True
         if len(more):
             context.log.add_said(more)
@@ -143,7 +177,8 @@ async def play_coroutine(
         played.end("abort", FAILED)
         outcome = Outcome(status=FAILED, error=str(error))
     sequences = [sequence for log in branches.logs if (sequence := log.sequence()).response_length]
-    sequences = sequences or [TokenLog(prompt.token_ids).sequence()]
+    if not sequences:
+        return failed_rollout(prompt, sample, outcome.status, outcome.error)
     return played.rollout(prompt, sample, sequences, outcome)
 
 

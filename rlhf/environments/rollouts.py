@@ -66,7 +66,7 @@ class Environments:
         self, config: GRPOConfig, hosts: Hosts, templates: Templates, parsing: Parsing, tokenizer: Any
     ) -> None:
         self._config, self._hosts, self._templates, self._tokenizer = config, hosts, templates, tokenizer
-        self._parsing = parsing
+        self._parsing, self._vocabulary = parsing, len(tokenizer)
         self.running = 0  # rollouts that have begun and not ended
 
     async def __call__(
@@ -81,8 +81,13 @@ class Environments:
             for task in tasks:  # one failed, or the group was cancelled: the others end, and close their sessions
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        opened = [opened for opened, _ in results if opened is not None]
-        return opened[0] if opened else prompt, [rollout for _, rollout in results]
+        first = next((opened for opened, _ in results if opened is not None), prompt)
+        return first, [
+            rollout
+            if opened is None or opened.messages == first.messages
+            else replace(rollout, opening=opened.messages)
+            for opened, rollout in results
+        ]
 
     async def _rollout(
         self, prompt: Prompt, sample: int, settings: SamplingSettings, generate: Generate
@@ -136,6 +141,8 @@ class Environments:
             max_rollout_tokens=rollout.longest,
             max_turns=rollout.max_turns,
             max_rollout_s=rollout.max_rollout_s,
+            max_sequence_tokens=self._config.max_sequence_tokens,
+            vocabulary=self._vocabulary,
         )
 
 

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf.environments import seeding
-from rlhf.environments.contract import BUILT_IN, Environment
+from rlhf.environments.contract import BUILT_IN, Environment, printable
 from rlhf.processes import attributes
 from rlhf.processes.channel import Channel
 from rlhf.processes.code import load_module
@@ -139,7 +139,7 @@ class Server:
             else:
                 raise AssertionError("an environment without coroutines never waits")
         if answered:
-            self._channel.send(answered)
+            self._send(message, answered)
 
     async def run_together(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
         """Answer messages at the same time until no session is left; returns those after, and if the driver lives."""
@@ -182,22 +182,31 @@ class Server:
         limit = None if message["do"] == "play" else self._wall_seconds
         answer = await self._answered(message, limit)
         if answer:
+            self._send(message, answer)
+
+    def _send(self, message: Mapping[str, Any], answer: dict[str, Any]) -> None:
+        try:
             self._channel.send(answer)
+        except (TypeError, ValueError, RecursionError) as error:  # Python writes no number of over 4300 digits
+            self._channel.send(self._failed(message, f"what it says cannot be sent: {_text(error)}", limit=False))
 
     async def _answered(self, message: Mapping[str, Any], wall_seconds: float | None) -> dict[str, Any]:
         """The answer to a message; {} for one that is not answered."""
         try:
-            result = await (self._done(message) if wall_seconds is None else _within(wall_seconds, self._done(message)))
+            done = _caught(self._done(message))
+            result = await (done if wall_seconds is None else _within(wall_seconds, done))
         except _OverLimitError as error:
             return self._failed(message, str(error), limit=True)
+        except _EscapedError as error:
+            return self._failed(message, str(error), limit=False)
         except MemoryError:
             return self._failed(message, "over the memory of its process", limit=True)
-        except Exception as error:
-            return self._failed(message, f"{type(error).__name__}: {error}", limit=False)
+        except (Exception, asyncio.CancelledError) as error:  # code may cancel itself; after a close nobody waits
+            return self._failed(message, _text(error), limit=False)
         return {"id": message["id"], "result": result} if "id" in message else {}
 
     def _failed(self, message: Mapping[str, Any], error: str, *, limit: bool) -> dict[str, Any]:
-        return {"id": message.get("id"), "error": error[:MAX_ERROR], "limit": limit}
+        return {"id": message.get("id"), "error": printable(error)[:MAX_ERROR], "limit": limit}
 
     async def _done(self, message: Mapping[str, Any]) -> Any:
         """Do what the message says."""
@@ -257,6 +266,27 @@ class _OverLimitError(Exception):
     """A call has used up its time."""
 
 
+class _EscapedError(Exception):
+    """Code raised what is no Exception: SystemExit, or that it has no network."""
+
+
+async def _caught(awaitable: Awaitable[Any]) -> Any:
+    """Await code of the user; whatever it raises ends neither the event loop, nor the process, nor other rollouts."""
+    try:
+        return await awaitable
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise _EscapedError(_text(error)) from error
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}".removesuffix(": ")
+    except Exception:  # its `__str__` is the user's
+        return type(error).__name__
+
+
 async def _within(seconds: float, awaitable: Awaitable[Any]) -> Any:
     """Await something for at most so long; unlike `wait_for` it does not mistake a TimeoutError of the code itself."""
     task = asyncio.ensure_future(awaitable)
@@ -284,7 +314,7 @@ class _Quiet:
             self._heard = time.monotonic()
 
     async def limited(self, awaitable: Awaitable[Any]) -> Any:
-        task = asyncio.ensure_future(awaitable)
+        task = asyncio.ensure_future(_caught(awaitable))
         try:
             while not (await asyncio.wait({task}, timeout=min(ALIVE_S, self._seconds)))[0]:
                 if not self._asking and time.monotonic() - self._heard > self._seconds:

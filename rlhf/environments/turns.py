@@ -85,6 +85,8 @@ class Limits:
     max_rollout_tokens: int  # everything after the prompt, what the environment says included
     max_turns: int | None = None
     max_rollout_s: float | None = None
+    max_sequence_tokens: int = 2**31 - 1  # of one context with its turn, which is what the engine holds
+    vocabulary: int = 2**31 - 1  # ids that a coroutine may name
 
 
 @dataclass
@@ -121,7 +123,7 @@ class Played:
 
     def rollout(self, prompt: Prompt, sample: int, sequences: Sequence[TokenSequence], outcome: Outcome) -> Rollout:
         facts = {
-            **outcome.facts,
+            **outcome.facts,  # first: metrics are made of those below, whatever a class says under their names
             "turns": self.turns,
             **({"tool_calls": self.tool_calls, "tool_errors": self.tool_errors} if self.offers_tools else {}),
             "environment_seconds": round(self.environment_s, 3),
@@ -168,8 +170,8 @@ async def _turns(
         calls = message.get("tool_calls") or ()
         if not calls:
             return played.end("stop", "answer")
-        answers: Answers = await played.timed(session.call(calls))
         played.tool_calls += len(calls)
+        answers: Answers = await played.timed(session.call(calls))
         played.tool_errors += answers.errors
         why = "done" if answers.done else played.limit(limits)
         if not why and not templates.can_go_on(completion.token_ids):

@@ -24,9 +24,9 @@ PART = "reward_model"  # the name of this part of the reward
 FIRST_WAIT_S = 0.5
 
 
-def conversation(prompt: Prompt, response: str) -> Conversation:
-    """What a reward model is given to score a response."""
-    return [*prompt.messages, {"role": "assistant", "content": response}]
+def conversation(prompt: Prompt, response: str, opening: Sequence[dict[str, str]] | None = None) -> Conversation:
+    """What a reward model is given to score a response; `opening`: in place of the prompt's messages."""
+    return [*(prompt.messages if opening is None else opening), {"role": "assistant", "content": response}]
 
 
 class RewardModelClient:
@@ -48,7 +48,9 @@ class RewardModelClient:
 
     async def add_to(self, group: RolloutGroup) -> RolloutGroup:
         """The group with the weighted score added to each reward; without a score the response becomes unscorable."""
-        scores = await self._scores([conversation(group.prompt, sample.text) for sample in group.samples])
+        scores = await self._scores(
+            [conversation(group.prompt, sample.text, sample.rollout.opening) for sample in group.samples]
+        )
         samples = tuple(self._add(sample, score) for sample, score in zip(group.samples, scores, strict=True))
         return RolloutGroup(group.prompt, samples)
 

@@ -338,7 +338,9 @@ def _of_turns(prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
         return {}
     written = [turn for turn in rollout.turns if turn["role"] == "assistant"]
     in_thought = prompt.in_thought and not any(turn.get("reasoning_content") for turn in written[-1:])
-    return {"turns": rollout.turns, "facts": rollout.facts, "in_thought": in_thought}
+    facts = {**rollout.facts, **rollout.outcome.facts}  # the class's own, also under a name of ours
+    opening = {} if rollout.opening is None else {"messages": rollout.opening}
+    return {"turns": rollout.turns, "facts": facts, "in_thought": in_thought, **opening}
 
 
 def _of_trl(rollout: Rollout) -> dict[str, Any]:

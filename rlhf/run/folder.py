@@ -346,6 +346,7 @@ class RunFolder:
         lines = "".join(encode(row) + "\n" for row in rows)
         for separator in ("\x85", "\u2028", "\u2029"):  # which many readers take for the end of a line
             lines = lines.replace(separator, f"\\u{ord(separator):04x}")
+        lines = lines.encode(errors="backslashreplace").decode()  # lone surrogates, as JSON writes them
         files.replace(self.rollouts / f"step-{step:06d}.jsonl", lines)
 
     def write_summary(self, summary: dict[str, Any]) -> None:

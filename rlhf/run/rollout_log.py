@@ -88,7 +88,8 @@ def rollout_row(group: RolloutGroup, sample: ScoredRollout) -> dict[str, Any]:
 
     `turns` and `facts` are there if the rollout has any.
     """
-    rollout, messages = sample.rollout, group.prompt.messages
+    rollout = sample.rollout
+    messages = group.prompt.messages if rollout.opening is None else rollout.opening
     optional = {"turns": list(rollout.turns), "facts": rollout.facts}
     return {
         "prompt_id": rollout.prompt_id,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import socket
 import sys
 import time
 from typing import Any
@@ -121,6 +122,26 @@ class Hostile:
         return 1.0
 
 
+class Escapes:
+    """A coroutine environment that raises what is no Exception, or says what JSON cannot."""
+
+    async def reset(self, how: str = "") -> None:
+        self.facts = {"number": 10**5000 if how == "number" else 1}
+        match how:
+            case "exit":
+                sys.exit(3)
+            case "network":
+                socket.create_connection(("127.0.0.1", 9))
+            case "cancel":
+                raise asyncio.CancelledError
+            case "unprintable":
+                raise ValueError("\udcff")
+
+    async def act(self) -> str:
+        """Act."""
+        return str(os.getpid())
+
+
 class Untyped:
     """A tool without a type hint."""
 
@@ -160,6 +181,8 @@ async def debate(row: dict[str, Any], generate: Any) -> dict[str, float]:
     first = await generate([question])
     if row.get("fails"):
         raise ValueError("no debate")
+    if row.get("exits"):
+        sys.exit(3)
     more = [question, first, {"role": "user", "content": "more"}]
     turns = await asyncio.gather(generate(more), generate(more))
     return {"score": float(len(turns)), "draw": random.random()}
@@ -173,3 +196,8 @@ async def add(a: int, b: int) -> int:
         b: Other.
     """
     return a + b
+
+
+def asked_for(prompts: list[list[dict[str, str]]], completions: list[Any], **_: Any) -> list[float]:
+    """A reward in TRL's signature: whether the prompt asks for maze b."""
+    return [float(messages[-1]["content"] == "maze b") for messages in prompts]

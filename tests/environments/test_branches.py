@@ -115,6 +115,63 @@ def test_a_context_that_cannot_be_read_costs_the_rollout(request_: Any) -> None:
     assert rollout.outcome.status == "environment_failed"
 
 
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"messages": [USER], "max_tokens": -1},
+        {"messages": [USER], "max_tokens": "8"},
+        {"messages": [USER], "max_tokens": 2.5},
+        {"token_ids": [65, -1]},
+        {"token_ids": [65, 200]},
+        {"token_ids": []},
+        {"messages": [{"role": "user", "content": "x" * 60}]},
+    ],
+)
+def test_what_the_engine_would_refuse_costs_the_rollout_and_never_reaches_it(request_: Any) -> None:
+    async def coroutine(answer: Answer) -> Outcome:
+        await answer(request_)
+        return Outcome()
+
+    rollout, script = play(coroutine, ["one"], Limits(50, 500, max_sequence_tokens=60, vocabulary=128))
+    assert script.asked == []
+    assert rollout.outcome is not None
+    assert rollout.outcome.status == "environment_failed"
+    assert "`generate` was called with" in rollout.facts["error"]
+
+
+def test_a_context_that_has_grown_to_the_whole_sequence_gets_no_further_turn() -> None:
+    async def coroutine(answer: Answer) -> Outcome:
+        await answer({"messages": [USER]})
+        later = await answer({"messages": [USER, said("one"), {"role": "user", "content": "x" * 60}]})
+        assert later["finish_reason"] == "length"
+        await answer({"messages": [USER, said("one"), {"role": "user", "content": "more"}]})
+        return Outcome(reward=1.0)
+
+    rollout, script = play(coroutine, ["one", "two"], Limits(50, 500, max_sequence_tokens=22))
+    assert contexts(rollout) == [("u:q|a:one|u:more|a:two", "one|two")]
+    assert script.budgets == [16, 3]
+
+
+def test_a_coroutine_that_ignores_a_limit_for_ever_is_ended() -> None:
+    async def coroutine(answer: Answer) -> Outcome:
+        while True:
+            await answer({"messages": [USER]})
+
+    rollout, _ = play(coroutine, ["one"], Limits(50, 500, max_turns=1))
+    assert rollout.outcome is not None
+    assert rollout.outcome.status == "environment_failed"
+    assert "finish_reason" in rollout.facts["error"]
+
+
+def test_a_coroutine_that_fails_before_its_first_turn_needs_no_prompt() -> None:
+    async def fails(_: Answer) -> Outcome:
+        raise FailedError("play: ValueError: no")
+
+    played = play_coroutine(prompt(""), 0, fails, generate=Script([]), templates=Templates(), limits=ROOMY)
+    (sequence,) = asyncio.run(played).sequences
+    assert sequence.prompt_length == 1
+
+
 def test_a_coroutine_that_asks_for_nothing_or_fails_costs_its_rollout() -> None:
     async def nothing(_: Answer) -> Outcome:
         return Outcome(reward=1.0)

@@ -15,7 +15,7 @@ from fake_environments import call
 from processes import below, outliving
 
 from rlhf.config.environment import EnvironmentConfig
-from rlhf.environments.hosts import HostedSession, Hosts
+from rlhf.environments.hosts import HostedSession, Hosts, outcome_of
 from rlhf.environments.turns import CallLimitError, FailedError
 
 FILE = Path(__file__).parent / "games.py"
@@ -163,6 +163,24 @@ def test_the_environments_own_failures_are_failures() -> None:
         asyncio.run(play(opened))
 
 
+def test_what_is_no_exception_costs_its_rollout_and_not_those_in_the_same_process() -> None:
+    errors = {"exit": "SystemExit: 3", "network": "no network", "cancel": "CancelledError", "unprintable": r"\\udcff"}
+
+    async def play(opened: Hosts) -> None:
+        async with asyncio.timeout(20), session(opened) as other:
+            before = (await other.call([call("act")])).messages
+            for how, error in errors.items():
+                with pytest.raises(FailedError, match=f"open: .*{error}"):
+                    await opened.open({"how": how}, SEEDS)
+            async with session(opened, how="number") as one:
+                with pytest.raises(FailedError, match=r"finish: .*cannot be sent"):
+                    await one.finish()
+            assert (await other.call([call("act")])).messages == before  # its process lives
+
+    with hosts("Escapes") as opened:
+        asyncio.run(play(opened))
+
+
 def test_a_coroutine_that_waits_too_long_costs_its_call_and_not_the_others() -> None:
     async def play(opened: Hosts) -> None:
         async with session(opened) as one, session(opened) as other:
@@ -209,9 +227,19 @@ def test_the_row_chooses_among_several() -> None:
             assert [each.tools[0]["function"]["name"] for each in (one, other)] == ["guess", "wait"]
         with pytest.raises(FailedError, match=r"'c', and environment\.by_name has a, b"):
             await opened.open({"environment": "c"}, SEEDS)
+        with pytest.raises(FailedError, match="column `environment` is"):
+            await opened.open({"environment": ["a"]}, SEEDS)
 
     with hosts(None, **parts) as opened:
         asyncio.run(play(opened))
+
+
+@pytest.mark.parametrize("changed", [{"reward": 10**400}, {"parts": {"a": 10**400}}, {"facts": []}, {"reward": []}])
+def test_an_outcome_that_our_code_does_not_send_is_a_failure(changed: dict[str, Any]) -> None:
+    said = {"reward": 1.0, "parts": {}, "facts": {}, "attributes": None}
+    assert outcome_of(said).reward == 1.0
+    with pytest.raises(FailedError, match="answered something else"):
+        outcome_of(said | changed)
 
 
 def test_another_interpreter_runs_them(tmp_path: Path) -> None:
@@ -279,6 +307,8 @@ def test_a_coroutine_asks_the_driver_for_its_turns() -> None:
         assert asyncio.run(play(opened)).parts == outcome.parts  # the same seeds
         with pytest.raises(FailedError, match="play: ValueError: no debate"):
             asyncio.run(play(opened, fails=True))
+        with pytest.raises(FailedError, match="play: SystemExit: 3"):
+            asyncio.run(play(opened, exits=True))
 
 
 def test_an_error_of_the_engines_ends_the_coroutine_and_is_raised() -> None:

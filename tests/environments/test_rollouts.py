@@ -15,13 +15,15 @@ from fake_environments import LocalSession, Templates, call, completion, prompt,
 from worlds import make_config
 
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.reward import RewardConfig
 from rlhf.environments.rollouts import Environments, FailedEnvironments
 from rlhf.environments.turns import CallLimitError, FailedError
+from rlhf.rewards.model_client import conversation
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.requests import Completion, Parsing, SamplingSettings
 from rlhf.rollout.sampler import Sampler
 from rlhf.run.grading import Grading
-from rlhf.run.rollout_log import rollout_metrics
+from rlhf.run.rollout_log import rollout_metrics, rollout_rows
 from rlhf.step.batch import make_batch
 from rlhf.types import Outcome, Prompt, RolloutGroup, ScoredRollout
 
@@ -34,6 +36,9 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], **_: Any) -> str:
         return text(np.array(token_ids))
+
+    def __len__(self) -> int:
+        return 2**16
 
 
 class Hosts:
@@ -115,6 +120,21 @@ def test_a_prompt_that_reset_makes_has_the_system_prompt_of_the_config(tmp_path:
     assert len({text(sample.rollout.sequences[0].token_ids) for sample in group.samples}) == 1
 
 
+def test_a_rollout_that_reset_began_otherwise_is_shown_and_graded_with_its_own_prompt(tmp_path: Path) -> None:
+    config = config_of(tmp_path, rollout={"samples_per_prompt": 3})
+    group = play(
+        config, Hosts(*(LocalSession(text=t) for t in ("maze a", "maze b", "maze a"))), Engine("end"), prompt("")
+    )
+    assert [row["prompt"] for row in rollout_rows(1, [group], [0.0] * 3)] == ["maze a", "maze b", "maze a"]
+    assert [sample.rollout.opening is None for sample in group.samples] == [True, False, True]
+    (turn,) = conversation(group.prompt, "", group.samples[1].rollout.opening)[:-1]
+    assert turn["content"] == "maze b"
+    with Scorer(RewardConfig(parts=[f"{Path(__file__).parent / 'games.py'}:asked_for"], workers=1)) as scorer:
+        rollouts = [sample.rollout for sample in group.samples]
+        graded = asyncio.run(scorer.score_group(group.prompt, rollouts, ["end"] * 3))
+    assert [sample.reward for sample in graded] == [0.0, 1.0, 0.0]
+
+
 def test_what_fails_costs_its_rollout_alone_and_is_counted(tmp_path: Path) -> None:
     config = config_of(tmp_path, rollout={"samples_per_prompt": 5}, environment={"failed_reward": -2.0})
 
@@ -138,7 +158,7 @@ def test_what_fails_costs_its_rollout_alone_and_is_counted(tmp_path: Path) -> No
     assert group.oldest_version == 0
     metrics = rollout_metrics([group], np.zeros(5), version=0, asynchronous=True)
     assert metrics["environment/ended_by/environment_failed"].value() == pytest.approx(0.4)
-    assert metrics["environment/tool_calls"].value() == pytest.approx(2 / 5)
+    assert metrics["environment/tool_calls"].value() == pytest.approx(3 / 5)
 
 
 def test_an_error_of_an_engine_ends_the_group_and_closes_its_sessions(tmp_path: Path) -> None:

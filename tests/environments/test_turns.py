@@ -10,6 +10,7 @@ import pytest
 from fake_environments import LocalSession, Script, Templates, call, prompt, text
 
 from rlhf.environments.turns import CallLimitError, FailedError, Limits, play_turns
+from rlhf.run.rollout_log import environment_metrics
 from rlhf.types import Outcome, Rollout
 
 CALL = {"content": "add", "tool_calls": [call("add", a=1, b=2)]}
@@ -89,6 +90,7 @@ def test_a_call_over_a_limit_ends_the_rollout_and_it_counts_as_stopped() -> None
         raise CallLimitError("over 2 CPU seconds")
 
     rollout, _ = play([CALL], LocalSession(hang))
+    assert rollout.facts["tool_calls"] == 1
     assert (rollout.finish_reason, rollout.facts["ended_by"], rollout.facts["error"]) == (
         "stop", "call_limit", "over 2 CPU seconds",
     )  # fmt: skip
@@ -105,3 +107,9 @@ def test_an_environment_that_fails_costs_its_rollout_by_name() -> None:
     assert rollout.outcome is not None
     assert (rollout.finish_reason, rollout.outcome.status) == ("abort", "environment_failed")
     assert np.count_nonzero(rollout.sequences[0].response_mask) == 4
+
+
+def test_a_fact_of_the_class_does_not_replace_one_of_the_run() -> None:
+    rollout, _ = play(["end"], LocalSession(outcome=Outcome(facts={"turns": "many", "ended_by": [], "level": 3})))
+    assert (rollout.facts["turns"], rollout.facts["ended_by"], rollout.facts["level"]) == (1, "answer", 3)
+    assert environment_metrics([rollout])["environment/turns"].value() == 1.0

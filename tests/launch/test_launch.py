@@ -62,7 +62,9 @@ if "--head" in flags:
     for name in ("notes", "nodes"):
         (folder / name).mkdir(parents=True)
     (folder / "token").write_text(os.environ["RAY_AUTH_TOKEN"])
-(folder / "nodes" / flags["--node-name"]).write_text(str(os.getpid()))
+own = folder / f"pid-of-{flags['--node-name']}"
+own.write_text(str(os.getpid()))
+own.rename(folder / "nodes" / flags["--node-name"])  # nobody reads it half written
 print("Ray runtime started.", flush=True)
 dies = folder.parent / "ray.go" if os.environ.get("RAY_WAITS") else folder / "never"
 while not dies.exists() and is_alive(folder / "nodes/rank-0"):

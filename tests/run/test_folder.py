@@ -39,6 +39,13 @@ def test_a_response_with_any_line_separator_stays_on_one_line(tmp_path: Path) ->
     assert json.loads(line)["text"] == text
 
 
+def test_half_a_character_in_what_an_environment_says_is_written_and_read(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", resume=False)
+    folder.rollouts.mkdir(parents=True)
+    folder.write_rollouts(1, [{"error": "a\ud800 é"}], PatientFiles(print))
+    assert json.loads((folder.rollouts / "step-000001.jsonl").read_text()) == {"error": "a\ud800 é"}
+
+
 def test_a_rollout_has_one_row_with_all_its_tokens_and_versions_and_its_turns_and_facts_if_it_has_any() -> None:
     first = rollout_of([9, 1, 2], [0, 1, 1], None, (VersionSpan(1, 3, 4),))
     both = joined(first, rollout_of([9, 3], [0, 1], None, (VersionSpan(1, 2, 5),)))
