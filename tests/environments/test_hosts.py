@@ -18,6 +18,8 @@ from rlhf.config.environment import EnvironmentConfig
 from rlhf.environments.hosts import HostedSession, Hosts, outcome_of
 from rlhf.environments.turns import CallLimitError, FailedError
 
+pytestmark = pytest.mark.slow  # they start processes
+
 FILE = Path(__file__).parent / "games.py"
 SEEDS = {"group": 7, "sample": 0}
 LIMITS = {"cpu_seconds": 1.0, "wall_seconds": 2.0, "memory_mb": 256, "processes": 4}
@@ -124,7 +126,6 @@ def test_what_a_tool_says_or_raises_is_its_answer(how: str, content: str) -> Non
         assert asyncio.run(play(opened)) == content
 
 
-@pytest.mark.slow
 def test_64_hostile_rollouts_leave_no_process_and_the_others_finish() -> None:
     hows = ["raise", "hang", "fork", "big", "bytes", "marks", "exit", "memory", "die", "well"]
 

@@ -19,6 +19,8 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.quickstart import write_quickstart
 from rlhf.rollout.requests import Completion, SamplingSettings
 
+pytestmark = pytest.mark.slow  # they start processes
+
 FILE = Path(__file__).parent / "games.py"
 
 

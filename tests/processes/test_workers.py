@@ -19,6 +19,8 @@ from waiting import WAIT_S, eventually, wait_full, worker_pids
 
 from rlhf.processes.workers import PACKAGE, Worker, Workers
 
+pytestmark = pytest.mark.slow  # they start processes
+
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 

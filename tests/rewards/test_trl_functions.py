@@ -14,6 +14,8 @@ from rlhf.processes.attributes import said
 from rlhf.rewards.scorer import Scorer
 from rlhf.types import Outcome, Prompt, Rollout, ScoredRollout, TokenSequence, VersionSpan
 
+pytestmark = pytest.mark.slow  # they start processes
+
 FUNCTIONS = """
 def length(completions, prompts, level, **kwargs):
     assert [len(prompt) for prompt in prompts] == [1, 1]
