@@ -61,6 +61,8 @@ class Hosts(Workers):
             "plays"}.
     """
 
+    end_s = 2.0  # for the `close()` of the instances
+
     def __init__(
         self, config: EnvironmentConfig, tools: Sequence[str] = (), *, say: Callable[[str], None] = to_stderr
     ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fake_environments import call
 from processes import below, outliving
+from waiting import eventually
 
 from rlhf.config.environment import EnvironmentConfig
 from rlhf.environments.hosts import HostedSession, Hosts, outcome_of
@@ -240,6 +241,23 @@ def test_an_outcome_that_our_code_does_not_send_is_a_failure(changed: dict[str, 
     assert outcome_of(said).reward == 1.0
     with pytest.raises(FailedError, match="answered something else"):
         outcome_of(said | changed)
+
+
+def test_an_instance_is_closed_when_it_is_dropped_and_when_all_ends(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.touch()
+
+    async def play(opened: Hosts) -> None:
+        with pytest.raises(FailedError, match="no session"):
+            await opened.open({"fails": True}, SEEDS)
+        # at once, not when the next session comes
+        assert await asyncio.to_thread(eventually, lambda: closed.read_text() == "closed\n", 10.0)
+        async with session(opened) as one:
+            await one.call([call("act")])
+
+    with hosts("Closes", options={"path": str(closed)}, files=(str(closed),)) as opened:
+        asyncio.run(play(opened))
+    assert closed.read_text() == "closed\n" * 2
 
 
 def test_another_interpreter_runs_them(tmp_path: Path) -> None:
