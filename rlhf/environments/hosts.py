@@ -289,7 +289,10 @@ class Hosts(Workers):
             task.add_done_callback(self._tasks.discard)
 
     async def _give(self, answer: Answer, session: int, number: int, request: dict[str, Any]) -> None:
-        message = await answer(request)
+        try:
+            message = await answer(request)
+        except Exception:  # `play` raises it
+            return
         with contextlib.suppress(RuntimeError):  # they are closed
             self.call_soon(self._tell, session, {"answers": number, "session": session, "message": message})
 
