@@ -30,6 +30,7 @@ from rlhf.environments.turns import (
     NextTurn,
     Played,
     Templates,
+    check_size,
     failed_rollout,
 )
 from rlhf.rollout.token_log import TokenLog
@@ -103,6 +104,8 @@ class Branches:
                 raise FailedError(f"`generate` was called with max_tokens={asked!r}, not a whole number from 1 on.")
             budget = min(budget, asked)
         try:
+            key = "data.max_prompt_tokens + rollout.max_rollout_tokens"
+            check_size(request.get("messages") or (), most=self.limits.max_sequence_tokens, key=key)
             messages = tuple(map(_comparable, request.get("messages") or ()))
             log = self._log_of(request, messages)
         except FailedError:
