@@ -61,6 +61,7 @@ class Hosts(Workers):
             "plays"}.
     """
 
+    shared_processes = 8 * SHARED  # that the tools of all sessions in one process may start
     end_s = 2.0  # for the `close()` of the instances
 
     def __init__(
@@ -188,6 +189,10 @@ class Hosts(Workers):
             worker.watch.stop()
         if not worker.work:
             worker.kind = None
+
+    def most_processes(self, worker: Worker) -> int:
+        """Also where all tools are built in: the program of a model may fork for ever."""
+        return self.shared_processes if worker.kind == "shared" else self._processes
 
     def on_turn(self) -> None:
         """Give processes to the sessions that wait, and have more of them started."""

@@ -237,6 +237,10 @@ class Workers:
     def on_end(self, reason: str) -> None:
         """It was closed, or cannot go on for a reason."""
 
+    def most_processes(self, worker: Worker) -> int | None:
+        """How many processes may run below a worker; None: nobody counts, since no code of others starts any."""
+        return self._processes if self._code else None
+
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function in the thread of the workers; RuntimeError if they are closed, or have broken."""
         with self._adding:
@@ -462,8 +466,9 @@ class Workers:
             ):
                 self.kill(worker, DIED)
             elif worker.watch.running and worker.watch.elapsed() > min(POLL_S, self._limits["wall_seconds"]):
-                if self._code and count_below(worker.pid, self._processes) > self._processes:
-                    self.kill(worker, DIED, f"over {self._processes} processes")
+                most = self.most_processes(worker)
+                if most is not None and count_below(worker.pid, most) > most:
+                    self.kill(worker, DIED, f"over {most} processes")
                 elif limit := worker.watch.exceeded(**self._limits):
                     self.kill(worker, TIMEOUT, limit)
 

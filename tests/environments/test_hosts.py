@@ -260,6 +260,19 @@ def test_an_instance_is_closed_when_it_is_dropped_and_when_all_ends(tmp_path: Pa
     assert closed.read_text() == "closed\n" * 2
 
 
+def test_a_program_of_the_model_that_starts_processes_without_end_is_killed() -> None:
+    code = "import subprocess, time\nall = [subprocess.Popen(['sleep', '60']) for _ in range(12)]\ntime.sleep(60)"
+
+    async def play(opened: Hosts) -> None:
+        async with session(opened) as one:
+            with pytest.raises(CallLimitError, match="over 8 processes"):
+                await one.call([call("python", code=code)])
+
+    with hosts(None, tools=("python",)) as opened:
+        opened.shared_processes = 8
+        asyncio.run(play(opened))
+
+
 def test_another_interpreter_runs_them(tmp_path: Path) -> None:
     """One without any package: what runs there needs the standard library alone."""
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
