@@ -27,7 +27,7 @@ from rlhf.config import cli
 from rlhf.config.base import with_home
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import merged
-from rlhf.config.printing import say
+from rlhf.config.printing import say, to_stderr
 from rlhf.plan.start_checks import evaluation_problems, input_problems
 
 if TYPE_CHECKING:
@@ -48,10 +48,11 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
     from rlhf.cluster.engines import started_engines
     from rlhf.data.load import load_prompts
     from rlhf.data.model_files import load_tokenizer, truncate_token_id
+    from rlhf.environments.rollouts import FailedEnvironments
     from rlhf.environments.start import StartedEnvironments
     from rlhf.rewards.scorer import Scorer
     from rlhf.rollout.sampler import Sampler
-    from rlhf.run.evaluation import evaluate
+    from rlhf.run.evaluation import evaluate, rollouts_of
     from rlhf.run.grading import Grading
 
     tokenizer = load_tokenizer(config.model)
@@ -62,7 +63,12 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
         play = exit_stack.enter_context(StartedEnvironments(config, tokenizer)) if config.acts else None
         async with started_engines(config, trains=False) as engines:
             sampler = Sampler(config, truncate_token, engines.generate, Grading(config, scorer, tokenizer), play)
-            return await evaluate(loaded.prompts, sampler.for_evaluation, at_once=config.evaluation_groups_at_once)
+            at_once = config.evaluation_groups_at_once
+            groups = await evaluate(loaded.prompts, sampler.for_evaluation, at_once=at_once)
+        failed, _ = FailedEnvironments(1.0).of_step(rollouts_of(groups))
+        for warning in (*(play.warnings if play else ()), *failed):
+            to_stderr(f"warning: {warning}")
+        return groups
 
 
 def problems(config: GRPOConfig) -> Iterator[str]:

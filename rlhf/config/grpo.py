@@ -267,10 +267,12 @@ def _environment_problems(config: GRPOConfig) -> Iterator[str]:
             f"reward name={name!r} with prompts that the environment makes: they have no answer to compare with. Set "
             "reward=[], so that the environment's own reward judges, or name a function."
         )
-    if environment.by_name and any(source.is_environment for source in config.data.train):
+    for which, sources in (("train", config.data.train), ("eval", config.data.eval)):
+        if not environment.by_name or not any(source.is_environment for source in sources):
+            continue
         yield (
-            "environment.by_name without data.train: no row chooses an environment. Name data with a column "
-            "`environment`, or one environment as environment.name."
+            f"environment.by_name with prompts that the environment makes in data.{which}: no row chooses an "
+            "environment. Name data with a column `environment`, or one environment as environment.name."
         )
 
 

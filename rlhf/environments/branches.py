@@ -12,6 +12,7 @@ rendered, and begins a sequence as a prompt does.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from rlhf.environments.turns import (
     NextTurn,
     Played,
     Templates,
+    check_size,
     failed_rollout,
 )
 from rlhf.rollout.token_log import TokenLog
@@ -71,8 +73,27 @@ class Branches:
     contexts: list[_Context] = field(default_factory=list)
     sampled: int = 0  # tokens of all turns
     refused: int = 0  # turns past a limit
+    answering: set[asyncio.Task[Any] | None] = field(default_factory=set)
+    ended: bool = False
 
     async def answer(self, request: Mapping[str, Any]) -> Message:
+        """`_answer`, counted while it is sampled."""
+        if self.ended:
+            raise FailedError("the coroutine has ended")
+        task = asyncio.current_task()
+        self.answering.add(task)
+        try:
+            return await self._answer(request)
+        finally:
+            self.answering.discard(task)
+
+    async def all_answered(self) -> None:
+        """Wait for turns that a coroutine has left: no engine may be busy with a rollout that has ended."""
+        self.ended = True
+        if waiting := [task for task in self.answering if task is not None]:
+            await asyncio.wait(waiting)
+
+    async def _answer(self, request: Mapping[str, Any]) -> Message:
         """The turn after `messages` (and `tools`) or `token_ids`; the message has finish_reason and token_ids too."""
         over = self.sampled >= self.limits.max_rollout_tokens
         if why := "max_rollout_tokens" if over else self.played.limit(self.limits):
@@ -83,6 +104,8 @@ class Branches:
                 raise FailedError(f"`generate` was called with max_tokens={asked!r}, not a whole number from 1 on.")
             budget = min(budget, asked)
         try:
+            key = "data.max_prompt_tokens + rollout.max_rollout_tokens"
+            check_size(request.get("messages") or (), most=self.limits.max_sequence_tokens, key=key)
             messages = tuple(map(_comparable, request.get("messages") or ()))
             log = self._log_of(request, messages)
         except FailedError:
@@ -168,6 +191,7 @@ async def play_coroutine(
     played = branches.played
     try:
         outcome = await play(branches.answer)
+        await branches.all_answered()
         if not branches.sampled:
             raise FailedError("the coroutine has not called `generate`: there is nothing to train on.")
     except CallLimitError as error:
@@ -176,6 +200,7 @@ async def play_coroutine(
     except FailedError as error:
         played.end("abort", FAILED)
         outcome = Outcome(status=FAILED, error=str(error))
+    await branches.all_answered()
     sequences = [sequence for log in branches.logs if (sequence := log.sequence()).response_length]
     if not sequences:
         return failed_rollout(prompt, sample, outcome.status, outcome.error)

@@ -61,6 +61,9 @@ class Hosts(Workers):
             "plays"}.
     """
 
+    shared_processes = 8 * SHARED  # that the tools of all sessions in one process may start
+    end_s = 2.0  # for the `close()` of the instances
+
     def __init__(
         self, config: EnvironmentConfig, tools: Sequence[str] = (), *, say: Callable[[str], None] = to_stderr
     ) -> None:
@@ -187,6 +190,10 @@ class Hosts(Workers):
         if not worker.work:
             worker.kind = None
 
+    def most_processes(self, worker: Worker) -> int:
+        """Also where all tools are built in: the program of a model may fork for ever."""
+        return self.shared_processes if worker.kind == "shared" else self._processes
+
     def on_turn(self) -> None:
         """Give processes to the sessions that wait, and have more of them started."""
         idle = [worker for worker in self.free() if worker.kind is None]
@@ -287,7 +294,10 @@ class Hosts(Workers):
             task.add_done_callback(self._tasks.discard)
 
     async def _give(self, answer: Answer, session: int, number: int, request: dict[str, Any]) -> None:
-        message = await answer(request)
+        try:
+            message = await answer(request)
+        except Exception:  # `play` raises it
+            return
         with contextlib.suppress(RuntimeError):  # they are closed
             self.call_soon(self._tell, session, {"answers": number, "session": session, "message": message})
 

@@ -23,6 +23,7 @@ from rlhf.environments.turns import (
     NextTurn,
     Session,
     Templates,
+    check_size,
     failed_rollout,
     play_turns,
 )
@@ -67,7 +68,6 @@ class Environments:
     ) -> None:
         self._config, self._hosts, self._templates, self._tokenizer = config, hosts, templates, tokenizer
         self._parsing, self._vocabulary = parsing, len(tokenizer)
-        self.running = 0  # rollouts that have begun and not ended
 
     async def __call__(
         self, prompt: Prompt, samples: int, settings: SamplingSettings, generate: Generate
@@ -95,11 +95,9 @@ class Environments:
         """The prompt as the reset leaves it, None if it failed, and the rollout."""
         turns = next_turn(self._config, prompt, sample, replace(settings, parsing=self._parsing), generate)
         limits = self._limits(settings)
-        self.running += 1
         try:
             session = await self._hosts.open(row_of(prompt), self.seeds(prompt, sample))
         except (CallLimitError, FailedError) as error:
-            self.running -= 1
             return None, failed_rollout(prompt, sample, FAILED, str(error))
         try:
             how: dict[str, Any] = {"generate": turns, "templates": self._templates, "limits": limits}
@@ -110,7 +108,6 @@ class Environments:
         except FailedError as error:  # the prompt that the reset has made cannot be used
             return None, failed_rollout(prompt, sample, FAILED, str(error))
         finally:
-            self.running -= 1
             await session.close()
 
     def seeds(self, prompt: Prompt, sample: int) -> dict[str, int]:
@@ -121,6 +118,7 @@ class Environments:
     def opened_prompt(self, prompt: Prompt, session: OpenSession) -> Prompt:
         """The prompt with the session's tools and what its reset said; FailedError if it cannot be used."""
         messages = opened_messages(prompt, session.opening, session.text, self._config)
+        check_size(messages, most=self._config.data.max_prompt_tokens, key="data.max_prompt_tokens")
         try:
             token_ids = self._templates.prompt(messages, session.tools)
         except Exception as error:  # a template may raise anything about a message

@@ -113,6 +113,8 @@ class Server:
         self._channel, self._environments, self._wall_seconds = channel, environments, wall_seconds
         self._sessions: dict[int, Any] = {}  # the episode of each
         self._tasks: dict[int, set[asyncio.Task[None]]] = {}  # by session
+        self._closing: set[asyncio.Task[None]] = set()  # of sessions that have ended
+        self._arrived = asyncio.Event()
         self._asked: dict[int, asyncio.Future[Any]] = {}  # turns that a coroutine waits for
         self._numbers = 0
         self._has_coroutines = False  # the environment of the session that has this process for itself
@@ -143,18 +145,20 @@ class Server:
 
     async def run_together(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
         """Answer messages at the same time until no session is left; returns those after, and if the driver lives."""
-        arrived, loop, is_open = asyncio.Event(), asyncio.get_running_loop(), True
-        loop.add_reader(self._channel.socket, arrived.set)
+        self._arrived, loop, is_open = asyncio.Event(), asyncio.get_running_loop(), True
+        loop.add_reader(self._channel.socket, self._arrived.set)
         alive = asyncio.ensure_future(self._say_alive())
         try:
             while True:
                 for message in messages:
                     self._start(message)
-                if not self._tasks or not is_open:
+                if not is_open or not (self._tasks or self._closing):
                     return [], is_open
-                await arrived.wait()
-                arrived.clear()
+                await self._arrived.wait()
+                self._arrived.clear()
                 messages, is_open = self._channel.receive()
+                if messages and not self._tasks:
+                    return messages, is_open
         finally:
             loop.remove_reader(self._channel.socket)
             alive.cancel()
@@ -177,6 +181,13 @@ class Server:
         task = asyncio.ensure_future(self._answer(message))
         if message["do"] != "close":
             self._tasks.setdefault(session, set()).add(task)
+        else:
+            self._closing.add(task)
+            task.add_done_callback(self._closed)
+
+    def _closed(self, task: asyncio.Task[None]) -> None:
+        self._closing.discard(task)
+        self._arrived.set()
 
     async def _answer(self, message: dict[str, Any]) -> None:
         limit = None if message["do"] == "play" else self._wall_seconds

@@ -32,6 +32,9 @@ Message = dict[str, Any]
 CALL_LIMIT, FAILED = "call_limit", "environment_failed"  # statuses of an outcome besides `ok`
 
 
+MAX_CHARS_PER_TOKEN = 128  # the longest tokens are runs of so many spaces
+
+
 class CallLimitError(Exception):
     """A call that the model's own request made exceeded its time or memory."""
 
@@ -189,6 +192,13 @@ async def _turns(
             return played.end("length", "max_rollout_tokens")
         played.messages += said.messages
         log.add_said(said.token_ids)
+
+
+def check_size(messages: Sequence[Mapping[str, Any]], *, most: int, key: str) -> None:
+    """Refuse messages that cannot fit `most` tokens before they are rendered: that would hold up every rollout."""
+    contents = [content for message in messages if isinstance(content := message.get("content"), str)]
+    if (size := sum(map(len, contents))) > most * MAX_CHARS_PER_TOKEN:
+        raise FailedError(f"{key}={most}: messages of {size:,} characters cannot fit so many tokens. Shorten them.")
 
 
 def _message(completion: Completion) -> Message:

@@ -40,6 +40,14 @@ def _parent(pid: int) -> int:
     return 0
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process has not been reaped."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
 def count_below(pid: int, limit: int) -> int:
     """How many processes are below a process; counting stops above the limit."""
     count, frontier = 0, {pid}

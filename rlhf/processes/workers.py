@@ -29,7 +29,7 @@ from rlhf.processes.channel import Channel
 from rlhf.processes.code import changed_sources
 from rlhf.processes.confinement import Grants
 from rlhf.processes.output import OutputPipe, PrintedLines
-from rlhf.processes.outside import Stopwatch, count_below
+from rlhf.processes.outside import Stopwatch, count_below, is_running
 
 TIMEOUT = "timeout"  # the worker exceeded a limit of time
 DIED = "died"  # it ended, or exceeded another limit
@@ -166,6 +166,7 @@ class Workers:
 
     keeper_silent_s, ping_s = 20.0, 1.0  # seconds without an answer before the keeper is replaced; between pings
     reload_s = 30.0  # how long new workers try to load the code as it was, before everything is given up
+    end_s = 0.0  # that idle workers get to end by themselves when all is closed, before they are killed
 
     def __init__(
         self,
@@ -235,6 +236,10 @@ class Workers:
 
     def on_end(self, reason: str) -> None:
         """It was closed, or cannot go on for a reason."""
+
+    def most_processes(self, worker: Worker) -> int | None:
+        """How many processes may run below a worker; None: nobody counts, since no code of others starts any."""
+        return self._processes if self._code else None
 
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function in the thread of the workers; RuntimeError if they are closed, or have broken."""
@@ -461,8 +466,9 @@ class Workers:
             ):
                 self.kill(worker, DIED)
             elif worker.watch.running and worker.watch.elapsed() > min(POLL_S, self._limits["wall_seconds"]):
-                if self._code and count_below(worker.pid, self._processes) > self._processes:
-                    self.kill(worker, DIED, f"over {self._processes} processes")
+                most = self.most_processes(worker)
+                if most is not None and count_below(worker.pid, most) > most:
+                    self.kill(worker, DIED, f"over {most} processes")
                 elif limit := worker.watch.exceeded(**self._limits):
                     self.kill(worker, TIMEOUT, limit)
 
@@ -492,11 +498,22 @@ class Workers:
         self._failed_starts = 0
         self._start_keeper()
 
+    def _hang_up(self) -> None:
+        """Let idle workers end, if they get time for that."""
+        idle = [worker for worker in self.free() if not worker.work] if self.end_s else []
+        for worker in idle:
+            with contextlib.suppress(OSError):
+                worker.channel.socket.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + self.end_s
+        while time.monotonic() < deadline and any(is_running(worker.pid) for worker in idle):
+            time.sleep(POLL_S)
+
     def _shut_down(self) -> None:
         while self._calls:
             self._calls.popleft()()
         self.on_end(self._broken)
         if hasattr(self, "keeper"):
+            self._hang_up()
             self.keeper.end()
         for worker in self._workers.values():
             self._close(worker)

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf.rewards.grade import count_answers
 from rlhf.run.rollout_log import rollout_row
-from rlhf.types import Prompt, RolloutGroup, ScoredRollout
+from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
 
 Rows = list[dict[str, Any]]
 
@@ -47,6 +47,11 @@ async def evaluate(
     return {
         source: await asyncio.gather(*(sample_in_slot(prompt) for prompt in rows)) for source, rows in prompts.items()
     }
+
+
+def rollouts_of(groups: Mapping[str, Sequence[RolloutGroup]]) -> list[Rollout]:
+    """All rollouts of an evaluation."""
+    return [sample.rollout for rows in groups.values() for group in rows for sample in group.samples]
 
 
 def evaluation_metrics(groups: Mapping[str, Sequence[RolloutGroup]]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from rlhf.log.sinks import Details
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import RolloutBuffer, Staleness, groups_at_engines
 from rlhf.rollout.sampler import Sampler
-from rlhf.run.evaluation import evaluate, evaluation_metrics
+from rlhf.run.evaluation import evaluate, evaluation_metrics, rollouts_of
 from rlhf.run.grading import Grading, normalize_scores, reward_model_client
 from rlhf.run.prompts import PromptTickets, RunData, read_data, show_data, without_bad_gold
 from rlhf.run.resume import check_environment_code, check_reward_code
@@ -289,4 +289,6 @@ class RolloutLoop(Generic[C]):
             evaluation = evaluate(prompts, self.sampler.for_evaluation, at_once=at_once, count=count)
             groups = await run.stop.unless_requested(evaluation)
         if groups is not None:  # else a resumed run does this evaluation
+            for error in self.failed_environments.of_step(rollouts_of(groups))[0]:
+                run.log.warn(error)
             run.log_evaluation(step, evaluation_metrics(groups))

@@ -104,7 +104,9 @@ def test_a_reward_that_compares_with_an_answer_cannot_judge_prompts_that_the_env
 
 
 def test_several_environments_need_rows_that_choose() -> None:
-    assert "no row chooses an environment" in refusal("environment={by_name: {a: my.module:A}}")
+    by_name = "environment={by_name: {a: my.module:A}}"
+    assert "in data.train: no row chooses an environment" in refusal(by_name)
+    assert "in data.eval: no row chooses an environment" in refusal(DATA, by_name, "data.eval=environment")
 
 
 def test_an_evaluation_needs_no_data_to_train_on() -> None:

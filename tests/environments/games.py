@@ -142,6 +142,26 @@ class Escapes:
         return str(os.getpid())
 
 
+class Closes:
+    """Writes down how often it was closed; the first call breaks it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    async def reset(self, fails: bool = False) -> None:
+        if fails:
+            raise ValueError("no session")
+
+    async def act(self) -> str:
+        """Act."""
+        return "acted"
+
+    async def close(self) -> None:
+        await asyncio.sleep(0.01)
+        with open(self.path, "a") as file:
+            file.write("closed\n")
+
+
 class Untyped:
     """A tool without a type hint."""
 

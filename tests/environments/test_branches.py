@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_environments import Script, Templates, prompt, text
 
 from rlhf.environments.branches import play_coroutine
 from rlhf.environments.turns import FailedError, Limits
+from rlhf.rollout.requests import Completion
 from rlhf.types import Outcome, Rollout
 
 ROOMY = Limits(max_response_tokens=50, max_rollout_tokens=500)
@@ -150,6 +152,31 @@ def test_a_context_that_has_grown_to_the_whole_sequence_gets_no_further_turn() -
     rollout, script = play(coroutine, ["one", "two"], Limits(50, 500, max_sequence_tokens=22))
     assert contexts(rollout) == [("u:q|a:one|u:more|a:two", "one|two")]
     assert script.budgets == [16, 3]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_turns_that_the_coroutine_does_not_wait_for_end_before_the_rollout_does(fails: bool) -> None:
+    class Slow(Script):
+        async def __call__(self, token_ids: np.ndarray, *, max_tokens: int, turn: int) -> Completion:
+            completed = await super().__call__(token_ids, max_tokens=max_tokens, turn=turn)
+            await asyncio.sleep(0.01 * turn)
+            return completed
+
+    async def coroutine(answer: Answer) -> Outcome:
+        first, _ = (asyncio.ensure_future(answer({"messages": [USER]})) for _ in range(2))
+        await first
+        if fails:
+            raise FailedError("play: ValueError: no")
+        return Outcome(reward=1.0)
+
+    async def play_to_its_end() -> tuple[Rollout, int]:
+        how: Any = {"generate": Slow(["one", "two"]), "templates": Templates(), "limits": ROOMY}
+        rollout = await play_coroutine(prompt(), 0, coroutine, **how)
+        return rollout, len(asyncio.all_tasks())
+
+    rollout, tasks = asyncio.run(play_to_its_end())
+    assert contexts(rollout) == [("u:q|a:one|", "one|"), ("u:q|a:two|", "two|")]
+    assert tasks == 1
 
 
 def test_a_coroutine_that_ignores_a_limit_for_ever_is_ended() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fake_environments import call
 from processes import below, outliving
+from waiting import eventually
 
 from rlhf.config.environment import EnvironmentConfig
 from rlhf.environments.hosts import HostedSession, Hosts, outcome_of
@@ -241,6 +242,36 @@ def test_an_outcome_that_our_code_does_not_send_is_a_failure(changed: dict[str, 
     assert outcome_of(said).reward == 1.0
     with pytest.raises(FailedError, match="answered something else"):
         outcome_of(said | changed)
+
+
+def test_an_instance_is_closed_when_it_is_dropped_and_when_all_ends(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.touch()
+
+    async def play(opened: Hosts) -> None:
+        with pytest.raises(FailedError, match="no session"):
+            await opened.open({"fails": True}, SEEDS)
+        # at once, not when the next session comes
+        assert await asyncio.to_thread(eventually, lambda: closed.read_text() == "closed\n", 10.0)
+        async with session(opened) as one:
+            await one.call([call("act")])
+
+    with hosts("Closes", options={"path": str(closed)}, files=(str(closed),)) as opened:
+        asyncio.run(play(opened))
+    assert closed.read_text() == "closed\n" * 2
+
+
+def test_a_program_of_the_model_that_starts_processes_without_end_is_killed() -> None:
+    code = "import subprocess, time\nall = [subprocess.Popen(['sleep', '60']) for _ in range(12)]\ntime.sleep(60)"
+
+    async def play(opened: Hosts) -> None:
+        async with session(opened) as one:
+            with pytest.raises(CallLimitError, match="over 8 processes"):
+                await one.call([call("python", code=code)])
+
+    with hosts(None, tools=("python",)) as opened:
+        opened.shared_processes = 8
+        asyncio.run(play(opened))
 
 
 def test_another_interpreter_runs_them(tmp_path: Path) -> None:

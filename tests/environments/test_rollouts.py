@@ -135,6 +135,13 @@ def test_a_rollout_that_reset_began_otherwise_is_shown_and_graded_with_its_own_p
     assert [sample.reward for sample in graded] == [0.0, 1.0, 0.0]
 
 
+def test_a_prompt_that_could_never_fit_is_not_rendered(tmp_path: Path) -> None:
+    config = config_of(tmp_path, rollout={"samples_per_prompt": 2})
+    group = play(config, Hosts(*(LocalSession(text="x" * 10_000_000) for _ in range(2))), Engine("end"), prompt(""))
+    assert {sample.status for sample in group.samples} == {"environment_failed"}
+    assert "10,000,000 characters cannot fit" in group.samples[0].rollout.facts["error"]
+
+
 def test_what_fails_costs_its_rollout_alone_and_is_counted(tmp_path: Path) -> None:
     config = config_of(tmp_path, rollout={"samples_per_prompt": 5}, environment={"failed_reward": -2.0})
 

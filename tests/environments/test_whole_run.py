@@ -113,10 +113,13 @@ def test_reset_makes_the_prompts_and_a_resumed_run_goes_on_with_them(
 
 
 def test_a_run_ends_saved_when_too_many_environments_fail(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(model, tmp_path / "run", "NeverScored")
+    config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"at_start": True})})
     with pytest.raises(RuntimeError, match=r"(?s)4 of 4 rollouts of a step failed.*Go on from step 1") as ended:
         asyncio.run(drive(config, monkeypatch))
     assert "4 x finish: KeyError: 'score'" in str(ended.value)
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "environment: 2 of 2 rollouts failed: finish: KeyError: 'score'" in shown  # of the evaluation at the start
     assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
