@@ -43,10 +43,19 @@ class ControlTokens:
         if isinstance(value, str):
             return self._marked(value, self._special if special_only else self._any)
         if isinstance(value, dict):
-            return {name: self.as_text(each, special_only=special_only) for name, each in value.items()}
+            return {
+                self._name(name, special_only): self.as_text(each, special_only=special_only)
+                for name, each in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self.as_text(each, special_only=special_only) for each in value]
         return value
+
+    def _name(self, name: Any, special_only: bool) -> Any:
+        """A name in a dict, such as that of a tool's parameter; identifiers stay, since templates look for them."""
+        return (
+            name if not isinstance(name, str) or name.isidentifier() else self.as_text(name, special_only=special_only)
+        )
 
     def _marked(self, text: str, pattern: re.Pattern[str]) -> str:
         if MARK in text:

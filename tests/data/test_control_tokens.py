@@ -100,6 +100,18 @@ def test_marks_within_texts_lists_and_schemas_are_taken_out_again() -> None:
     assert split(f"x<{MARK}|a|>y") == ["x<", "|a|>y"]
 
 
+def test_names_in_a_schema_become_no_control_tokens() -> None:
+    template = TURNS.replace("{% for m", "{{ tools | tojson }}{% for m", 1)
+    properties = {"<|b|>": {"type": "string"}, "</think>": {}, MARK: {}, "plain": {}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+    tokenizer = make(template)
+    text = render([{"role": "user", "content": "q"}], "model", tokenizer, tools=tools)
+    ids = tokenize([text], "model", tokenizer)[0].tolist()
+    controls = [token for token in tokenizer.convert_ids_to_tokens(ids) if token in CONTROL]
+    assert controls == ["<|a|>", "<|b|>", "<|a|>"]
+    assert all(name in without_marks(text) for name in properties)
+
+
 def test_strings_that_overlap_are_all_broken() -> None:
     tokenizer = byte_tokenizer(TURNS)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|a|>", "|>b<|"]})
