@@ -121,8 +121,8 @@ class Branches:
         log.add_sampled(completion)
         self.sampled += len(completion.token_ids)
         message = dict(completion.message or {"role": "assistant", "content": ""})
-        if completion.finish_reason != "stop":
-            self.played.end(completion.finish_reason, "max_response_tokens")
+        if completion.finish_reason != "stop" and len(completion.token_ids) != asked:  # else as the coroutine wanted it
+            self.played.end_cut(completion.finish_reason, budget, self.limits)
         self.played.messages += [*_new_messages(request), message]
         if "token_ids" in request:
             self.contexts.append(_Context(log, len(log.token_ids), None))

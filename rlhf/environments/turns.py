@@ -10,6 +10,7 @@ Pure asyncio: the engine is a function, the environment a session, so both may b
     stop           done               the environment says that it is over
     stop           call_limit         a call that the model asked for went over a limit of its process
     length         max_response_tokens, max_rollout_tokens, max_turns, max_rollout_s
+    abort          abort              the engine gave the last turn up
     length         no_stop_token      the turn ended with another token than the template's, so nothing can follow it
     abort          environment_failed the environment's own code failed
 """
@@ -109,6 +110,11 @@ class Played:
     def end(self, finish_reason: str, ended_by: str) -> None:
         self.finish_reason, self.ended_by = finish_reason, ended_by
 
+    def end_cut(self, finish_reason: str, budget: int, limits: Limits) -> None:
+        """The last turn did not stop, but used up this budget of tokens, or the engine gave it up."""
+        limit = "max_response_tokens" if budget == limits.max_response_tokens else "max_rollout_tokens"
+        self.end(finish_reason, limit if finish_reason == "length" else finish_reason)
+
     def limit(self, limits: Limits) -> str:
         """The limit of turns or time that is used up; "" if none is."""
         if limits.max_turns is not None and self.turns >= limits.max_turns:
@@ -167,9 +173,7 @@ async def _turns(
         message = _message(completion)
         played.messages.append(message)
         if completion.finish_reason != "stop":
-            return played.end(
-                completion.finish_reason, "max_rollout_tokens" if budget == left else "max_response_tokens"
-            )
+            return played.end_cut(completion.finish_reason, budget, limits)
         calls = message.get("tool_calls") or ()
         if not calls:
             return played.end("stop", "answer")

@@ -227,7 +227,7 @@ function filter() {
   for (const name of ["run", "status", "finish_reason"]) { const value = number(name); if (value !== null) tests.push((i) => c[name][i] === value); }
   range("step", number("step_min"), number("step_max"));
   range("reward", number("reward_min"), number("reward_max"));
-  if (hit) tests.push((i) => hit[c.conversation[i]] || hit[c.text[i]] || hit[c.blocks[i]]);
+  if (hit) tests.push((i) => hit[c.conversation[i]] || hit[c.text[i]] || (c.blocks[i] || []).some(([, block]) => hit[block]));
   matches = [];
   const total = (c.step || []).length;
   for (let i = 0; i < total; i++) if (tests.every((test) => test(i))) matches.push(i);
@@ -273,8 +273,8 @@ function turnPage(by) { firstRow = Math.max(0, firstRow + by * ROWS_SHOWN); show
 function response(i, shade) {
   const c = rollouts.columns, kept = c.tokens[i], values = kept && kept[shade];
   if (!values && c.blocks[i] === null) return element("pre", { textContent: texts[c.text[i]] });
-  if (!values) return element("div", {}, ...JSON.parse(texts[c.blocks[i]]).map(([kind, text]) =>
-    element("pre", { className: ["text", "thought", "call"].includes(kind) ? kind : "said", textContent: text, title: kind })));
+  if (!values) return element("div", {}, ...c.blocks[i].map(([kind, block]) =>
+    element("pre", { className: ["text", "thought", "call"].includes(kind) ? kind : "said", textContent: texts[block], title: kind })));
   const largest = Math.max(...values.map(Math.abs), 1e-9);
   return element("pre", {}, ...kept.tokens.map((token, t) => {
     if (values[t] === null) return element("span", { className: "said", textContent: token, title: "not sampled" });

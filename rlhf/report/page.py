@@ -160,7 +160,7 @@ def _add_row(columns: dict[str, list[Any]], row: Row, texts: dict[str, int], *, 
     cells |= {key: text(row[key]) for key in TEXT_KEYS}
     cells |= {"conversation": text(conversation(row)), "no_answer": states_no_answer(row)}
     cells["parts"] = text(json.dumps(row["reward_parts"]))
-    cells["blocks"] = text(json.dumps(response_blocks(row), ensure_ascii=False)) if row.get("turns") else None
+    cells["blocks"] = [(kind, text(block)) for kind, block in response_blocks(row)] if row.get("turns") else None
     cells["version"] = min((span[2] for span in row["versions"]), default=None)
     cells["tokens"] = {key: row[key] for key in TOKEN_KEYS if key in row} or 0
     for key, value in cells.items():

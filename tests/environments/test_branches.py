@@ -94,6 +94,19 @@ def test_ids_go_on_too() -> None:
     assert contexts(rollout) == [("ABone|Ctwo|", "one|two|"), ("ACthree|", "three|")]
 
 
+@pytest.mark.parametrize(("asked", "ends"), [(3, ("stop", "answer")), (None, ("length", "max_response_tokens"))])
+def test_a_turn_that_ends_where_the_coroutine_wants_it_to_leaves_the_rollout_stopped(
+    asked: int | None, ends: tuple[str, str]
+) -> None:
+    async def coroutine(answer: Answer) -> Outcome:
+        turn = await answer({"messages": [USER], "max_tokens": asked})
+        assert turn["finish_reason"] == "length"
+        return Outcome(reward=1.0)
+
+    rollout, _ = play(coroutine, ["abcdef"], Limits(max_response_tokens=asked or 4, max_rollout_tokens=500))
+    assert (rollout.finish_reason, rollout.facts["ended_by"]) == ends
+
+
 def test_a_turn_past_a_limit_is_not_sampled() -> None:
     answers = []
 

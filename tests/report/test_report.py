@@ -330,8 +330,8 @@ def test_turns_are_shown_as_thoughts_texts_calls_and_what_the_environment_said(
     assert lines[start : start + 5] == ["a tool", "Let me see.", '-> add({"a": 17})', answer, "It is 42."]
     rollouts = data_of(write_page([run]), "rollouts")
     (first, *_) = rollouts["columns"]["blocks"]
-    kinds = [kind for kind, _ in json.loads(rollouts["texts"][first])]
-    assert kinds == ["thought", "text", "call", "tool", "text"]
+    assert [kind for kind, _ in first] == ["thought", "text", "call", "tool", "text"]
+    assert rollouts["texts"][first[3][1]] == f"add: {HOSTILE}"
 
 
 def test_a_filter_that_nothing_fits_and_a_step_that_is_not_there_say_which_steps_there_are(tmp_path: Path) -> None:
