@@ -41,7 +41,7 @@ def test_log_probs_of_engine_and_learner_agree_over_turns_and_branches(tmp_path:
         "data": {"train": str(data / "train.jsonl"), "eval": str(data / "test.jsonl"), "max_prompt_tokens": 64},
         "environment": f"{tmp_path}/played.py:play",
         "rollout": {
-            "prompts_per_step": 8, "samples_per_prompt": 4, "max_response_tokens": 48, "max_rollout_tokens": 128,
+            "prompts_per_step": 8, "samples_per_prompt": 4, "max_response_tokens": 48, "max_rollout_tokens": 144,
         },
         "algo": {"kl_coef": 0.05},
         "learner": {"minibatches_per_epoch": 2, "max_tokens_per_microbatch": 512, "optimizer": {"lr": 1e-3}},
