@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Any, Self
 
-from pydantic import PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from rlhf.config.base import FilePath, Fraction, Section, key, suggest
 
@@ -24,7 +24,9 @@ USER_OBJECT = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z
 class EnvironmentPart(Section):
     """One environment: its class, coroutine or built-in tool, and the arguments with which it is made."""
 
-    name: FilePath = key("", "your.module:Class, your.module:coroutine, a/file.py:Class, calculator or python")
+    name: FilePath = Field(
+        description="your.module:Class, your.module:coroutine, a/file.py:Class, calculator or python"
+    )
     options: dict[str, Any] = key({}, "keyword arguments of the class")
 
     @field_validator("name")

@@ -25,15 +25,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import importlib.util
 import inspect
 import json
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 from rlhf.environments import seeding
@@ -41,6 +37,7 @@ from rlhf.environments.calculator import calculator
 from rlhf.environments.python_tool import python_tool
 from rlhf.environments.schema import json_schema
 from rlhf.processes import attributes
+from rlhf.processes.code import load_module
 
 # name -> what makes the tool, from options
 BUILT_IN: dict[str, Callable[..., Callable[..., Any]]] = {"calculator": lambda: calculator, "python": python_tool}
@@ -433,7 +430,7 @@ def _imported(name: str, label: str) -> Callable[..., Any]:
         built_in = " or ".join(BUILT_IN)
         raise ValueError(f"{label}: write module:name or path/to/file.py:name, or {built_in}, which are built in.")
     try:
-        module = _module_of_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+        module = load_module(name)
     except BaseException as error:  # a module may raise anything, SystemExit too
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(
@@ -445,20 +442,3 @@ def _imported(name: str, label: str) -> Callable[..., Any]:
         raise ValueError(f"{label}: {module_name} has no class or function {attribute}. Correct the name.")
     seeding.import_numpy()
     return found
-
-
-def _module_of_file(path: str) -> ModuleType:
-    """Import a Python file once; its name is its full path, so that no other file or module has the same name."""
-    name = os.path.realpath(path)
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

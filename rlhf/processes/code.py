@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import os
 import sys
-import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ Sources = Mapping[str, Mapping[str, str]]  # name of a function or class -> file
 
 OURS = Path(__file__).resolve().parents[1]
 INSTALLED = {"site-packages", "dist-packages"}
-STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
+STANDARD_LIBRARY = Path(os.__file__).resolve().parent
 
 
 def load_module(name: str) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config.environment import EnvironmentPart
+from rlhf.config.environment import EnvironmentConfig, EnvironmentPart
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config, resolved_yaml
 
@@ -118,3 +118,8 @@ def test_an_evaluation_needs_no_data_to_train_on() -> None:
         GRPOConfig, [], [*overrides, by_name], complete=complete, contradictions=GRPOConfig.sampling_contradictions
     )
     assert config.acts
+
+
+def test_one_of_several_environments_without_a_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"by_name\.chess\.name"):
+        EnvironmentConfig.model_validate({"by_name": {"chess": {"options": {"level": 1}}}})
