@@ -80,6 +80,9 @@ class FakeCluster:
     async def load(self, folder: Path) -> None:
         self.loaded.append(folder)
 
+    async def host_environments(self, spread: Any) -> list[str]:
+        return []
+
     async def __aenter__(self) -> FakeCluster:
         return self
 

@@ -24,12 +24,14 @@ from ray.util.placement_group import remove_placement_group
 
 from rlhf.cluster.actor_start import create, create_guest, environment_of, new_actor, shared_gpus
 from rlhf.cluster.actors import ActorGroup
+from rlhf.cluster.environment_nodes import HOST, EnvironmentNodes
 from rlhf.cluster.heartbeat import Heartbeat
 from rlhf.cluster.rank_group import RankGroup, RoleCheckpoints, folder_of
 from rlhf.cluster.session import RaySession
 from rlhf.config.printing import say
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, Role
+from rlhf.environments.nodes import Spread
 from rlhf.log.clock import Watch
 from rlhf.plan.memory import check_shared_gpus
 from rlhf.plan.resources import check_resources
@@ -238,6 +240,20 @@ class Cluster:
         finally:
             self._watched.remove(new)
         return new
+
+    async def host_environments(self, spread: Spread) -> list[str]:
+        """Start environments on every other node too, until the end -> warnings about them.
+
+        Raises:
+            ValueError: they cannot be loaded there, on which node, and why.
+        """
+        nodes = EnvironmentNodes(spread, self.config.cluster)
+        if nodes.group.actors:
+            self._groups[HOST] = nodes.group
+            self._watched.append(nodes.group)
+            with self.watch_stage("environments on other nodes"):
+                self._watching += await nodes.start()
+        return nodes.warnings()
 
     # --- while it runs ---
 

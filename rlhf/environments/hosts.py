@@ -6,6 +6,7 @@
 
 An environment with blocking calls has a process for itself while its rollout lasts; killing it harms no other.
 Coroutines share a process. At most `environment.processes` are started, when they are needed; sessions wait for one.
+The processes of other nodes are reached in the same way (`nodes.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import json
 import math
 import os
 import sys
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +35,7 @@ from rlhf.types import Outcome
 
 SHARED = 64  # sessions of coroutines that share a process
 MAX_PARTS, MAX_FACTS = 64, 64  # named numbers and facts of one rollout
+FAILED_COUNTS_S = 10.0  # that a failed session counts as open: where all fail at once, not every new one is opened
 
 Answer = Callable[[Mapping[str, Any]], Awaitable[Message]]
 
@@ -49,16 +52,98 @@ class _Seat:
     lost: Exception | None = None
 
 
-class Hosts(Workers):
-    """The processes of a run's environments; one event loop at a time opens sessions.
+class Sessions:
+    """The sessions of one node in the event loop; a derived class reaches their processes.
+
+    Args:
+        about: of each environment, by the value of the column that chooses it: {"tools", "rewards", "blocking",
+            "plays"}.
+
+    Attributes:
+        open_sessions: how many there are; see FAILED_COUNTS_S.
+    """
+
+    def __init__(self, about: dict[str, dict[str, Any]]) -> None:
+        self.about, self.open_sessions = about, 0
+        self._session_numbers = itertools.count(1)
+        self._answers: dict[int, Answer] = {}  # of coroutines, by session
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self, row: Mapping[str, Any], seeds: Mapping[str, int]) -> HostedSession:
+        """Wait for a process, and reset the environment of this row.
+
+        Raises:
+            FailedError: the row chooses no environment, or its reset failed.
+        """
+        columns = dict(row)
+        value = "" if "" in self.about else columns.pop("environment", None)
+        if not isinstance(value, str) or value not in self.about:
+            known = ", ".join(self.about)
+            raise FailedError(f"the row's column `environment` is {value!r}, and environment.by_name has {known}.")
+        try:
+            json.dumps(columns, default=as_json)
+        except (TypeError, ValueError) as error:
+            raise FailedError(f"open: {error}") from None
+        start = {"environment": value, "row": columns, "seeds": dict(seeds)}
+        session = HostedSession(self, next(self._session_numbers), self.about[value], start)
+        self.open_sessions += 1
+        try:
+            await session.begin()
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    @abstractmethod
+    async def ask(self, session: int, message: dict[str, Any]) -> Any:
+        """Send a request of a session, and wait for its answer; the first one names its `environment`."""
+
+    @abstractmethod
+    def tell(self, session: int, message: dict[str, Any]) -> None:
+        """Send the turn that a coroutine has asked for."""
+
+    @abstractmethod
+    def end(self, session: int, *, broken: bool) -> None:
+        """End a session; `broken`: something failed in it, so its instance and its own process are not used again."""
+
+    def answers(self, session: int, answer: Answer) -> None:
+        """From now on `answer` gives the turns that the coroutine of this session asks for."""
+        self._answers[session] = answer
+
+    def leave(self, session: int, *, broken: bool) -> None:
+        """`end`, by the session itself."""
+        self._answers.pop(session, None)
+        self.end(session, broken=broken)
+        asyncio.get_running_loop().call_later(FAILED_COUNTS_S if broken else 0.0, self._one_less)
+
+    def _one_less(self) -> None:
+        self.open_sessions -= 1
+
+    def _answer(self, session: int, number: int, request: dict[str, Any]) -> None:
+        """Answer a coroutine's request for a turn."""
+        answer = self._answers.get(session)
+        if answer is not None:
+            self._begin(self._give(answer, session, number, request))
+
+    async def _give(self, answer: Answer, session: int, number: int, request: dict[str, Any]) -> None:
+        try:
+            message = await answer(request)
+        except Exception:  # `play` raises it
+            return
+        self.tell(session, {"answers": number, "session": session, "message": message})
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class Hosts(Workers, Sessions):
+    """The processes of a run's environments on this node; one event loop at a time opens sessions.
 
     Raises:
         ValueError: a class or function cannot be loaded or offered to a model, and why.
         RuntimeError: the processes did not start in time.
-
-    Attributes:
-        about: of each environment, by the value of the column that chooses it: {"tools", "rewards", "blocking",
-            "plays"}.
     """
 
     shared_processes = 8 * SHARED  # that the tools of all sessions in one process may start
@@ -67,7 +152,8 @@ class Hosts(Workers):
     def __init__(
         self, config: EnvironmentConfig, tools: Sequence[str] = (), *, say: Callable[[str], None] = to_stderr
     ) -> None:
-        self.config = config
+        Sessions.__init__(self, {})
+        self.config, self.tools = config, tools
         parts = {value: part.model_dump() for value, part in config.parts.items()} or {
             "": {"name": None, "options": {}}
         }
@@ -75,12 +161,11 @@ class Hosts(Workers):
         names = [*(part["name"] or "" for part in parts.values()), *tools]
         self._waiting: deque[_Seat] = deque()
         self._seats: dict[int, _Seat] = {}
-        self._session_numbers, self._request_numbers = itertools.count(1), itertools.count(1)  # used in the event loop
-        self._answers: dict[int, Answer] = {}  # of coroutines, by session
+        self._request_numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         python = config.python or sys.executable
-        super().__init__(
+        Workers.__init__(
+            self,
             "environment",
             "rlhf.environments.serve",
             hello,
@@ -95,66 +180,34 @@ class Hosts(Workers):
             path=None if python == sys.executable else [os.getcwd()],
             say=say,
         )
-        self.about: dict[str, dict[str, Any]] = next(w.about for w in self._workers.values() if w.about is not None)
-
-    async def open(self, row: Mapping[str, Any], seeds: Mapping[str, int]) -> HostedSession:
-        """Wait for a process, and reset the environment of this row.
-
-        Raises:
-            FailedError: the row chooses no environment, or its reset failed.
-        """
-        self._loop = asyncio.get_running_loop()
-        columns = dict(row)
-        value = "" if "" in self.about else columns.pop("environment", None)
-        if not isinstance(value, str) or value not in self.about:
-            known = ", ".join(self.about)
-            raise FailedError(f"the row's column `environment` is {value!r}, and environment.by_name has {known}.")
-        about = self.about[value]
-        start = {"environment": value, "row": columns, "seeds": dict(seeds)}
-        session = HostedSession(self, next(self._session_numbers), about, start)
-        try:
-            json.dumps(columns, default=as_json)
-            self.call_soon(self._seat, _Seat(session.number, about["blocking"]))
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise FailedError(f"open: {error}") from None
-        try:
-            await session.begin()
-        except BaseException:
-            await session.close()
-            raise
-        return session
-
-    # --- called by sessions, in the event loop ---
+        self.about = next(w.about for w in self._workers.values() if w.about is not None)
 
     async def ask(self, session: int, message: dict[str, Any]) -> Any:
-        """Send a request of a session, and wait for its answer."""
-        assert self._loop is not None, "a session asks"
+        self._loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = self._loop.create_future()
         request = {**message, "id": next(self._request_numbers), "session": session}
         try:
             self.call_soon(self._ask, session, request, future)
         except RuntimeError as error:
-            raise FailedError(str(error)) from None
+            raise FailedError(f"{message['do']}: {error}") from None
         return await future
 
-    def answers(self, session: int, answer: Answer) -> None:
-        """From now on `answer` gives the turns that the coroutine of this session asks for."""
-        self._answers[session] = answer
+    def tell(self, session: int, message: dict[str, Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # they are closed
+            self.call_soon(self._tell, session, message)
 
-    def leave(self, session: int, *, broken: bool) -> None:
-        """End a session; `broken`: something failed in it, so its instance and its own process are not used again."""
-        self._answers.pop(session, None)
+    def end(self, session: int, *, broken: bool) -> None:
         with contextlib.suppress(RuntimeError):
-            self.call_soon(self._leave, session, broken)
+            self.call_soon(self._end, session, broken)
 
     # --- in the thread of the workers ---
 
-    def _seat(self, seat: _Seat) -> None:
-        self._seats[seat.number] = seat
-        self._waiting.append(seat)
-
     def _ask(self, session: int, message: dict[str, Any], future: asyncio.Future[Any]) -> None:
         seat = self._seats.get(session)
+        if seat is None and "environment" in message:
+            blocking = self.about[message["environment"]]["blocking"]
+            seat = self._seats[session] = _Seat(session, blocking)
+            self._waiting.append(seat)
         if seat is None or seat.lost is not None:
             self._resolve(future, FailedError("the session has ended") if seat is None else seat.lost)
             return
@@ -168,9 +221,13 @@ class Hosts(Workers):
         seat.worker.watch.start(seat.worker.pid)
         self.send(seat.worker, message)
 
-    def _leave(self, session: int, broken: bool) -> None:
-        seat = self._seats.pop(session)
+    def _end(self, session: int, broken: bool) -> None:
+        seat = self._seats.pop(session, None)
+        if seat is None:  # it has asked nothing
+            return
         broken = broken or bool(seat.asked)  # it was cancelled in the middle of a call
+        for _, future in seat.asked.values():
+            self._resolve(future, FailedError("the session has ended"))
         if seat in self._waiting:
             self._waiting.remove(seat)
         worker = seat.worker
@@ -283,24 +340,6 @@ class Hosts(Workers):
         with contextlib.suppress(RuntimeError):  # the loop is closed
             future.get_loop().call_soon_threadsafe(resolve)
 
-    # --- in the event loop ---
-
-    def _answer(self, session: int, number: int, request: dict[str, Any]) -> None:
-        """Answer a coroutine's request for a turn."""
-        answer = self._answers.get(session)
-        if answer is not None:
-            task = asyncio.ensure_future(self._give(answer, session, number, request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _give(self, answer: Answer, session: int, number: int, request: dict[str, Any]) -> None:
-        try:
-            message = await answer(request)
-        except Exception:  # `play` raises it
-            return
-        with contextlib.suppress(RuntimeError):  # they are closed
-            self.call_soon(self._tell, session, {"answers": number, "session": session, "message": message})
-
     def _tell(self, session: int, message: dict[str, Any]) -> None:
         seat = self._seats.get(session)
         if seat is not None and seat.worker is not None and seat.lost is None:
@@ -308,9 +347,9 @@ class Hosts(Workers):
 
 
 class HostedSession:
-    """A session in a process of `Hosts`; see `turns.Session`."""
+    """A session in a process of a node; see `turns.Session`."""
 
-    def __init__(self, hosts: Hosts, number: int, about: Mapping[str, Any], start: dict[str, Any]) -> None:
+    def __init__(self, hosts: Sessions, number: int, about: Mapping[str, Any], start: dict[str, Any]) -> None:
         self.number, self.plays = number, bool(about["plays"])
         self.tools: list[dict[str, Any]] = list(about["tools"])
         self.opening: list[Message] | None = None

@@ -15,6 +15,7 @@ from rlhf.data.dialogue import Dialogue
 from rlhf.data.model_files import stop_token_ids
 from rlhf.data.templates import chat_template
 from rlhf.environments.hosts import Hosts
+from rlhf.environments.nodes import Spread
 from rlhf.environments.rollouts import Environments, row_of
 from rlhf.environments.turns import FailedError
 from rlhf.rollout.requests import Parsing
@@ -22,7 +23,7 @@ from rlhf.types import Prompt
 
 
 class StartedEnvironments(Environments):
-    """The `play` of a sampler with its processes; a context that ends them.
+    """The `play` of a sampler with its processes on this node; a context that ends them.
 
     Args:
         say: gets the lines that the environments print, from another thread.
@@ -32,6 +33,7 @@ class StartedEnvironments(Environments):
             the rollouts.
 
     Attributes:
+        spread: opens the sessions; a cluster adds its other nodes.
         warnings: about the template, and what this kernel cannot keep the processes from.
     """
 
@@ -49,7 +51,8 @@ class StartedEnvironments(Environments):
             self.hosts.close()
             raise
         parsing = Parsing(names.tools, names.reasoning, tuple(self.tools), data.chat_template_kwargs)
-        super().__init__(config, self.hosts, dialogue, parsing, tokenizer)
+        self.spread = Spread(self.hosts, say)
+        super().__init__(config, self.spread, dialogue, parsing, tokenizer)
         self.dialogue = dialogue
 
     def _check_rewards(self, config: GRPOConfig) -> None:

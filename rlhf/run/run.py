@@ -16,6 +16,7 @@ from rlhf.cluster.rank_group import RankGroup, RoleCheckpoints
 from rlhf.config.load import flat_keys
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.data.model_files import load_tokenizer
+from rlhf.environments.nodes import Spread
 from rlhf.log.clock import Clock
 from rlhf.log.diagnosis import Diagnosis
 from rlhf.log.sinks import NO_DETAILS, Details, evaluation_table
@@ -51,6 +52,8 @@ class RunCluster(Protocol):
     async def together(self, calls: Mapping[str, Coroutine[Any, Any, Any]]) -> list[Any]: ...
 
     async def load(self, folder: Path) -> None: ...
+
+    async def host_environments(self, spread: Spread) -> list[str]: ...
 
     async def __aenter__(self) -> Any: ...
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -19,11 +20,16 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
+from conftest import TINY_MODEL
 from installed import seems_installed
+from processes import below, outliving
 from ray_cluster import ray_folder
 from test_stack_grpo import read_steps, wait_for_step, write_config
 from waiting import STACK_WAIT_S, eventually, free_port, read_until
+
+from rlhf.quickstart import write_quickstart
 
 pytestmark = pytest.mark.stack
 
@@ -189,6 +195,114 @@ def test_a_node_that_dies_in_the_middle_ends_the_run_with_one_message_and_the_do
         assert "reserve 1.5 CPUs" in examined.stdout
     finally:
         cluster.communicate(timeout=STACK_WAIT_S)  # its input ends, and with it the cluster
+
+
+PLAYS = """
+import asyncio
+import os
+import uuid
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+async def pass_the_gate():
+    \"\"\"Note the node, by the process that all of its others are forked from; wait while too many came before.\"\"\"
+    (FOLDER / "seen" / f"{os.getppid()}-{uuid.uuid4()}").touch()
+    number = len(os.listdir(FOLDER / "seen"))
+    while int((FOLDER / "allowed").read_text()) < number:
+        await asyncio.sleep(0.05)
+
+class Game:
+    def reset(self, **row):
+        asyncio.run(pass_the_gate())
+
+    def guess(self, number: int) -> str:
+        \"\"\"Guess.
+
+        Args:
+            number: The guess.
+        \"\"\"
+        return "no"
+
+    def get_reward(self) -> float:
+        return 1.0
+
+async def play(row, generate):
+    print("a game begins")
+    await pass_the_gate()
+    turn = await generate([{"role": "user", "content": row["question"]}])
+    return float(len(turn.token_ids) % 5)
+"""
+
+
+def test_environments_run_on_both_nodes_and_one_whose_actor_is_killed_costs_its_rollouts_alone(
+    token: None, tmp_path: Path
+) -> None:
+    """The driver's node has no CPUs, so the learner and the engine are on the other one."""
+    game, data, per_step = tmp_path / "game", tmp_path / "data", 16
+    (game / "seen").mkdir(parents=True)
+    (game / "plays.py").write_text(PLAYS)
+    write_quickstart(data, warmup_steps=0, train_rows=64, test_rows=2, model_options=TINY_MODEL, tools=True)
+    lines = (data / "train.jsonl").read_text().splitlines()
+    rows = [json.loads(line) | {"environment": ("class", "play")[i % 2]} for i, line in enumerate(lines)]
+    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    by_name = {"class": f"{game}/plays.py:Game", "play": f"{game}/plays.py:play"}
+    config = write_config(
+        tmp_path, data, run={"steps": 3}, reward=[], evaluation={"at_start": False, "at_end": False},
+        environment={"by_name": by_name, "files": [str(game)], "wall_seconds": STACK_WAIT_S, "env": ["GAME_KEY"]},
+        rollout={"prompts_per_step": 4, "max_rollout_tokens": 48}, logging={"wandb": {"mode": "disabled"}},
+        cluster={"cpus_per_learner": 0.5, "cpus_per_engine": 0.5},
+    )  # fmt: skip
+
+    def allow(sessions: int) -> None:
+        (game / "new").write_text(str(sessions))
+        (game / "new").rename(game / "allowed")
+
+    def nodes() -> set[int]:
+        return {int(name.partition("-")[0]) for name in os.listdir(game / "seen")}
+
+    allow(0)
+    script = Path(__file__).parents[1] / "ray_cluster.py"
+    cluster = subprocess.Popen([sys.executable, script, "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert cluster.stdout is not None
+    try:
+        address = json.loads(cluster.stdout.readline())["address"]
+        program = subprocess.Popen(
+            [sys.executable, "-m", "rlhf.grpo", "--config", config],
+            env=os.environ | {"RAY_ADDRESS": address, "GAME_KEY": "k"},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        output = read_until(program, "starting 1 engine(s)")
+        assert eventually(lambda: len(os.listdir(game / "seen")) == per_step, STACK_WAIT_S), "not all were reset"
+        (actor,) = {keeper.ppid() for template in nodes() for keeper in [psutil.Process(template).parent()]} - {
+            program.pid
+        }
+        held = below({actor})
+        os.kill(actor, signal.SIGKILL)
+        output += read_until(program, "Its rollouts have failed; it is started again.")
+        assert outliving(held) == []
+        allow(per_step)  # those of the first step
+        output += read_until(program, "environments run on node ")
+        before = nodes()
+        allow(3 * per_step)
+        (last,) = end(program)[1]
+        output += last
+        assert program.returncode == 0, output
+    finally:
+        cluster.communicate(timeout=STACK_WAIT_S)
+    played = [
+        [json.loads(line) for line in file.read_text().splitlines()]
+        for file in sorted((tmp_path / "run" / "rollouts").iterdir())
+    ]
+    failed = [[row["facts"].get("error", "") for row in step if row["status"] != "ok"] for step in played]
+    assert [len(errors) for errors in failed] == [per_step // 2, 0, 0]
+    (error,) = set(failed[0])
+    assert re.fullmatch(
+        r"the environments of node \S+ \(.*\) are lost: .* environment host 0 on node .* is lost: .*", error
+    )
+    assert len(before) == 2
+    assert len(nodes()) == 3
+    assert re.search(r"node \S+ \(.*\): environment \S+plays.py:play: a game begins", output)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,100 @@
+"""The actors that hold environments on the other nodes of a cluster, one on each; see `rlhf.environments.nodes`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlhf.cluster.actors import ActorGroup, HostedAsyncActor, wait_for
+from rlhf.cluster.node_report import node_names
+from rlhf.config.sections import LearnersConfig
+from rlhf.environments.nodes import RemoteHosts, Spread
+
+HOST = "environment host"
+AGAIN_S = 10.0  # before a lost actor is started again: what has ended it may still be there
+
+
+class EnvironmentNodes:
+    """The other nodes that are alive when the run starts.
+
+    Attributes:
+        group: their actors; one that is lost is replaced.
+    """
+
+    def __init__(self, spread: Spread, cluster: LearnersConfig) -> None:
+        here = ray.get_runtime_context().get_node_id()
+        names = node_names([node for node in ray.nodes() if node["Alive"]])
+        self._names = {node: name for node, name in names.items() if node != here}
+        self._spread, self._cluster = spread, cluster
+        self._unconfined: dict[str, list[str]] = defaultdict(list)  # what environments can reach -> on which nodes
+        self.group = self._actors(*self._names)
+
+    async def start(self) -> list[asyncio.Task[None]]:
+        """Start their environments -> tasks that keep them, for the end to cancel; ValueError if one cannot load."""
+        await self.group.locate(deadline_s=self._cluster.start_deadline_s)
+        hosts = await asyncio.gather(*(self._build(self.group, rank) for rank in range(len(self._names))))
+        self.group.built = True
+        again = [partial(self._start_again, rank) for rank in range(len(hosts))]
+        return [asyncio.ensure_future(self._spread.keep(*each)) for each in zip(hosts, again, strict=True)]
+
+    def warnings(self) -> list[str]:
+        """What the kernels of these nodes cannot keep the processes from."""
+        return [
+            f"environment: the kernel of node {', '.join(nodes)} cannot keep environments from your {name} "
+            "(docs/security.md)."
+            for name, nodes in self._unconfined.items()
+        ]
+
+    def _actors(self, *nodes: str) -> ActorGroup:
+        actors = []
+        for node in nodes:
+            actor: Any = ray.remote(HostedAsyncActor).options(
+                num_cpus=0,
+                max_concurrency=10_000,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            actors.append(actor.remote("rlhf.environments.nodes", "NodeHosts"))
+        return ActorGroup(HOST, actors, deadline_s=self._cluster.step_deadline_s)
+
+    async def _build(self, group: ActorGroup, rank: int) -> RemoteHosts:
+        """Have a located actor load the environments, with the variables that they are granted here."""
+        actor, here, deadline_s = group.actors[rank], self._spread.here, self._cluster.start_deadline_s
+        node = self._names[group.locations[rank].node]
+
+        async def call(method: str, *arguments: Any, deadline_s: float) -> Any:
+            answer = actor.call.remote(method, *arguments)
+            return await wait_for(answer, what=method, deadline_s=deadline_s, homes=group.homes)
+
+        granted = {name: os.environ[name] for name in here.config.env}
+        built = actor.build.remote(granted, here.config, here.tools, here.sources)
+        what = f"environments on node {node}: start-up"
+        try:
+            await wait_for(built, what=what, deadline_s=deadline_s, homes=group.homes)
+        except ValueError as error:
+            raise ValueError(f"node {node}: {error}") from None
+        for name in await call("unconfined", deadline_s=deadline_s):
+            self._unconfined[name].append(node)
+        return RemoteHosts(node, here.about, call, self._spread.say)
+
+    async def _start_again(self, rank: int) -> RemoteHosts:
+        """A new actor in place of a lost one."""
+        self.group.absent.add(rank)
+        lost = ActorGroup(HOST, [self.group.actors[rank]], deadline_s=AGAIN_S)
+        lost.built = True
+        await lost.end()  # with the processes below it, where it still answers
+        await asyncio.sleep(AGAIN_S)
+        new = self._actors(self.group.locations[rank].node)
+        try:
+            await new.locate(deadline_s=self._cluster.start_deadline_s)
+            hosts = await self._build(new, 0)
+        except BaseException:
+            ray.kill(new.actors[0])
+            raise
+        self.group.replace(rank, new)
+        return hosts
