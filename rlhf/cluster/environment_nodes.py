@@ -17,7 +17,7 @@ from rlhf.config.sections import LearnersConfig
 from rlhf.environments.nodes import RemoteHosts, Spread
 
 HOST = "environment host"
-AGAIN_S = 10.0  # before a lost actor is started again: what has ended it may still be there
+AGAIN_S = 5.0  # before a lost actor is started again: what has ended it may still be there
 
 
 class EnvironmentNodes:

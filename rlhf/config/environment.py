@@ -44,7 +44,7 @@ class EnvironmentConfig(Section):
     options: dict[str, Any] = key({}, "keyword arguments of the class")
     by_name: dict[str, EnvironmentPart] = key({}, "several environments; the row's column `environment` names its own")
     weight: float = key(1.0, "factor of the environment's own reward in the sum")
-    processes: PositiveInt = key(64, "processes for environments; a rollout waits until one is free")
+    processes: PositiveInt = key(64, "processes for environments on each node; a rollout waits until one is free")
     python: FilePath | None = key(None, "interpreter that runs them, such as venv/bin/python; null: that of the run")
     env: tuple[str, ...] = key((), "environment variables that they get", strict=False)
     network: bool = key(False, "let them open network connections")

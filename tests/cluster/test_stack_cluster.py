@@ -22,7 +22,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import TINY_MODEL
 from installed import seems_installed
 from processes import below, outliving
 from ray_cluster import ray_folder
@@ -242,13 +241,13 @@ def test_environments_run_on_both_nodes_and_one_whose_actor_is_killed_costs_its_
     game, data, per_step = tmp_path / "game", tmp_path / "data", 16
     (game / "seen").mkdir(parents=True)
     (game / "plays.py").write_text(PLAYS)
-    write_quickstart(data, warmup_steps=0, train_rows=64, test_rows=2, model_options=TINY_MODEL, tools=True)
+    write_quickstart(data, warmup_steps=0, train_rows=64, test_rows=2, tools=True)
     lines = (data / "train.jsonl").read_text().splitlines()
-    rows = [json.loads(line) | {"environment": ("class", "play")[i % 2]} for i, line in enumerate(lines)]
+    rows = [json.loads(line) | {"environment": ("play", "class")[i % 2]} for i, line in enumerate(lines)]
     (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     by_name = {"class": f"{game}/plays.py:Game", "play": f"{game}/plays.py:play"}
     config = write_config(
-        tmp_path, data, run={"steps": 3}, reward=[], evaluation={"at_start": False, "at_end": False},
+        tmp_path, data, run={"steps": 3}, evaluation={"at_start": False, "at_end": False},
         environment={"by_name": by_name, "files": [str(game)], "wall_seconds": STACK_WAIT_S, "env": ["GAME_KEY"]},
         rollout={"prompts_per_step": 4, "max_rollout_tokens": 48}, logging={"wandb": {"mode": "disabled"}},
         cluster={"cpus_per_learner": 0.5, "cpus_per_engine": 0.5},
@@ -268,7 +267,7 @@ def test_environments_run_on_both_nodes_and_one_whose_actor_is_killed_costs_its_
     try:
         address = json.loads(cluster.stdout.readline())["address"]
         program = subprocess.Popen(
-            [sys.executable, "-m", "rlhf.grpo", "--config", config],
+            [sys.executable, "-m", "rlhf.grpo", "--config", config, "reward=[]"],
             env=os.environ | {"RAY_ADDRESS": address, "GAME_KEY": "k"},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
@@ -296,10 +295,9 @@ def test_environments_run_on_both_nodes_and_one_whose_actor_is_killed_costs_its_
     ]
     failed = [[row["facts"].get("error", "") for row in step if row["status"] != "ok"] for step in played]
     assert [len(errors) for errors in failed] == [per_step // 2, 0, 0]
-    (error,) = set(failed[0])
-    assert re.fullmatch(
-        r"the environments of node \S+ \(.*\) are lost: .* environment host 0 on node .* is lost: .*", error
-    )
+    (error,) = {*failed[0]}
+    assert "the environments of node " in error
+    assert " failed: environment host 0 on node " in error
     assert len(before) == 2
     assert len(nodes()) == 3
     assert re.search(r"node \S+ \(.*\): environment \S+plays.py:play: a game begins", output)
