@@ -23,6 +23,7 @@ HEALTH_PERIOD_S = 5.0
 HEALTH_DEADLINE_S = 120.0
 ENGINE_DEATH_NOTICE_S = 30  # after a failed transfer; vLLM hears of a dead worker within 5 s, later on busy cores
 LOOK_EVERY_S = 0.1
+QUEUE = 8  # requests by which the engine of the earlier turns may lead in any case
 
 
 class EngineRecovery:
@@ -92,11 +93,17 @@ class EngineRecovery:
         return len(self._engines.present) >= self._fewest
 
     async def next_engine(self, in_flight: Sequence[int], prefer: int | None = None) -> int:
-        """`prefer` if it is ready, or else the ready engine that has the fewest requests; waits while too few are."""
+        """The ready engine with the fewest requests; waits while too few are ready.
+
+        Args:
+            prefer: goes first, unless it has over twice as many requests: its cache saves less than the queue costs.
+        """
         while True:
             ready = set(range(len(in_flight))) - self._engines.absent - self.unverified
             if len(ready) >= self._fewest:
-                return prefer if prefer in ready else min(sorted(ready), key=in_flight.__getitem__)
+                fewest = min(sorted(ready), key=in_flight.__getitem__)
+                stays = prefer in ready and in_flight[prefer] <= 2 * in_flight[fewest] + QUEUE
+                return prefer if stays else fewest
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _watch(self) -> None:

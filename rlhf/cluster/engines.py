@@ -92,7 +92,7 @@ class Engines:
 
         Args:
             prefer: the engine of the rollout's earlier turns (`Completion.engine`), whose prefix cache holds them. It
-                samples as long as it can; another one has to compute the whole context.
+                samples unless others are far less busy; another one has to compute the whole context.
             seed: of the first sample's noise; that of sample i is i more. None: the engine's own generator.
         """
         while True:

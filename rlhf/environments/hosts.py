@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -80,6 +81,10 @@ class Hosts(Workers):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         python = config.python or sys.executable
+        if shutil.which(python) is None:
+            raise ValueError(
+                f"environment.python={python}: no program is there. Name an interpreter (venv/bin/python)."
+            )
         super().__init__(
             "environment",
             "rlhf.environments.serve",

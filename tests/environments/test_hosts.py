@@ -287,6 +287,14 @@ def test_another_interpreter_runs_them(tmp_path: Path) -> None:
         assert asyncio.run(play(opened)).reward == 0.0
 
 
+def test_an_interpreter_that_is_not_there_is_named_with_its_key() -> None:
+    with (
+        pytest.raises(ValueError, match=r"^environment\.python=venv/none: no program is there"),
+        hosts("Guess", python="venv/none"),
+    ):
+        raise AssertionError("it started")
+
+
 def test_what_cannot_be_sent_costs_its_rollout_and_not_the_processes() -> None:
     async def play(opened: Hosts) -> None:
         with pytest.raises(FailedError, match="open: keys must be"):
