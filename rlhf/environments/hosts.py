@@ -18,6 +18,7 @@ import math
 import os
 import shutil
 import sys
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ from rlhf.processes.workers import DIED, TIMEOUT, Worker, Workers
 from rlhf.types import Outcome
 
 SHARED = 64  # sessions of coroutines that share a process
+FULL = "CAPACITY_REACHED"  # what a server of OpenEnv answers when it has no place for another session
+FULL_PAUSE_S = 0.5
 MAX_PARTS, MAX_FACTS = 64, 64  # named numbers and facts of one rollout
 
 Answer = Callable[[Mapping[str, Any]], Awaitable[Message]]
@@ -78,6 +81,7 @@ class Hosts(Workers):
         self._seats: dict[int, _Seat] = {}
         self._session_numbers, self._request_numbers = itertools.count(1), itertools.count(1)  # used in the event loop
         self._answers: dict[int, Answer] = {}  # of coroutines, by session
+        self._open: set[int] = set()  # sessions that were reset; used in the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         python = config.python or sys.executable
@@ -103,7 +107,7 @@ class Hosts(Workers):
         self.about: dict[str, dict[str, Any]] = next(w.about for w in self._workers.values() if w.about is not None)
 
     async def open(self, row: Mapping[str, Any], seeds: Mapping[str, int]) -> HostedSession:
-        """Wait for a process, and reset the environment of this row.
+        """Wait for a process, and for a place at the environment's server, and reset the environment of this row.
 
         Raises:
             FailedError: the row chooses no environment, or its reset failed.
@@ -116,18 +120,25 @@ class Hosts(Workers):
             raise FailedError(f"the row's column `environment` is {value!r}, and environment.by_name has {known}.")
         about = self.about[value]
         start = {"environment": value, "row": columns, "seeds": dict(seeds)}
-        session = HostedSession(self, next(self._session_numbers), about, start)
-        try:
-            json.dumps(columns, default=as_json)
-            self.call_soon(self._seat, _Seat(session.number, about["blocking"]))
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise FailedError(f"open: {error}") from None
-        try:
-            await session.begin()
-        except BaseException:
-            await session.close()
-            raise
-        return session
+        first = time.monotonic()
+        while True:
+            session = HostedSession(self, next(self._session_numbers), about, start)
+            try:
+                json.dumps(columns, default=as_json)
+                self.call_soon(self._seat, _Seat(session.number, about["blocking"]))
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise FailedError(f"open: {error}") from None
+            try:
+                await session.begin()
+            except BaseException as error:
+                await session.close()
+                ours = self._open or time.monotonic() - first < self.config.wall_seconds  # one of ours leaves one day
+                if not isinstance(error, FailedError) or FULL not in str(error) or not ours:
+                    raise
+            else:
+                self._open.add(session.number)
+                return session
+            await asyncio.sleep(FULL_PAUSE_S)
 
     # --- called by sessions, in the event loop ---
 
@@ -149,6 +160,7 @@ class Hosts(Workers):
     def leave(self, session: int, *, broken: bool) -> None:
         """End a session; `broken`: something failed in it, so its instance and its own process are not used again."""
         self._answers.pop(session, None)
+        self._open.discard(session)
         with contextlib.suppress(RuntimeError):
             self.call_soon(self._leave, session, broken)
 

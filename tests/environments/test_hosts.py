@@ -63,6 +63,26 @@ def test_a_group_starts_in_one_state_and_later_calls_have_their_own() -> None:
         assert (text, answers) == asyncio.run(play(opened))[:2]
 
 
+def test_a_full_server_makes_sessions_wait_until_one_of_ours_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.environments.hosts.FULL_PAUSE_S", 0.01)
+
+    async def play(opened: Hosts) -> list[str]:
+        async def one() -> str:
+            async with session(opened) as own:
+                return str((await own.call([call("play")])).messages[0]["content"])
+
+        return list(await asyncio.gather(*(one() for _ in range(7))))
+
+    with hosts("Crowded") as opened:
+        assert asyncio.run(play(opened)) == ["played"] * 7
+
+
+def test_a_server_that_others_have_filled_costs_the_rollout_after_wall_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.environments.hosts.FULL_PAUSE_S", 0.01)
+    with hosts("AlwaysFull", wall_seconds=0.2) as opened, pytest.raises(FailedError, match="CAPACITY_REACHED"):
+        asyncio.run(opened.open({}, SEEDS))
+
+
 def test_calls_that_block_have_a_process_each_and_coroutines_share_one() -> None:
     async def pids(opened: Hosts) -> set[str]:
         async with session(opened) as one, session(opened) as other:
