@@ -117,10 +117,14 @@ class EngineRecovery:
                     except LostError as error:
                         self.recover(rank, error)
 
-    async def close(self) -> None:
+    def cancel(self) -> None:
         """Replace no more engines; the end of Ray kills actors that have not joined."""
-        for task in self._tasks:  # all, before one is awaited: one that waits for `weights` ends when another lets go
+        for task in self._tasks:
             task.cancel()
+
+    async def close(self) -> None:
+        """`cancel`, and wait until no replacement holds `weights`."""
+        self.cancel()  # all, before one is awaited: one that waits for `weights` ends when another lets go
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
