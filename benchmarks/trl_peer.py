@@ -12,14 +12,33 @@ import time
 from pathlib import Path
 from typing import Any
 
+# How the quickstart's model writes a call, for TRL's parser.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|end\|>\s*", "content": "text"},
+    },
+}  # fmt: skip
+
 
 def train_with_trl(
-    config: Any, *, steps: int, folder: Path, evaluate_every: int | None = None, stop_at: float = float("inf")
-) -> dict[str, Any]:
+    config: Any, *, steps: int, folder: Path, evaluate_every: int | None = None, stop_at: float = float("inf"),
+    environment: Any = None, function: Any = None,
+) -> dict[str, Any]:  # fmt: skip
     """Train for `steps` of our training steps, or until an evaluation finds a sampled accuracy of `stop_at`.
 
+    Args:
+        environment: a class with tools; its attribute `calls` is counted.
+        function: the reward, in place of the config's.
+
     Returns:
-        `step_seconds` of each step, evaluation not counted; `evaluations`: [seconds so far, sampled accuracy].
+        `step_seconds` of each step, evaluation not counted; `evaluations`: [seconds so far, sampled accuracy]; with an
+        environment `calls` and `reward`, the mean over all rollouts.
     """
     import torch
     import transformers
@@ -57,6 +76,21 @@ def train_with_trl(
         warmup_steps=learner.schedule.warmup_steps, shuffle_dataset=True,
     )  # fmt: skip
     result: dict[str, Any] = {"step_seconds": [], "evaluations": []}
+    calls: list[int] = []
+    rewards: list[float] = []
+
+    def counted(completions: list[Any], environments: list[Any], **columns: Any) -> list[float]:
+        values: list[float] = function(completions=completions, **columns)
+        calls.extend(each.calls for each in environments)
+        rewards.extend(values)
+        return values
+
+    acting: dict[str, Any] = {}
+    if environment is not None:
+        tokenizer.response_template = RESPONSE_TEMPLATE
+        arguments.max_completion_length = rollout.longest
+        acting = {"environment_factory": environment}
+        reward = counted
 
     class Watch(TrainerCallback):
         """Times whole training steps, and evaluates with the clock stopped."""
@@ -76,10 +110,12 @@ def train_with_trl(
 
     trainer = GRPOTrainer(
         model=model, reward_funcs=reward, args=arguments, train_dataset=Dataset.from_list(train),
-        processing_class=tokenizer, callbacks=[Watch()],
+        processing_class=tokenizer, callbacks=[Watch()], **acting,
     )  # fmt: skip
     trainer.train()
     scorer.close()
+    if environment is not None:
+        result |= {"calls": sum(calls) / len(calls), "reward": sum(rewards) / len(rewards)}
     return result
 
 

@@ -46,7 +46,7 @@ async def train(run: Run[GRPOConfig]) -> None:
             await loop.evaluate_if_due(step + 1)
             await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
             loop.useless_steps.check()  # ends the run after run.max_useless_steps
-        await run.finish(loop.buffer.account_metrics())
+        await loop.finish()
 
 
 async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: int) -> None:

@@ -112,6 +112,9 @@ class Sampling(FakeEngines):
     def replace_lost(self, check: Any) -> None:
         pass
 
+    async def replace_no_more(self) -> None:
+        pass
+
     async def generate(
         self, token_ids: np.ndarray, settings: SamplingSettings, *, samples: int = 1, what: str = "", **how: Any
     ) -> list[Completion]:

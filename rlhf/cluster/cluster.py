@@ -15,7 +15,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,6 +48,7 @@ class Cluster:
         watch_stage: a context around each stage of the start.
 
     Attributes:
+        before_end: called when the use is cancelled, so that nobody waits for what others hold.
         lost: why Ray has ended; "" while it runs.
         shares_gpus: engines and critics are on the GPUs of the learners, and take turns with them.
     """
@@ -66,6 +67,7 @@ class Cluster:
         self.shares_gpus = trains and getattr(config.cluster, "placement", "separate") == "colocated"
         self.checkpoints = RoleCheckpoints(self.trained)
         self.lost = ""
+        self.before_end: Callable[[], object] = lambda: None
         self._compare_nodes = compare_nodes
         self._groups: dict[str, ActorGroup] = {}  # by role
         self._session = RaySession()
@@ -132,6 +134,7 @@ class Cluster:
         """Cancel the task that uses this cluster; the end of the context raises `failure` in place of that."""
         if self._failure is None and self._user is not None:
             self._failure = failure
+            self.before_end()
             self._user.cancel()
 
     async def _end_when_lost(self) -> None:

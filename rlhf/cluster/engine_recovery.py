@@ -23,6 +23,7 @@ HEALTH_PERIOD_S = 5.0
 HEALTH_DEADLINE_S = 120.0
 ENGINE_DEATH_NOTICE_S = 30  # after a failed transfer; vLLM hears of a dead worker within 5 s, later on busy cores
 LOOK_EVERY_S = 0.1
+QUEUE = 8  # requests by which the engine of the earlier turns may lead in any case
 
 
 class EngineRecovery:
@@ -92,11 +93,17 @@ class EngineRecovery:
         return len(self._engines.present) >= self._fewest
 
     async def next_engine(self, in_flight: Sequence[int], prefer: int | None = None) -> int:
-        """`prefer` if it is ready, or else the ready engine that has the fewest requests; waits while too few are."""
+        """The ready engine with the fewest requests; waits while too few are ready.
+
+        Args:
+            prefer: goes first, unless it has over twice as many requests: its cache saves less than the queue costs.
+        """
         while True:
             ready = set(range(len(in_flight))) - self._engines.absent - self.unverified
             if len(ready) >= self._fewest:
-                return prefer if prefer in ready else min(sorted(ready), key=in_flight.__getitem__)
+                fewest = min(sorted(ready), key=in_flight.__getitem__)
+                stays = prefer in ready and in_flight[prefer] <= 2 * in_flight[fewest] + QUEUE
+                return prefer if stays else fewest
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _watch(self) -> None:
@@ -110,10 +117,14 @@ class EngineRecovery:
                     except LostError as error:
                         self.recover(rank, error)
 
-    async def close(self) -> None:
+    def cancel(self) -> None:
         """Replace no more engines; the end of Ray kills actors that have not joined."""
-        for task in self._tasks:  # all, before one is awaited: one that waits for `weights` ends when another lets go
+        for task in self._tasks:
             task.cancel()
+
+    async def close(self) -> None:
+        """`cancel`, and wait until no replacement holds `weights`."""
+        self.cancel()  # all, before one is awaited: one that waits for `weights` ends when another lets go
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 

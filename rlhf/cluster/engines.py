@@ -71,7 +71,7 @@ class Engines:
         return self
 
     async def __aexit__(self, *_failure: object) -> None:
-        await self._recovery.close()
+        await self.replace_no_more()
 
     # --- sampling ---
 
@@ -92,7 +92,7 @@ class Engines:
 
         Args:
             prefer: the engine of the rollout's earlier turns (`Completion.engine`), whose prefix cache holds them. It
-                samples as long as it can; another one has to compute the whole context.
+                samples unless others are far less busy; another one has to compute the whole context.
             seed: of the first sample's noise; that of sample i is i more. None: the engine's own generator.
         """
         while True:
@@ -189,7 +189,12 @@ class Engines:
         """From now on replace lost engines, except on shared GPUs; `check` compares all of them with the learner."""
         if not self.cluster.shares_gpus:
             self._check = check
+            self.cluster.before_end = self._recovery.cancel
             self._recovery.begin(self._max_restarts)
+
+    async def replace_no_more(self) -> None:
+        """From now on a lost engine is nobody's concern: nothing more is sampled."""
+        await self._recovery.close()
 
     async def _start_another(self, rank: int) -> ActorGroup:
         return await self.cluster.start_another(ENGINE, rank, version=self._version)

@@ -80,7 +80,7 @@ class EnvironmentNodes:
             raise ValueError(f"node {node}: {error}") from None
         for name in await call("unconfined", deadline_s=deadline_s):
             self._unconfined[name].append(node)
-        return RemoteHosts(node, here.about, call, self._spread.say)
+        return RemoteHosts(node, here, call, self._spread.say)
 
     async def _start_again(self, rank: int) -> RemoteHosts:
         """A new actor in place of a lost one."""

@@ -254,6 +254,10 @@ def _environment_problems(config: GRPOConfig) -> Iterator[str]:
     if not config.acts:
         if any(source.is_environment for source in (*config.data.train, *config.data.eval)):
             yield "data.train or data.eval is environment, without an environment: nothing makes prompts. Name one."
+        for name in ("max_rollout_tokens", "max_turns", "max_rollout_s"):
+            if (value := getattr(rollout, name)) is not None:
+                reason = "a response is one turn, and nothing reads the key. Name one of them, or remove it."
+                yield f"rollout.{name}={value} without tools or an environment: {reason}"
         return
     if rollout.stop or rollout.truncate_token is not None:
         yield (

@@ -72,8 +72,10 @@ class Branches:
     logs: list[TokenLog] = field(default_factory=list)
     contexts: list[_Context] = field(default_factory=list)
     sampled: int = 0  # tokens of all turns
+    promised: int = 0  # tokens that the turns in progress may still get
     refused: int = 0  # turns past a limit
     answering: set[asyncio.Task[Any] | None] = field(default_factory=set)
+    turn_ended: asyncio.Condition = field(default_factory=asyncio.Condition)
     ended: bool = False
 
     async def answer(self, request: Mapping[str, Any]) -> Message:
@@ -95,14 +97,16 @@ class Branches:
 
     async def _answer(self, request: Mapping[str, Any]) -> Message:
         """The turn after `messages` (and `tools`) or `token_ids`; the message has finish_reason and token_ids too."""
-        over = self.sampled >= self.limits.max_rollout_tokens
-        if why := "max_rollout_tokens" if over else self.played.limit(self.limits):
-            return self._refuse(why)
-        budget = min(self.limits.max_response_tokens, self.limits.max_rollout_tokens - self.sampled)
-        if (asked := request.get("max_tokens")) is not None:
+        most, asked = self.limits.max_response_tokens, request.get("max_tokens")
+        if asked is not None:
             if not isinstance(asked, int) or asked < 1:
                 raise FailedError(f"`generate` was called with max_tokens={asked!r}, not a whole number from 1 on.")
-            budget = min(budget, asked)
+            most = min(most, asked)
+        async with self.turn_ended:  # those in progress may leave some of what they were promised
+            await self.turn_ended.wait_for(lambda: not self.promised or self._left() >= most)
+        if why := "max_rollout_tokens" if self._left() < 1 else self.played.limit(self.limits):
+            return self._refuse(why)
+        budget = min(most, self._left())
         try:
             key = "data.max_prompt_tokens + rollout.max_rollout_tokens"
             check_size(request.get("messages") or (), most=self.limits.max_sequence_tokens, key=key)
@@ -117,9 +121,15 @@ class Branches:
         budget = min(budget, self.limits.max_sequence_tokens - len(log))
         turn = self.played.turns
         self.played.turns += 1
-        completion = await self.generate(log.token_ids, max_tokens=budget, turn=turn)
-        log.add_sampled(completion)
-        self.sampled += len(completion.token_ids)
+        self.promised += budget
+        try:
+            completion = await self.generate(log.token_ids, max_tokens=budget, turn=turn)
+            log.add_sampled(completion)
+            self.sampled += len(completion.token_ids)
+        finally:
+            self.promised -= budget
+            async with self.turn_ended:
+                self.turn_ended.notify_all()
         message = dict(completion.message or {"role": "assistant", "content": ""})
         if completion.finish_reason != "stop" and len(completion.token_ids) != asked:  # else as the coroutine wanted it
             self.played.end_cut(completion.finish_reason, budget, self.limits)
@@ -129,6 +139,10 @@ class Branches:
         elif self.templates.can_go_on(completion.token_ids):  # messages can be joined here
             self.contexts.append(_Context(log, len(log.token_ids), (*messages, _comparable(message))))
         return {**message, "finish_reason": completion.finish_reason, "token_ids": completion.token_ids.tolist()}
+
+    def _left(self) -> int:
+        """Tokens of the rollout that are neither sampled nor promised."""
+        return self.limits.max_rollout_tokens - self.sampled - self.promised
 
     def _refuse(self, why: str) -> Message:
         """A turn past a limit: it says nothing."""

@@ -17,7 +17,9 @@ import itertools
 import json
 import math
 import os
+import shutil
 import sys
+import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -34,6 +36,8 @@ from rlhf.processes.workers import DIED, TIMEOUT, Worker, Workers
 from rlhf.types import Outcome
 
 SHARED = 64  # sessions of coroutines that share a process
+FULL = "CAPACITY_REACHED"  # what a server of OpenEnv answers when it has no place for another session
+FULL_PAUSE_S = 0.5
 MAX_PARTS, MAX_FACTS = 64, 64  # named numbers and facts of one rollout
 FAILED_COUNTS_S = 10.0  # that a failed session counts as open: where all fail at once, not every new one is opened
 
@@ -60,17 +64,20 @@ class Sessions:
             "plays"}.
 
     Attributes:
-        open_sessions: how many there are; see FAILED_COUNTS_S.
+        opened: sessions that were reset; another node may have the same set.
+        open_sessions: how many this node has, those that wait for a process too; see FAILED_COUNTS_S.
     """
 
-    def __init__(self, about: dict[str, dict[str, Any]]) -> None:
-        self.about, self.open_sessions = about, 0
-        self._session_numbers = itertools.count(1)
+    numbers = itertools.count(1)  # of the sessions of all nodes
+
+    def __init__(self, config: EnvironmentConfig, about: dict[str, dict[str, Any]]) -> None:
+        self.config, self.about, self.open_sessions = config, about, 0
+        self.opened: set[int] = set()
         self._answers: dict[int, Answer] = {}  # of coroutines, by session
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, row: Mapping[str, Any], seeds: Mapping[str, int]) -> HostedSession:
-        """Wait for a process, and reset the environment of this row.
+        """Wait for a process, and for a place at the environment's server, and reset the environment of this row.
 
         Raises:
             FailedError: the row chooses no environment, or its reset failed.
@@ -85,14 +92,21 @@ class Sessions:
         except (TypeError, ValueError) as error:
             raise FailedError(f"open: {error}") from None
         start = {"environment": value, "row": columns, "seeds": dict(seeds)}
-        session = HostedSession(self, next(self._session_numbers), self.about[value], start)
-        self.open_sessions += 1
-        try:
-            await session.begin()
-        except BaseException:
-            await session.close()
-            raise
-        return session
+        first = time.monotonic()
+        while True:
+            session = HostedSession(self, next(self.numbers), self.about[value], start)
+            self.open_sessions += 1
+            try:
+                await session.begin()
+            except BaseException as error:
+                await session.close()
+                ours = self.opened or time.monotonic() - first < self.config.wall_seconds  # one of ours leaves one day
+                if not isinstance(error, FailedError) or FULL not in str(error) or not ours:
+                    raise
+            else:
+                self.opened.add(session.number)
+                return session
+            await asyncio.sleep(FULL_PAUSE_S)
 
     @abstractmethod
     async def ask(self, session: int, message: dict[str, Any]) -> Any:
@@ -113,6 +127,7 @@ class Sessions:
     def leave(self, session: int, *, broken: bool) -> None:
         """`end`, by the session itself."""
         self._answers.pop(session, None)
+        self.opened.discard(session)
         self.end(session, broken=broken)
         asyncio.get_running_loop().call_later(FAILED_COUNTS_S if broken else 0.0, self._one_less)
 
@@ -152,8 +167,8 @@ class Hosts(Workers, Sessions):
     def __init__(
         self, config: EnvironmentConfig, tools: Sequence[str] = (), *, say: Callable[[str], None] = to_stderr
     ) -> None:
-        Sessions.__init__(self, {})
-        self.config, self.tools = config, tools
+        Sessions.__init__(self, config, {})
+        self.tools = tools
         parts = {value: part.model_dump() for value, part in config.parts.items()} or {
             "": {"name": None, "options": {}}
         }
@@ -164,6 +179,10 @@ class Hosts(Workers, Sessions):
         self._request_numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
         python = config.python or sys.executable
+        if shutil.which(python) is None:
+            raise ValueError(
+                f"environment.python={python}: no program is there. Name an interpreter (venv/bin/python)."
+            )
         Workers.__init__(
             self,
             "environment",

@@ -95,14 +95,16 @@ class RemoteHosts(Sessions):
 
     Args:
         node: its name, for messages.
+        here: those on the node of the driver.
         call: calls a method of the node's `NodeHosts`, with a deadline; whatever it raises, the actor is lost.
         say: gets what environments print there.
     """
 
     def __init__(
-        self, node: str, about: dict[str, Any], call: Callable[..., Awaitable[Any]], say: Callable[[str], None]
+        self, node: str, here: Sessions, call: Callable[..., Awaitable[Any]], say: Callable[[str], None]
     ) -> None:
-        super().__init__(about)
+        super().__init__(here.config, here.about)
+        self.opened = here.opened
         self.node, self._call, self._say = node, call, say
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 

@@ -200,7 +200,8 @@ def _grade(function: Callable[..., Any], result: Any, job: dict[str, Any]) -> Gr
     if "responses" not in job:
         return _grade_of_one(function, result)
     if isinstance(result, Judged):
-        logged = {name: sum(values) / len(values) for name, values in result.metrics.items() if values}
+        numbers = {name: list(filter(math.isfinite, values)) for name, values in result.metrics.items()}
+        logged = {name: sum(values) / len(values) for name, values in numbers.items() if values}
         one = [Grade(value, NOT_JUDGED if value is None else OK, metrics=logged) for value in result.rewards]
         return Grade(None, OK, group=tuple(one))
     if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != len(job["responses"]):

@@ -96,8 +96,9 @@ def bootstrap_interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def score_of(sample: ScoredRollout) -> float:
-    """The first part of the reward (the grader), without format or length terms."""
-    return next(iter(sample.reward_parts.values()), None) or 0.0
+    """The first part of the reward that judges this response (the grader), without format or length terms."""
+    judged = (value for value in sample.reward_parts.values() if value is not None)
+    return 0.0 if sample.reward is None else next(judged, 0.0)
 
 
 def _majority(group: RolloutGroup) -> float:

@@ -173,6 +173,11 @@ class RolloutLoop(Generic[C]):
         await self.canary.check_start(run.first_step)
         self.engines.replace_lost(self.canary.check)
 
+    async def finish(self) -> None:
+        """End the run after its last step; an engine that is lost from now on cancels no export."""
+        await self.engines.replace_no_more()
+        await self._run.finish(self.buffer.account_metrics())
+
     async def publish(self, version: int) -> dict[str, float]:
         """Learners -> engines, compared by the canary, whose metrics are returned; raises as `Canary.check`."""
         learners = self._run.cluster.learners

@@ -80,6 +80,8 @@ def test_a_rollout_stays_with_its_engine_while_that_can_sample_and_nothing_else_
         choose = world.recovery.next_engine
         assert await choose([4, 9, 2], 1) == 1
         assert await choose([4, 9, 2]) == 2  # requests that prefer none go where the fewest are
+        assert await choose([24, 56, 30], 1) == 1
+        assert await choose([24, 57, 30], 1) == 0  # the queue would cost more than the prefix cache saves
         assert world.recovery.recover(1, LOST)
         assert await choose([4, 0, 2], 1) == 2
         world.build.set()

@@ -487,7 +487,9 @@ def test_optimizer_steps_follow_from_steps_epochs_and_minibatches(base: str) -> 
 
 
 def test_a_rollout_of_several_turns_may_be_longer_than_one_turn(base: str) -> None:
-    config = load_config(GRPOConfig, [base], ["rollout.max_rollout_tokens=60", "rollout.max_turns=3"])
+    config = load_config(
+        GRPOConfig, [base], ["rollout.max_rollout_tokens=60", "rollout.max_turns=3", "tools=[calculator]"]
+    )
     assert (config.rollout.max_response_tokens, config.rollout.longest, config.max_sequence_tokens) == (28, 60, 160)
     assert config.sequence_keys == "data.max_prompt_tokens=100 + rollout.max_rollout_tokens=60"
 

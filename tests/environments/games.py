@@ -33,6 +33,38 @@ class Guess:
         return self.score
 
 
+class Crowded:
+    """Sessions on a server with two places, as OpenEnv's: an instance keeps its own until it is closed."""
+
+    taken = 0
+
+    def __init__(self) -> None:
+        self.has_place = False
+
+    async def reset(self, **_: Any) -> None:
+        if not self.has_place and Crowded.taken >= 2:
+            raise RuntimeError("Server error: Server at capacity: 2/2 sessions active. (code: CAPACITY_REACHED)")
+        Crowded.taken += not self.has_place
+        self.has_place = True
+
+    async def play(self) -> str:
+        """Play."""
+        await asyncio.sleep(0.05)
+        return "played"
+
+    def close(self) -> None:
+        Crowded.taken -= self.has_place
+
+
+class AlwaysFull:
+    async def reset(self, **_: Any) -> None:
+        raise RuntimeError("Server error: Server at capacity: 1/1 sessions active. (code: CAPACITY_REACHED)")
+
+    async def play(self) -> str:
+        """Play."""
+        return "played"
+
+
 class Slow:
     """A coroutine environment."""
 

@@ -107,6 +107,17 @@ def test_a_turn_that_ends_where_the_coroutine_wants_it_to_leaves_the_rollout_sto
     assert (rollout.finish_reason, rollout.facts["ended_by"]) == ends
 
 
+def test_turns_asked_for_at_the_same_time_are_together_no_longer_than_the_whole() -> None:
+    async def coroutine(answer: Answer) -> Outcome:
+        turns = await asyncio.gather(*(answer({"messages": [USER]}) for _ in range(4)))
+        assert [len(turn["token_ids"]) for turn in turns] == [3, 3, 2, 0]
+        return Outcome()
+
+    rollout, _ = play(coroutine, ["ab", "cd", "efgh"], Limits(max_response_tokens=4, max_rollout_tokens=8))
+    assert rollout.facts["ended_by"] == "max_rollout_tokens"
+    assert rollout.response_length == 8
+
+
 def test_a_turn_past_a_limit_is_not_sampled() -> None:
     answers = []
 

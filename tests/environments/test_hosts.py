@@ -63,6 +63,26 @@ def test_a_group_starts_in_one_state_and_later_calls_have_their_own() -> None:
         assert (text, answers) == asyncio.run(play(opened))[:2]
 
 
+def test_a_full_server_makes_sessions_wait_until_one_of_ours_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.environments.hosts.FULL_PAUSE_S", 0.01)
+
+    async def play(opened: Hosts) -> list[str]:
+        async def one() -> str:
+            async with session(opened) as own:
+                return str((await own.call([call("play")])).messages[0]["content"])
+
+        return list(await asyncio.gather(*(one() for _ in range(7))))
+
+    with hosts("Crowded") as opened:
+        assert asyncio.run(play(opened)) == ["played"] * 7
+
+
+def test_a_server_that_others_have_filled_costs_the_rollout_after_wall_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.environments.hosts.FULL_PAUSE_S", 0.01)
+    with hosts("AlwaysFull", wall_seconds=0.2) as opened, pytest.raises(FailedError, match="CAPACITY_REACHED"):
+        asyncio.run(opened.open({}, SEEDS))
+
+
 def test_calls_that_block_have_a_process_each_and_coroutines_share_one() -> None:
     async def pids(opened: Hosts) -> set[str]:
         async with session(opened) as one, session(opened) as other:
@@ -285,6 +305,14 @@ def test_another_interpreter_runs_them(tmp_path: Path) -> None:
 
     with hosts("Guess", python=str(tmp_path / "venv/bin/python")) as opened:
         assert asyncio.run(play(opened)).reward == 0.0
+
+
+def test_an_interpreter_that_is_not_there_is_named_with_its_key() -> None:
+    with (
+        pytest.raises(ValueError, match=r"^environment\.python=venv/none: no program is there"),
+        hosts("Guess", python="venv/none"),
+    ):
+        raise AssertionError("it started")
 
 
 def test_what_cannot_be_sent_costs_its_rollout_and_not_the_processes() -> None:

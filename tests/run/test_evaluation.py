@@ -50,6 +50,20 @@ def test_avg_pass_and_maj_by_hand() -> None:
         assert 0.0 <= metrics[f"{name}/low"] <= metrics[name] <= metrics[f"{name}/high"] <= 1.0
 
 
+def test_the_score_is_that_of_the_first_part_that_judges_the_response() -> None:
+    (group,) = graded([[(0.0, "")] * 3])
+    parts: list[tuple[float | None, dict[str, float | None]]] = [
+        (1.0, {"sums": 1.0, "form": 0.0}),
+        (1.0, {"sums": None, "stories": 1.0, "form": 0.0}),  # a function of TRL leaves the row to others
+        (None, {"sums": None, "form": 1.0}),  # it could not be graded
+    ]
+    samples = tuple(
+        dataclasses.replace(sample, reward=reward, reward_parts=values)
+        for sample, (reward, values) in zip(group.samples, parts, strict=True)
+    )
+    assert group_metrics([dataclasses.replace(group, samples=samples)])["avg@3"] == pytest.approx(2 / 3)
+
+
 def test_lengths_responses_that_were_cut_off_and_those_without_an_answer_by_hand() -> None:
     (group,) = graded([[(1.0, "7"), (0.0, ""), (0.0, ""), (0.0, "3")]])
     ends, statuses = ("stop", "length", "length", "stop"), ("ok", "no_answer", "no_answer", "ok")

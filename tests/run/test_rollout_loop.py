@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_run import CUT_OFF_EVERY, drive
+from fake_run import CUT_OFF_EVERY, Sampling, drive
 from worlds import make_config
 
 from rlhf.config.grpo import GRPOConfig
@@ -64,6 +64,18 @@ def test_with_a_lag_of_1_later_steps_train_rollouts_of_the_version_before(
 ) -> None:
     asyncio.run(drive(config, monkeypatch))
     assert [row["rollout/lag/max"] for row in logged(config)] == [0, 1, 1, 1]
+
+
+def test_no_engine_is_replaced_while_the_model_is_exported(config: GRPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    exported: list[bool] = []
+
+    async def replace_no_more(_: Sampling) -> None:
+        exported.append(any(Path(config.run.dir).glob("model*")))
+
+    monkeypatch.setattr(Sampling, "replace_no_more", replace_no_more)
+    asyncio.run(drive(config, monkeypatch))
+    assert exported == [False]
+    assert (Path(config.run.dir) / "model").is_dir()
 
 
 def test_the_reference_is_replaced_every_second_step_and_at_no_other(

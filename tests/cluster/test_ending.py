@@ -1,0 +1,40 @@
+"""A cluster whose use ends because something failed beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from worlds import make_config
+
+from rlhf.cluster.actors import LostError
+from rlhf.cluster.cluster import Cluster
+
+
+class Empty(Cluster):
+    """Without Ray."""
+
+    async def _start(self) -> None:
+        pass
+
+
+def test_a_user_that_waits_for_weights_hears_the_end_though_a_new_engine_is_joining(tmp_path: Path) -> None:
+    async def use() -> None:
+        async with Empty(make_config(tmp_path / "model", run={"dir": str(tmp_path)})) as cluster:
+            weights, joined = asyncio.Condition(), asyncio.Event()
+
+            async def join() -> None:
+                await joined.wait()
+                async with weights:
+                    cluster.end_with(LostError("the transfer failed"))
+                    await asyncio.sleep(1000)  # a call that nobody answers
+
+            joining = asyncio.ensure_future(join())
+            cluster.before_end = joining.cancel
+            async with weights:
+                joined.set()
+                await weights.wait_for(lambda: False)  # lets go, and has it back before it may end
+
+    with pytest.raises(LostError, match="the transfer failed"):
+        asyncio.run(asyncio.wait_for(use(), 60))
