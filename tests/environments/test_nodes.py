@@ -181,7 +181,8 @@ def test_a_lost_node_fails_its_sessions_and_gets_no_more_until_it_is_started_aga
             lost = f"the environments of node b are lost: {why}"
             assert [(type(error), str(error)) for error in errors] == 2 * [(FailedError, lost)]
             await settled()
-            assert said == [f"warning: {lost} Its rollouts have failed; it is started again."]
+            started = "environments run on node b again"
+            assert said == [f"warning: {lost} Its rollouts have failed; it is started again.", started]
             with pytest.raises(FailedError, match="are lost"):
                 await there.finish()
             await there.close()
