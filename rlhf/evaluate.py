@@ -62,12 +62,13 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
         scorer = exit_stack.enter_context(Scorer(config.reward))
         play = exit_stack.enter_context(StartedEnvironments(config, tokenizer)) if config.acts else None
         async with started_engines(config, trains=False) as engines:
-            of_nodes = await engines.cluster.host_environments(play.spread) if play else []
+            if play is not None:
+                await engines.cluster.host_environments(play.spread)
             sampler = Sampler(config, truncate_token, engines.generate, Grading(config, scorer, tokenizer), play)
             at_once = config.evaluation_groups_at_once
             groups = await evaluate(loaded.prompts, sampler.for_evaluation, at_once=at_once)
         failed, _ = FailedEnvironments(1.0).of_step(rollouts_of(groups))
-        for warning in (*(play.warnings if play else ()), *of_nodes, *failed):
+        for warning in (*(play.warnings if play else ()), *failed):
             to_stderr(f"warning: {warning}")
         return groups
 

@@ -80,8 +80,8 @@ class FakeCluster:
     async def load(self, folder: Path) -> None:
         self.loaded.append(folder)
 
-    async def host_environments(self, spread: Any) -> list[str]:
-        return []
+    async def host_environments(self, spread: Any) -> None:
+        pass
 
     async def __aenter__(self) -> FakeCluster:
         return self

@@ -244,19 +244,14 @@ class Cluster:
             self._watched.remove(new)
         return new
 
-    async def host_environments(self, spread: Spread) -> list[str]:
-        """Start environments on every other node too, until the end -> warnings about them.
-
-        Raises:
-            ValueError: they cannot be loaded there, on which node, and why.
-        """
+    async def host_environments(self, spread: Spread) -> None:
+        """Run environments on every other node too, until the end; ValueError names a node that cannot load them."""
         nodes = EnvironmentNodes(spread, self.config.cluster)
         if nodes.group.actors:
             self._groups[HOST] = nodes.group
             self._watched.append(nodes.group)
             with self.watch_stage("environments on other nodes"):
                 self._watching += await nodes.start()
-        return nodes.warnings()
 
     # --- while it runs ---
 

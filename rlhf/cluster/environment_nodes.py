@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,6 @@ class EnvironmentNodes:
         names = node_names([node for node in ray.nodes() if node["Alive"]])
         self._names = {node: name for node, name in names.items() if node != here}
         self._spread, self._cluster = spread, cluster
-        self._unconfined: dict[str, list[str]] = defaultdict(list)  # what environments can reach -> on which nodes
         self.group = self._actors(*self._names)
 
     async def start(self) -> list[asyncio.Task[None]]:
@@ -40,16 +38,8 @@ class EnvironmentNodes:
         await self.group.locate(deadline_s=self._cluster.start_deadline_s)
         hosts = await asyncio.gather(*(self._build(self.group, rank) for rank in range(len(self._names))))
         self.group.built = True
-        again = [partial(self._start_again, rank) for rank in range(len(hosts))]
-        return [asyncio.ensure_future(self._spread.keep(*each)) for each in zip(hosts, again, strict=True)]
-
-    def warnings(self) -> list[str]:
-        """What the kernels of these nodes cannot keep the processes from."""
-        return [
-            f"environment: the kernel of node {', '.join(nodes)} cannot keep environments from your {name} "
-            "(docs/security.md)."
-            for name, nodes in self._unconfined.items()
-        ]
+        kept = (self._spread.keep(each, partial(self._start_again, rank)) for rank, each in enumerate(hosts))
+        return [asyncio.ensure_future(each) for each in kept]
 
     def _actors(self, *nodes: str) -> ActorGroup:
         actors = []
@@ -78,8 +68,11 @@ class EnvironmentNodes:
             await wait_for(built, what=what, deadline_s=deadline_s, homes=group.homes)
         except ValueError as error:
             raise ValueError(f"node {node}: {error}") from None
-        for name in await call("unconfined", deadline_s=deadline_s):
-            self._unconfined[name].append(node)
+        for name in {*await call("unconfined", deadline_s=deadline_s)} - {*here.unconfined}:
+            self._spread.say(
+                f"warning: environment: the kernel of node {node} cannot keep environments from your {name} "
+                "(docs/security.md)."
+            )
         return RemoteHosts(node, here, call, self._spread.say)
 
     async def _start_again(self, rank: int) -> RemoteHosts:

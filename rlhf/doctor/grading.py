@@ -76,6 +76,7 @@ async def check_responses(patient: Patient) -> Finding:
         play = None
         if config.acts:
             play = exit_stack.enter_context(await in_thread(StartedEnvironments, config, tokenizer))
+            await engines.cluster.host_environments(play.spread)
         grading = Grading(config, scorer, tokenizer, reward_model_client(config, engines.cluster))
         sampler = Sampler(config, truncate_token_id(config.rollout, tokenizer), engines.generate, grading, play)
         groups = await asyncio.gather(*map(sampler.for_training, prompts))

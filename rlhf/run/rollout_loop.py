@@ -74,8 +74,8 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
             restored = None if run.restored is None else run.state
             tickets = PromptTickets(data.train, seed=config.run.seed, restored=restored)
             await exit_stack.enter_async_context(run.started())
-            for warning in await run.cluster.host_environments(environments.spread) if environments else ():
-                run.log.warn(warning)
+            if environments is not None:
+                await run.cluster.host_environments(environments.spread)
             if environments is not None and run.state.outstanding:
                 opened = len(run.state.outstanding) * config.rollout.samples_per_prompt
                 say(f"up to {opened} rollouts that were open when the run was saved begin anew")
