@@ -208,8 +208,9 @@ class ActorGroup:
         done, waiting = await asyncio.wait(answers, timeout=DEATH_NOTICE_S)
         for task in waiting:  # no answer yet: busy, so alive
             task.cancel()
+        dead = {task for task in done if isinstance(task.exception(), RayActorError)}
         named = zip(answers, self.homes.values(), strict=False)  # none before they are located
-        return [home for task, home in named if task in done and isinstance(task.exception(), RayActorError)]
+        return [home for task, home in named if task in dead]
 
     async def end(self) -> None:
         """Let each actor close, then kill it; during start-up, kill it with its child processes."""

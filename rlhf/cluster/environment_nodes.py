@@ -16,6 +16,8 @@ from rlhf.config.sections import LearnersConfig
 from rlhf.environments.nodes import RemoteHosts, Spread
 
 HOST = "environment host"
+# An actor that ends would kill its children, and among them the keeper, before that has killed what a tool has started.
+KEEPERS_END_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 AGAIN_S = 5.0  # before a lost actor is started again: what has ended it may still be there
 
 
@@ -48,6 +50,7 @@ class EnvironmentNodes:
                 num_cpus=0,
                 max_concurrency=10_000,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                runtime_env={"env_vars": KEEPERS_END_THEMSELVES},
             )
             actors.append(actor.remote("rlhf.environments.nodes", "NodeHosts"))
         return ActorGroup(HOST, actors, deadline_s=self._cluster.step_deadline_s)
