@@ -2,14 +2,22 @@
 
 The collector would scan the modules that are being imported again and again, for a third of the time that `import vllm`
 takes in each process. `weights.transfer.register_with_vllm` turns it on again.
+
+And `ps` shows them as VLLM::EngineCore and VLLM::Worker, whatever the order of their environment: the place of a
+process's title is looked up once, beside its first variable, and importing Ray moves one.
 """
 
+import contextlib
 import gc
 import importlib.util
 import sys
 
 if __name__ == "__mp_main__":  # the name that multiprocessing gives to the main module of its parent
     gc.disable()
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.getproctitle()
 
 
 def run_in_children() -> None:

@@ -1,10 +1,13 @@
-"""vLLM's processes begin with `vllm_process`, without Python's garbage collector, which the plug-in starts again."""
+"""vLLM's processes begin with `vllm_process`: no garbage collector, which the plug-in starts again, and a title."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,24 @@ import pytest
 from rlhf.rollout import vllm_process
 
 CONTEXT = multiprocessing.get_context("spawn")
+
+TITLED = """
+import multiprocessing
+
+def show():
+    import ray, setproctitle  # Ray sets RAY_CLIENT_MODE
+    setproctitle.setproctitle("VLLM::Worker")
+    print(open("/proc/self/comm").read().strip(), flush=True)
+"""
+START = """
+import multiprocessing, titled
+from rlhf.rollout import vllm_process
+
+vllm_process.run_in_children()
+child = multiprocessing.get_context("spawn").Process(target=titled.show)
+child.start()
+child.join()
+"""
 
 
 def report(queue: Any, generations: int) -> None:
@@ -36,3 +57,16 @@ def test_spawned_processes_and_theirs_begin_without_the_garbage_collector(monkey
     spawn(queue, 2)
     assert [queue.get(timeout=60) for _ in range(2)] == [(False, "rlhf.rollout.vllm_process")] * 2
     assert gc.isenabled()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["RAY_CLIENT_MODE", "PATH"])
+def test_a_process_has_its_title_though_ray_moves_the_first_variable(tmp_path: Path, first: str) -> None:
+    (tmp_path / "titled.py").write_text(TITLED)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    variables = {"RAY_CLIENT_MODE": "0", "PATH": os.environ["PATH"], "PYTHONPATH": paths}
+    environment = {first: variables.pop(first), **variables}
+    shown = subprocess.run(
+        [sys.executable, "-c", START], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert shown.stdout == "VLLM::Worker\n", shown.stderr
