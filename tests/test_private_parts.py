@@ -157,7 +157,7 @@ def test_ray_has_the_flags_that_we_set() -> None:
 
     binary = (Path(ray.__file__).parent / "_raylet.so").read_bytes()
     flags = [name for row in ROWS for name in row.names if private_parts.RAY_FLAG.fullmatch(name)]
-    assert len(flags) == 3
+    assert len(flags) == 4
     assert [flag for flag in flags if flag.removeprefix("RAY_").encode() not in binary] == []
 
 
