@@ -103,7 +103,7 @@ class EngineRecovery:
             if len(ready) >= self._fewest:
                 fewest = min(sorted(ready), key=in_flight.__getitem__)
                 stays = prefer in ready and in_flight[prefer] <= 2 * in_flight[fewest] + QUEUE
-                return prefer if stays else fewest
+                return prefer if stays and prefer is not None else fewest
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _watch(self) -> None:

@@ -193,6 +193,7 @@ class RolloutEngine:
     async def close(self) -> None:
         """End the engine's processes; the actor itself is killed by its owner."""
         self._engine.shutdown()
+        await asyncio.to_thread(vllm_process.remove_shared_memory)
 
 
 def _completion(output: CompletionOutput, engine: int) -> Completion:

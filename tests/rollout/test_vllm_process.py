@@ -33,6 +33,17 @@ child = multiprocessing.get_context("spawn").Process(target=titled.show)
 child.start()
 child.join()
 """
+LEAVING = """
+import os
+from multiprocessing import shared_memory
+from rlhf.rollout import vllm_process
+
+memory = shared_memory.SharedMemory(create=True, size=1)
+path = f"/dev/shm/{memory.name}"
+print(os.path.exists(path))
+vllm_process.remove_shared_memory()
+print(os.path.exists(path))
+"""
 
 
 def report(queue: Any, generations: int) -> None:
@@ -70,3 +81,9 @@ def test_a_process_has_its_title_though_ray_moves_the_first_variable(tmp_path: P
         [sys.executable, "-c", START], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
     assert shown.stdout == "VLLM::Worker\n", shown.stderr
+
+
+@pytest.mark.slow
+def test_what_was_in_shared_memory_is_gone_before_ray_can_kill_the_tracker() -> None:
+    shown = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=120, check=True)
+    assert shown.stdout.split() == ["True", "False"], shown.stderr
