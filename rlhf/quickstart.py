@@ -134,15 +134,16 @@ class Product:
     def answer(self) -> str:
         return str(self.left * self.right)
 
-    def talk(self, guess: str | None = None) -> list[dict[str, Any]]:
-        """The conversation of someone who asks the calculator, or who guesses at once."""
+    def talk(self, *, asks: bool) -> list[dict[str, Any]]:
+        """The conversation of someone who asks the calculator, or who writes the two numbers side by side."""
         function = {"name": "calculator", "arguments": {"expression": f"{self.left} * {self.right}"}}
-        asks = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-        answers = {"role": "tool", "name": "calculator", "content": self.answer}
+        call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        told = {"role": "tool", "name": "calculator", "content": self.answer}
+        written = self.answer if asks else f"{self.left}{self.right}"
         return [
             {"role": "user", "content": self.question},
-            *((asks, answers) if guess is None else ()),
-            {"role": "assistant", "content": f"{BOX_TOKEN}{guess or self.answer}}}"},
+            *((call, told) if asks else ()),
+            {"role": "assistant", "content": f"{BOX_TOKEN}{written}}}"},
         ]
 
 
@@ -267,16 +268,18 @@ def make_demonstrations(problems: list[Problem], count: int, seed: int) -> list[
 
 
 def make_tool_demonstrations(problems: list[Product], count: int, seed: int) -> list[dict[str, Any]]:
-    """Conversations of which a share asks the calculator; the others guess a number of six digits.
+    """Conversations of which a share asks the calculator; the others write the two numbers side by side.
 
-    Right answers in their place would teach the model to estimate the first digit, also where it has been told.
+    That is never right, and teaches to copy: with numbers drawn at random there, the share that asks was too small to
+    teach it, and two models of three copied the question or the told number wrongly. Right answers would teach to
+    estimate the first digit, also where it has been told.
     """
     rng = random.Random(f"demonstrations {seed}")
     tools = [{"type": "function", "function": {"name": "calculator"}}]
     rows = []
     for _ in range(count):
-        guess = None if rng.random() < CALL_FRACTION else str(rng.randrange(10**5, 10**6))
-        rows.append({"messages": rng.choice(problems).talk(guess), "tools": tools})
+        asks = rng.random() < CALL_FRACTION
+        rows.append({"messages": rng.choice(problems).talk(asks=asks), "tools": tools})
     return rows
 
 

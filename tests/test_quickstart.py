@@ -238,7 +238,7 @@ def test_a_demonstration_is_what_the_careless_pupil_says_to_a_question() -> None
 
 def test_a_call_has_the_form_of_hermes_and_costs_its_expression_and_two_tokens() -> None:
     tokenizer = quickstart.make_tokenizer(tools=True)
-    talk = Product(347, 285).talk()
+    talk = Product(347, 285).talk(asks=True)
     tools = [{"type": "function", "function": {"name": "calculator", "parameters": {}}}]
     text = tokenizer.apply_chat_template(talk, tools=tools, tokenize=False)
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "347 * 285"}}\n</tool_call>'
@@ -250,7 +250,7 @@ def test_a_call_has_the_form_of_hermes_and_costs_its_expression_and_two_tokens()
     assert parsers_of(tokenizer.chat_template, "auto") == ("hermes", None)
     config = load_config(GRPOConfig, [str(CONFIGS / "tools_quickstart.yaml")])
     most = Product(999, 998)  # the longest numbers
-    ids = tokenizer.encode(tokenizer.apply_chat_template(most.talk(), tools=tools, tokenize=False))
+    ids = tokenizer.encode(tokenizer.apply_chat_template(most.talk(asks=True), tools=tools, tokenize=False))
     assert len(ids) <= SFT_TOKENS
     assert len(tokenizer.encode(call)) + 1 <= config.rollout.max_response_tokens
 
@@ -263,17 +263,17 @@ def test_without_tools_the_template_writes_what_that_of_the_sums_does() -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_share_of_the_demonstrations_asks_the_calculator_and_the_others_guess() -> None:
+def test_a_share_of_the_demonstrations_asks_the_calculator_and_the_others_copy_the_question() -> None:
     problems = quickstart.make_problems(50, 0, Product)
     rows = quickstart.make_tool_demonstrations(problems, 4000, seed=0)
     answers = {problem.question: problem.answer for problem in problems}
-    right = {2: 0, 4: 0}  # by number of messages
     for row in rows:
         first, *_, last = row["messages"]
-        right[len(row["messages"])] += last["content"] == f"\\boxed{{{answers[first['content']]}}}"
+        digits = "".join(filter(str.isdigit, first["content"]))
+        written = {2: digits, 4: answers[first["content"]]}[len(row["messages"])]  # by number of messages
+        assert last["content"] == f"\\boxed{{{written}}}"
+        assert answers[first["content"]] != digits
     calls = sum(len(row["messages"]) == 4 for row in rows)
-    assert right[4] == calls
-    assert right[2] <= 2
     share = calls / len(rows)
     assert share == pytest.approx(quickstart.CALL_FRACTION, abs=0.02)
 
