@@ -31,16 +31,16 @@ OURS, TRL = "rlhf", "TRL GRPOTrainer"
 ONE_TURN, TURNS = "one turn", "three turns, tools of 0.5 s"
 PAUSE_S, TURN_TOKENS, ANSWER_TOKENS, PROMPT_TOKENS = 0.5, 128, 24, 24
 
-PLAY = f"""
+PLAY = """
 import asyncio
 
 async def play(row, generate):
     ids = list(row["ids"])
     for turn in range(3):
-        said = await generate(ids, max_tokens={TURN_TOKENS})
+        said = await generate(ids, max_tokens=row["turn_tokens"])
         if turn < 2:
-            await asyncio.sleep({PAUSE_S})
-            ids += said.token_ids + row["ids"][:{ANSWER_TOKENS}]
+            await asyncio.sleep(row["pause_s"])
+            ids += said.token_ids + row["ids"][: row["answer_tokens"]]
     return 0.0
 """
 
@@ -72,8 +72,9 @@ async def _pauses(case: Case) -> Row:
         learner={"max_tokens_per_microbatch": 2 * longest},
     )  # fmt: skip
     rng = np.random.default_rng(0)
+    lengths = {"turn_tokens": case["turn_tokens"], "pause_s": PAUSE_S, "answer_tokens": ANSWER_TOKENS}
     prompts = [
-        Prompt(f"p/{i}", 0, ids, (), "", "p", {"ids": ids.tolist()})
+        Prompt(f"p/{i}", 0, ids, (), "", "p", {"ids": ids.tolist(), **lengths})
         for i, ids in enumerate(rng.integers(0, 256, (case["prompts"], PROMPT_TOKENS)).astype(np.int32))
     ]
 
@@ -94,10 +95,11 @@ async def _pauses(case: Case) -> Row:
                     sampled = await asyncio.gather(
                         *(sampler.rollouts(prompt, 8, sampler.training_settings) for prompt in prompts)
                     )
-                    lengths = [rollout.response_length for _, rollouts in sampled for rollout in rollouts]
-                    assert set(lengths) == {3 * case["turn_tokens"]}, set(lengths)
+                    seconds = time.perf_counter() - began
+                    tokens = [rollout.response_length for _, rollouts in sampled for rollout in rollouts]
+                    assert set(tokens) == {3 * case["turn_tokens"]}, set(tokens)
                     if number:  # the first compiles and fills caches
-                        speeds[name].append(sum(lengths) / (time.perf_counter() - began))
+                        speeds[name].append(sum(tokens) / seconds)
     return {"speeds": speeds}
 
 
