@@ -14,10 +14,8 @@ turn, twice, without the first two steps of each. Needs `make setup-bench`. CPU 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -124,13 +122,7 @@ def training(case: Case) -> Row:
 
             how: dict[str, Any] = {"environment": calculator_class.Calculator, "function": calculator_class.right}
             return train_with_trl(config, steps=case["steps"], folder=Path(folder), **how)
-        file = Path(folder) / "config.yaml"
-        file.write_text(config.model_dump_json())
-        subprocess.run(
-            [sys.executable, "-m", "rlhf.grpo", "--config", str(file)], check=True, stdout=subprocess.DEVNULL
-        )
-        lines = [json.loads(x) for x in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "time/step" in line]
+        steps = models.steps_of_run(config, folder)
     return {
         "step_seconds": [line["time/step"] for line in steps],
         "calls": statistics.mean(line["environment/tool_calls/mean"] for line in steps),

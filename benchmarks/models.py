@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,16 @@ def run_config(model: Path | str, /, **sections: Any) -> GRPOConfig:
     }
     merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in {**base, **sections}}
     return GRPOConfig.model_validate_json(json.dumps(merged))
+
+
+def steps_of_run(config: GRPOConfig, folder: str) -> list[dict[str, Any]]:
+    """Run rlhf.grpo with this config, whose run.dir is `run` in the folder -> what it has logged of its steps."""
+    file = Path(folder) / "config.yaml"
+    file.write_text(config.model_dump_json())
+    command = [sys.executable, "-m", "rlhf.grpo", "--config", str(file)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "time/step" in line]
 
 
 def gpus() -> int:

@@ -10,10 +10,8 @@ Qwen2.5-0.5B in bf16, and both have one GPU: ours with engine and learner on it 
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -50,13 +48,7 @@ def measure(case: Case) -> Row:
             from benchmarks.trl_peer import train_with_trl
 
             return train_with_trl(config, steps=case["steps"], folder=Path(folder))
-        file = Path(folder) / "config.yaml"
-        file.write_text(config.model_dump_json())
-        subprocess.run(
-            [sys.executable, "-m", "rlhf.grpo", "--config", str(file)], check=True, stdout=subprocess.DEVNULL
-        )
-        lines = [json.loads(x) for x in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "time/step" in line]
+        steps = models.steps_of_run(config, folder)
     return {
         "step_seconds": [line["time/step"] for line in steps],
         "lengths": statistics.mean(line["rollout/response_length/mean"] for line in steps),

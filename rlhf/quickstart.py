@@ -271,8 +271,8 @@ def make_tool_demonstrations(problems: list[Product], count: int, seed: int) -> 
     """Conversations of which a share asks the calculator; the others write the two numbers side by side.
 
     That is never right, and teaches to copy: with numbers drawn at random there, the share that asks was too small to
-    teach it, and two models of three copied the question or the told number wrongly. Right answers would teach to
-    estimate the first digit, also where it has been told.
+    teach it, and two models of three copied the question or the told number wrongly. Right answers would teach the
+    model to estimate the first digit, also where it has been told.
     """
     rng = random.Random(f"demonstrations {seed}")
     tools = [{"type": "function", "function": {"name": "calculator"}}]

@@ -102,8 +102,9 @@ class EngineRecovery:
             ready = set(range(len(in_flight))) - self._engines.absent - self.unverified
             if len(ready) >= self._fewest:
                 fewest = min(sorted(ready), key=in_flight.__getitem__)
-                stays = prefer in ready and in_flight[prefer] <= 2 * in_flight[fewest] + QUEUE
-                return prefer if stays and prefer is not None else fewest
+                if prefer is not None and prefer in ready and in_flight[prefer] <= 2 * in_flight[fewest] + QUEUE:
+                    return prefer
+                return fewest
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _watch(self) -> None:

@@ -256,7 +256,7 @@ def _environment_problems(config: GRPOConfig) -> Iterator[str]:
             yield "data.train or data.eval is environment, without an environment: nothing makes prompts. Name one."
         for name in ("max_rollout_tokens", "max_turns", "max_rollout_s"):
             if (value := getattr(rollout, name)) is not None:
-                reason = "a response is one turn, and nothing reads the key. Name one of them, or remove it."
+                reason = "a response is one turn. Name tools or an environment, or remove the key."
                 yield f"rollout.{name}={value} without tools or an environment: {reason}"
         return
     if rollout.stop or rollout.truncate_token is not None:

@@ -100,7 +100,7 @@ class Sessions:
                 await session.begin()
             except BaseException as error:
                 await session.close()
-                ours = self.opened or time.monotonic() - first < self.config.wall_seconds  # one of ours leaves one day
+                ours = self.opened or time.monotonic() - first < self.config.wall_seconds  # one of ours will leave
                 if not isinstance(error, FailedError) or FULL not in str(error) or not ours:
                     raise
             else:

@@ -123,3 +123,9 @@ def test_an_evaluation_needs_no_data_to_train_on() -> None:
 def test_one_of_several_environments_without_a_name_is_refused() -> None:
     with pytest.raises(ValueError, match=r"by_name\.chess\.name"):
         EnvironmentConfig.model_validate({"by_name": {"chess": {"options": {"level": 1}}}})
+
+
+@pytest.mark.parametrize("key", ["max_rollout_tokens=9", "max_turns=3", "max_rollout_s=2"])
+def test_a_limit_of_several_turns_is_refused_where_a_response_is_one_turn(key: str) -> None:
+    assert f"rollout.{key.replace('=2', '=2.0')} without tools or an environment" in refusal(DATA, f"rollout.{key}")
+    load(DATA, "tools=[calculator]", f"rollout.{key}")
