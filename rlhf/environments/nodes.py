@@ -21,7 +21,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf.config.environment import EnvironmentConfig
-from rlhf.environments.hosts import HostedSession, Hosts, Sessions
+from rlhf.environments.hosts import Hosts
+from rlhf.environments.sessions import HostedSession, Sessions
 from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.processes.code import Sources, changed_sources
 

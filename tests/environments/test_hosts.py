@@ -16,7 +16,8 @@ from processes import below, outliving
 from waiting import eventually
 
 from rlhf.config.environment import EnvironmentConfig
-from rlhf.environments.hosts import HostedSession, Hosts, outcome_of
+from rlhf.environments.hosts import Hosts
+from rlhf.environments.sessions import HostedSession, outcome_of
 from rlhf.environments.turns import CallLimitError, FailedError
 
 pytestmark = pytest.mark.slow  # they start processes
@@ -64,7 +65,7 @@ def test_a_group_starts_in_one_state_and_later_calls_have_their_own() -> None:
 
 
 def test_a_full_server_makes_sessions_wait_until_one_of_ours_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf.environments.hosts.FULL_PAUSE_S", 0.01)
+    monkeypatch.setattr("rlhf.environments.sessions.FULL_PAUSE_S", 0.01)
 
     async def play(opened: Hosts) -> list[str]:
         async def one() -> str:
@@ -78,7 +79,7 @@ def test_a_full_server_makes_sessions_wait_until_one_of_ours_leaves(monkeypatch:
 
 
 def test_a_server_that_others_have_filled_costs_the_rollout_after_wall_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf.environments.hosts.FULL_PAUSE_S", 0.01)
+    monkeypatch.setattr("rlhf.environments.sessions.FULL_PAUSE_S", 0.01)
     with hosts("AlwaysFull", wall_seconds=0.2) as opened, pytest.raises(FailedError, match="CAPACITY_REACHED"):
         asyncio.run(opened.open({}, SEEDS))
 

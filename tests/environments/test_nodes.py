@@ -12,9 +12,10 @@ import pytest
 from fake_environments import call
 
 from rlhf.config.environment import EnvironmentConfig
-from rlhf.environments import hosts, nodes
-from rlhf.environments.hosts import Hosts, Sessions
+from rlhf.environments import nodes, sessions
+from rlhf.environments.hosts import Hosts
 from rlhf.environments.nodes import NodeHosts, RemoteHosts, Spread
+from rlhf.environments.sessions import Sessions
 from rlhf.environments.turns import CallLimitError, FailedError
 
 FILE = Path(__file__).parent / "games.py"
@@ -152,7 +153,7 @@ def test_a_node_on_which_all_fails_at_once_does_not_get_every_session(monkeypatc
             await asyncio.sleep(0.1)
             assert [node.open_sessions for node in opened._nodes] == [5, 0]
 
-    monkeypatch.setattr(hosts, "FAILED_COUNTS_S", 0.05)
+    monkeypatch.setattr(sessions, "FAILED_COUNTS_S", 0.05)
     asyncio.run(play())
 
 

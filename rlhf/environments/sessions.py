@@ -1,0 +1,215 @@
+"""The sessions of a node's environments in the event loop; `hosts.py` and `nodes.py` reach their processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any
+
+from rlhf.config.environment import EnvironmentConfig
+from rlhf.environments.contract import content_text
+from rlhf.environments.turns import Answers, CallLimitError, FailedError, Message
+from rlhf.processes.channel import as_json
+from rlhf.types import Outcome
+
+FULL = "CAPACITY_REACHED"  # what a server of OpenEnv answers when it has no place for another session
+FULL_PAUSE_S = 0.5
+MAX_PARTS, MAX_FACTS = 64, 64  # named numbers and facts of one rollout
+FAILED_COUNTS_S = 10.0  # that a failed session counts as open: where all fail at once, not every new one is opened
+
+Answer = Callable[[Mapping[str, Any]], Awaitable[Message]]
+
+
+class Sessions:
+    """The sessions of one node in the event loop; a derived class reaches their processes.
+
+    Args:
+        about: of each environment, by the value of the column that chooses it: {"tools", "rewards", "blocking",
+            "plays"}.
+
+    Attributes:
+        opened: sessions that were reset; another node may have the same set.
+        open_sessions: how many this node has, those that wait for a process too; see FAILED_COUNTS_S.
+    """
+
+    numbers = itertools.count(1)  # of the sessions of all nodes
+
+    def __init__(self, config: EnvironmentConfig, about: dict[str, dict[str, Any]]) -> None:
+        self.config, self.about, self.open_sessions = config, about, 0
+        self.opened: set[int] = set()
+        self._answers: dict[int, Answer] = {}  # of coroutines, by session
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self, row: Mapping[str, Any], seeds: Mapping[str, int]) -> HostedSession:
+        """Wait for a process, and for a place at the environment's server, and reset the environment of this row.
+
+        Raises:
+            FailedError: the row chooses no environment, or its reset failed.
+        """
+        columns = dict(row)
+        value = "" if "" in self.about else columns.pop("environment", None)
+        if not isinstance(value, str) or value not in self.about:
+            known = ", ".join(self.about)
+            raise FailedError(f"the row's column `environment` is {value!r}, and environment.by_name has {known}.")
+        try:
+            json.dumps(columns, default=as_json)
+        except (TypeError, ValueError) as error:
+            raise FailedError(f"open: {error}") from None
+        start = {"environment": value, "row": columns, "seeds": dict(seeds)}
+        first = time.monotonic()
+        while True:
+            session = HostedSession(self, next(self.numbers), self.about[value], start)
+            self.open_sessions += 1
+            try:
+                await session.begin()
+            except BaseException as error:
+                await session.close()
+                ours = self.opened or time.monotonic() - first < self.config.wall_seconds  # one of ours will leave
+                if not isinstance(error, FailedError) or FULL not in str(error) or not ours:
+                    raise
+            else:
+                self.opened.add(session.number)
+                return session
+            await asyncio.sleep(FULL_PAUSE_S)
+
+    @abstractmethod
+    async def ask(self, session: int, message: dict[str, Any]) -> Any:
+        """Send a request of a session, and wait for its answer; the first one names its `environment`."""
+
+    @abstractmethod
+    def tell(self, session: int, message: dict[str, Any]) -> None:
+        """Send the turn that a coroutine has asked for."""
+
+    @abstractmethod
+    def end(self, session: int, *, broken: bool) -> None:
+        """End a session; `broken`: something failed in it, so its instance and its own process are not used again."""
+
+    def answers(self, session: int, answer: Answer) -> None:
+        """From now on `answer` gives the turns that the coroutine of this session asks for."""
+        self._answers[session] = answer
+
+    def leave(self, session: int, *, broken: bool) -> None:
+        """`end`, by the session itself."""
+        self._answers.pop(session, None)
+        self.opened.discard(session)
+        self.end(session, broken=broken)
+        asyncio.get_running_loop().call_later(FAILED_COUNTS_S if broken else 0.0, self._one_less)
+
+    def _one_less(self) -> None:
+        self.open_sessions -= 1
+
+    def _answer(self, session: int, number: int, request: dict[str, Any]) -> None:
+        """Answer a coroutine's request for a turn."""
+        answer = self._answers.get(session)
+        if answer is not None:
+            self._begin(self._give(answer, session, number, request))
+
+    async def _give(self, answer: Answer, session: int, number: int, request: dict[str, Any]) -> None:
+        try:
+            message = await answer(request)
+        except Exception:  # `play` raises it
+            return
+        self.tell(session, {"answers": number, "session": session, "message": message})
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class HostedSession:
+    """A session in a process of a node; see `turns.Session`."""
+
+    def __init__(self, hosts: Sessions, number: int, about: Mapping[str, Any], start: dict[str, Any]) -> None:
+        self.number, self.plays = number, bool(about["plays"])
+        self.tools: list[dict[str, Any]] = list(about["tools"])
+        self.opening: list[Message] | None = None
+        self.text = ""
+        self._hosts, self._start = hosts, start
+        self._broken = False
+
+    async def begin(self) -> None:
+        """Reset the environment; a coroutine begins when it is played."""
+        if self.plays:
+            return
+        said = await self._ask({"do": "open", **self._start})
+        with _checked("open"):
+            self.text = str(said["text"] or "")
+            self.opening = None if said["messages"] is None else [_plain(message) for message in said["messages"]]
+
+    async def call(self, calls: Sequence[Mapping[str, Any]]) -> Answers:
+        said = await self._ask({"do": "call", "calls": list(calls)})
+        with _checked("call"):
+            messages = [
+                {**_plain(message), "role": "tool", "name": str(message["name"])} for message in said["answers"]
+            ]
+            return Answers(tuple(messages), done=bool(said["done"]), errors=min(int(said["errors"]), len(calls)))
+
+    async def finish(self) -> Outcome:
+        return outcome_of(await self._ask({"do": "finish"}))
+
+    async def _ask(self, message: dict[str, Any]) -> Any:
+        try:
+            return await self._hosts.ask(self.number, message)
+        except (CallLimitError, FailedError):
+            self._broken = True
+            raise
+
+    async def play(self, answer: Answer) -> Outcome:
+        """Run the coroutine to its end; `answer` gives it the turns that it asks for."""
+        failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        async def answer_or_fail(request: Mapping[str, Any]) -> Message:
+            try:
+                return await answer(request)
+            except Exception as error:
+                if not failed.done():
+                    failed.set_exception(error)
+                raise
+
+        self._hosts.answers(self.number, answer_or_fail)
+        ended = asyncio.ensure_future(self._ask({"do": "play", **self._start}))
+        try:
+            await asyncio.wait({ended, failed}, return_when=asyncio.FIRST_COMPLETED)
+            return outcome_of((failed if failed.done() else ended).result())
+        finally:
+            ended.cancel()
+            failed.cancel()
+
+    async def close(self) -> None:
+        """Give the process back, or have it killed if it still computes or something failed in it."""
+        self._hosts.leave(self.number, broken=self._broken)
+
+
+@contextlib.contextmanager
+def _checked(do: str) -> Iterator[None]:
+    """A context that reads what a process says; FailedError if it is not what our code sends."""
+    try:
+        yield
+    except Exception as error:  # it may send anything: numbers beyond a float, nested lists
+        raise FailedError(f"{do}: its process answered something else ({error})") from None
+
+
+def _plain(message: Mapping[str, Any]) -> Message:
+    """A message whose content is text."""
+    return {**message, "role": str(message["role"]), "content": content_text(message["content"])}
+
+
+def outcome_of(said: Mapping[str, Any]) -> Outcome:
+    """What a process says of a finished rollout."""
+    with _checked("finish"):
+        reward = None if said["reward"] is None else _finite(said["reward"])
+        parts = {str(name): _finite(value) for name, value in list(said["parts"].items())[:MAX_PARTS]}
+        return Outcome("ok", reward, parts, dict(list(said["facts"].items())[:MAX_FACTS]), said["attributes"] or {})
+
+
+def _finite(value: Any) -> float:
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"{number} is no reward")
+    return number
