@@ -1,4 +1,4 @@
-"""Two training steps on the real stack whose rollouts are driven by a coroutine: turns, a branch, one evaluation."""
+"""Two steps of each program on the real stack whose rollouts are driven by a coroutine: turns, a branch, evaluation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ async def play(row, generate):
 """
 
 
-def test_log_probs_of_engine_and_learner_agree_over_turns_and_branches(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["grpo", "ppo"])
+def test_log_probs_of_engine_and_learner_agree_over_turns_and_branches(tmp_path: Path, program: str) -> None:
     data = tmp_path / "data"
     write_quickstart(data, warmup_steps=0, train_rows=64, test_rows=8, tools=True)
     (tmp_path / "played.py").write_text(PLAY)
@@ -52,7 +53,7 @@ def test_log_probs_of_engine_and_learner_agree_over_turns_and_branches(tmp_path:
     file = tmp_path / "config.yaml"
     file.write_text(json.dumps(config))
     done = subprocess.run(
-        [sys.executable, "-m", "rlhf.grpo", "--config", str(file)],
+        [sys.executable, "-m", f"rlhf.{program}", "--config", str(file)],
         capture_output=True, text=True, timeout=STACK_WAIT_S, stdin=subprocess.DEVNULL, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
