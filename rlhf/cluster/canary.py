@@ -44,6 +44,9 @@ MIN_TOKENS = 1024
 LAG_FACTOR = 4.0  # with a policy lag the policy moves between sampling and training; no position moves this much more
 MOVED_FAR = 0.05  # nats per token; if the policy moves further, importance weights no longer correct it
 FAR = 1e6  # logged in place of NaN and infinity
+# Mean |log-prob difference|, nats, that arguments in rollout.engine may cost. Most importance weights of tokens are then
+# between 0.8 and 1.25.
+ENGINE_LIMIT = 0.2
 MOVED = 5.0  # the perturbation must move log-probs by this many tolerances, or following it would prove nothing
 
 Logprobs = Sequence[np.ndarray]
@@ -53,15 +56,28 @@ class Canary:
     """Fixed sequences, judged by the mean absolute log-prob difference between learner and each engine.
 
     Call `measure_noise` first, then `check_start`.
+
+    Args:
+        own_options: the engines have arguments of rollout.engine, such as fp8, whose rounding is measured at the start
+            and added to what an engine may differ by.
     """
 
     def __init__(
-        self, engines: Engines, prompts: Sequence[Prompt], *, dtype: str, max_tokens: int, noise_seed: int | None = None
+        self,
+        engines: Engines,
+        prompts: Sequence[Prompt],
+        *,
+        dtype: str,
+        max_tokens: int,
+        noise_seed: int | None = None,
+        own_options: bool = False,
     ) -> None:
         self.sequences: list[np.ndarray] = []
         self.tolerance = TOLERANCE  # after transfers
         self.kl_bound = TOLERANCE**2  # of rollouts at temperature 1
         self._engines, self._rounds, self._noise_seed = engines, dtype != "float32", noise_seed
+        self._limit = ENGINE_LIMIT if own_options else 0.0
+        self._engine_noise = 0.0  # what the options of rollout.engine cost
         self._rollouts: StepMetrics = {}  # KL by position, collected until there are MIN_TOKENS
         self._max_tokens = max_tokens - 1  # an engine scores a sequence while it samples one more token
         self._prompts = sorted(prompts[:CANDIDATES], key=lambda prompt: len(prompt.token_ids))[:SEQUENCES]
@@ -78,11 +94,14 @@ class Canary:
             _check_alike(written[0][1], (await self._written(self._prompts[0]))[1])
         by_engine = await self._by_engine()
         exact, own = await self._exact()
-        noise = _difference(exact, own)[0]
+        noise, kl = _difference(exact, own)[0], _kl(exact, own)
         problem = "and the learner disagree on the untouched weights of model.path: one of them computes another model"
-        _compare(exact, by_engine, problem, max(TOLERANCE, NOISE_FACTOR * noise))
+        measured = _compare(exact, by_engine, problem, max(TOLERANCE, NOISE_FACTOR * noise, self._limit))
+        if self._limit:
+            self._engine_noise = measured
+            noise, kl = max(noise, measured), max(kl, *(_kl(engine, exact) for engine in by_engine))
         self.tolerance = max(TOLERANCE, LATER_FACTOR * noise)
-        self.kl_bound = max(TOLERANCE**2, KL_FACTOR * _kl(exact, own))
+        self.kl_bound = max(TOLERANCE**2, KL_FACTOR * kl)
 
     async def check_start(self, version: int) -> dict[str, float]:
         """Send perturbed weights, see the engines follow, and send the true ones back; raises as `check`."""
@@ -99,7 +118,7 @@ class Canary:
         await self._engines.learners.call("perturb_weights", start, stop)
         try:
             exact, own = await self._exact()
-            bound = max(TOLERANCE, NOISE_FACTOR * _difference(exact, own)[0])
+            bound = max(TOLERANCE, NOISE_FACTOR * max(_difference(exact, own)[0], self._engine_noise))
             moved, _ = _difference(true, exact)
             if not moved >= MOVED * bound:
                 raise ClusterError(

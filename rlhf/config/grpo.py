@@ -170,6 +170,9 @@ class GRPOConfig(TrainingProgramConfig):
                 f"{rollout.max_rollout_tokens=} with {rollout.max_response_tokens=}: one turn may be longer than the "
                 "whole rollout. Raise the former to at least the latter, or set it to null."
             )
+        if self.run.deterministic and "enable_chunked_prefill" in rollout.engine:
+            reason = "a prompt that is computed in pieces is rounded by where they end"
+            yield f"rollout.engine.enable_chunked_prefill with run.deterministic=true: {reason}. Remove it."
         yield from argument_problems(self.data.template, self.data.chat_template_kwargs)
         for evaluation in self.evaluations.values() or [self.evaluation]:
             if (evaluation.max_response_tokens or 0) > rollout.max_response_tokens:

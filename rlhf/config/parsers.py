@@ -6,10 +6,10 @@ vLLM itself is not imported: its names are read from its source, so that a wrong
 from __future__ import annotations
 
 import ast
-import importlib.util
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
+
+from rlhf.config.vllm_source import vllm_source
 
 # The first row whose marks are all in the template. A more special form stands before the more general one.
 TOOL_PARSERS = (
@@ -83,11 +83,7 @@ def check_tool_parser(name: str) -> None:
 @cache
 def vllm_parsers() -> tuple[str, ...]:
     """The names of vLLM's tool parsers, in order; () if vLLM is not installed."""
-    package = importlib.util.find_spec("vllm")
-    if package is None or package.origin is None:
-        return ()
-    source = Path(package.origin).with_name("tool_parsers") / "__init__.py"
-    for node in ast.parse(source.read_text()).body:
+    for node in vllm_source("tool_parsers/__init__.py"):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             return tuple(sorted(ast.literal_eval(node.value)))
     return ()

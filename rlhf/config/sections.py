@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from rlhf.config.base import FilePath, Fraction, NonNegative, NonNegativeInt, Section, key
+from rlhf.config.library_options import check_deepspeed_options, check_engine_options
 from rlhf.config.parsers import check_tool_parser
 
 KLEstimator = Literal["k1", "k2", "k3", "k4"]  # of algo/kl.py
@@ -73,6 +74,12 @@ class RolloutConfig(Section):
     kv_cache_gib: PositiveFloat = key(1.0, "KV cache of an engine on CPU, GiB")
     max_concurrent_sequences: PositiveInt = key(256, "sequences that an engine runs at once")
     enforce_eager: bool = key(False, "no CUDA graphs in the engines; CPU never has them")
+    engine: dict[str, Any] = key({}, "further arguments of vLLM's engine, such as {max_num_batched_tokens: 8192}")
+
+    @field_validator("engine")
+    @classmethod
+    def _are_engine_options(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return check_engine_options(value)
 
     @field_validator("tool_parser")
     @classmethod
@@ -157,6 +164,12 @@ class TrainedConfig(Section):
     max_grad_norm: PositiveFloat | None = key(1.0, "global gradient norm is clipped to it; null is off")
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    deepspeed: dict[str, Any] = key({}, "further settings of DeepSpeed, such as {zero_optimization: {...}}")
+
+    @field_validator("deepspeed")
+    @classmethod
+    def _are_deepspeed_options(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return check_deepspeed_options(value)
 
 
 class AnyLearnerConfig(TrainedConfig):

@@ -113,7 +113,7 @@ async def check_agreement(patient: Patient) -> Finding:
     config = patient.config
     canary = Canary(
         patient.engines, patient.prompts, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens,
-        noise_seed=config.noise_seed,
+        noise_seed=config.noise_seed, own_options=bool(config.rollout.engine),
     )  # fmt: skip
     await canary.measure_noise()
     metrics = await canary.check_start(0)

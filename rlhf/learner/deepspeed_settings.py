@@ -75,10 +75,15 @@ def training_settings(section: TrainedConfig, world: World, *, dtype: str, devic
         zero["overlap_comm"] = section.zero_stage == 3 or not section.offload_optimizer
     if section.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": device == "cuda"}
-    return any_settings(world, dtype=dtype, zero=zero) | {
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": section.max_grad_norm or 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "data_types": {"grad_accum_dtype": "fp32" if section.zero_stage > 0 else None},
-    }
+    zero |= section.deepspeed.get("zero_optimization", {})
+    return (
+        section.deepspeed
+        | any_settings(world, dtype=dtype, zero=zero)
+        | {
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": section.max_grad_norm or 0.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "data_types": {"grad_accum_dtype": "fp32" if section.zero_stage > 0 else None},
+        }
+    )

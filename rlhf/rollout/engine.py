@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -45,21 +46,14 @@ class RolloutEngine:
         self._reader: MessageReader | None = None
         self._request_ids = itertools.count()
         self._failed_update: Exception | None = None
-        backend = backend_of(config.cluster.device, config.cluster.placement)
-        arguments = AsyncEngineArgs(
-            **engine_arguments(config, engine_seed(config.run.seed, world.rank, world.version)),
-            weight_transfer_config=WeightTransferConfig(backend=RECEIVERS[backend]),
-            worker_extension_cls=WORKER_EXTENSION,
-        )
-        if current_platform.is_cpu():
-            model = arguments.create_model_config()
-            if not (model.is_hybrid or model.use_mla):  # their blocks have sizes of their own
-                arguments.block_size = CPU_BLOCK_TOKENS
-        vllm_process.run_in_children()
-        # LLM_CLASS allows the tokens of one forward pass that vLLM chooses by hardware for its offline class, 16,384 on
-        # an H100. The default of AsyncLLM, 2,048, suits many waiting users. Here every running request is prefilled
-        # again after an update in flight.
-        self._engine = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        try:
+            self._engine = _started(config, world)
+        except Exception as error:  # vLLM raises many types for an argument that it does not take
+            if not config.rollout.engine:
+                raise
+            options = json.dumps(config.rollout.engine)
+            reason = " ".join(str(error).split())
+            raise ValueError(f"rollout.engine={options}: vLLM does not start with these arguments: {reason}") from error
         started = self._engine.vllm_config
         assert not (self._keep_kv and started.cache_config.enable_prefix_caching), "new requests would get old keys"
         assert started.model_config.logprobs_mode == "processed_logprobs", "not those of the sampled distribution"
@@ -194,6 +188,25 @@ class RolloutEngine:
         """End the engine's processes; the actor itself is killed by its owner."""
         self._engine.shutdown()
         await asyncio.to_thread(vllm_process.remove_shared_memory)
+
+
+def _started(config: GRPOConfig, world: World) -> AsyncLLM:
+    """vLLM with the arguments of this run."""
+    backend = backend_of(config.cluster.device, config.cluster.placement)
+    arguments = AsyncEngineArgs(
+        **engine_arguments(config, engine_seed(config.run.seed, world.rank, world.version)),
+        weight_transfer_config=WeightTransferConfig(backend=RECEIVERS[backend]),
+        worker_extension_cls=WORKER_EXTENSION,
+    )
+    if current_platform.is_cpu() and arguments.block_size is None:
+        model = arguments.create_model_config()
+        if not (model.is_hybrid or model.use_mla):  # their blocks have sizes of their own
+            arguments.block_size = CPU_BLOCK_TOKENS
+    vllm_process.run_in_children()
+    # LLM_CLASS allows the tokens of one forward pass that vLLM chooses by hardware for its offline class, 16,384 on
+    # an H100. The default of AsyncLLM, 2,048, suits many waiting users. Here every running request is prefilled
+    # again after an update in flight.
+    return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
 
 
 def _completion(output: CompletionOutput, engine: int) -> Completion:

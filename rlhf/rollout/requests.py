@@ -119,7 +119,7 @@ def engine_arguments(config: GRPOConfig, seed: int) -> dict[str, Any]:
     # A prompt that two runs compute in different pieces is rounded differently. On CPU a piece would even end the
     # engine: vLLM takes back a request's random number, which torch's CPU generators cannot do.
     whole_prompts = {"enable_chunked_prefill": False} if config.run.deterministic else {}
-    return whole_prompts | {
+    ours = whole_prompts | {
         "model": config.model.path,
         "dtype": config.model.dtype,
         "trust_remote_code": config.model.trust_remote_code,
@@ -139,6 +139,7 @@ def engine_arguments(config: GRPOConfig, seed: int) -> dict[str, Any]:
         "disable_log_stats": True,
         "scheduling_policy": "priority",  # so that the canary does not wait behind a backlog of rollouts
     }
+    return ours | rollout.engine
 
 
 def engine_seed(seed: int, engine: int, version: int) -> int:

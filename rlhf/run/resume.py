@@ -30,7 +30,7 @@ FREE = frozenset((
     "model.path", "model.gradient_checkpointing", "model.trust_remote_code",
     "data.train", "data.eval", "data.eval_rows",
     "rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.max_concurrent_sequences",
-    "rollout.enforce_eager",
+    "rollout.enforce_eager", "rollout.engine",
     "reward.workers", "reward.cpu_seconds", "reward.wall_seconds", "reward.memory_mb",
     "reward.failure_fraction", "reward.failures_always_allowed", "reward.accept_changed_code",
     "environment.processes", "environment.python", "environment.env", "environment.network", "environment.files",
@@ -39,16 +39,20 @@ FREE = frozenset((
     "reward_model.path", "reward_model.replicas", "reward_model.max_tokens_per_batch", "reward_model.timeout_s",
     "reward_model.retries",
     "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
-    "critic.path", "critic.zero_stage", "critic.offload_optimizer",
+    "critic.path", "critic.zero_stage", "critic.offload_optimizer", "learner.deepspeed", "critic.deepspeed",
 ))  # fmt: skip
 KEPT = frozenset(("run.seed",))  # keys of the sections in FREE that may not change
 # Keys in FREE that change how sums are rounded: they may not change if the run was deterministic and still is.
 ROUNDING = frozenset((
     "cluster.device", "cluster.learners", "cluster.threads_per_learner", "cluster.tensor_parallel",
-    "model.gradient_checkpointing", "rollout.enforce_eager",
+    "model.gradient_checkpointing", "rollout.enforce_eager", "rollout.engine",
     "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
     "critic.zero_stage", "critic.offload_optimizer", "reward_model.max_tokens_per_batch",
+    "learner.deepspeed", "critic.deepspeed",
 ))  # fmt: skip
+
+
+OPEN_SECTIONS = (".engine", ".deepspeed", ".chat_template_kwargs")
 
 
 def is_free(key: str, *, deterministic: bool = False) -> bool:
@@ -61,8 +65,11 @@ def is_free(key: str, *, deterministic: bool = False) -> bool:
 
 
 def changed_keys(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(key, value before, value now) where two configs differ; keys that only one of the two has are ignored."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
+    """(key, value before, value now) where two configs differ; keys that only one of the two has are ignored.
+
+    Keys whose names are the user's own, as those of rollout.engine, are compared together.
+    """
+    if isinstance(before, Mapping) and isinstance(now, Mapping) and not key.endswith(OPEN_SECTIONS):
         for name in before.keys() & now.keys():
             yield from changed_keys(before[name], now[name], f"{key}.{name}" if key else name)
     elif _are_sections(before) and _are_sections(now) and len(before) == len(now):

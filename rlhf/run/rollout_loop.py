@@ -139,6 +139,7 @@ class RolloutLoop(Generic[C]):
             dtype=config.model.dtype,
             max_tokens=config.max_sequence_tokens,
             noise_seed=config.noise_seed,
+            own_options=bool(config.rollout.engine),
         )
         self.buffer = RolloutBuffer(
             self.sampler.for_training,

@@ -85,6 +85,36 @@ def test_a_difference_that_this_models_rounding_does_not_explain_stops_the_run(r
         asyncio.run(canary.measure_noise())
 
 
+class Quantized(FakeEngines):
+    """Engines whose arguments cost log-probs `error` nats, whatever weights they have."""
+
+    def __init__(self, transfer: Any, error: float) -> None:
+        super().__init__(transfer)
+        self.served.rounding = error
+
+
+@pytest.mark.parametrize("own_options", [False, True])
+def test_what_the_engines_own_options_cost_is_measured_at_the_start_and_allowed_later(own_options: bool) -> None:
+    engines: Any = Quantized(everything, error=0.1)
+    canary = Canary(engines, PROMPTS, dtype="float32", max_tokens=40, own_options=own_options)
+    if not own_options:
+        with pytest.raises(ClusterError, match="untouched weights"):
+            start(canary)
+        return
+    metrics = start(canary)
+    assert metrics == {"sync/canary_difference": pytest.approx(0.1), "sync/canary_tolerance": pytest.approx(0.3)}
+    assert canary.kl_bound > 9 * 0.1**2 / 2 * 0.9
+    engines.trained.body += 0.6
+    with pytest.raises(ClusterError, match="weights of version 2"):
+        asyncio.run(canary.check(2))
+
+
+def test_options_that_cost_more_than_importance_weights_correct_are_refused() -> None:
+    engines: Any = Quantized(everything, error=0.3)
+    with pytest.raises(ClusterError, match=r"untouched weights.*tolerance 0\.2"):
+        start(Canary(engines, PROMPTS, dtype="float32", max_tokens=40, own_options=True))
+
+
 def test_nan_never_passes() -> None:
     engines, canary = make(everything)
     start(canary)

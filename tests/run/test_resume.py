@@ -121,6 +121,15 @@ def test_a_deterministic_run_also_keeps_what_sums_are_rounded_by(model: Path, tm
     resume(plain, make_config(model, **deterministic, cluster=two), tmp_path)
 
 
+def test_options_of_vllm_are_compared_together(model: Path, tmp_path: Path) -> None:
+    """Also where only one of the two runs has an option."""
+    began = make_config(model, run={"deterministic": True})
+    now = make_config(model, run={"deterministic": True}, rollout={"engine": {"max_num_batched_tokens": 512}})
+    with pytest.raises(ValueError, match=r"rollout\.engine=.*max_num_batched_tokens.*run\.deterministic=false\b"):
+        resume(began, now, tmp_path)
+    resume(make_config(model), make_config(model, rollout={"engine": {"max_num_batched_tokens": 512}}), tmp_path)
+
+
 def test_every_key_of_the_table_is_a_key_or_a_section() -> None:
     keys = {key.name for schema in (GRPOConfig, PPOConfig) for key in describe_keys(schema)}
     sections = {".".join(key.split(".")[:n]) for key in keys for n in range(1, key.count(".") + 1)}

@@ -1,0 +1,85 @@
+"""Options that are passed on to vLLM and DeepSpeed: which are taken, and how the others are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf.config.base import Section
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.library_options import DEEPSPEED_KEYS, OWN_KEYS, REFUSED, vllm_arguments
+from rlhf.config.load import validated
+from rlhf.config.sections import LearnerConfig
+from rlhf.rollout.requests import engine_arguments
+
+CONFIG: dict[str, Any] = {
+    "run": {"dir": "run", "steps": 10},
+    "model": {"path": "model"},
+    "data": {"train": "train.jsonl"},
+    "rollout": {"prompts_per_step": 4, "samples_per_prompt": 8, "max_response_tokens": 28},
+    "reward": ["math"],
+}
+
+
+def parse(options: dict[str, Any], **sections: Any) -> GRPOConfig:
+    return validated(GRPOConfig, CONFIG | sections | {"rollout": CONFIG["rollout"] | {"engine": options}})
+
+
+def test_an_option_of_vllm_is_the_last_of_the_engines_arguments() -> None:
+    options = {"max_num_batched_tokens": 512, "kv_cache_dtype": "fp8", "speculative_config": {"method": "ngram"}}
+    arguments = engine_arguments(parse(options), seed=0)
+    assert {name: arguments[name] for name in options} == options
+    assert list(arguments)[-3:] == list(options)
+
+
+def test_every_argument_that_the_run_sets_is_refused_with_the_key_that_sets_it() -> None:
+    set_by_us = engine_arguments(parse({}), seed=0).keys()
+    assert set_by_us <= OWN_KEYS.keys() | REFUSED.keys()
+    for name in OWN_KEYS.keys() | REFUSED.keys():
+        assert name in vllm_arguments()
+        with pytest.raises(ValueError, match=rf"^rollout\.engine\.{name}: ") as refused:
+            parse({name: 1})
+        assert (OWN_KEYS.get(name) or REFUSED[name]) in str(refused.value)
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"^rollout\.engine\.kv_cache_type: .*rollout\.engine\.kv_cache_dtype\?$"):
+        parse({"kv_cache_type": "fp8"})
+
+
+def test_a_deterministic_run_computes_whole_prompts() -> None:
+    for deterministic in (False, True):
+        config = parse({"enable_chunked_prefill": True}, run=CONFIG["run"] | {"deterministic": deterministic})
+        problem = "rollout.engine.enable_chunked_prefill with run.deterministic=true"
+        assert any(each.startswith(problem) for each in config.contradictions()) == deterministic
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gradient_clipping": 1.0}, ["gradient_clipping", "max_grad_norm"]),
+        ({"gradient_accumulation_steps": 4}, ["gradient_accumulation_steps", "leaves the result"]),
+        ({"bf16": {"enabled": False}}, ["bf16", "leaves the result"]),
+        ({"zero_optimization": {"stage": 3}}, ["zero_optimization.stage", "zero_stage"]),
+        ({"zero_optimization": {"overlap_com": True}}, ["Did you mean zero_optimization.overlap_comm?"]),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, ["zero_quantized_gradients", "leaves the result"]),
+        ({"zero_optimization": True}, ["zero_optimization=True", "section"]),
+    ],
+)
+def test_what_changes_the_result_of_an_update_is_refused(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"^learner\.deepspeed: ") as refused:
+        validated(GRPOConfig, CONFIG | {"learner": {"deepspeed": options}})
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_keys_of_ours_that_the_messages_name_exist() -> None:
+    assert set(DEEPSPEED_KEYS.values()) <= LearnerConfig.model_fields.keys()
+    for names in OWN_KEYS.values():
+        for name in names.split(" and "):
+            section, key = name.split(".")
+            model = GRPOConfig.model_fields[section].annotation
+            assert isinstance(model, type)
+            assert issubclass(model, Section)
+            assert key in model.model_fields
