@@ -44,8 +44,8 @@ MIN_TOKENS = 1024
 LAG_FACTOR = 4.0  # with a policy lag the policy moves between sampling and training; no position moves this much more
 MOVED_FAR = 0.05  # nats per token; if the policy moves further, importance weights no longer correct it
 FAR = 1e6  # logged in place of NaN and infinity
-# Mean |log-prob difference|, nats, that arguments in rollout.engine may cost. Most importance weights of tokens are then
-# between 0.8 and 1.25.
+# Mean |log-prob difference|, nats, that arguments in rollout.engine may cost: the importance weights of most tokens are
+# then between 0.8 and 1.25.
 ENGINE_LIMIT = 0.2
 MOVED = 5.0  # the perturbation must move log-probs by this many tolerances, or following it would prove nothing
 
