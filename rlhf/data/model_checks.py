@@ -14,7 +14,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.model_folder import looks_local
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.reward_model import RewardModelConfig, reward_model_record
-from rlhf.config.roles import CRITIC, REWARD_MODEL, Role
+from rlhf.config.roles import REWARD_MODEL, Role
 from rlhf.data.model_files import check_weights, class_problem, lacks_chat_template, local_model_config, reward_template
 
 
@@ -47,11 +47,11 @@ def model_problems(
             f"{config.model.path}, which is {context}. Shorten the sequences."
         )
     for role in config.roles(trains=trains):
-        if role.name == CRITIC:
-            critic_size = (local_model_config(role.model) or {}).get("vocab_size") or math.inf
-            if critic_size < (policy.get("vocab_size") or 0):
+        if role.model_key != "model.path" and not role.reads:  # it gets the policy's token ids
+            size = (local_model_config(role.model) or {}).get("vocab_size") or math.inf
+            if size < (policy.get("vocab_size") or 0):
                 problems.append(
-                    f"{role.model_key}={role.model}: its vocabulary of {critic_size} tokens is smaller than the "
+                    f"{role.model_key}={role.model}: its vocabulary of {size} tokens is smaller than the "
                     f"{policy['vocab_size']} of model.path={config.model.path}, whose token ids it reads. Start it "
                     "from a model with the same tokenizer."
                 )

@@ -21,6 +21,7 @@ from rlhf.doctor.examination import Finding, NotCheckedError, Patient
 from rlhf.log.reductions import merge_metrics
 from rlhf.plan.memory import GIB, learner_memory, total
 from rlhf.plan.model_shape import shape_at
+from rlhf.plan.resources import counted
 from rlhf.plan.start_checks import existing_folder, run_folder_problems
 from rlhf.rollout.requests import SamplingSettings
 from rlhf.rollout.sampler import to_rollout
@@ -67,7 +68,8 @@ async def check_start(patient: Patient) -> Finding:
     cluster = Cluster(patient.config, compare_nodes=False)  # `check_nodes` has done so
     await patient.at_end.enter_async_context(cluster)
     patient.engines = await patient.at_end.enter_async_context(Engines(cluster, patient.config))
-    return Finding("ok", f"{config.engines} engine(s), {config.learners} learner(s) on {config.device}")
+    started = ", ".join(counted(role.count, role.name) for role in patient.config.roles())
+    return Finding("ok", f"{started} on {config.device}")
 
 
 async def check_collective(patient: Patient) -> Finding:

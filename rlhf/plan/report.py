@@ -20,7 +20,7 @@ from rlhf.config.load import resolved_yaml
 from rlhf.config.model_folder import looks_local
 from rlhf.config.printing import printable
 from rlhf.config.program import TrainingProgramConfig
-from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role, Training
+from rlhf.config.roles import ENGINE, LEARNER, REWARD_MODEL, Role, Training
 from rlhf.config.sections import ClusterConfig
 from rlhf.data.model_checks import model_problems
 from rlhf.data.model_files import local_model_config
@@ -229,7 +229,7 @@ def example_layout(roles: Sequence[Role], cluster: ClusterConfig) -> list[list[s
     for role in roles:
         label = SHORT_NAMES.get(role.name, role.name)
         for number in range(role.count):
-            if role.name in (CRITIC, ENGINE) and not role.gpus:
+            if role.guest and not role.gpus:
                 each = cluster.learners // role.count
                 for gpu in range(number * each, (number + 1) * each):
                     gpus[gpu] = f"{gpus[gpu].replace('learner ', 'L')} + {role.name[0].upper()}{number}"

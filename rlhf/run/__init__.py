@@ -4,6 +4,8 @@
 After a fault: `restarts` for the whole run; `cluster/engine_recovery.py` for one engine.
 
 Where to add a program: its config, a `TrainingProgramConfig`; a file at the top level that holds its loop, as `grpo.py`
-and `sft.py` do; a line in `config.cli.PROGRAMS`. A program without engines uses `Run` alone. What its checkpoints hold
-besides is `Run.progress`.
+and `sft.py` do; a line in `config.cli.PROGRAMS`. A program without engines uses `Run` alone; one that
+learns from fixed examples has a `SupervisedConfig`, a loss (`learner.supervised.SupervisedRank`) and an encoder of its
+rows (`data/conversations.py`). What its checkpoints hold besides is `Run.progress`. `--plan` is for programs with
+engines.
 """

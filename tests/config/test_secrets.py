@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config.cli import run_program
+from rlhf.config.cli import PROGRAMS, run_program
 from rlhf.config.describe import describe_keys
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config, resolved_yaml, stored_values
-from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
-from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.secrets import HIDDEN, hidden, hide, hide_in_output, is_secret_name, remember
-from rlhf.config.supervised import SFTConfig
 from rlhf.run.resume import changed_keys
 
 JUDGE, PASSWORD, IN_ARGUMENT = "fake-judge-key-31", "fake-password-41", "fake-argument-59"
@@ -48,7 +45,7 @@ def test_other_names_are_not(name: str) -> None:
 def test_no_key_of_a_config_is_taken_for_a_secret() -> None:
     config = load_config(GRPOConfig, [BASE], ["rollout.truncate_token=</answer>"])
     assert hidden(config.model_dump(mode="json")) == config.model_dump(mode="json")
-    schemas = (GRPOConfig, PPOConfig, RewardTrainingConfig, SFTConfig, *OPTIONS_OF_REWARD.values())
+    schemas = (*(program.config for program in PROGRAMS.values() if program.config), *OPTIONS_OF_REWARD.values())
     names = {name for schema in schemas for key in describe_keys(schema) for name in key.name.split(".")}
     assert [name for name in names if is_secret_name(name)] == []
 

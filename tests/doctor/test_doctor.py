@@ -508,7 +508,7 @@ def test_a_healthy_machine_passes_with_two_learners_and_an_engine() -> None:
     assert list(results) == NAMES
     assert results.pop("gpu")["status"] == "skip"
     assert {result["status"] for result in results.values()} <= {"ok", "warn"}
-    assert "1 engine(s), 2 learner(s) on cpu" in results["start-up"]["text"]
+    assert "2 learners, 1 engine on cpu" in results["start-up"]["text"]
     for name in ("kernels", "update", "cycle", "microbatch", "sampling", "checkpoint", "memory"):
         assert results[name]["status"] == "ok", results[name]
     assert "largest ratio 1, " in results["update"]["text"]
