@@ -209,6 +209,9 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
     if algo.ref_update != "fixed" and not config.needs_reference:
         remedy = "Set kl_coef or log_kl=true, or ref_update=fixed."
         yield f"{algo.ref_update=!s} with algo.kl_coef=0: there is no reference. {remedy}"
+    if algo.ref_update != "fixed" and config.model.lora is not None:
+        reason = "the reference is the model with its adapters off, which does not move. Set it to fixed."
+        yield f"{algo.ref_update=!s} with model.lora: {reason}"
     if rollout.dynamic_sampling and rollout.samples_per_prompt < 2:
         reason = "rewards of a group of one are always equal. Use at least 2, or false."
         yield f"rollout.dynamic_sampling=true with {rollout.samples_per_prompt=}: {reason}"
@@ -321,6 +324,9 @@ def _learner_problems(config: GRPOConfig) -> Iterator[str]:
 
 def _cluster_problems(config: GRPOConfig) -> Iterator[str]:
     cluster, reward_model, rollout = config.cluster, config.reward_model, config.rollout
+    if config.model.lora is not None and cluster.tensor_parallel > 1:
+        reason = "an engine on several GPUs would split the adapter, which is not supported. Set it to 1."
+        yield f"{cluster.tensor_parallel=} with model.lora: {reason}"
     if reward_model is not None and reward_model.path is not None:
         yield from dtype_problems("reward_model.dtype", reward_model.dtype, cluster.device)
     if cluster.min_engines > cluster.engines:

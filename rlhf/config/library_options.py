@@ -28,6 +28,7 @@ OWN_KEYS = {
     "enforce_eager": "rollout.enforce_eager",
     "enable_prefix_caching": "rollout.on_weight_update",
     "enable_sleep_mode": "cluster.placement",
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules"), "model.lora"),
 }
 # Sections and switches of DeepSpeed's config, and the fields of its zero_optimization.
 DEEPSPEED = ("zero_optimization", "aio", "comms_logger", "flops_profiler", "memory_breakdown", "wall_clock_breakdown")
@@ -61,7 +62,6 @@ REFUSED = {
     "convert": "an engine of a run samples",
     "return_sampling_mask": _WHOLE_DISTRIBUTION,
     "enable_return_routed_experts": _WHOLE_DISTRIBUTION,
-    "enable_lora": "the engines get all weights of the model",
 }
 
 

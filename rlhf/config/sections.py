@@ -15,11 +15,36 @@ KLEstimator = Literal["k1", "k2", "k3", "k4"]  # of algo/kl.py
 ModelDType = Literal["bfloat16", "float32"]
 
 
+class LoraConfig(Section):
+    """Low-rank adapters, trained in place of the weights, which stay as they are in model.path."""
+
+    rank: int = key(16, "r, rank of the trained product B A of each layer", ge=1, le=512)
+    alpha: PositiveInt = key(32, "the product is multiplied by alpha / rank")
+    targets: Literal["all-linear"] | tuple[str, ...] = key(
+        "all-linear", "layers with an adapter: all linear ones but the head, or names such as [q_proj, v_proj]"
+    )
+    exclude: tuple[str, ...] = key((), "layers without one, by name; [layers.0.mlp.up_proj] is that of one layer")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _is_all_or_names(cls, value: Any) -> Any:
+        if value == "all-linear":
+            return value
+        if isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value):
+            return tuple(value)
+        raise ValueError(f"model.lora.targets={value}: set all-linear, or a list of names such as [q_proj, v_proj].")
+
+
 class ModelConfig(Section):
     path: FilePath = Field(description="folder or hub name of the model that is trained")
     dtype: ModelDType = key("bfloat16", "of weights and activations; master weights are float32")
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass")
     trust_remote_code: bool = key(False, "run code that the model's repository ships")
+    lora: LoraConfig | None = key(None, "train adapters in place of all weights: {rank: 16}; null: all weights")
 
 
 class AnyRunConfig(Section):

@@ -74,6 +74,8 @@ class SupervisedConfig(TrainingProgramConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
+        if self.scalar_learner and self.model.lora is not None:
+            yield "model.lora: a reward model is trained whole, head and all. Remove the key."
         yield from dtype_problems("model.dtype", self.model.dtype, self.cluster.device)
         checkpoint, evaluates = self.checkpoint, self.data.eval and self.evaluation.every
         if checkpoint.best is not None and (checkpoint.best not in self.best_metrics or not evaluates):

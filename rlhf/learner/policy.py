@@ -21,6 +21,7 @@ from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch
 from rlhf.log.reductions import UpdateOutcome
 from rlhf.types import PolicyTargets, World
+from rlhf.weights.adapter import AdapterSender
 from rlhf.weights.client import EngineClient
 from rlhf.weights.transfer import CPUSender, ParameterMeta, Rendezvous, VLLMSender, make_sender
 
@@ -35,7 +36,7 @@ class Learner(StepRank):
         device = config.cluster.device
         super().__init__(world, name="learner", training=config.training, model=config.model, device=device)
         self.config = config
-        self._sender: CPUSender | VLLMSender | None = None
+        self._sender: CPUSender | VLLMSender | AdapterSender | None = None
         self._client: EngineClient | None = None
         self._flipped: list[tuple[Tensor, int]] = []  # perturbed tensors, and the bits flipped in each
         with self.loading():
@@ -110,6 +111,11 @@ class Learner(StepRank):
         if self._client is not None:  # the new engine is compared with the first ones
             client.proved = self._client.proved
         self._client = client
+        if (lora := self.config.model.lora) is not None:
+            self._sender = AdapterSender(
+                lambda: self.each_whole(self.published.items()), client, lora, rank=self.world.rank
+            )
+            return
         self._sender = make_sender(backend, self, client, rendezvous, rank=self.world.rank)
 
     def send_weights(self, version: int, connection: tuple[str, EngineClient, Rendezvous] | None = None) -> None:

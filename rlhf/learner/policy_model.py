@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rlhf.algo.logprobs import token_logprobs
+from rlhf.algo.lora import adapt, linear_names
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.config.sections import ModelConfig
 from rlhf.learner.fused import use_kernels
@@ -134,8 +135,11 @@ def computing_in_float32(model: nn.Module) -> Iterator[None]:
 
 
 def load_policy(model: ModelConfig, *, temperature: float) -> PolicyModel:
-    """Load a model from a folder or the hub for training; ValueError if it does not take packed rows."""
+    """Load a model from a folder or the hub for training; ValueError if it does not take packed rows, or adapters."""
     transformer, _ = load_packed(AutoModelForCausalLM, model.path, model, key="model.path")
+    if (lora := model.lora) is not None:
+        names = linear_names(transformer, targets=lora.targets, exclude=lora.exclude)
+        adapt(transformer, names, rank=lora.rank, scale=lora.scale)
     prepare_transformer(transformer, gradient_checkpointing=model.gradient_checkpointing)
     return PolicyModel(transformer, temperature=temperature)
 

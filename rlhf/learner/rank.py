@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf.algo.adam import set_step
+from rlhf.algo.lora import is_adapted
 from rlhf.algo.numerics import KERNEL_DEVICES
 from rlhf.algo.packing import filler
 from rlhf.algo.schedules import learning_rate
@@ -36,6 +37,7 @@ from rlhf.learner.rank_checkpoint import MOMENTS, RNG, WEIGHTS, LearnerIndex, Sl
 from rlhf.learner.update import on_host
 from rlhf.log.reductions import Last, Mean, StepMetrics, UpdateOutcome, merge_metrics
 from rlhf.types import GPUMemory, SaveReport, World
+from rlhf.weights.adapter import write_adapter
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -48,7 +50,8 @@ class TrainedRank:
         deepspeed: DeepSpeed's wrapper of the module: forward, backward, step, optimizer.
         trained: the tensors that the optimizer has. They are updated, offloaded, and saved with their moments.
         published: the tensors that engines, canary and exports get: the trained ones, and the buffers that are stored
-            with the model. Both maps use the names of the model in the module's `transformer`.
+            with the model; of a model with adapters the adapters alone. Both maps use the names of the model in the
+            module's `transformer`.
     """
 
     def __init__(self, world: World, *, name: str, training: Training, model: ModelConfig, device: str) -> None:
@@ -84,12 +87,13 @@ class TrainedRank:
 
     def wrap(self, module: nn.Module) -> None:
         """Hand a module around a `transformer` to DeepSpeed, and say what of it is trained and what is published."""
-        self.trained = dict(module.get_submodule("transformer").named_parameters())
+        named = module.get_submodule("transformer").named_parameters()
+        self.trained = {name: param for name, param in named if param.requires_grad}
         options = self.training.section.optimizer.model_dump(exclude={"variant"})
         # The fused kernel, on CPU too, reads parameter, gradient and both moments once.
         adam = torch.optim.AdamW(self.trained.values(), fused=True, **options)
         self.deepspeed, *_ = deepspeed.initialize(model=module, optimizer=adam, config=self._settings)
-        self.published = model_tensors(self.transformer)
+        self.published = {**self.trained} if is_adapted(module) else model_tensors(self.transformer)
 
     def place_frozen(self, module: nn.Module) -> Any:
         """Move a frozen module to the device; at ZeRO-3 it is partitioned like the trained one."""
@@ -298,7 +302,7 @@ class TrainedRank:
         assert not getattr(self.deepspeed.optimizer, "overflow", False), "the first step had a non-finite gradient"
 
     def export(self, folder: str, tokenizer_path: str) -> None:
-        """Write the model in Hugging Face format, with the tokenizer, in the dtype it was trained in."""
+        """Write the model in Hugging Face format, or its adapter in peft's, with the tokenizer; in the trained dtype."""
         tensors = self.each_whole(self.published.items())
         if self.world.rank != 0:
             for _ in tensors:  # takes part in gathering
@@ -306,8 +310,13 @@ class TrainedRank:
             return
         from transformers import AutoTokenizer
 
-        write_model(Path(folder), self.transformer, self.published, tensors)
-        write_model_config(Path(folder), self.transformer)
+        if is_adapted(self.transformer):
+            assert self._model.lora is not None
+            whole = {name: tensor.detach().cpu().clone() for name, tensor in tensors}
+            write_adapter(Path(folder), whole, self._model.lora, base=tokenizer_path)
+        else:
+            write_model(Path(folder), self.transformer, self.published, tensors)
+            write_model_config(Path(folder), self.transformer)
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=self._model.trust_remote_code)
         tokenizer.save_pretrained(folder)
 

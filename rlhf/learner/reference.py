@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf.algo.lora import adapters_off
 from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.partition import whole_shape
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
@@ -34,12 +35,29 @@ def make_reference(config: GRPOConfig, rank: TrainedRank) -> Reference | None:
     """The reference that the config asks for; None if it asks for none."""
     if not config.needs_reference:
         return None
+    if config.model.lora is not None:
+        return AdaptersOff(rank)
     frozen = config.model.model_copy(update={"gradient_checkpointing": False})
     with rank.loading():
         model = load_policy(frozen, temperature=config.rollout.temperature)
     if config.algo.ref_update == "fixed":
         return FrozenCopy(model, rank)
     return MovingCopy(model, rank, averages=config.algo.ref_update == "average")
+
+
+class AdaptersOff:
+    """The trained model itself without its adapters: the frozen start model."""
+
+    def __init__(self, rank: TrainedRank) -> None:
+        self._rank = rank
+
+    def logprobs(self, tokens: DeviceTokens) -> Tensor:
+        with adapters_off(self._rank.transformer):
+            logprobs: Tensor = self._rank.deepspeed(tokens).logprobs
+        return logprobs
+
+    def movable(self) -> list[Tensor]:
+        return []
 
 
 class FrozenCopy:

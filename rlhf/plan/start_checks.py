@@ -56,6 +56,10 @@ def input_problems(config: TrainingProgramConfig, *, trains: bool = True, with_d
         problems += model_problems(config, trains=trains)
     except ValueError as error:  # a config.json is not JSON
         problems.append(str(error))
+    if trains and config.model.lora is not None and local_model_config(config.model.path) is not None:
+        from rlhf.data.adapted_layers import adapted_layers  # imports torch and transformers
+
+        problems += _gather(lambda: adapted_layers(config))
     models = {role.model_key: role.model for role in config.roles(trains=trains)}
     absent = {key: name for key, name in models.items() if not looks_local(name) and local_model_config(name) is None}
     if absent and (reason := hub_silence()):
@@ -67,7 +71,7 @@ def input_problems(config: TrainingProgramConfig, *, trains: bool = True, with_d
     return list(dict.fromkeys(problems))
 
 
-def _gather(*checks: Callable[[], None]) -> list[str]:
+def _gather(*checks: Callable[[], object]) -> list[str]:
     """The messages of all checks that raise ValueError."""
     problems: list[str] = []
     for check in checks:

@@ -9,13 +9,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -27,6 +33,7 @@ from rlhf.rollout import vllm_process
 from rlhf.rollout.messages import MessageReader
 from rlhf.rollout.requests import Completion, Parsing, SamplingSettings, engine_arguments, engine_seed
 from rlhf.types import VersionSpan, World
+from rlhf.weights.adapter import WEIGHTS, write_for_engine
 from rlhf.weights.client import Loaded
 from rlhf.weights.transfer import RECEIVERS, WORKER_EXTENSION, backend_of
 
@@ -34,20 +41,31 @@ from rlhf.weights.transfer import RECEIVERS, WORKER_EXTENSION, backend_of
 # computed once per sample. vLLM's CPU kernels take multiples of 32.
 CPU_BLOCK_TOKENS = 32
 
+SLOT = 1  # the number of the one adapter that an engine serves
 CANARY_PRIORITY, ROLLOUT_PRIORITY = -1, 0  # lower goes first
 
 
 class RolloutEngine:
-    """One vLLM engine; every method is a coroutine."""
+    """One vLLM engine; every method is a coroutine.
 
-    def __init__(self, config: GRPOConfig, world: World) -> None:
+    Args:
+        adapted_layers: names of those that the learner's adapter changes, with `model.lora`.
+    """
+
+    def __init__(self, config: GRPOConfig, world: World, adapted_layers: Sequence[str] = ()) -> None:
         self._keep_kv = config.rollout.on_weight_update == "keep_kv"
         self._rank = world.rank
         self._reader: MessageReader | None = None
         self._request_ids = itertools.count()
         self._failed_update: Exception | None = None
+        self._lora, self._adapted_layers = config.model.lora, adapted_layers
+        self._adapters = tempfile.TemporaryDirectory(
+            prefix="rlhf-adapters-", dir=os.environ.get("VLLM_RPC_BASE_PATH"), ignore_cleanup_errors=True
+        )
+        self._adapter_names = (f"adapter-{number}" for number in itertools.count())
+        self._adapter: LoRARequest | None = None  # of every request; None: the base, until the learner sends one
         try:
-            self._engine = _started(config, world)
+            self._engine = _started(config, world, adapted_layers)
         except Exception as error:  # vLLM raises many types for an argument that it does not take
             if not config.rollout.engine:
                 raise
@@ -119,7 +137,9 @@ class RolloutEngine:
     async def _run(self, token_ids: np.ndarray, params: SamplingParams, *, priority: int) -> Any:
         prompt: Any = {"prompt_token_ids": token_ids.tolist()}
         request_id = str(next(self._request_ids))
-        stream = self._engine.generate(prompt, params, request_id=request_id, priority=priority)
+        stream = self._engine.generate(
+            prompt, params, request_id=request_id, priority=priority, lora_request=self._adapter
+        )
         outputs = [output async for output in stream]  # exactly one, because of FINAL_ONLY
         assert outputs, "the engine ended a request without an output"
         return outputs[-1]
@@ -159,6 +179,31 @@ class RolloutEngine:
     async def finish_weight_update(self, version: str) -> None:
         await self._engine.finish_weight_update(version)
 
+    async def load_adapter(self, file: bytes, version: str) -> None:
+        """Put an adapter into the slot, under a new name for what is cached; the engine is paused.
+
+        Requests that go on carry the former name, but the slot's number is the same, so they get the new adapter.
+        """
+        assert self._lora is not None
+        folder = Path(self._adapters.name, next(self._adapter_names))
+        try:
+            await asyncio.to_thread(write_for_engine, folder, file, self._adapted_layers, self._lora)
+            await self._engine.add_lora(LoRARequest(folder.name, SLOT, str(folder), load_inplace=True))
+            for problem in await self._engine.collective_rpc("adapter_problem", args=(str(folder / WEIGHTS),)):
+                if problem:
+                    raise ValueError(
+                        f"model.lora: {problem}. The engine would sample from another policy than the learner trains. "
+                        "If it happens at the start, vLLM names the layers of this model in another way: train all "
+                        "weights (model.lora=null), or name other layers in model.lora.targets."
+                    )
+        except Exception as error:
+            self._failed_update = error
+            raise
+        await self._engine.update_weight_version(version)
+        former, self._adapter = self._adapter, LoRARequest(folder.name, SLOT, str(folder))
+        if former is not None:
+            await asyncio.to_thread(shutil.rmtree, former.lora_path)
+
     async def pause(self) -> None:
         """Pause running requests. Their KV cache is kept, or dropped and computed again with the new weights."""
         await self._engine.pause_generation(mode="keep", clear_cache=not self._keep_kv)
@@ -187,14 +232,15 @@ class RolloutEngine:
     async def close(self) -> None:
         """End the engine's processes; the actor itself is killed by its owner."""
         self._engine.shutdown()
+        self._adapters.cleanup()
         await asyncio.to_thread(vllm_process.remove_shared_memory)
 
 
-def _started(config: GRPOConfig, world: World) -> AsyncLLM:
+def _started(config: GRPOConfig, world: World, adapted_layers: Sequence[str]) -> AsyncLLM:
     """vLLM with the arguments of this run."""
     backend = backend_of(config.cluster.device, config.cluster.placement)
     arguments = AsyncEngineArgs(
-        **engine_arguments(config, engine_seed(config.run.seed, world.rank, world.version)),
+        **engine_arguments(config, engine_seed(config.run.seed, world.rank, world.version), adapted_layers),
         weight_transfer_config=WeightTransferConfig(backend=RECEIVERS[backend]),
         worker_extension_cls=WORKER_EXTENSION,
     )

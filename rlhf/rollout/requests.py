@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.types import Prompt, VersionSpan
+from rlhf.weights.adapter import slot_arguments
 
 
 @dataclass(frozen=True)
@@ -112,14 +114,16 @@ def request_seed(noise_seed: int | None, prompt: Prompt, *, sample: int = 0, tur
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()) + (0 if turn else sample)
 
 
-def engine_arguments(config: GRPOConfig, seed: int) -> dict[str, Any]:
+def engine_arguments(config: GRPOConfig, seed: int, adapted_layers: Sequence[str] = ()) -> dict[str, Any]:
     """The arguments that vLLM gets for an engine of this run, except for the weight transfer."""
-    rollout, cluster = config.rollout, config.cluster
+    rollout, cluster, lora = config.rollout, config.cluster, config.model.lora
     on_cpu = cluster.device == "cpu"
     # A prompt that two runs compute in different pieces is rounded differently. On CPU a piece would even end the
     # engine: vLLM takes back a request's random number, which torch's CPU generators cannot do.
-    whole_prompts = {"enable_chunked_prefill": False} if config.run.deterministic else {}
-    ours = whole_prompts | {
+    optional: dict[str, Any] = {"enable_chunked_prefill": False} if config.run.deterministic else {}
+    if lora is not None:
+        optional |= slot_arguments(lora, adapted_layers)
+    ours = optional | {
         "model": config.model.path,
         "dtype": config.model.dtype,
         "trust_remote_code": config.model.trust_remote_code,

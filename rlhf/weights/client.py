@@ -55,6 +55,10 @@ class EngineClient:
             self.on_failure()
             raise
 
+    def load_adapter(self, file: bytes, version: str) -> None:
+        """Put an adapter into the slot of every engine, which checks that it holds exactly this one."""
+        self._all("load_adapter", file, version)
+
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Finish the update on every engine; ValueError, before any has finished, if one lacks what was announced."""
         accounts = self._all("loaded_weights")

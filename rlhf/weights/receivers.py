@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -22,6 +23,8 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 
+from rlhf.algo.lora import A, B
+from rlhf.weights.adapter import layer_name, peft_name
 from rlhf.weights.client import Loaded
 from rlhf.weights.transfer import Inbox
 
@@ -174,7 +177,40 @@ class LoadedWeights:
     """An extension of vLLM's workers."""
 
     weight_transfer_engine: Any
+    model_runner: Any
 
     def loaded_weights(self) -> Loaded:
         """The account of the transfer that is under way."""
         return self.weight_transfer_engine.loaded
+
+    def adapter_problem(self, file: str) -> str:
+        """Why the slot does not hold exactly the adapter of a file, bit for bit; "" if it does.
+
+        vLLM drops layers that it does not know, and pads a tensor that is too small, without a message.
+        """
+        adapter = load_file(file)
+        slots = dict(_slots(self.model_runner.lora_manager._adapter_manager))
+        layers = dict.fromkeys(map(layer_name, adapter))
+        if unknown := [name for name in layers if name not in slots]:
+            return f"the engine has no layer {unknown[0]} for an adapter; it has such as {next(iter(slots), None)}"
+        for layer, pair in slots.items():
+            for name, slot in zip((A, B), pair, strict=True):
+                sent = adapter.get(peft_name(f"{layer}.{name}"), slot.new_zeros(0, 0)).to(slot.device)
+                sizes = list(zip(sent.shape, slot.shape, strict=True))
+                of_layer, of_rank = sizes[::-1] if name == A else sizes  # the slot may have a higher rank
+                if sent.numel() and (of_layer[0] != of_layer[1] or of_rank[0] > of_rank[1]):
+                    return f"{layer}.{name} has the shape {list(sent.shape)}, and its slot {list(slot.shape)}"
+                expected = torch.zeros_like(slot)
+                expected[: sent.shape[0], : sent.shape[1]] = sent
+                if not torch.equal(expected, slot):
+                    return f"the slot of {layer}.{name} holds other values than were sent"
+        return ""
+
+
+def _slots(manager: Any) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    """Each layer of the model that may have an adapter, and its slot: A [r, in] and B [out, r]."""
+    for name, layer in manager.modules.items():
+        parts = manager.packed_modules.get(name, [name])
+        if len(parts) == len(layer.lora_a_stacked):  # else vLLM splits what is one layer for the learner
+            for part, a, b in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
+                yield part, (a[0, 0], b[0, 0])

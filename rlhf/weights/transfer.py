@@ -320,7 +320,7 @@ def register_with_vllm() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from rlhf.weights.cpu_kernels import rotate_heads_on_cpu, round_rows_alike
+    from rlhf.weights.cpu_kernels import add_adapter_in_two_products, rotate_heads_on_cpu, round_rows_alike
 
     for name in RECEIVERS.values():
         with contextlib.suppress(ValueError):  # registered by an earlier call
@@ -330,3 +330,4 @@ def register_with_vllm() -> None:
         shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S,)
         rotate_heads_on_cpu()
         round_rows_alike()
+        add_adapter_in_two_products()

@@ -1,0 +1,106 @@
+"""An adapter in peft's format, on its way from the learner into the one LoRA slot of every engine.
+
+    learner rank 0                                   engine actor i                    each of its vLLM workers
+    --------------                                   --------------                    ------------------------
+    client.load_adapter(bytes, v)     ----->         a new folder, add_lora    ----->  slot := the adapter
+                                                     adapter_problem           ----->  does the slot hold exactly it?
+                                                     version := v
+
+The base is never sent: both sides have loaded it, and neither changes it. A few megabytes go through Ray, whatever the
+device. A new adapter has a new name, because vLLM's prefix cache knows adapters by name and path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor
+
+from rlhf.algo.lora import B, suffixes
+from rlhf.config.sections import LoraConfig
+from rlhf.weights.client import EngineClient
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the ranks of a slot that vLLM knows
+
+
+def peft_name(name: str) -> str:
+    """model.layers.0.mlp.up_proj.lora_A -> its name in a file of peft."""
+    return f"{PREFIX}{name}.weight"
+
+
+def layer_name(peft_name: str) -> str:
+    """The layer to which a tensor of such a file belongs."""
+    return peft_name.removeprefix(PREFIX).rpartition(".lora_")[0]
+
+
+def peft_config(layers: Iterable[str], *, rank: int, alpha: int, base: str | None = None) -> str:
+    """adapter_config.json. Layers are named in full, since only some of those with the same last part may be trained."""
+    values = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "lora_alpha": alpha,
+        "target_modules": sorted(layers), "bias": "none", "lora_dropout": 0.0, "inference_mode": True,
+    }  # fmt: skip
+    return json.dumps(values, indent=2)
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, *, base: str) -> None:
+    """Write an adapter for peft; `tensors` by their names in the model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = {peft_name(name): tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    (folder / WEIGHTS).write_bytes(save(stored, {"format": "pt"}))
+    text = peft_config(map(layer_name, stored), rank=lora.rank, alpha=lora.alpha, base=base)
+    (folder / CONFIG).write_text(text)
+
+
+def slot_arguments(lora: LoraConfig, layers: Sequence[str]) -> dict[str, Any]:
+    """The arguments of an engine with a slot for an adapter of these layers.
+
+    vLLM wraps layers by the last part of their names. It would wrap the head too, which the learner never adapts.
+    """
+    rank = next(rank for rank in SLOT_RANKS if rank >= lora.rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": suffixes(layers)}
+
+
+def write_for_engine(folder: Path, file: bytes, layers: Sequence[str], lora: LoraConfig) -> None:
+    """Write what `AdapterSender` sent. It has multiplied B by alpha / rank, so that the slot holds what was sent."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    partial.mkdir()
+    (partial / WEIGHTS).write_bytes(file)
+    (partial / CONFIG).write_text(peft_config(layers, rank=lora.rank, alpha=lora.rank))
+    partial.rename(folder)
+
+
+class AdapterSender:
+    """The learner's end. Only rank 0 sends; the others take part in gathering.
+
+    Args:
+        tensors: yields the whole tensors of the adapter by their names in the model; iterating may be a collective.
+    """
+
+    def __init__(
+        self,
+        tensors: Callable[[], Iterator[tuple[str, Tensor]]],
+        client: EngineClient,
+        lora: LoraConfig,
+        *,
+        rank: int,
+    ) -> None:
+        self._tensors, self._client, self._scale, self._is_sender = tensors, client, lora.scale, rank == 0
+
+    def send(self, version: int) -> None:
+        """Send the adapter as `version`. Called on every learner rank."""
+        stored = {}
+        for name, tensor in self._tensors():
+            if self._is_sender:
+                scaled = tensor.detach() * (self._scale if name.endswith(B) else 1)
+                stored[peft_name(name)] = scaled.cpu()
+        if self._is_sender:
+            self._client.load_adapter(save(stored), str(version))
+
+    def close(self) -> None:
+        pass
