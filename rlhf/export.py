@@ -1,22 +1,32 @@
 """Program: a checkpoint of a run as a model folder in Hugging Face format.
 
-    python -m rlhf.export RUN[/checkpoints/step-000020 | /checkpoints/best] DIR [--push-to-hub USER/NAME]
+    python -m rlhf.export RUN[/checkpoints/step-000020 | /checkpoints/best] DIR [--merge] [--push-to-hub USER/NAME]
 
 It needs only the checkpoint, and host memory for one file of the model (5 GB) and one tensor; neither DeepSpeed nor the
 start model. The folder holds safetensors, config, tokenizer, and a model card that describes the run.
+
+A checkpoint of a run with `model.lora` becomes an adapter in peft's format. With --merge it becomes a whole model: the
+adapter is added to the weights of the start model, which is loaded whole, in float32, and the sum is rounded once.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf.config import cli
 from rlhf.config.printing import say
 from rlhf.config.reward_model import RECORD_FILE, RewardTrainingConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf.config.sections import ModelConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,10 +34,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run (its newest checkpoint), or a checkpoint")
     parser.add_argument("folder", type=Path, metavar="DIR", help="new folder for the model")
     parser.add_argument("--push-to-hub", metavar="USER/NAME", help="also upload it, to a private repository")
+    parser.add_argument("--merge", action="store_true", help="add an adapter to the weights: a whole model")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that the model's repository ships")
     arguments = parser.parse_args(argv)
     checkpoint = find_checkpoint(arguments.run)
-    export(checkpoint, arguments.folder, trust_remote_code=arguments.trust_remote_code)
+    export(checkpoint, arguments.folder, trust_remote_code=arguments.trust_remote_code, merge=arguments.merge)
     run = arguments.run if (arguments.run / "checkpoints").is_dir() else arguments.run.parent.parent
     say(f"{checkpoint.name} of {run} is now the model {arguments.folder}")
     if arguments.push_to_hub is not None:
@@ -54,45 +65,116 @@ def find_checkpoint(path: Path) -> Path:
     return path.absolute()
 
 
-def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool) -> None:
-    """Write the model's weights in the type it was trained in, and the files that belong to them.
+def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool, merge: bool = False) -> None:
+    """Write the model's weights in the type it was trained in, or its adapter, and the files that belong to them.
 
     Raises:
-        ValueError: the folder is not empty, or the checkpoint is of another version.
+        ValueError: the folder is not empty, the checkpoint is of another version, or it has no adapter to merge.
     """
-    from rlhf.learner.hub_format import empty_model, model_tensors, write_model
-    from rlhf.learner.rank_checkpoint import MODEL_FOLDER, WEIGHTS, LearnerIndex, SliceReader, check_shapes
+    from rlhf.config.sections import ModelConfig
+    from rlhf.learner.rank_checkpoint import MODEL_FOLDER
     from rlhf.run.checkpoint_files import MANIFEST, manifest_files
     from rlhf.run.folder import RunFolder
     from rlhf.run.model_card import model_card
 
     cli.check_new_folder(folder)
-    state, index = RunFolder.read_state(checkpoint), LearnerIndex.read(checkpoint)
+    state = RunFolder.read_state(checkpoint)
     is_reward_model = state.program == RewardTrainingConfig.program
-    transformer = empty_model(
-        checkpoint / MODEL_FOLDER, dtype=state.config["model"]["dtype"], trust_remote_code=trust_remote_code,
-        scalar=is_reward_model,
-    )  # fmt: skip
-    tensors = model_tensors(transformer)
-    check_shapes(checkpoint, index, {name: tensor.shape for name, tensor in tensors.items()})
+    model = ModelConfig.model_validate_json(
+        json.dumps(state.config["model"] | {"trust_remote_code": trust_remote_code})
+    )
+    if merge and model.lora is None:
+        raise ValueError(f"--merge: {checkpoint} holds all weights, and no adapter to add to them. Leave it out.")
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        reader = SliceReader(checkpoint, WEIGHTS, ranks=range(index.ranks))
-        stored = ((n, reader.read(n, 0, t.numel()).to(t.dtype).view(t.shape)) for n, t in tensors.items())
-        write_model(partial, transformer, tensors, stored)
+        if model.lora is None:
+            _write_whole(partial, checkpoint, model, scalar=is_reward_model)
+        elif merge:
+            say(_write_merged(partial, checkpoint, model, state.models.get("learner", {})))
+        else:
+            _write_adapter(partial, checkpoint, model)
         for file in manifest_files((checkpoint / MANIFEST).read_bytes()):
-            if file.startswith(f"{MODEL_FOLDER}/"):
-                shutil.copyfile(checkpoint / file, partial / Path(file).name)
+            path = Path(file)
+            of_base = path.name in ("config.json", "generation_config.json") and model.lora is not None and not merge
+            if path.parent.name == MODEL_FOLDER and not of_base:
+                shutil.copyfile(checkpoint / file, partial / path.name)
         if is_reward_model:  # the scores of a checkpoint were never measured
             (partial / RECORD_FILE).write_text(json.dumps({"template": state.config["data"]["template"]}) + "\n")
-        (partial / "README.md").write_text(model_card(state))
+        (partial / "README.md").write_text(model_card(state, merged=merge))
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _write_whole(folder: Path, checkpoint: Path, model: ModelConfig, *, scalar: bool) -> None:
+    from rlhf.learner.hub_format import empty_model, model_tensors, write_model
+    from rlhf.learner.rank_checkpoint import MODEL_FOLDER, WEIGHTS, LearnerIndex, SliceReader, check_shapes
+
+    index = LearnerIndex.read(checkpoint)
+    transformer = empty_model(
+        checkpoint / MODEL_FOLDER, dtype=model.dtype, trust_remote_code=model.trust_remote_code, scalar=scalar
+    )
+    tensors = model_tensors(transformer)
+    check_shapes(checkpoint, index, {name: tensor.shape for name, tensor in tensors.items()})
+    reader = SliceReader(checkpoint, WEIGHTS, ranks=range(index.ranks))
+    stored = ((n, reader.read(n, 0, t.numel()).to(t.dtype).view(t.shape)) for n, t in tensors.items())
+    write_model(folder, transformer, tensors, stored)
+
+
+def _adapter(checkpoint: Path, model: ModelConfig) -> dict[str, Tensor]:
+    """The adapter of a checkpoint, in the type in which it was trained and served."""
+    import torch
+
+    from rlhf.learner.rank_checkpoint import WEIGHTS, LearnerIndex, SliceReader
+
+    index = LearnerIndex.read(checkpoint)
+    reader, dtype = SliceReader(checkpoint, WEIGHTS, ranks=range(index.ranks)), getattr(torch, model.dtype)
+    return {n: reader.read(n, 0, math.prod(shape)).to(dtype).view(shape) for n, shape in index.shapes.items()}
+
+
+def _write_adapter(folder: Path, checkpoint: Path, model: ModelConfig) -> None:
+    from rlhf.weights.adapter import write_adapter
+
+    assert model.lora is not None
+    write_adapter(folder, _adapter(checkpoint, model), model.lora, base=model.path)
+
+
+def _write_merged(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str]) -> str:
+    """Write start model + adapter; -> a sentence about what rounding loses of the change. `start`: its fingerprint."""
+    import torch
+
+    from rlhf.algo.lora import A, B
+    from rlhf.data.model_files import model_fingerprint
+    from rlhf.learner.hub_format import load_whole, model_tensors, write_model
+
+    assert model.lora is not None
+    for part, digest in model_fingerprint(model.path).items():
+        if start.get(part) and digest and digest != start[part]:
+            raise ValueError(
+                f"--merge: {model.path} is not the model that the run began with (fingerprint of its {part}: {digest}, "
+                f"then {start[part]}). Put that one back, or export the adapter alone."
+            )
+    transformer = load_whole(model)
+    tensors, adapter = model_tensors(transformer), _adapter(checkpoint, model)
+    lost = changed = 0.0
+    for name, a in adapter.items():
+        layer, _, kind = name.rpartition(".")
+        if kind != A:
+            continue
+        weight = tensors[f"{layer}.weight"]
+        change = model.lora.scale * adapter[f"{layer}.{B}"].float() @ a.float()
+        exact = weight.detach().float() + change
+        with torch.no_grad():
+            weight.copy_(exact)
+        lost += float((weight.float() - exact).square().sum())
+        changed += float(change.square().sum())
+    write_model(folder, transformer, tensors, iter(tensors.items()))
+    share = (lost / changed) ** 0.5 if changed else 0.0
+    return f"merged in float32 and rounded to {model.dtype} once: the rounding is {share:.1%} of the adapter's change"
 
 
 def push(folder: Path, repository: str) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ALL_LINEAR = "all-linear"
+from rlhf.algo.layer_names import ALL_LINEAR, is_adapted, is_named, last_parts
+
 A, B = "lora_A", "lora_B"  # the parameters of an adapter: names in the model, and in peft's format
 
 
@@ -63,29 +64,16 @@ def linear_names(model: nn.Module, *, targets: str | Collection[str], exclude: C
             )
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     linears = [n for n, module in model.named_modules() if type(module) is nn.Linear and module is not head]
-    chosen = linears if targets == ALL_LINEAR else _matching(linears, "targets", targets)
-    left_out = _matching(linears, "exclude", exclude)
-    if names := [name for name in chosen if name not in left_out]:
+    for key, entries in (("targets", () if targets == ALL_LINEAR else targets), ("exclude", exclude)):
+        for entry in entries:
+            if not any(is_named(layer, entry) for layer in linears):
+                raise ValueError(
+                    f"model.lora.{key}={entry}: no linear layer of the model has this name (the head has no adapter: a "
+                    f"fused kernel reads its weight alone). It has {', '.join(last_parts(linears))}."
+                )
+    if names := [layer for layer in linears if is_adapted(layer, targets=targets, exclude=exclude)]:
         return names
     raise ValueError("model.lora.exclude: it leaves no layer to train. Remove entries from it.")
-
-
-def _matching(linears: Sequence[str], key: str, entries: str | Collection[str]) -> list[str]:
-    matching = dict[str, None]()
-    for entry in [entries] if isinstance(entries, str) else entries:
-        if not (found := [name for name in linears if f".{name}".endswith(f".{entry}")]):
-            known = ", ".join(suffixes(linears))
-            raise ValueError(
-                f"model.lora.{key}={entry}: no linear layer of the model has this name (the head has no adapter: a "
-                f"fused kernel reads its weight alone). It has {known}."
-            )
-        matching |= dict.fromkeys(found)
-    return [name for name in linears if name in matching]
-
-
-def suffixes(names: Collection[str]) -> list[str]:
-    """The last parts of the names, each once: `q_proj`."""
-    return sorted({name.rpartition(".")[2] for name in names})
 
 
 def adapt(model: nn.Module, names: Collection[str], *, rank: int, scale: float) -> None:
@@ -97,7 +85,7 @@ def adapt(model: nn.Module, names: Collection[str], *, rank: int, scale: float) 
         model.set_submodule(name, AdaptedLinear(layer, rank=rank, scale=scale, seed=zlib.crc32(name.encode())))
 
 
-def is_adapted(model: nn.Module) -> bool:
+def has_adapters(model: nn.Module) -> bool:
     return any(isinstance(module, AdaptedLinear) for module in model.modules())
 
 

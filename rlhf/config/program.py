@@ -16,6 +16,8 @@ from rlhf.config.secrets import hidden
 if TYPE_CHECKING:
     from rlhf.config.data import DatasetsConfig
 
+LOW_ADAPTER_RATE = 1e-5  # full training of these models uses 1e-6
+
 
 class TrainingProgramConfig(Section):
     """The sections of any program that trains a model, and what follows from them.
@@ -130,7 +132,12 @@ class TrainingProgramConfig(Section):
 
     def warnings(self) -> Iterator[str]:
         """Settings that are allowed but likely a mistake, one sentence each."""
-        evaluation = self.evaluation
+        evaluation, lr = self.evaluation, self.learner.optimizer.lr
+        if self.model.lora is not None and 0 < lr < LOW_ADAPTER_RATE:
+            yield (
+                f"learner.optimizer.lr={lr} with model.lora: a rate for the training of all weights. Adapters need "
+                f"about ten times as much: {LOW_ADAPTER_RATE:g} or more."
+            )
         if evaluation.every is not None and not self.data.eval:
             yield f"{evaluation.every=} without data.eval: there is nothing to evaluate on. Name a data set, or null."
 

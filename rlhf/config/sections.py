@@ -12,6 +12,7 @@ from rlhf.config.library_options import check_deepspeed_options, check_engine_op
 from rlhf.config.parsers import check_tool_parser
 
 KLEstimator = Literal["k1", "k2", "k3", "k4"]  # of algo/kl.py
+SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM
 ModelDType = Literal["bfloat16", "float32"]
 
 
@@ -28,6 +29,11 @@ class LoraConfig(Section):
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+    @property
+    def slot_rank(self) -> int:
+        """The smallest rank of an engine's slot that holds the adapter."""
+        return next(rank for rank in SLOT_RANKS if rank >= self.rank)
 
     @field_validator("targets", mode="before")
     @classmethod

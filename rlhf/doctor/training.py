@@ -283,7 +283,8 @@ async def check_microbatch(patient: Patient) -> Finding:
     shape = shape_at(config.model.path)
     if shape is None:
         return Finding("ok", f"{text}; peak {peak:.1f} GiB; the model's sizes are not known", numbers=numbers)
-    tflops = shape.training_flops(lengths, int(batch.response_lengths[:rows].sum()), [0] * rows) / seconds / 1e12
+    responses, frozen = int(batch.response_lengths[:rows].sum()), config.model.lora is not None
+    tflops = shape.training_flops(lengths, responses, [0] * rows, frozen=frozen) / seconds / 1e12
     best = config.cluster.peak_tflops or peak_tflops((await engines.learners.call("device_name"))[0])
     mfu = f"MFU {tflops / best:.2f} of {best:g}" if best else "MFU needs cluster.peak_tflops"
     # torch's allocator does not see the last part: CUDA's and NCCL's own memory

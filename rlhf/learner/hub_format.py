@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
+from rlhf.config.sections import ModelConfig
 from rlhf.learner.partition import whole_shape
 from rlhf.learner.rank_checkpoint import save_tensors
 
@@ -53,6 +54,15 @@ def empty_model(folder: Path, *, dtype: str, trust_remote_code: bool, scalar: bo
     kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     with torch.device("meta"):
         return kind.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
+
+
+def load_whole(model: ModelConfig) -> PreTrainedModel:
+    """The model of model.path, in its type."""
+    dtype = getattr(torch, model.dtype)
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model.path, dtype=dtype, trust_remote_code=model.trust_remote_code
+    )
+    return loaded
 
 
 def write_model(

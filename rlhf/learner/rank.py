@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf.algo.adam import set_step
-from rlhf.algo.lora import is_adapted
+from rlhf.algo.lora import has_adapters
 from rlhf.algo.numerics import KERNEL_DEVICES
 from rlhf.algo.packing import filler
 from rlhf.algo.schedules import learning_rate
@@ -93,7 +93,7 @@ class TrainedRank:
         # The fused kernel, on CPU too, reads parameter, gradient and both moments once.
         adam = torch.optim.AdamW(self.trained.values(), fused=True, **options)
         self.deepspeed, *_ = deepspeed.initialize(model=module, optimizer=adam, config=self._settings)
-        self.published = {**self.trained} if is_adapted(module) else model_tensors(self.transformer)
+        self.published = {**self.trained} if has_adapters(module) else model_tensors(self.transformer)
 
     def place_frozen(self, module: nn.Module) -> Any:
         """Move a frozen module to the device; at ZeRO-3 it is partitioned like the trained one."""
@@ -302,7 +302,7 @@ class TrainedRank:
         assert not getattr(self.deepspeed.optimizer, "overflow", False), "the first step had a non-finite gradient"
 
     def export(self, folder: str, tokenizer_path: str) -> None:
-        """Write the model in Hugging Face format, or its adapter in peft's, with the tokenizer; in the trained dtype."""
+        """Write the model in Hugging Face format (an adapter in peft's) with the tokenizer, in the trained dtype."""
         tensors = self.each_whole(self.published.items())
         if self.world.rank != 0:
             for _ in tensors:  # takes part in gathering
@@ -310,7 +310,7 @@ class TrainedRank:
             return
         from transformers import AutoTokenizer
 
-        if is_adapted(self.transformer):
+        if has_adapters(self.transformer):
             assert self._model.lora is not None
             whole = {name: tensor.detach().cpu().clone() for name, tensor in tensors}
             write_adapter(Path(folder), whole, self._model.lora, base=tokenizer_path)

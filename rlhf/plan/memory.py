@@ -19,11 +19,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from rlhf.algo.layer_names import is_adapted
 from rlhf.algo.sizes import BUCKET_BYTES, HEAD_TILE, REDUCE_BUCKET, WHOLE_TOKENS
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import LEARNER, Role
-from rlhf.config.sections import TrainedConfig
+from rlhf.config.sections import LoraConfig, TrainedConfig
 from rlhf.plan.model_shape import ModelShape, shape_at
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def checkpoint_bytes(config: TrainingProgramConfig, policy: ModelShape | None) -
     for role, _ in config.trained_roles():
         if (shape := _shape_of(role, config, policy)) is None:
             return None
-        count = scalar_parameters(shape) if role.scalar else shape.parameters
+        count = scalar_parameters(shape) if role.scalar else trained_parameters(shape, config.model.lora)
         moves = config.reference_moves and role.name == LEARNER
         size += (MASTER_BYTES + MOMENTS_BYTES) * count + MASTER_BYTES * count * moves
     return size
@@ -109,11 +110,13 @@ def total(parts: Sequence[Part]) -> float:
 def learner_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     """The parts of one learner at the peak of an update."""
     reference: list[Part] = []
-    if config.needs_reference:
+    if config.model.lora is None and config.needs_reference:
         dtype, ranks = config.model.dtype, config.cluster.learners if config.learner.zero_stage == 3 else 1
         use: Use = "state" if ranks > 1 else "movable"  # a share at ZeRO-3 stays
         reference = [_divided(f"reference, {dtype}", shape.parameters, BYTES[dtype], ranks, use=use)]
-    return _trained(config.learner, shape, config, shape.parameters, reference, _head(shape, config))
+    count = trained_parameters(shape, config.model.lora)
+    frozen = 0 if config.model.lora is None else shape.parameters
+    return _trained(config.learner, shape, config, count, reference, _head(shape, config), frozen=frozen)
 
 
 def critic_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
@@ -141,14 +144,46 @@ def scalar_parameters(shape: ModelShape) -> int:
     return shape.parameters - shape.head_parameters + shape.hidden
 
 
+def trained_parameters(shape: ModelShape, lora: LoraConfig | None) -> int:
+    """All parameters; with adapters r (in + out) of each layer that has one, named and sized as in usual families."""
+    if lora is None:
+        return shape.parameters
+    hidden, mlp = shape.hidden, shape.intermediate
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    ends = {
+        "self_attn.q_proj": hidden + queries, "self_attn.k_proj": hidden + keys, "self_attn.v_proj": hidden + keys,
+        "self_attn.o_proj": queries + hidden, "mlp.gate_proj": hidden + mlp, "mlp.up_proj": hidden + mlp,
+        "mlp.down_proj": mlp + hidden,
+    }  # fmt: skip
+    adapted = (
+        size
+        for layer in range(shape.layers)
+        for name, size in ends.items()
+        if is_adapted(f"model.layers.{layer}.{name}", targets=lora.targets, exclude=lora.exclude)
+    )
+    return lora.rank * sum(adapted)
+
+
 def _trained(
-    section: TrainedConfig, shape: ModelShape, config: GRPOConfig, count: int, reference: list[Part], head: Part
+    section: TrainedConfig,
+    shape: ModelShape,
+    config: GRPOConfig,
+    count: int,
+    reference: list[Part],
+    head: Part,
+    *,
+    frozen: int = 0,
 ) -> tuple[Part, ...]:
-    """One rank of a trained model with `count` parameters: what it holds, gradients and their buffers, activations."""
+    """One rank of a model with `count` trained parameters: what it holds, gradients and their buffers, activations."""
     dtype, stage, ranks = config.model.dtype, section.zero_stage, config.cluster.learners
     b, offload = BYTES[dtype], section.offload_optimizer
     by = ranks if stage >= 1 else 1
     state = [_divided(f"weights, {dtype}", count, b, ranks if stage == 3 else 1, use="state")]
+    if frozen:
+        state = [
+            _divided(f"frozen weights, {dtype}", frozen, b, ranks if stage == 3 else 1, use="state"),
+            replace(state[0], name=f"adapter, {dtype}"),
+        ]
     if offload:
         host = _share(count, MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES, by)
         state.append(Part("optimizer", 0.0, f"in host memory: {host}"))
@@ -174,7 +209,7 @@ def _trained(
         added = replace(copy, size=copy.size + bucket.size, how=f"{copy.how} + {bucket.how}")
         work = [_divided("gradients, float32", count, GRADIENT_BYTES, by), added]
     if stage == 3:
-        work.append(_divided("gathered weights", min(ZERO3_MAX_LIVE_PARAMETERS, count), b))
+        work.append(_divided("gathered weights", min(ZERO3_MAX_LIVE_PARAMETERS, count + frozen), b))
     return (*state, *reference, *work, _activations(shape, config), head, _overhead("learner", config))
 
 
@@ -222,7 +257,7 @@ def _head(shape: ModelShape, config: GRPOConfig) -> Part:
     buffers = b + 4 * (1 if config.cluster.device == "cuda" else 3)
     states = tokens * shape.hidden * (2 * b + 8)  # chosen states, the norm's output, float32 gradients, added up
     states += rows * shape.hidden * 4  # a tile's share of the gradients
-    weight = shape.embedding_parameters * b + columns * shape.hidden * 4
+    weight = 0 if config.model.lora else shape.embedding_parameters * b + columns * shape.hidden * 4
     return Part(
         "head: tiles of logits, gradients",
         float(rows * columns * buffers + states + weight),
@@ -233,10 +268,11 @@ def _head(shape: ModelShape, config: GRPOConfig) -> Part:
 def engine_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     """The parts of one GPU of an engine (on CPU: of its processes); the KV cache is last, in the remaining memory."""
     cluster, rollout, dtype = config.cluster, config.rollout, config.model.dtype
-    parts = (
-        _divided(f"weights, {dtype}", shape.parameters, BYTES[dtype], cluster.tensor_parallel),
-        _overhead("engine", config),
-    )
+    weights = _divided(f"weights, {dtype}", shape.parameters, BYTES[dtype], cluster.tensor_parallel)
+    if (lora := config.model.lora) is not None:
+        slot = _divided("", trained_parameters(shape, lora.model_copy(update={"rank": lora.slot_rank})), BYTES[dtype])
+        weights = Part(f"weights and adapter, {dtype}", weights.size + slot.size, f"{weights.how} + {slot.how}")
+    parts = (weights, _overhead("engine", config))
     if cluster.device == "cuda":
         room = rollout.gpu_memory_utilization * cluster.gpu_memory_gib * GIB - total(parts)
         how = f"rest of {rollout.gpu_memory_utilization:g} x {cluster.gpu_memory_gib:g} GiB"

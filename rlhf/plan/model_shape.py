@@ -25,7 +25,9 @@ KNOWN_MODELS = {
     "Qwen/Qwen2.5-0.5B-Instruct": ("qwen2", 896, 4864, 24, 14, 2, 151936, True, 32768),
     "Qwen/Qwen2.5-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 151936, True, 131072),
     "Qwen/Qwen2.5-1.5B-Instruct": ("qwen2", 1536, 8960, 28, 12, 2, 151936, True, 32768),
+    "Qwen/Qwen2.5-3B-Instruct": ("qwen2", 2048, 11008, 36, 16, 2, 151936, True, 32768),
     "Qwen/Qwen2.5-7B": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False, 131072),
+    "Qwen/Qwen2.5-7B-Instruct": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False, 32768),
     "Qwen/Qwen2.5-Math-7B": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False, 4096),
     "Qwen/Qwen2.5-32B": ("qwen2", 5120, 27648, 64, 40, 8, 152064, False, 131072),
     "Qwen/Qwen3-8B-Base": ("qwen3", 4096, 12288, 36, 32, 8, 151936, False, 32768),
@@ -80,7 +82,9 @@ class ModelShape:
         """V H of the input embedding."""
         return self.vocabulary * self.hidden
 
-    def training_flops(self, lengths: Sequence[int], response_tokens: int, shared: Sequence[int]) -> float:
+    def training_flops(
+        self, lengths: Sequence[int], response_tokens: int, shared: Sequence[int], *, frozen: bool = False
+    ) -> float:
         """Floating-point operations of forward and backward, without recomputation (model FLOPs).
 
         6 per computed token and parameter (2 forward, 4 backward), the head only at response tokens, and causal
@@ -88,11 +92,13 @@ class ModelShape:
 
         Args:
             shared: first tokens of each of `lengths` that were computed with another sequence.
+            frozen: the weights have no gradient (`model.lora`): 4 in place of 6; adapters are not counted.
         """
+        each = 4 if frozen else 6
         squares = sum(length**2 for length in lengths) - sum(count**2 for count in shared)
         attention = 6 * self.attention_layers * self.heads * self.head_dim * squares
-        head = 6 * self.embedding_parameters * response_tokens
-        return float(6 * self.active_parameters * (sum(lengths) - sum(shared)) + head + attention)
+        head = each * self.embedding_parameters * response_tokens
+        return float(each * self.active_parameters * (sum(lengths) - sum(shared)) + head + attention)
 
 
 def config_at(path: str) -> dict[str, Any] | None:

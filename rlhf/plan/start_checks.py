@@ -16,7 +16,7 @@ from rlhf.config.program import TrainingProgramConfig
 from rlhf.data.model_checks import check_model_files, model_problems
 from rlhf.data.model_files import hub_silence, local_model_config
 from rlhf.data.read import check_source, config_sources
-from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
+from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes, trained_parameters
 from rlhf.plan.model_shape import shape_at
 from rlhf.plan.resources import check_resources, joins_a_cluster, local_resources
 
@@ -100,8 +100,9 @@ def run_bytes(config: TrainingProgramConfig, *, written: int = 0) -> int | None:
     checkpoint = checkpoint_bytes(config, policy)
     if checkpoint is None or policy is None:
         return None
+    exported = BYTES[config.model.dtype] * trained_parameters(policy, config.model.lora)
     checkpoints = 0 if config.checkpoint_every is None else max(1, config.checkpoint.most - written)
-    return checkpoints * checkpoint + config.run.export * BYTES[config.model.dtype] * policy.parameters
+    return checkpoints * checkpoint + config.run.export * exported
 
 
 def run_folder_problems(config: TrainingProgramConfig) -> Iterator[str]:

@@ -22,12 +22,17 @@ SCORES = (
 )
 
 
-def model_card(state: RunState) -> str:
-    """Markdown with the hub's front matter."""
+def model_card(state: RunState, *, merged: bool = False) -> str:
+    """Markdown with the hub's front matter; `merged`: an adapter was added to the weights of its base."""
     config = state.config
+    is_adapter = bool(config["model"].get("lora")) and not merged
     base, program = config["model"]["path"], state.program
     task = "text-classification" if program == "reward_model" else "text-generation"
-    head = ["library_name: transformers", f"pipeline_tag: {task}", f"tags: [rlhf, {program}]"]
+    head = [
+        f"library_name: {'peft' if is_adapter else 'transformers'}",
+        f"pipeline_tag: {task}",
+        f"tags: [rlhf, {program}]",
+    ]
     if not looks_local(base):
         head.append(f"base_model: {base}")
     stated = _license(base)
@@ -41,7 +46,7 @@ def model_card(state: RunState) -> str:
         f"# {Path(config['run']['dir']).name}, step {state.step}",
         f"`{base}` after {state.step} of {config['run']['steps']} steps of {METHODS.get(program, program)} with rlhf: "
         f"{state.updates_taken} optimizer steps on {trained}.",
-        "## Use\n\n" + (SCORES if program == "reward_model" else _usage(config)),
+        "## Use\n\n" + (SCORES if program == "reward_model" else _usage(config, is_adapter=is_adapter)),
         f"## License\n\nThat of the base model, `{base}`: {named}.",
         "## Evaluation\n\n" + _table("step", {str(step): values for step, values in state.evaluations.items()}),
         "## Data\n\n" + _table("source", {name: {"rows": of["rows"], "fingerprint": of["fingerprint"]}
@@ -63,7 +68,7 @@ def _license(base: str) -> dict[str, str]:
     return {key: str(values[key]) for key in LICENSE_KEYS if key in values} if isinstance(values, dict) else {}
 
 
-def _usage(config: Mapping[str, Any]) -> str:
+def _usage(config: Mapping[str, Any], *, is_adapter: bool) -> str:
     """How to load and serve the model, with the prompt that it was trained with."""
     data, rollout = config["data"], config.get("rollout", {})
     content = "\n".join(filter(None, ["What is 17 + 25?", data.get("prompt_suffix")]))
@@ -72,6 +77,12 @@ def _usage(config: Mapping[str, Any]) -> str:
     longest, temperature = rollout.get("max_response_tokens", NEW_TOKENS), rollout.get("temperature", 1.0)
     sampling = {"max_new_tokens": longest, "temperature": temperature}
     notes = "`vllm serve FOLDER` answers at an OpenAI endpoint."
+    if is_adapter:
+        base, rank = config["model"]["path"], config["model"]["lora"]["rank"]
+        notes = (
+            "This is an adapter: transformers loads it onto its base where `peft` is installed. `vllm serve "
+            f"{base} --enable-lora --max-lora-rank {rank} --lora-modules adapter=FOLDER` answers at an OpenAI endpoint."
+        )
     if data["template"] not in ("model", None):
         notes += f" Prompts were written with `data.template: {data['template']}`, not with the chat template."
     if arguments := data.get("chat_template_kwargs"):

@@ -31,7 +31,7 @@ class LearnerSpeed:
     def __init__(self, config: GRPOConfig, device_name: str) -> None:
         self._budget, self._learners = config.learner.max_tokens_per_microbatch, config.cluster.learners
         self._peak_tflops = config.cluster.peak_tflops or peak_tflops(device_name)
-        self._shape = shape_at(config.model.path)
+        self._shape, self._frozen = shape_at(config.model.path), config.model.lora is not None
 
     def of_step(
         self, batch: StepBatch, epochs: Sequence[Sequence[Minibatch]], shared: np.ndarray, update_s: float
@@ -66,6 +66,6 @@ class LearnerSpeed:
         }
         if self._shape is not None and self._peak_tflops is not None:
             responses = int(batch.response_lengths[rows].sum())
-            flops = self._shape.training_flops(lengths.tolist(), responses, shared.tolist())
+            flops = self._shape.training_flops(lengths.tolist(), responses, shared.tolist(), frozen=self._frozen)
             values["learner/mfu"] = flops / (update_s * self._peak_tflops * 1e12 * self._learners)
         return values

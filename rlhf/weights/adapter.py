@@ -20,13 +20,13 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
-from rlhf.algo.lora import B, suffixes
+from rlhf.algo.layer_names import last_parts
+from rlhf.algo.lora import B
 from rlhf.config.sections import LoraConfig
 from rlhf.weights.client import EngineClient
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the ranks of a slot that vLLM knows
 
 
 def peft_name(name: str) -> str:
@@ -40,7 +40,7 @@ def layer_name(peft_name: str) -> str:
 
 
 def peft_config(layers: Iterable[str], *, rank: int, alpha: int, base: str | None = None) -> str:
-    """adapter_config.json. Layers are named in full, since only some of those with the same last part may be trained."""
+    """adapter_config.json; layers are named in full, since only some with the same last part may be trained."""
     values = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "lora_alpha": alpha,
         "target_modules": sorted(layers), "bias": "none", "lora_dropout": 0.0, "inference_mode": True,
@@ -62,8 +62,10 @@ def slot_arguments(lora: LoraConfig, layers: Sequence[str]) -> dict[str, Any]:
 
     vLLM wraps layers by the last part of their names. It would wrap the head too, which the learner never adapts.
     """
-    rank = next(rank for rank in SLOT_RANKS if rank >= lora.rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": suffixes(layers)}
+    return {
+        "enable_lora": True, "max_loras": 1, "max_lora_rank": lora.slot_rank,
+        "lora_target_modules": last_parts(layers),
+    }  # fmt: skip
 
 
 def write_for_engine(folder: Path, file: bytes, layers: Sequence[str], lora: LoraConfig) -> None:

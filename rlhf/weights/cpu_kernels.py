@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 # The environment of an engine's processes whose rows are equal. The plugin reads the first variable in each process.
@@ -26,6 +27,7 @@ EQUAL_ROWS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM sets the number of threads by the cores of the machine
     "OMP_NUM_THREADS": "1",
 }
+FEW_ROWS = 64  # torch rounds products of 1 to 3 float32 rows in another way than those of more, on one thread
 
 
 def round_rows_alike() -> None:
@@ -81,7 +83,15 @@ def add_adapter_in_two_products() -> None:
         adapted = self.token_lora_indices[: len(rows), None] >= 0
         start = 0
         for a, b, size in zip(a_of_slices, b_of_slices, sizes, strict=True):
-            y_rows[:, start : start + size] += ((rows @ a[0, 0].T) * (adapted * scale)).to(x.dtype) @ b[0, 0].T
+            inner = _product(rows, a[0, 0]) * (adapted * scale)
+            y_rows[:, start : start + size] += _product(inner.to(x.dtype), b[0, 0])
             start += size
 
     wrapper.add_lora_linear = add_lora_linear
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T [T, out]; with EQUAL_ROWS a few rows are computed as some of FEW_ROWS."""
+    if "RLHF_EQUAL_ROWS" in os.environ and len(x) < FEW_ROWS:
+        return (F.pad(x, (0, 0, 0, FEW_ROWS - len(x))) @ weight.T)[: len(x)]
+    return x @ weight.T

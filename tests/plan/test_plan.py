@@ -17,10 +17,14 @@ from byte_tokenizer import byte_tokenizer
 from processes import cpu_seconds
 
 from rlhf import evaluate, grpo
+from rlhf.algo.lora import adapt, linear_names
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
+from rlhf.config.sections import LoraConfig
 from rlhf.plan import resources
+from rlhf.plan.memory import trained_parameters
+from rlhf.plan.model_shape import model_shape
 from rlhf.plan.report import draw, example_layout, first_prompt_text, plan_text
 from rlhf.plan.resources import check_resources, gpus_here
 
@@ -196,14 +200,17 @@ QWEN25 = {
     "model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True,
     "num_key_value_heads": 2,
 }  # fmt: skip
-QWEN25_05B = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864}
-QWEN25_15B = {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960}
+QWEN25_3B = {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "intermediate_size": 11008}
+QWEN25_7B = {
+    "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "intermediate_size": 18944,
+    "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "memory"), [("one_gpu_24gb", QWEN25_05B, 22), ("one_gpu_80gb", QWEN25_15B, 79)]
+    ("name", "shape", "memory"), [("one_gpu_24gb", QWEN25_3B, 22), ("one_gpu_80gb", QWEN25_7B, 79)]
 )
-def test_the_configs_for_one_gpu_fit_it_without_a_warning(name: str, shape: dict[str, int], memory: float) -> None:
+def test_the_configs_for_one_gpu_fit_it_without_a_warning(name: str, shape: dict[str, Any], memory: float) -> None:
     file = ROOT / "configs" / f"{name}.yaml"
     config = load_config(GRPOConfig, [str(file)])
     text = plan_with(config, QWEN25 | shape)
@@ -216,8 +223,36 @@ def test_the_configs_for_one_gpu_fit_it_without_a_warning(name: str, shape: dict
         f"rollouts a step, {minibatches} minibatches of {rollouts // minibatches}"
     ) in file.read_text()
     assert f"= {config.training.total_updates} optimizer steps" in file.read_text()
-    too_big = plan_with(config, QWEN25 | QWEN25_15B | {"num_hidden_layers": 60})
+    too_big = plan_with(config, QWEN25 | shape | {"num_hidden_layers": 100})
     assert "Warnings" in too_big
+    whole = plan_with(
+        config.model_copy(update={"model": config.model.model_copy(update={"lora": None})}), QWEN25 | shape
+    )
+    assert "memory: " in whole  # all weights of these models cannot be trained there
+
+
+@pytest.mark.parametrize("shape", [QWEN25_3B, QWEN25_7B])
+def test_trained_and_frozen_parameters_are_those_of_the_model_on_the_meta_device(shape: dict[str, Any]) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    lora = LoraConfig(rank=32, exclude=("layers.3.mlp.up_proj",))
+    values = QWEN25 | shape
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    parameters = sum(param.numel() for param in model.parameters())
+    adapt(model, linear_names(model, targets=lora.targets, exclude=lora.exclude), rank=lora.rank, scale=lora.scale)
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    planned = model_shape(values)
+    assert (planned.parameters, trained_parameters(planned, lora)) == (parameters, trained)
+
+
+def test_a_learning_rate_for_all_weights_is_a_warning_with_adapters(make: Any) -> None:
+    lora = ["model.lora.rank=8", "cluster.tensor_parallel=1"]
+    low = [text for text in make(*lora, "learner.optimizer.lr=1e-6").warnings() if "model.lora" in text]
+    assert len(low) == 1
+    assert low[0].startswith("learner.optimizer.lr=1e-06 with model.lora")
+    assert not [text for text in make(*lora, "learner.optimizer.lr=1e-4").warnings() if "model.lora" in text]
 
 
 # --- placement ---
@@ -305,7 +340,9 @@ PUBLISHED_PARAMETERS = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
     "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-3B-Instruct": 3_085_938_688,
     "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
     "Qwen/Qwen2.5-Math-7B": 7_615_616_512,
     "Qwen/Qwen2.5-32B": 32_763_876_352,
     "Qwen/Qwen3-8B-Base": 8_190_735_360,

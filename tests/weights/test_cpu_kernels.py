@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from rlhf.rollout.requests import request_seed
 from rlhf.types import Prompt
-from rlhf.weights.cpu_kernels import round_rows_alike
+from rlhf.weights.cpu_kernels import add_adapter_in_two_products, round_rows_alike
 
 pytestmark = pytest.mark.slow
 
@@ -109,3 +111,34 @@ def test_a_response_does_not_depend_on_the_others_in_the_batch() -> None:
         among = [row, 50 + row % 3]
         own = [alone[i] for i in among]
         assert [int(draw(step[among], own)[0][0]) for step in logits] == tokens[:, row].tolist()
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_changes_the_rows_of_its_requests_alone_and_each_equally_in_every_batch(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    monkeypatch.setenv("RLHF_EQUAL_ROWS", "1")
+    monkeypatch.setattr(PunicaWrapperCPU, "add_lora_linear", PunicaWrapperCPU.add_lora_linear)
+    add_adapter_in_two_products()
+    x, a, b = (torch.randn(shape).to(dtype) / 4 for shape in ((300, 128), (16, 128), (96, 16)))
+    adapted = torch.arange(300) % 3 - 1  # -1 is no adapter; 0 the one of the slot
+    adapted[adapted > 0] = 0
+    slots_a, slots_b = (x.new_zeros(1, 1, 16, 128), a[None, None]), (x.new_zeros(1, 1, 32, 16), b[None, None])
+
+    def added(rows: slice) -> Tensor:
+        y = torch.ones(300, 128, dtype=dtype)[rows]
+        wrapper: Any = SimpleNamespace(token_lora_indices=adapted[rows])
+        PunicaWrapperCPU.add_lora_linear(wrapper, y, x[rows], slots_a, slots_b, 2.0, (32, 96))
+        return y
+
+    whole, product = added(slice(None)), 2.0 * (x @ a.T).float() @ b.T.float()
+    expected = torch.ones(300, 128)
+    expected[:, 32:] += product * (adapted >= 0)[:, None]
+    torch.testing.assert_close(whole.float(), expected, rtol=1e-2, atol=0.1 if dtype == torch.bfloat16 else 1e-5)
+    assert torch.equal(whole[adapted < 0], torch.ones_like(whole[adapted < 0]))
+    for count in (1, 2, 3, 5, 63, 64, 129):
+        assert torch.equal(added(slice(count)), whole[:count])
+        assert torch.equal(added(slice(-count, None)), whole[-count:])
