@@ -43,7 +43,7 @@ def peft_config(layers: Iterable[str], *, rank: int, alpha: int, base: str | Non
     """adapter_config.json; layers are named in full, since only some with the same last part may be trained."""
     values = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "lora_alpha": alpha,
-        "target_modules": sorted(layers), "bias": "none", "lora_dropout": 0.0, "inference_mode": True,
+        "target_modules": sorted(set(layers)), "bias": "none", "lora_dropout": 0.0, "inference_mode": True,
     }  # fmt: skip
     return json.dumps(values, indent=2)
 

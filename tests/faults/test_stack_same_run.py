@@ -50,13 +50,14 @@ def kills(seed: int) -> list[Fault]:
     ]
 
 
-def write(folder: Path, data: Path, **run: Any) -> Path:
+def write(folder: Path, data: Path, *, lora: dict[str, Any] | None = None, **run: Any) -> Path:
     folder.mkdir()
     path = write_config(
         folder, data, run={"steps": 4, "deterministic": True, **run}, checkpoint={"every": 1, "keep": 9},
         evaluation={"every": 2, "at_start": False}, logging={"wandb": {"mode": "disabled"}, "token_values": True},
     )  # fmt: skip
     config = json.loads(path.read_text())
+    config["model"]["lora"] = lora
     config["reward"].append({"name": "format", "pattern": "(?s).*[aeiou].*"})  # of random letters a third has it
     path.write_text(json.dumps(config))
     return path
@@ -75,16 +76,20 @@ def check_same(run: Path, other: Path, *, steps: int = 4) -> None:
     last = f"checkpoints/step-{steps:06d}"
     files = sorted(path.relative_to(run) for path in (run / last).rglob("*.safetensors"))
     assert len(files) >= 4  # weights, two moments, generators
-    for file in (*files, "model/model.safetensors"):
+    (model,) = (path.relative_to(run) for path in (run / "model").glob("*.safetensors"))
+    for file in (*files, model):
         assert (run / file).read_bytes() == (other / file).read_bytes(), file
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 8, "alpha": 16}], ids=["all weights", "adapters"])
 def test_a_run_that_was_killed_and_resumed_with_more_engines_is_the_same_run(
-    tiny_model_dir: Path, tmp_path: Path
+    tiny_model_dir: Path, tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
-    uninterrupted = run_grpo("--config", write(tmp_path / "uninterrupted", tiny_model_dir))
+    uninterrupted = run_grpo("--config", write(tmp_path / "uninterrupted", tiny_model_dir, lora=lora))
     assert uninterrupted.returncode == 0, uninterrupted.stderr[-3000:]
-    config = write(tmp_path / "killed", tiny_model_dir)
+    first, *_, last = read_steps(tmp_path / "uninterrupted" / "run")
+    assert first["policy/kl_k3"] == 0.0 < last["policy/kl_k3"]
+    config = write(tmp_path / "killed", tiny_model_dir, lora=lora)
     killed = run_with_faults(config, [Fault(3, "update", "send_signals", ("SIGKILL",))])
     assert killed.status == -signal.SIGKILL, killed.errors[-3000:]
     resumed = run_grpo("--config", config, "--resume", "cluster.engines=2")

@@ -171,7 +171,7 @@ def test_updates_checkpoints_and_exports_of_adapters_agree_over_ranks_and_stages
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     model, results = tiny_model_dir / "model", []
-    for stage, ranks, dtype in ((0, 1, "float32"), (2, 2, "float32"), (3, 2, "float32"), (1, 1, "bfloat16")):
+    for stage, ranks, dtype in ((0, 1, "float32"), (3, 2, "float32"), (2, 2, "bfloat16")):
         folder = tmp_path / f"{stage}"
         folder.mkdir()
         (folder / "model").mkdir()
@@ -187,9 +187,8 @@ def test_updates_checkpoints_and_exports_of_adapters_agree_over_ranks_and_stages
             np.testing.assert_array_equal(seen["resumed"][name], tensor)
     exact = results[0]
     assert max(np.abs(tensor).max() for name, tensor in exact["after"].items() if name.endswith("B")) > 1e-3
-    for other in results[1:3]:
-        for name, tensor in exact["after"].items():
-            np.testing.assert_allclose(other["after"][name], tensor, rtol=1e-4, atol=1e-5)
+    for name, tensor in exact["after"].items():
+        np.testing.assert_allclose(results[1]["after"][name], tensor, rtol=1e-4, atol=1e-5)
     assert_export_is_the_learner(tmp_path / "0" / "export", model, exact["lp"])
 
 
