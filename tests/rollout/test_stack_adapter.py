@@ -68,7 +68,7 @@ async def look(config: Any) -> list[dict[str, Any]]:
         unknown = {
             peft_name(f"model.layers.99.self_attn.q_proj.{name}"): torch.ones(4, 4) for name in ("lora_A", "lora_B")
         }
-        with pytest.raises(ClusterError, match=r"no layer model.layers.99.self_attn.q_proj"):
+        with pytest.raises(ValueError, match=r"no layer model.layers.99.self_attn.q_proj"):
             await engines.group.call("load_adapter", save(unknown), "5")
     return seen
 
