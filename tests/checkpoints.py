@@ -71,14 +71,16 @@ async def write_checkpoint(
     return run.finish_checkpoint(partial, state, keep=keep, written=await cluster.saved())
 
 
-async def write_model_checkpoint(run: RunFolder, state: RunState, model: Path) -> tuple[Path, dict[str, Any]]:
-    """One checkpoint of a model folder's weights, and these weights as the learner would hold them."""
+async def write_model_checkpoint(
+    run: RunFolder, state: RunState, model: Path, tensors: dict[str, Any] | None = None
+) -> tuple[Path, dict[str, Any]]:
+    """One checkpoint of a model folder's weights, or of an adapter of it, and these as the learner would hold them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from rlhf.learner.hub_format import model_tensors, write_model_config
 
     transformer = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, state.config["model"]["dtype"]))
-    tensors = model_tensors(transformer)
+    tensors = tensors or model_tensors(transformer)
     cluster, partial = Ranks(tensors, 3, [WEIGHTS]), run.begin_checkpoint(state.step)
     await cluster.save(partial)
     write_model_config(partial / MODEL_FOLDER, transformer)

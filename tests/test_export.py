@@ -5,25 +5,35 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import write_model_checkpoint
 from model_families import write_family
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from waiting import WAIT_S
 from worlds import make_config
 
 from rlhf import export
+from rlhf.algo.lora import adapters_off
+from rlhf.algo.packing import pack
+from rlhf.config.sections import LoraConfig, ModelConfig
+from rlhf.data.model_files import model_fingerprint
+from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
 from rlhf.quickstart import make_tokenizer
 from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState
 
 pytestmark = pytest.mark.slow
 
+LORA = {"rank": 4, "alpha": 12, "exclude": ["layers.1.mlp.up_proj"]}
 STATE = {
     "updates_taken": 8,
     "evaluations": {0: {"eval/test/avg@1": 0.25}, 4: {"eval/test/avg@1": 0.5}},
@@ -32,13 +42,16 @@ STATE = {
 }
 
 
-def write_run(path: Path, model: Path, *steps: int, dtype: str = "bfloat16") -> dict[str, torch.Tensor]:
-    """A run with checkpoints of a model's weights; the weights."""
+def write_run(
+    path: Path, model: Path, *steps: int, dtype: str = "bfloat16", adapter: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """A run with checkpoints of a model's weights, or of an adapter with LORA; the weights."""
     run = RunFolder(path, resume=False)
-    config = make_config(model, run={"dir": str(path)}, model={"dtype": dtype}).model_dump(mode="json")
+    sections: dict[str, Any] = {"path": str(model), "dtype": dtype, "lora": LORA if adapter else None}
+    config = make_config(model, run={"dir": str(path)}, model=sections).model_dump(mode="json")
     for step in steps:
-        state = RunState(step=step, config=config, **STATE)
-        _, tensors = asyncio.run(write_model_checkpoint(run, state, model))
+        state = RunState(step=step, config=config, models={"learner": model_fingerprint(str(model))}, **STATE)
+        _, tensors = asyncio.run(write_model_checkpoint(run, state, model, adapter))
     run.metrics.write_text('{"step": 4, "time/step": 1.0, "reward/mean": 0.75, "learner/lr": 1e-6}\n')
     return tensors
 
@@ -80,12 +93,55 @@ def test_a_run_gives_its_newest_checkpoint_and_a_folder_that_one(tiny_model_dir:
     assert {path.suffix for path in (tmp_path / "newest").iterdir()} <= {".safetensors", ".json", ".md", ".jinja"}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_is_exported_as_it_is_or_added_to_the_weights_with_the_learners_log_probs(
+    tiny_model_dir: Path, tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, bound = tmp_path / "model", 1e-5 if dtype == "float32" else 0.1
+    shutil.copytree(tiny_model_dir / "model", model)
+    lora = LoraConfig.model_validate_json(json.dumps(LORA))
+    policy = load_policy(ModelConfig(path=str(model), dtype=dtype, lora=lora), temperature=1.0)  # type: ignore[arg-type]
+    adapter = {name: param for name, param in policy.transformer.named_parameters() if param.requires_grad}
+    with torch.no_grad():
+        for param in adapter.values():
+            param.normal_(std=0.1)
+    write_run(tmp_path / "run", model, 2, dtype=dtype, adapter=adapter)
+    tokens = DeviceTokens.of(pack([np.arange(5, 25, dtype=np.int32)]), torch.device("cpu"))
+
+    def logprobs(of: PolicyModel) -> torch.Tensor:
+        with torch.no_grad():
+            return of(tokens).logprobs
+
+    export.main([str(tmp_path / "run"), str(tmp_path / "out")])
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"adapter_config.json", "tokenizer.json"}
+    assert not (tmp_path / "out" / "config.json").exists()
+    stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert stored.keys() == {f"base_model.model.{name}.weight" for name in adapter}
+    assert all(torch.equal(stored[f"base_model.model.{name}.weight"], param) for name, param in adapter.items())
+    assert "library_name: peft" in (tmp_path / "out" / "README.md").read_text()
+
+    export.main([str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"])
+    said = re.search(r"rounding is ([\d.]+)% of the adapter's change", capsys.readouterr().out)
+    assert said is not None
+    assert (0.1 < float(said[1]) < 50) == (dtype == "bfloat16")
+    merged = load_policy(ModelConfig(path=str(tmp_path / "merged"), dtype=dtype), temperature=1.0)  # type: ignore[arg-type]
+    assert (logprobs(merged) - logprobs(policy)).abs().max() < bound
+    with adapters_off(policy.transformer):
+        assert (logprobs(merged) - logprobs(policy)).abs().max() > bound
+
+    tensors = load_file(model / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in tensors.items()}, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="is not the model that the run began with"):
+        export.main([str(tmp_path / "run"), str(tmp_path / "other"), "--merge"])
+
+
 def test_what_cannot_be_exported_is_one_message(tiny_model_dir: Path, tmp_path: Path) -> None:
     write_run(tmp_path / "run", tiny_model_dir / "model", 2)
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
     for arguments, message in (
         ([tmp_path, tmp_path / "out"], "neither a run"),
         ([checkpoint, tmp_path / "run"], "is not an empty folder"),
+        ([checkpoint, tmp_path / "out", "--merge"], "no adapter to add"),
     ):
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared
             export.main([str(argument) for argument in arguments])

@@ -198,6 +198,14 @@ def test_a_missing_file_is_refused_by_name() -> None:
 
 CONTRADICTIONS = [
     (
+        ["model.lora.rank=8", "cluster.tensor_parallel=2"],
+        ["cluster.tensor_parallel=2 with model.lora", "Set it to 1"],
+    ),
+    (
+        ["model.lora.rank=8", "algo.log_kl=true", "algo.ref_update=replace"],
+        ["algo.ref_update=replace with model.lora", "Set it to fixed"],
+    ),
+    (
         ["rollout.samples_per_prompt=1"],
         ["rollout.samples_per_prompt=1", "algo.advantage=grpo", "at least 2", "algo.advantage=reinforce_pp"],
     ),
@@ -554,6 +562,8 @@ REWARD_MODEL_FILE = ROOT / "configs" / "reward_model_quickstart.yaml"
 def test_a_reward_model_is_trained_from_the_same_sections_as_a_policy() -> None:
     config = load_config(RewardTrainingConfig, [str(REWARD_MODEL_FILE)], ["cluster.learners=2"])
     assert (config.cluster.device, config.cluster.learners, config.cluster.threads_per_learner) == ("cpu", 2, None)
+    with pytest.raises(ValueError, match="model.lora: a reward model is trained whole"):
+        load_config(RewardTrainingConfig, [str(REWARD_MODEL_FILE)], ["model.lora.rank=8"])
     assert set(RewardTrainingConfig.model_fields) == set(SFTConfig.model_fields) < set(GRPOConfig.model_fields)
 
 

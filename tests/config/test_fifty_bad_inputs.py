@@ -64,6 +64,9 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "learner.schedule.min_lr=1": ("learner.schedule.min_lr", "=1.0", "must not exceed the peak"),
     "reward=[]": ("reward", "[]", "Name a reward"),
     "data.train=[]": ("data.train", "empty", "Name a file"),
+    "model.lora.targets=q_proj": ("model.lora.targets", "=q_proj", "such as [q_proj, v_proj]"),
+    "model.lora.rank=600": ("model.lora.rank", "=600", "less than or equal to 512"),
+    "model.lora.targets=[q_proj, query]": ("model.lora.targets", "=query", "It has down_proj, gate_proj, k_proj"),
     # what is not there, or does not fit this machine
     "data.train=/nowhere.jsonl": ("data.train", "=/nowhere.jsonl", "Correct the path"),
     "data.train=rows.csv": ("data.train", "=rows.csv", "Correct the path"),
