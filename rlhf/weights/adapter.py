@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save
 from torch import Tensor
 
@@ -96,6 +97,8 @@ class AdapterSender:
 
     def send(self, version: int) -> None:
         """Send the adapter as `version`. Called on every learner rank."""
+        if torch.accelerator.is_available():  # DeepSpeed's step ends in an all-gather that may still run
+            torch.accelerator.synchronize()
         stored = {}
         for name, tensor in self._tensors():
             if self._is_sender:

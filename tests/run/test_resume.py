@@ -76,6 +76,7 @@ def resume(began: GRPOConfig, now: GRPOConfig, tmp_path: Path) -> None:
         ),
         ({"run": {"seed": 1}}, [r"run\.seed=1: .*run\.seed=0\b"]),
         ({"model": {"dtype": "bfloat16"}}, [r"model\.dtype=bfloat16: .*\bfloat32\b"]),
+        ({"model": {"lora": {"rank": 8}}}, [r"model\.lora=\{.*: .*\bnull\b"]),
         ({"reward_model": {"path": "x/y"}}, [r"reward_model=\{.*: .*\bnull\b"]),
         ({"data": {"prompt_suffix": "Think."}}, [r"data\.prompt_suffix=Think\.: .*\bnull\b"]),
         ({"learner": {"epochs_per_step": 3}}, [r"learner\.epochs_per_step=3: .*epochs_per_step=1\b"]),
