@@ -17,7 +17,6 @@ from byte_tokenizer import byte_tokenizer
 from processes import cpu_seconds
 
 from rlhf import evaluate, grpo
-from rlhf.algo.lora import adapt, linear_names
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
@@ -235,6 +234,8 @@ def test_the_configs_for_one_gpu_fit_it_without_a_warning(name: str, shape: dict
 def test_trained_and_frozen_parameters_are_those_of_the_model_on_the_meta_device(shape: dict[str, Any]) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rlhf.algo.lora import adapt, linear_names
 
     lora = LoraConfig(rank=32, exclude=("layers.3.mlp.up_proj",))
     values = QWEN25 | shape
