@@ -562,7 +562,7 @@ REWARD_MODEL_FILE = ROOT / "configs" / "reward_model_quickstart.yaml"
 def test_a_reward_model_is_trained_from_the_same_sections_as_a_policy() -> None:
     config = load_config(RewardTrainingConfig, [str(REWARD_MODEL_FILE)], ["cluster.learners=2"])
     assert (config.cluster.device, config.cluster.learners, config.cluster.threads_per_learner) == ("cpu", 2, None)
-    with pytest.raises(ValueError, match="model.lora: a reward model is trained whole"):
+    with pytest.raises(ValueError, match=r"model\.lora: a reward model is trained whole"):
         load_config(RewardTrainingConfig, [str(REWARD_MODEL_FILE)], ["model.lora.rank=8"])
     assert set(RewardTrainingConfig.model_fields) == set(SFTConfig.model_fields) < set(GRPOConfig.model_fields)
 
