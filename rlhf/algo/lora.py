@@ -10,6 +10,7 @@ import contextlib
 import math
 import zlib
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,20 +37,19 @@ class AdaptedLinear(nn.Linear):
         # Every rank draws the same numbers. The bounds are those of a new nn.Linear.
         start = torch.rand(rank, self.in_features, generator=torch.Generator().manual_seed(seed))
         start = (2 * start - 1) / math.sqrt(self.in_features)
-        like = {"device": base.weight.device, "dtype": base.weight.dtype}
-        self.lora_A = nn.Parameter(start.to(**like))
-        self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, **like))
+        self.lora_A = nn.Parameter(start.to(base.weight.device, base.weight.dtype))
+        self.lora_B = nn.Parameter(self.lora_A.new_zeros(self.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         return y + F.linear(F.linear(x, self.lora_A) * self.scale, self.lora_B) if self.adapts else y
 
 
-def linear_names(model: nn.Module, *, targets: str | Collection[str], exclude: Collection[str]) -> list[str]:
+def linear_names(model: Any, *, targets: str | Collection[str], exclude: Collection[str]) -> list[str]:
     """The linear layers that get an adapter, by name; an entry matches the last parts of a name.
 
     Args:
-        model: with its head, which never gets one: the fused head reads its weight alone.
+        model: of transformers, with its head, which never gets one: the fused head reads its weight alone.
         targets: `all-linear`, or such entries as `q_proj` and `layers.0.mlp.up_proj`.
         exclude: entries of layers without an adapter.
 
@@ -62,7 +62,7 @@ def linear_names(model: nn.Module, *, targets: str | Collection[str], exclude: C
                 f"model.lora: {name} holds the experts of a mixture, and adapters of such models are not supported. "
                 "Train all weights (model.lora=null), or use a dense model."
             )
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = model.get_output_embeddings()
     linears = [n for n, module in model.named_modules() if type(module) is nn.Linear and module is not head]
     for key, entries in (("targets", () if targets == ALL_LINEAR else targets), ("exclude", exclude)):
         for entry in entries:

@@ -313,7 +313,7 @@ class TrainedRank:
         if has_adapters(self.transformer):
             assert self._model.lora is not None
             whole = {name: tensor.detach().cpu().clone() for name, tensor in tensors}
-            write_adapter(Path(folder), whole, self._model.lora, base=tokenizer_path)
+            write_adapter(Path(folder), whole, self._model.lora, base=self._model.path)
         else:
             write_model(Path(folder), self.transformer, self.published, tensors)
             write_model_config(Path(folder), self.transformer)

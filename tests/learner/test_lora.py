@@ -116,8 +116,9 @@ def test_all_linear_is_every_linear_layer_but_the_head() -> None:
     ],
 )
 def test_layers_that_cannot_be_adapted_are_refused_by_name(kind: str, lora: Mapping[str, Any], message: str) -> None:
+    chosen: dict[str, Any] = {"targets": "all-linear", "exclude": [], **lora}
     with pytest.raises(ValueError, match=message):
-        linear_names(small_model(kind), **{"targets": "all-linear", "exclude": [], **lora})
+        linear_names(small_model(kind), **chosen)
 
 
 def update_and_look(world: World, model: Path, folder: Path, stage: int, dtype: str) -> dict[str, Any]:
