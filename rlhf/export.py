@@ -145,8 +145,6 @@ def _write_adapter(folder: Path, checkpoint: Path, model: ModelConfig) -> None:
 
 def _write_merged(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str]) -> str:
     """Write start model + adapter; -> a sentence about what rounding loses of the change. `start`: its fingerprint."""
-    import torch
-
     from rlhf.algo.lora import A, B
     from rlhf.data.model_files import model_fingerprint
     from rlhf.learner.hub_format import load_whole, model_tensors, write_model
@@ -165,11 +163,10 @@ def _write_merged(folder: Path, checkpoint: Path, model: ModelConfig, start: Map
         layer, _, kind = name.rpartition(".")
         if kind != A:
             continue
-        weight = tensors[f"{layer}.weight"]
+        weight = tensors[f"{layer}.weight"].detach()
         change = model.lora.scale * adapter[f"{layer}.{B}"].float() @ a.float()
-        exact = weight.detach().float() + change
-        with torch.no_grad():
-            weight.copy_(exact)
+        exact = weight.float() + change
+        weight.copy_(exact)
         lost += float((weight.float() - exact).square().sum())
         changed += float(change.square().sum())
     write_model(folder, transformer, tensors, iter(tensors.items()))
