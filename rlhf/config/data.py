@@ -15,7 +15,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from rlhf.config.base import FilePath, NonNegative, Section, key, with_home
+from rlhf.config.base import FilePath, Fraction, NonNegative, Section, key, with_home
 
 NamedTemplate = Literal["model", "chatml", "qwen-math", "tulu", "qa", "raw"]
 TEMPLATE_SUFFIX = ".jinja"
@@ -150,6 +150,21 @@ class DatasetsConfig(Section, Generic[S]):
         return tuple({"path": entry} if isinstance(entry, str) else entry for entry in entries)
 
 
+class CurriculumConfig(Section):
+    """Which prompts are drawn less; the pass rate of a prompt is that of its last group."""
+
+    min_pass_rate: Fraction = key(0.0, "prompts whose last group has at most this share of right answers come less")
+    max_pass_rate: Fraction = key(1.0, "prompts whose last group has at least this share come less")
+    warmup_epochs: NonNegative = key(1.0, "first passes over the data in which all prompts come alike")
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.min_pass_rate >= self.max_pass_rate:
+            given = f"data.curriculum.min_pass_rate={self.min_pass_rate:g} with max_pass_rate={self.max_pass_rate:g}"
+            raise ValueError(f"{given}: no prompt is between them. Lower the former, or raise the latter.")
+        return self
+
+
 class DataConfig(DatasetsConfig[SourceConfig]):
     """Prompts for training and evaluation; each set of `eval` is reported by itself."""
 
@@ -168,6 +183,9 @@ class DataConfig(DatasetsConfig[SourceConfig]):
     prompt_suffix: str | None = key(None, "text added to the prompt on a line of its own; null: none", min_length=1)
     max_prompt_tokens: PositiveInt = key(1024, "longest prompt with its template, tokens; longer ones are left out")
     eval_rows: PositiveInt | None = key(None, "first rows of each evaluation set to use; null: all")
+    curriculum: CurriculumConfig | None = key(
+        None, "draw prompts that are always or never solved less; null: all alike"
+    )
 
     @model_validator(mode="after")
     def _consistent_sources(self) -> Self:

@@ -191,6 +191,7 @@ class GRPOConfig(TrainingProgramConfig):
     def contradictions(self) -> Iterator[str]:
         yield from _sampling_problems(self)
         yield from self.sampling_contradictions()
+        yield from _curriculum_problems(self)
         yield from _best_problems(self)
         yield from super().contradictions()
         yield from self.step_problems()
@@ -284,6 +285,17 @@ def _environment_problems(config: GRPOConfig) -> Iterator[str]:
             f"environment.by_name with prompts that the environment makes in data.{which}: no row chooses an "
             "environment. Name data with a column `environment`, or one environment as environment.name."
         )
+
+
+def _curriculum_problems(config: GRPOConfig) -> Iterator[str]:
+    if config.data.curriculum is None:
+        return
+    if any(source.is_environment for source in config.data.train):
+        reason = "it makes other prompts in each epoch, so none has a pass rate. Name data, or remove the key."
+        yield f"data.curriculum with prompts that the environment makes: {reason}"
+    if config.reward.leaves_something_ungraded and not config.environment.parts:
+        reason = "the scores of a reward model say nothing of right or wrong. Name a reward, or remove the key."
+        yield f"data.curriculum with reward=[]: {reason}"
 
 
 def _best_problems(config: GRPOConfig) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+from rlhf.config.data import CurriculumConfig
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.sections import ModelConfig
 from rlhf.data.load import LoadedPrompts, leave_out, load_prompts, show_prompt
@@ -15,8 +16,9 @@ from rlhf.data.read import left_out_text, too_few_prompts
 from rlhf.data.templates import reward_input
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Ticket
+from rlhf.run.evaluation import RIGHT, score_of
 from rlhf.run.state import RunState
-from rlhf.types import Prompt
+from rlhf.types import Prompt, RolloutGroup
 
 MAX_ROWS_SHOWN = 5
 
@@ -88,17 +90,32 @@ def without_bad_gold(data: RunData, config: GRPOConfig, scorer: Scorer, say: Cal
 class PromptTickets:
     """Draws prompts in order; a resumed run first repeats those that were dispatched and not trained on."""
 
-    def __init__(self, loaded: LoadedPrompts, *, seed: int, restored: RunState | None) -> None:
-        self.stream = PromptStream(loaded.prompts, rows_per_epoch=loaded.rows_per_epoch, seed=seed)
+    def __init__(
+        self,
+        loaded: LoadedPrompts,
+        *,
+        seed: int,
+        restored: RunState | None,
+        curriculum: CurriculumConfig | None = None,
+    ) -> None:
+        rows = loaded.rows_per_epoch
+        self.stream = PromptStream(loaded.prompts, rows_per_epoch=rows, seed=seed, curriculum=curriculum)
         self._outstanding: deque[Ticket] = deque()
         if restored is not None:
-            for position in restored.outstanding:
-                self.stream.restore({**restored.stream, "drawn": position})
-                self._outstanding.append(self._draw())
             self.stream.restore(restored.stream)
+            drawn = self.stream.drawn
+            for self.stream.drawn in restored.outstanding:
+                self._outstanding.append(self._draw())
+            self.stream.drawn = drawn
 
     def next(self) -> Ticket:
         return self._outstanding.popleft() if self._outstanding else self._draw()
+
+    def record(self, ticket: Ticket, group: RolloutGroup) -> None:
+        """Tell the curriculum, if there is one, how many of a group's scorable samples are right."""
+        right = [score_of(sample) > RIGHT for sample in group.samples if sample.reward is not None]
+        if self.stream.curriculum is not None and right:
+            self.stream.curriculum.record(ticket.position, sum(right) / len(right))
 
     def waiting(self) -> list[int]:
         """Stream positions of the restored prompts that are not dispatched again yet."""

@@ -72,7 +72,8 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
                 data = await in_thread(without_bad_gold, data, config, scorer, say)
             # a resumed run whose prompts have changed is refused here, before its folder is touched
             restored = None if run.restored is None else run.state
-            tickets = PromptTickets(data.train, seed=config.run.seed, restored=restored)
+            curriculum = config.data.curriculum
+            tickets = PromptTickets(data.train, seed=config.run.seed, restored=restored, curriculum=curriculum)
             await exit_stack.enter_async_context(run.started())
             if environments is not None:
                 await run.cluster.host_environments(environments.spread)
@@ -144,6 +145,7 @@ class RolloutLoop(Generic[C]):
         self.buffer = RolloutBuffer(
             self.sampler.for_training,
             self.tickets.next,
+            ended=self.tickets.record,
             groups_per_step=config.rollout.prompts_per_step,
             total_steps=config.run.steps,
             staleness=Staleness(config.rollout.max_policy_lag, config.rollout.on_stale),
@@ -193,11 +195,12 @@ class RolloutLoop(Generic[C]):
     def progress(self) -> dict[str, Any]:
         """What a checkpoint holds of the rollout side."""
         account, buffer, outstanding = self.buffer.account, self.buffer, self.buffer.outstanding()
+        positions = sorted([*(ticket.position for ticket in outstanding), *self.tickets.waiting()])
         return {
             "rewards": self.scorer.sources,
             "environments": self._environments.hosts.sources if self._environments else {},
-            "stream": self.tickets.stream.state(),
-            "outstanding": sorted([*(ticket.position for ticket in outstanding), *self.tickets.waiting()]),
+            "stream": self.tickets.stream.state(positions),
+            "outstanding": positions,
             # a resumed run samples the waiting rollouts again
             "account": replace(account, sampled=account.sampled - buffer.waiting),
             "replacements": buffer.replacements,
@@ -265,6 +268,7 @@ class RolloutLoop(Generic[C]):
         values |= self.speed.of_step(batch, epochs, run.cluster.learners.shared, phases.get("update", 0.0))
         values["time/slow_groups"], self.buffer.slow_wait_s = self.buffer.slow_wait_s, 0.0
         values |= {"rollout/tokens_per_second": rate, "data/epoch": self.tickets.stream.epochs}
+        values |= {} if (curriculum := self.tickets.stream.curriculum) is None else curriculum.metrics()
         values |= self.canary.check_rollouts(learned, temperature=rollout.temperature, max_lag=rollout.max_policy_lag)
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}
         counted = self.scorer.counted_besides([ticket.prompt for ticket in self.buffer.outstanding()])

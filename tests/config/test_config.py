@@ -232,6 +232,10 @@ CONTRADICTIONS = [
     ),
     (["reward=[]"], ["reward=[] without a reward_model", "Name a reward"]),
     (["reward={by_source: {chat: []}}"], ["reward=[] without a reward_model", "or a reward_model"]),
+    (
+        ["data.curriculum={}", "reward=[]", "reward_model={path: judge}"],
+        ["data.curriculum with reward=[]", "Name a reward"],
+    ),
     (["rollout.truncate_after=2"], ["rollout.truncate_after=2", "rollout.truncate_token=None", "leave it at 0"]),
     (
         ["rollout.truncate_after=28", "rollout.truncate_token=."],
