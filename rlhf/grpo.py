@@ -8,9 +8,9 @@
     old and reference log-probs -> update, if all are finite -> new weights to the engines -> canary (do the engines
     hold them?) -> metrics
 
-With the KL in the reward, advantages need the log-probs and are computed after them. A rollout whose advantage is 0
-has no gradient if the loss has no KL, entropy bonus or balancing loss: then, unless algo.log_kl asks for its log-probs,
-it gets no forward and no backward pass.
+With the KL in the reward, advantages need the log-probs and are computed after them, as those of a teacher are. A
+rollout whose advantage is 0 has no gradient if the loss has no KL, entropy bonus or balancing loss: then, unless
+algo.log_kl or a teacher asks for its log-probs, it gets no forward and no backward pass.
 
 The docstring of each package (its `__init__.py`) says where to add to it. The keys of the YAML and the values that they
 accept are in `config/sections.py`, contradictions between keys in `config/grpo.py`.
@@ -52,7 +52,7 @@ async def train(run: Run[GRPOConfig]) -> None:
 async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: int) -> None:
     """One training step: all rollouts of the step, epochs_per_step x minibatches_per_epoch optimizer updates."""
     # imported here, so that --help and --plan need neither torch nor ray
-    from rlhf.step.advantages import penalize_kl, step_advantages
+    from rlhf.step.advantages import mean_over_responses, penalize_kl, step_advantages, teach
     from rlhf.step.batch import broadcast_to_tokens, make_batch, non_finite_rollouts
     from rlhf.step.minibatches import plan_epochs, rows_with_gradient
     from rlhf.types import PolicyTargets
@@ -72,16 +72,26 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
     epochs = plan_epochs(batch, config, step=step, rows_to_compute=rows_to_compute)
 
     with clock.phase("logprobs"):
+        taught = await loop.teachers.logprobs(groups, batch, rows_to_compute, step=step)  # None without teachers
         await learners.start_step(batch, epochs)
         old, ref = await learners.compute("logprobs")  # each None if the config does not use it
-    columns = {"old_logprobs": old, "ref_logprobs": ref}
+    columns = {
+        "old_logprobs": old,
+        "ref_logprobs": ref,
+        "teacher_logprobs": None if taught is None else taught.logprobs,
+    }
     non_finite = non_finite_rollouts(batch, rows_to_compute, **columns)
     if config.kl_in_reward:  # rewards of rollouts without log-probs become NaN, which the baseline leaves out
         rewards = penalize_kl(batch, rows_to_compute, old, ref, algo)
         advantages = step_advantages(batch, rewards, algo.advantage, algo.normalize_over)
 
+    token_advantages, teacher_metrics = broadcast_to_tokens(batch, advantages), {}
+    if taught is not None and algo.teacher is not None and old is not None and not non_finite:
+        token_advantages, teacher_metrics = teach(batch, token_advantages, old, *taught, algo.teacher)
+        advantages = mean_over_responses(batch, token_advantages)
+
     with clock.phase("update"):
-        targets = PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref)
+        targets = PolicyTargets(token_advantages, old, ref)
         # one NaN would reach every weight
         updates = await (learners.skip_updates() if non_finite else learners.update(targets))
     loop.skipped_updates.keep(step + 1, batch, updates, non_finite, advantages=advantages, **columns)
@@ -91,7 +101,7 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
     canary = await loop.publish(step + 1)  # raises if an engine does not hold the new weights
     loop.buffer.begin_next_step()  # more groups may start, within rollout.max_policy_lag
     skipped_rollouts = set(batch.rollouts[batch.trained_rows & ~rows_to_compute].tolist())
-    extra_metrics = {"learner/skipped_rollouts": len(skipped_rollouts), **canary}
+    extra_metrics = {"learner/skipped_rollouts": len(skipped_rollouts), **teacher_metrics, **canary}
     loop.log_step(step + 1, groups, batch, advantages, targets, epochs, updates, extra_metrics)
 
 

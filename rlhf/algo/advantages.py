@@ -116,6 +116,16 @@ def _normalized_by_tokens(values: Tensor, tokens: Tensor) -> Tensor:
     return normalized
 
 
+def distillation_advantages(old_logprobs: Tensor, teacher_logprobs: Tensor, *, coef: float) -> Tensor:
+    """[T] coef (log pi_teacher - log pi_old) at each token: what a teacher says of a token that the policy sampled.
+
+    Given its prefix, the expected policy gradient of these advantages is -coef times that of KL(pi || pi_teacher), the
+    reverse KL on the policy's own samples (as in arXiv:2306.13649); the effect of a token on later prefixes is not
+    in it. Both arguments: [T], at temperature 1.
+    """
+    return coef * (teacher_logprobs - old_logprobs)
+
+
 def token_rewards(scores: Tensor, kl_penalties: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Per-token rewards of RLHF (arXiv:1909.08593, sec. 2, per token as in arXiv:2203.02155, sec. 3.5).
 

@@ -15,6 +15,7 @@ from rlhf.config.program import TrainingProgramConfig, dtype_problems
 from rlhf.config.reward import RewardConfig
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.config.roles import Training
+from rlhf.config.teacher import teacher_problems
 
 NEEDS_A_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 
@@ -77,6 +78,15 @@ class GRPOConfig(TrainingProgramConfig):
         return self.needs_reference and self.algo.ref_update != "fixed"
 
     @property
+    def averages(self) -> bool:
+        """Whether the reference is an average of the policy."""
+        return self.reference_moves and self.algo.ref_update == "average"
+
+    @property
+    def further_models(self) -> dict[str, str]:
+        return {} if self.algo.teacher is None else self.algo.teacher.paths
+
+    @property
     def max_sequence_tokens(self) -> int:
         return self.data.max_prompt_tokens + self.rollout.longest
 
@@ -117,8 +127,8 @@ class GRPOConfig(TrainingProgramConfig):
 
     @property
     def needs_old_logprobs_pass(self) -> bool:
-        """Whether a pass before the update computes log-probs: for later updates, or for the KL in the reward."""
-        return self.training.updates_per_step > 1 or self.kl_in_reward
+        """Whether a pass before the update computes log-probs: for later updates, a teacher, a KL in the reward."""
+        return self.training.updates_per_step > 1 or self.kl_in_reward or self.algo.teacher is not None
 
     def warnings(self) -> Iterator[str]:
         yield from super().warnings()
@@ -192,6 +202,7 @@ class GRPOConfig(TrainingProgramConfig):
         yield from _sampling_problems(self)
         yield from self.sampling_contradictions()
         yield from _curriculum_problems(self)
+        yield from teacher_problems(self)
         yield from _best_problems(self)
         yield from super().contradictions()
         yield from self.step_problems()

@@ -85,6 +85,8 @@ class PPOConfig(GRPOConfig):
         if critic.warmup_steps >= run.steps:
             remedy = "Shorten the warm-up or run longer."
             yield f"{critic.warmup_steps=}: the run has {run.steps=}, so the policy would never be updated. {remedy}"
+        if algo.teacher is not None:
+            yield "algo.teacher in rlhf.ppo: its advantages are those of the critic. Use rlhf.grpo, or remove the key."
         if algo.kl_controller == "adaptive" and not self.kl_in_reward:
             yield (
                 f"{algo.kl_controller=!s} with {algo.kl_coef=} and {algo.kl_place=!s}: the controller multiplies a "

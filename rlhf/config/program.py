@@ -130,6 +130,11 @@ class TrainingProgramConfig(Section):
         """Whether a reference policy changes during the run, and so is part of a checkpoint."""
         return False
 
+    @property
+    def further_models(self) -> dict[str, str]:
+        """Models that the learners keep next to their own, by key."""
+        return {}
+
     def warnings(self) -> Iterator[str]:
         """Settings that are allowed but likely a mistake, one sentence each."""
         evaluation, lr = self.evaluation, self.learner.optimizer.lr

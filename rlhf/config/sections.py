@@ -10,6 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 from rlhf.config.base import FilePath, Fraction, NonNegative, NonNegativeInt, Section, key
 from rlhf.config.library_options import check_deepspeed_options, check_engine_options
 from rlhf.config.parsers import check_tool_parser
+from rlhf.config.teacher import TeacherConfig
 
 KLEstimator = Literal["k1", "k2", "k3", "k4"]  # of algo/kl.py
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM
@@ -164,6 +165,7 @@ class AlgoConfig(Section):
     importance_level: Literal["token", "sequence"] = key("token", "one weight per token or per sequence")
     importance_cap: float = key(2.0, "upper bound of the importance weight", ge=1.0)
     mask_truncated: bool = key(False, "leave responses that did not stop out of the loss")
+    teacher: TeacherConfig | None = key(None, "a model to learn from token by token; null: rewards alone teach")
 
 
 class OptimizerConfig(Section):

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from rlhf.algo.packing import pack
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.teacher import TeacherModel
 from rlhf.learner.hub_format import hub_shapes, hub_tensors
 from rlhf.learner.policy_model import DeviceTokens, check_packed, load_policy
 from rlhf.learner.rank_checkpoint import REFERENCE, Slice
-from rlhf.learner.reference import MovingCopy, make_reference
+from rlhf.learner.reference import MovingCopy, make_reference, make_teachers
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch
 from rlhf.log.reductions import UpdateOutcome
@@ -48,6 +49,7 @@ class Learner(StepRank):
         self.wrap(model)
         check_packed(self.deepspeed, self.device, dtype=config.model.dtype, key="model.path", path=path)
         self.reference = make_reference(config, self)
+        self.teachers = make_teachers(config, self)
 
     # --- a training step ---
 
@@ -60,6 +62,15 @@ class Learner(StepRank):
             self._offload.come_back()
             ref = self.passes(self.reference.logprobs)
         return old, ref
+
+    def teacher_logprobs(self, teacher: TeacherModel) -> tuple[np.ndarray]:
+        """A teacher's log-probs on the microbatches of the first epoch."""
+        self._offload.come_back()
+        if teacher.own == "policy":
+            return (self.passes(lambda tokens: self.deepspeed(tokens).logprobs),)
+        model = self.reference if teacher.path is None else self.teachers[teacher.path]
+        assert model is not None, "own=average needs the average"
+        return (self.passes(model.logprobs),)
 
     def update(self, targets: PolicyTargets) -> list[UpdateOutcome]:
         """Take every optimizer step of the training step."""
@@ -83,8 +94,8 @@ class Learner(StepRank):
         self.reference.blend(decay)
 
     def _movable(self) -> list[Tensor]:
-        reference = [] if self.reference is None else self.reference.movable()
-        return reference + super()._movable()
+        frozen = [*self.teachers.values(), *([] if self.reference is None else [self.reference])]
+        return [tensor for each in frozen for tensor in each.movable()] + super()._movable()
 
     # --- weights out ---
 

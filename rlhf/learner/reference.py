@@ -45,6 +45,16 @@ def make_reference(config: GRPOConfig, rank: TrainedRank) -> Reference | None:
     return MovingCopy(model, rank, averages=config.algo.ref_update == "average")
 
 
+def make_teachers(config: GRPOConfig, rank: TrainedRank) -> dict[str, FrozenCopy]:
+    """The teachers that are models of their own, by path."""
+    teachers = {}
+    for key, path in config.further_models.items():
+        model = config.model.model_copy(update={"path": path, "gradient_checkpointing": False, "lora": None})
+        with rank.loading():
+            teachers[path] = FrozenCopy(load_policy(model, temperature=1.0, key=key), rank)
+    return teachers
+
+
 class AdaptersOff:
     """The trained model itself without its adapters: the frozen start model."""
 

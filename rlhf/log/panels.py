@@ -60,6 +60,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
     "KL": (
         Panel("KL to the reference", ("policy/kl_k[1234]",), "nats per token"),
+        Panel("KL to the teachers", ("policy/teacher_kl",), "nats per token"),
         Panel("KL of the step's updates", ("policy/kl_old",), "nats per token"),
         Panel("Engine against learner", ("policy/engine_kl",), "nats per token", log=True),
         Panel("Engine against learner, by turn", ("policy/engine_kl/turn_*",), "nats per token", log=True),

@@ -109,14 +109,14 @@ def total(parts: Sequence[Part]) -> float:
 
 def learner_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     """The parts of one learner at the peak of an update."""
-    reference: list[Part] = []
-    if config.model.lora is None and config.needs_reference:
-        dtype, ranks = config.model.dtype, config.cluster.learners if config.learner.zero_stage == 3 else 1
-        use: Use = "state" if ranks > 1 else "movable"  # a share at ZeRO-3 stays
-        reference = [_divided(f"reference, {dtype}", shape.parameters, BYTES[dtype], ranks, use=use)]
-    count = trained_parameters(shape, config.model.lora)
-    frozen = 0 if config.model.lora is None else shape.parameters
-    return _trained(config.learner, shape, config, count, reference, _head(shape, config), frozen=frozen)
+    lora = config.model.lora  # with adapters the reference is the model itself
+    frozen_models = {"reference": shape} if config.needs_reference and lora is None else {}
+    frozen_models |= {key: known for key, path in config.further_models.items() if (known := shape_at(path))}
+    dtype, ranks = config.model.dtype, config.cluster.learners if config.learner.zero_stage == 3 else 1
+    use: Use = "state" if ranks > 1 else "movable"  # a share at ZeRO-3 stays
+    others = [_divided(f"{of}, {dtype}", s.parameters, BYTES[dtype], ranks, use=use) for of, s in frozen_models.items()]
+    count, frozen = trained_parameters(shape, lora), 0 if lora is None else shape.parameters
+    return _trained(config.learner, shape, config, count, others, _head(shape, config), frozen=frozen)
 
 
 def critic_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:

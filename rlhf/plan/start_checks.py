@@ -52,6 +52,8 @@ def input_problems(config: TrainingProgramConfig, *, trains: bool = True, with_d
     problems = _gather(*(partial(check_source, source, key) for key, source in sources.items()))
     for role in config.roles(trains=trains):
         problems += _gather(partial(check_model_files, role.model, key=role.model_key, generates=not role.scalar))
+    further = config.further_models if trains else {}
+    problems += _gather(*(partial(check_model_files, path, key=key) for key, path in further.items()))
     try:
         problems += model_problems(config, trains=trains)
     except ValueError as error:  # a config.json is not JSON
@@ -60,7 +62,7 @@ def input_problems(config: TrainingProgramConfig, *, trains: bool = True, with_d
         from rlhf.data.adapted_layers import adapted_layers  # imports torch and transformers
 
         problems += _gather(lambda: adapted_layers(config))
-    models = {role.model_key: role.model for role in config.roles(trains=trains)}
+    models = {role.model_key: role.model for role in config.roles(trains=trains)} | further
     absent = {key: name for key, name in models.items() if not looks_local(name) and local_model_config(name) is None}
     if absent and (reason := hub_silence()):
         problems += [

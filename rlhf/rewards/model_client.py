@@ -106,17 +106,22 @@ class RewardModelClient:
         self._start()
 
 
-def endpoint_scorer(config: RewardModelConfig) -> Score:
-    """Scores over HTTP; each request has a time limit, and the wait doubles before each retry.
+def address_and_headers(endpoint: str) -> tuple[str, dict[str, str]]:
+    """Where to post JSON, and with which headers.
 
     User and password of the address, https://user:password@host, are sent as basic authentication.
     """
-    assert config.endpoint is not None
-    parts = urlsplit(config.endpoint)
+    parts, headers = urlsplit(endpoint), {"Content-Type": "application/json"}
     credentials, _, host = parts.netloc.rpartition("@")
-    url, headers = urlunsplit(parts._replace(netloc=host)), {"Content-Type": "application/json"}
     if credentials:
         headers["Authorization"] = f"Basic {base64.b64encode(unquote(credentials).encode()).decode()}"
+    return urlunsplit(parts._replace(netloc=host)), headers
+
+
+def endpoint_scorer(config: RewardModelConfig) -> Score:
+    """Scores over HTTP; each request has a time limit, and the wait doubles before each retry."""
+    assert config.endpoint is not None
+    url, headers = address_and_headers(config.endpoint)
     mean, std = config.mean or 0.0, config.std or 1.0
 
     def fetch(body: bytes, count: int) -> list[float | None]:

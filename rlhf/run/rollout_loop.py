@@ -32,6 +32,7 @@ from rlhf.run.rollout_log import rollout_metrics, rollout_rows, token_values
 from rlhf.run.run import Run
 from rlhf.run.skipped_updates import SkippedUpdates
 from rlhf.run.speed import LearnerSpeed
+from rlhf.run.teachers import Teachers
 from rlhf.run.threads import in_thread
 from rlhf.run.useless_steps import UselessSteps
 from rlhf.types import Minibatch, PolicyTargets, Prompt, RolloutGroup, StepBatch
@@ -131,6 +132,7 @@ class RolloutLoop(Generic[C]):
         self.grading = Grading(config, scorer, run.tokenizer, reward_model_client(config, run.cluster))
         truncate_token = truncate_token_id(config.rollout, run.tokenizer)
         self.sampler = Sampler(config, truncate_token, engines.generate, self.grading, environments)
+        self.teachers = Teachers(config, data.train.prompts, run.tokenizer, run.cluster.learners)
         self.failed_environments = FailedEnvironments(config.environment.max_failed_fraction)
         self._environments = environments
         prompts = next(iter(data.train.prompts.values()))

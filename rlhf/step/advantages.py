@@ -16,6 +16,7 @@ from rlhf.algo import advantages as adv
 from rlhf.algo.kl import KLController, kl_per_token
 from rlhf.config.ppo import PPOAlgoConfig
 from rlhf.config.sections import AlgoConfig
+from rlhf.config.teacher import TeacherConfig
 from rlhf.step.batch import sum_over_responses
 from rlhf.types import StepBatch
 
@@ -56,6 +57,29 @@ def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str, normalize_
 
 
 # --- tokens ---
+
+
+def teach(
+    batch: StepBatch,
+    advantages: np.ndarray,
+    old_logprobs: np.ndarray,
+    teacher_logprobs: np.ndarray,
+    taught: np.ndarray,
+    teacher: TeacherConfig,
+) -> tuple[np.ndarray, dict[str, float]]:
+    """-> [N] float32 advantages of tokens with what the teachers say, and metrics.
+
+    Args:
+        advantages: [N] of the reward. old_logprobs, teacher_logprobs: [N].
+        taught: [B] bool, trained rows that have a teacher; the advantages of the others stay.
+    """
+    mask = batch.tokens.response_mask & np.repeat(taught, batch.tokens.lengths)
+    old, of_teacher = torch.from_numpy(old_logprobs), torch.from_numpy(teacher_logprobs)
+    judged = adv.distillation_advantages(old, of_teacher, coef=teacher.coef).numpy()
+    of_reward = advantages if teacher.reward == "add" else np.zeros_like(advantages)
+    kl = (old_logprobs - teacher_logprobs)[mask]
+    metrics = {"policy/teacher_kl": float(kl.mean(dtype=np.float64))} if len(kl) else {}
+    return np.where(mask, of_reward + judged, of_reward).astype(np.float32), metrics
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf.algo.advantages import (
+    distillation_advantages,
     explained_variance,
     gae,
     group_advantages,
@@ -19,6 +20,7 @@ from rlhf.algo.advantages import (
     token_rewards,
     whiten,
 )
+from rlhf.algo.losses import policy_loss
 
 NAN = math.nan
 
@@ -294,3 +296,24 @@ def test_garbage_outside_of_the_mask_changes_no_bit(garbage):
     clean = outcome(rewards, values)
     dirty = outcome(torch.where(mask, rewards, garbage), torch.where(mask, values, garbage))
     assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+
+
+# --- teachers ---
+
+
+def test_the_expected_gradient_of_distillation_is_that_of_the_reverse_kl_times_its_coefficient():
+    """By enumeration: each token of a softmax policy counts with its probability, as sampling would give it."""
+    theta, of_teacher = torch.randn(3, 5, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64).log_softmax(-1)
+    sampled, exact = theta.clone().requires_grad_(), theta.clone().requires_grad_()
+    log_pi = sampled.log_softmax(-1)
+    old = log_pi.detach()
+    advantages = distillation_advantages(old, of_teacher, coef=0.7)
+    terms = policy_loss(
+        log_pi.flatten(), old_logprobs=old.flatten(), advantages=advantages.flatten(),
+        response_mask=torch.ones(15, dtype=torch.bool), clip_low=0.2, clip_high=0.2,
+    )  # fmt: skip
+    (old.exp().flatten() * terms.loss).sum().backward()
+    log_pi = exact.log_softmax(-1)
+    (0.7 * log_pi.exp() * (log_pi - of_teacher)).sum().backward()
+    assert (sampled.grad - exact.grad).abs().max() < 1e-12
+    assert exact.grad.abs().max() > 0.01

@@ -236,6 +236,30 @@ CONTRADICTIONS = [
         ["data.curriculum={}", "reward=[]", "reward_model={path: judge}"],
         ["data.curriculum with reward=[]", "Name a reward"],
     ),
+    (["algo.teacher={}"], ["algo.teacher: it has no model", "Set exactly one"]),
+    (["algo.teacher={path: t, own: average}"], ["algo.teacher: it has path=t and own=average", "exactly one"]),
+    (["algo.teacher={own: policy}"], ["algo.teacher.own=policy without hint_column", "Name the hint_column"]),
+    (
+        ["algo.teacher={own: average, hint_column: hint}"],
+        ["algo.teacher.own=average with algo.ref_update=fixed", "algo.log_kl=true"],
+    ),
+    (
+        ["algo.teacher={path: t}", "rollout.temperature=0.7"],
+        ["rollout.temperature=0.7 with algo.teacher", "two equal models", "temperature=1"],
+    ),
+    (
+        ["algo.teacher={path: t, by_source: {gsm: {path: u}}}"],
+        ["algo.teacher.by_source.gsm: data.train has no such source", "Known: "],
+    ),
+    (["algo.teacher={path: t}", "rollout.dynamic_sampling=true"], ["rollout.dynamic_sampling=true", "reward=add"]),
+    (
+        ["algo.teacher={path: t}", "algo.kl_place=reward", "algo.kl_coef=0.1", "algo.kl_estimator=k1"],
+        ["algo.kl_place=reward with algo.teacher.reward=replace", "reward=add"],
+    ),
+    (
+        ["algo.teacher={endpoint: 'http://x'}", "run.deterministic=true"],
+        ["run.deterministic=true with algo.teacher.endpoint", "Name a path"],
+    ),
     (["rollout.truncate_after=2"], ["rollout.truncate_after=2", "rollout.truncate_token=None", "leave it at 0"]),
     (
         ["rollout.truncate_after=28", "rollout.truncate_token=."],

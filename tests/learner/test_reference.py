@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from worlds import make_config, make_groups, plan_first_epoch, run_world, save
+from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, run_world, save
 
+from rlhf.config.teacher import TeacherModel
 from rlhf.step.batch import broadcast_to_tokens
 from rlhf.types import PolicyTargets, World
 
@@ -98,3 +100,58 @@ def test_a_fixed_reference_is_not_in_a_checkpoint_and_a_moving_one_does_not_go_o
 ) -> None:
     run_world(resume_moving_from_fixed, 1, tiny_model_dir / "model", tmp_path)
     assert not list(tmp_path.glob("reference-*"))
+
+
+# --- teachers ---
+
+
+def scored_by_teachers(world: World, model: Path, teacher: Path, stage: int) -> dict[str, Any]:
+    """A rank's columns by the teacher and by the policy itself, before and after an update."""
+    from rlhf.learner.policy import Learner
+
+    settings = {"teacher": {"path": str(teacher)}}
+    section = {"zero_stage": stage, "optimizer": {"lr": 1e-2}}
+    config = make_config(model, algo=settings, learner=section, cluster={"learners": world.size})
+    learner = Learner(config, world)
+    batch, minibatches, advantages = plan_first_epoch(config, make_groups(**GROUPS))
+    learner.start_step(batch.tokens, [minibatches])
+    own = TeacherModel(own="policy", hint_column="hint")
+
+    def column(of: TeacherModel) -> np.ndarray:
+        return column_of_rank(batch, minibatches, world.rank, learner.teacher_logprobs(of)[0])
+
+    assert config.algo.teacher is not None
+    seen = {"teacher": column(config.algo.teacher), "policy": column(own)}
+    learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), None, None))
+    learner.leave_gpu(offload=True)
+    seen |= {"teacher after": column(config.algo.teacher), "policy after": column(own)}
+    learner.close()
+    return seen
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (3, 2)])
+def test_a_teacher_gives_the_log_probs_of_its_own_model_which_updates_do_not_move(
+    tmp_path: Path, tiny_model_dir: Path, stage: int, ranks: int
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    teacher = AutoModelForCausalLM.from_pretrained(tiny_model_dir / "model", dtype=torch.float32)
+    with torch.no_grad():
+        for param in teacher.parameters():
+            param.add_(torch.randn_like(param) * 0.05)
+    teacher.save_pretrained(tmp_path / "teacher")
+    parts = run_world(scored_by_teachers, ranks, tiny_model_dir / "model", tmp_path / "teacher", stage)
+    seen = {name: sum(part[name] for part in parts) for name in parts[0]}
+    config = make_config(tiny_model_dir / "model")
+    tokens = plan_first_epoch(config, make_groups(**GROUPS))[0].tokens
+    for start, end in itertools.pairwise(tokens.cu_seqlens):
+        ids = torch.from_numpy(tokens.token_ids[start:end]).long()
+        with torch.no_grad():
+            logits = teacher(ids[None]).logits[0, :-1].log_softmax(-1)
+        expected = logits.gather(1, ids[1:, None])[:, 0].numpy()
+        sampled = tokens.response_mask[start + 1 : end]
+        np.testing.assert_allclose(seen["teacher"][start + 1 : end][sampled], expected[sampled], atol=1e-4)
+    mask = tokens.response_mask
+    assert (seen["teacher after"] == seen["teacher"])[mask].all()
+    assert np.abs(seen["policy after"] - seen["policy"])[mask].max() > 1e-3
+    assert np.abs(seen["policy"] - seen["teacher"])[mask].max() > 1e-2

@@ -257,6 +257,17 @@ def test_no_reference_is_counted_where_none_is_loaded(make: Any) -> None:
     assert "reference, bfloat16" in gigabytes(learner_state(shape, make("algo.kl_coef=0", "algo.log_kl=true")))
 
 
+def test_a_teacher_is_counted_by_its_own_shape_and_divided_at_zero_3(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = model_shape(LLAMA31_8B)
+    monkeypatch.setattr("rlhf.plan.memory.shape_at", lambda path: shape if path == "large" else None)
+    teacher = "algo.teacher={path: large}"
+    assert gigabytes(learner_state(shape, make(teacher)))["algo.teacher.path, bfloat16"] == 16.06
+    shared = make(teacher, "learner.zero_stage=3", "cluster.learners=4")
+    assert gigabytes(learner_memory(shape, shared))["algo.teacher.path, bfloat16"] == pytest.approx(16.06 / 4, abs=0.01)
+
+
 def test_an_offloaded_optimizer_takes_no_gpu_memory(make: Any) -> None:
     parts = gigabytes(learner_memory(model_shape(LLAMA31_8B), make("learner.offload_optimizer=true")))
     assert parts["optimizer"] == 0

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from documented import check_documented
 from worlds import group_of, make_groups, rollout_of
 
 from rlhf.config.ppo import PPOAlgoConfig
-from rlhf.step.advantages import assign_credit, make_controller, mean_over_responses, response_kl
+from rlhf.config.teacher import TeacherConfig
+from rlhf.step.advantages import assign_credit, make_controller, mean_over_responses, response_kl, teach
 from rlhf.step.batch import make_batch
 from rlhf.types import StepBatch
 
@@ -221,3 +223,19 @@ def test_a_resumed_run_goes_on_with_the_adapted_coefficient_and_a_fixed_one_foll
     adaptive = PPOAlgoConfig(kl_coef=0.2, kl_controller="adaptive")
     assert make_controller(adaptive, 0.7).coef == 0.7
     assert make_controller(PPOAlgoConfig(kl_coef=0.2), 0.7).coef == 0.2
+
+
+@pytest.mark.parametrize("kind", ["add", "replace"])
+def test_what_a_teacher_says_is_added_to_the_advantages_of_the_reward_or_replaces_them(kind: Any) -> None:
+    batch, (of_reward, old, of_teacher) = batch_and_columns()
+    taught = np.arange(len(batch.trained_rows)) % 2 == 0
+    settings = TeacherConfig(path="teacher", coef=0.5, reward=kind)
+    advantages, metrics = teach(batch, of_reward, old, of_teacher, taught, settings)
+    differences = []
+    for row, tokens in zip(taught, responses(batch), strict=True):
+        rewarded = of_reward[tokens] if kind == "add" else 0.0
+        judged = 0.5 * (of_teacher - old)[tokens] if row else 0.0
+        np.testing.assert_allclose(advantages[tokens], rewarded + judged, atol=1e-6)
+        differences += (old - of_teacher)[tokens].tolist() if row else []
+    assert metrics["policy/teacher_kl"] == pytest.approx(np.mean(differences))
+    check_documented([metrics], logged={"teacher"})

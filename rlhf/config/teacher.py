@@ -1,0 +1,107 @@
+"""Teachers: models whose log-probs of the sampled tokens are what the policy learns from (on-policy distillation)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from rlhf.config.base import FilePath, NonNegativeInt, Section, key, suggest
+
+
+class TeacherModel(Section):
+    """One teacher: exactly one of `path`, `endpoint` and `own`; none where each source names its own."""
+
+    path: FilePath | None = key(None, "folder or hub name of a model, kept by the learners next to the policy")
+    endpoint: str | None = key(
+        None, "address of an OpenAI-compatible server with prompt log-probs, http://host:8000/v1"
+    )
+    own: Literal["policy", "average"] | None = key(None, "the policy itself, or the reference with ref_update=average")
+    hint_column: str | None = key(None, "column whose text the teacher alone reads, after the last message of a prompt")
+
+    @property
+    def named(self) -> str:
+        """The key that names the model, with its value; "" if none does."""
+        given = self.model_dump(include={"path", "endpoint", "own"}, exclude_none=True)
+        return " and ".join(f"{name}={value}" for name, value in given.items())
+
+    def problems(self, where: str) -> Iterator[str]:
+        """Why this is no teacher; `where` is its key."""
+        if " and " in self.named or not self.named:
+            yield f"{where}: it has {self.named or 'no model'}. Set exactly one of path, endpoint and own."
+        if self.own == "policy" and self.hint_column is None:
+            reason = "it would agree with the policy on every token. Name the hint_column that it reads in addition."
+            yield f"{where}.own=policy without hint_column: {reason}"
+
+
+class TeacherConfig(TeacherModel):
+    """The teachers of a run, and what their judgement weighs."""
+
+    coef: PositiveFloat = key(1.0, "factor of log pi_teacher - log pi_old in the advantage of a token")
+    reward: Literal["add", "replace"] = key("replace", "add that to the advantage of the reward, or replace it")
+    by_source: dict[str, TeacherModel] = key({}, "teachers of single sources of data.train; others have the one above")
+    concurrent_requests: PositiveInt = key(32, "sequences that an endpoint is asked for at once")
+    timeout_s: PositiveFloat = key(60.0, "seconds that one request to an endpoint may take")
+    retries: NonNegativeInt = key(5, "further tries of a failed request; the wait doubles each time")
+
+    def of(self, source: str) -> TeacherModel | None:
+        """The teacher of the rows of a source."""
+        return self.by_source.get(source, self if self.named else None)
+
+    @property
+    def all(self) -> dict[str, TeacherModel]:
+        """Every teacher by its key."""
+        own = {"algo.teacher": self} if self.named else {}
+        return {**own, **{f"algo.teacher.by_source.{name}": each for name, each in self.by_source.items()}}
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The models that the learners keep, by key; each once."""
+        by_path = {each.path: f"{where}.path" for where, each in reversed(self.all.items()) if each.path is not None}
+        return {where: path for path, where in reversed(by_path.items())}
+
+
+def teacher_problems(config: Any) -> Iterator[str]:
+    """Contradictions between `algo.teacher` and the rest of a GRPO config."""
+    teacher: TeacherConfig | None = config.algo.teacher
+    if teacher is None:
+        return
+    rollout, algo = config.rollout, config.algo
+    sources = [source.label for source in config.data.train]
+    if teacher.named or not teacher.by_source:
+        yield from teacher.problems("algo.teacher")
+    for name, each in teacher.by_source.items():
+        yield from each.problems(f"algo.teacher.by_source.{name}")
+        if name not in sources:
+            yield f"algo.teacher.by_source.{name}: data.train has no such source. {suggest(name, sources)}"
+    if rollout.temperature != 1:
+        yield (
+            f"{rollout.temperature=} with algo.teacher: a teacher judges at temperature 1. If the student samples at "
+            "another, the difference of their log-probs is not 0 even for two equal models. Set temperature=1."
+        )
+    if any(each.own == "average" for each in teacher.all.values()) and not config.averages:
+        remedy = "Set algo.ref_update=average, and algo.log_kl=true or a kl_coef."
+        yield f"algo.teacher.own=average with {algo.ref_update=!s}: there is no average. {remedy}"
+    if config.acts and any(each.hint_column for each in teacher.all.values()):
+        reason = "an environment writes the prompt, so there is none to add a hint to. Remove one of them."
+        yield f"algo.teacher.hint_column with an environment or tools: {reason}"
+    if config.run.deterministic and any(each.endpoint for each in teacher.all.values()):
+        reason = "nothing here can make its log-probs the same in a second run. Name a path, or deterministic=false."
+        yield f"run.deterministic=true with algo.teacher.endpoint: {reason}"
+    if teacher.reward == "replace":
+        yield from _replaced_problems(config, teacher, sources)
+
+
+def _replaced_problems(config: Any, teacher: TeacherConfig, sources: Collection[str]) -> Iterator[str]:
+    """What cannot be where no reward is used."""
+    given = "algo.teacher.reward=replace"
+    for name in sources:
+        if teacher.of(name) is None:
+            remedy = "Name one in by_source or for all sources, or set reward=add."
+            yield f"{given}: nothing would train the rows of {name}, which has no teacher. {remedy}"
+    if config.kl_in_reward:
+        yield f"algo.kl_place=reward with {given}: no reward is used. Set kl_place=loss, or reward=add."
+    if config.rollout.dynamic_sampling:
+        reason = "groups of equal rewards teach as much as others. Remove it, or set reward=add."
+        yield f"rollout.dynamic_sampling=true with {given}: {reason}"
