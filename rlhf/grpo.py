@@ -72,7 +72,7 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
     epochs = plan_epochs(batch, config, step=step, rows_to_compute=rows_to_compute)
 
     with clock.phase("logprobs"):
-        taught = await loop.teachers.logprobs(groups, batch, rows_to_compute, step=step)  # None without teachers
+        taught = await loop.teachers.logprobs(groups, batch, rows_to_compute, learners, step=step)  # None: no teachers
         await learners.start_step(batch, epochs)
         old, ref = await learners.compute("logprobs")  # each None if the config does not use it
     columns = {

@@ -24,9 +24,10 @@ CUT_OFF_EVERY = 4  # samples of a group, of which one does not stop
 
 
 class FakeLearners:
-    """Learners that compute nothing; every call is kept."""
+    """Learners that compute nothing; every call is kept, and the targets of the last update."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, old_logprobs: bool) -> None:
+        self._old_logprobs, self.targets = old_logprobs, None
         self.calls: list[tuple[Any, ...]] = []
         self.updates, self.changed, self.shared = 0, False, np.zeros(0, np.int64)
         self._planned, self.weights = 0, asyncio.Condition()
@@ -47,10 +48,14 @@ class FakeLearners:
         rows = sum(len(rows) for epoch in epochs for minibatch in epoch for rows in minibatch.microbatches[0])
         self.shared = np.zeros(rows, np.int64)
 
-    async def compute(self, _: str) -> list[Any]:
-        return [None, np.zeros(len(self._batch.tokens.token_ids), np.float32)]
+    async def compute(self, method: str, *_: Any) -> list[Any]:
+        zeros = np.zeros(len(self._batch.tokens.token_ids), np.float32)
+        if method == "teacher_logprobs":
+            return [zeros - 0.5]
+        return [zeros if self._old_logprobs else None, zeros]
 
-    async def update(self, _: Any) -> list[UpdateOutcome]:
+    async def update(self, targets: Any) -> list[UpdateOutcome]:
+        self.targets = targets
         self.updates += self._planned
         return [UpdateOutcome("learner", True, {"learner/grad_norm": Mean(1.0, 1.0)})] * self._planned
 
@@ -72,7 +77,7 @@ class FakeCluster:
     lost = ""
 
     def __init__(self, config: Any, **_: Any) -> None:
-        self.learners = FakeLearners()
+        self.learners = FakeLearners(old_logprobs=config.needs_old_logprobs_pass)
         self.checkpoints = FakeCheckpoints()
         self.heartbeat = SimpleNamespace(memory={}, others=dict)
         self.loaded: list[Path] = []

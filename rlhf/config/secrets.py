@@ -28,7 +28,7 @@ NAME = re.compile(
 PLAIN_NAME = re.compile(
     r"(?:(?:stop|end|eos|bos|pad|think|special|truncate|max|min|num|new|buffer|prompt|response|rollout)_)+tokens?(?:_ids?)?"
     r"|token_values|(?:\w+_)?tokens_per_\w+|tokens|keys"
-    r"|(?:answer|prompt|response|label|gold|id|by|sort|column)_keys?|pass_(?:threshold|rate)"
+    r"|(?:answer|prompt|response|label|gold|id|by|sort|column)_keys?|(?:min_|max_)?pass_(?:threshold|rate)"
 )
 PASSWORD = re.compile(r"secret|passw(?:or)?d|passphrase", re.IGNORECASE)  # may be digits only, a number in YAML
 MIN_LENGTH = 8  # characters; replacing shorter values in a text would destroy other words of it

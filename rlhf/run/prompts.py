@@ -18,7 +18,6 @@ from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Ticket
 from rlhf.run.evaluation import RIGHT, score_of
 from rlhf.run.state import RunState
-from rlhf.run.teachers import check_teachers
 from rlhf.types import Prompt, RolloutGroup
 
 MAX_ROWS_SHOWN = 5
@@ -36,7 +35,6 @@ def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
     truncate_token_id(config.rollout, tokenizer)  # must be one token
     train = load_prompts(config.data, "train", tokenizer, acts=config.acts)
     _check_prompts_suffice(config, train)
-    check_teachers(config, tokenizer)
     if config.reward_model is not None and config.reward_model.path is not None:
         token_ids = reward_input(config)
         reads = load_tokenizer(ModelConfig(path=config.reward_model.path), key="reward_model.path")

@@ -38,6 +38,7 @@ FREE = frozenset((
     "environment.accept_changed_code",
     "reward_model.path", "reward_model.replicas", "reward_model.max_tokens_per_batch", "reward_model.timeout_s",
     "reward_model.retries",
+    "algo.teacher.endpoint", "algo.teacher.concurrent_requests", "algo.teacher.timeout_s", "algo.teacher.retries",
     "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
     "critic.path", "critic.zero_stage", "critic.offload_optimizer", "learner.deepspeed", "critic.deepspeed",
 ))  # fmt: skip

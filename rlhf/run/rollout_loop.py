@@ -52,6 +52,7 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
             exit_stack.enter_context(run.shown())
             with run.log.terminal.stage("data"):
                 data = await in_thread(read_data, config, run.tokenizer)
+                teachers = await in_thread(Teachers, config, data.train.prompts, run.tokenizer)
             first = first_prompt(data.train)
             environments = None
             if config.acts:
@@ -85,7 +86,7 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
             if kernels := (await run.cluster.learners.call("kernels"))[0]:
                 say(kernels)
             speed = LearnerSpeed(config, (await run.cluster.learners.call("device_name"))[0])
-            loop = RolloutLoop(run, data, tickets, scorer, engines, speed, first, environments)
+            loop = RolloutLoop(run, data, tickets, scorer, engines, speed, first, teachers, environments)
             exit_stack.push_async_callback(loop.buffer.close)
             with run.log.terminal.stage("check"):
                 await loop.check_start()
@@ -125,6 +126,7 @@ class RolloutLoop(Generic[C]):
         engines: Engines,
         speed: LearnerSpeed,
         first: Prompt,
+        teachers: Teachers,
         environments: StartedEnvironments | None = None,
     ) -> None:
         config = run.config
@@ -132,7 +134,7 @@ class RolloutLoop(Generic[C]):
         self.grading = Grading(config, scorer, run.tokenizer, reward_model_client(config, run.cluster))
         truncate_token = truncate_token_id(config.rollout, run.tokenizer)
         self.sampler = Sampler(config, truncate_token, engines.generate, self.grading, environments)
-        self.teachers = Teachers(config, data.train.prompts, run.tokenizer, run.cluster.learners)
+        self.teachers = teachers
         self.failed_environments = FailedEnvironments(config.environment.max_failed_fraction)
         self._environments = environments
         prompts = next(iter(data.train.prompts.values()))

@@ -48,12 +48,6 @@ def check_vocabulary(own: Any, other: Any, key: str) -> None:
             )
 
 
-def check_teachers(config: GRPOConfig, tokenizer: Any) -> None:
-    """Compare the vocabularies of the teachers that are models with that of model.path."""
-    for key, path in config.further_models.items():
-        check_vocabulary(tokenizer, load_tokenizer(ModelConfig(path=path), key=key), f"{key}={path}")
-
-
 def with_hints(
     config: GRPOConfig, teacher: TeacherModel, prompts: Sequence[Prompt], tokenizer: Any
 ) -> dict[str, np.ndarray]:
@@ -87,17 +81,19 @@ def with_hints(
 
 
 class Teachers:
-    """The teachers of a run.
+    """The teachers of a run; nothing is started for them yet.
 
     Args:
         prompts: of data.train, by source.
-        learners: the ranks of the policy.
+
+    Raises:
+        ValueError: a model has another vocabulary, or a row has no hint.
     """
 
-    def __init__(
-        self, config: GRPOConfig, prompts: Mapping[str, Sequence[Prompt]], tokenizer: Any, learners: Any
-    ) -> None:
-        self._config, self._tokenizer, self._learners = config, tokenizer, learners
+    def __init__(self, config: GRPOConfig, prompts: Mapping[str, Sequence[Prompt]], tokenizer: Any) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        for key, path in config.further_models.items():
+            check_vocabulary(tokenizer, load_tokenizer(ModelConfig(path=path), key=key), f"{key}={path}")
         self._of: dict[str, TeacherModel] = {}
         self._hinted: dict[str, np.ndarray] = {}
         for source, rows in prompts.items():
@@ -108,11 +104,12 @@ class Teachers:
         self._servers: dict[str, Server] = {}
 
     async def logprobs(
-        self, groups: Sequence[RolloutGroup], batch: StepBatch, rows: np.ndarray, *, step: int
+        self, groups: Sequence[RolloutGroup], batch: StepBatch, rows: np.ndarray, learners: Any, *, step: int
     ) -> Taught | None:
         """What the teachers say of the sampled tokens of these rows [B] bool; None without teachers.
 
-        The learners then hold other microbatches: `start_step` must follow.
+        Args:
+            learners: the ranks of the policy. They then hold other microbatches: `start_step` must follow.
         """
         if not self._of:
             return None
@@ -123,7 +120,12 @@ class Teachers:
             if not own.any():
                 continue
             read = self._as_read(batch, prompts, np.flatnonzero(own)) if teacher.hint_column else batch
-            column = await self._column(teacher, read, own, step=step)
+            if teacher.endpoint is None:
+                epochs = plan_epochs(read, self._config, step=step, rows_to_compute=own)
+                await learners.start_step(read, epochs[:1])
+                (column,) = await learners.compute("teacher_logprobs", teacher)
+            else:
+                column = await self._served(teacher.endpoint, read, own)
             here, there = _sampled(batch, own), _sampled(read, own)
             taught.logprobs[here], taught.rows[own] = column[there], True
         return taught
@@ -141,14 +143,11 @@ class Teachers:
         packed = replace(pack(ids, masks), rollout_tokens=tokens.rollout_tokens)
         return replace(batch, tokens=packed, prompt_lengths=heads)
 
-    async def _column(self, teacher: TeacherModel, batch: StepBatch, rows: np.ndarray, *, step: int) -> np.ndarray:
-        """[N] float32 log-probs of a teacher at the tokens of these rows."""
-        if teacher.endpoint is None:
-            epochs = plan_epochs(batch, self._config, step=step, rows_to_compute=rows)
-            await self._learners.start_step(batch, epochs[:1])
-            (column,) = await self._learners.compute("teacher_logprobs", teacher)
-            return np.asarray(column)
-        server = self._servers.setdefault(teacher.endpoint, Server(self._config, teacher.endpoint, self._tokenizer))
+    async def _served(self, endpoint: str, batch: StepBatch, rows: np.ndarray) -> np.ndarray:
+        """[N] float32 log-probs by a server at the tokens of these rows."""
+        if endpoint not in self._servers:
+            self._servers[endpoint] = Server(self._config, endpoint, self._tokenizer)
+        server = self._servers[endpoint]
         bounds, column = batch.tokens.cu_seqlens, np.zeros(len(batch.tokens.token_ids), np.float32)
         spans = [slice(bounds[row], bounds[row + 1]) for row in np.flatnonzero(rows)]
         scored = await asyncio.gather(*(server.logprobs(batch.tokens.token_ids[span].tolist()) for span in spans))

@@ -172,3 +172,18 @@ def test_a_curriculum_draws_solved_prompts_less_and_goes_on_after_a_signal_as_if
     check_documented(logged(whole), logged={"curriculum"})
     assert logged(whole)[-1]["data/curriculum/too_easy_fraction"] == pytest.approx(4 / 6)
     assert logged(whole)[-1]["data/curriculum/replaced"] == logged(stopped)[-1]["data/curriculum/replaced"] > 0
+
+
+def test_a_teacher_replaces_the_reward_in_what_is_trained_and_logs_how_far_the_policy_is(
+    config: GRPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = {"path": config.model.path, "coef": 2.0}
+    values = {**config.model_dump(mode="json"), "algo": {"teacher": teacher, "mask_truncated": True}}
+    run, _ = asyncio.run(drive(GRPOConfig.model_validate_json(json.dumps(values)), monkeypatch))
+    cluster: Any = run.cluster
+    rows = logged(config)
+    check_documented(rows, logged={"teacher"})
+    assert rows[-1]["policy/teacher_kl"] == 0.5  # the old log-probs are 0, the teacher's are -0.5
+    advantages = cluster.learners.targets.advantages
+    assert set(advantages.tolist()) == {0.0, -1.0}  # prompts and truncated responses; the others
+    assert rows[-1]["policy/advantage_abs"] == pytest.approx(1 - 1 / CUT_OFF_EVERY)

@@ -29,6 +29,11 @@ def ids_of(text: str) -> np.ndarray:
     return np.array(TOKENIZER(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
+@pytest.fixture(autouse=True)
+def _all_have_one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.run.teachers.load_tokenizer", lambda *_, **__: TOKENIZER)
+
+
 def make_groups() -> list[RolloutGroup]:
     """A group of source `a`, and one of source `b`, of two rollouts each."""
     groups = []
@@ -78,8 +83,8 @@ def taught(config: GRPOConfig, learners: Any, groups: list[RolloutGroup]) -> tup
     """What the teachers say of each response, and which rows have one."""
     batch = make_batch(groups, mask_truncated=False)
     prompts = {group.prompt.source: [group.prompt] for group in groups}
-    teachers = Teachers(config, prompts, TOKENIZER, learners)
-    result = asyncio.run(teachers.logprobs(groups, batch, batch.trained_rows, step=0))
+    teachers = Teachers(config, prompts, TOKENIZER)
+    result = asyncio.run(teachers.logprobs(groups, batch, batch.trained_rows, learners, step=0))
     assert result is not None
     of_rows = np.split(result.logprobs, batch.tokens.cu_seqlens[1:-1])
     masks = np.split(batch.tokens.response_mask, batch.tokens.cu_seqlens[1:-1])
