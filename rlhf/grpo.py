@@ -75,17 +75,15 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
         taught = await loop.teachers.logprobs(groups, batch, rows_to_compute, learners, step=step)  # None: no teachers
         await learners.start_step(batch, epochs)
         old, ref = await learners.compute("logprobs")  # each None if the config does not use it
-    columns = {
-        "old_logprobs": old,
-        "ref_logprobs": ref,
-        "teacher_logprobs": None if taught is None else taught.logprobs,
-    }
+    of_teachers = None if taught is None else taught.logprobs
+    columns = {"old_logprobs": old, "ref_logprobs": ref, "teacher_logprobs": of_teachers}
     non_finite = non_finite_rollouts(batch, rows_to_compute, **columns)
     if config.kl_in_reward:  # rewards of rollouts without log-probs become NaN, which the baseline leaves out
         rewards = penalize_kl(batch, rows_to_compute, old, ref, algo)
         advantages = step_advantages(batch, rewards, algo.advantage, algo.normalize_over)
 
-    token_advantages, teacher_metrics = broadcast_to_tokens(batch, advantages), {}
+    token_advantages = broadcast_to_tokens(batch, advantages)
+    teacher_metrics: dict[str, float] = {}
     if taught is not None and algo.teacher is not None and old is not None and not non_finite:
         token_advantages, teacher_metrics = teach(batch, token_advantages, old, *taught, algo.teacher)
         advantages = mean_over_responses(batch, token_advantages)

@@ -27,7 +27,8 @@ class FakeLearners:
     """Learners that compute nothing; every call is kept, and the targets of the last update."""
 
     def __init__(self, *, old_logprobs: bool) -> None:
-        self._old_logprobs, self.targets = old_logprobs, None
+        self._old_logprobs = old_logprobs
+        self.targets: Any = None
         self.calls: list[tuple[Any, ...]] = []
         self.updates, self.changed, self.shared = 0, False, np.zeros(0, np.int64)
         self._planned, self.weights = 0, asyncio.Condition()

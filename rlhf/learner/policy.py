@@ -17,7 +17,7 @@ from rlhf.config.teacher import TeacherModel
 from rlhf.learner.hub_format import hub_shapes, hub_tensors
 from rlhf.learner.policy_model import DeviceTokens, check_packed, load_policy
 from rlhf.learner.rank_checkpoint import REFERENCE, Slice
-from rlhf.learner.reference import MovingCopy, make_reference, make_teachers
+from rlhf.learner.reference import MovingCopy, Reference, make_reference, make_teachers
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch
 from rlhf.log.reductions import UpdateOutcome
@@ -68,7 +68,7 @@ class Learner(StepRank):
         self._offload.come_back()
         if teacher.own == "policy":
             return (self.passes(lambda tokens: self.deepspeed(tokens).logprobs),)
-        model = self.reference if teacher.path is None else self.teachers[teacher.path]
+        model: Reference | None = self.reference if teacher.path is None else self.teachers[teacher.path]
         assert model is not None, "own=average needs the average"
         return (self.passes(model.logprobs),)
 
@@ -94,7 +94,8 @@ class Learner(StepRank):
         self.reference.blend(decay)
 
     def _movable(self) -> list[Tensor]:
-        frozen = [*self.teachers.values(), *([] if self.reference is None else [self.reference])]
+        frozen: list[Reference] = [*self.teachers.values()]
+        frozen += [] if self.reference is None else [self.reference]
         return [tensor for each in frozen for tensor in each.movable()] + super()._movable()
 
     # --- weights out ---

@@ -104,7 +104,8 @@ class PromptTickets:
         if restored is not None:
             self.stream.restore(restored.stream)
             drawn = self.stream.drawn
-            for self.stream.drawn in restored.outstanding:
+            for position in restored.outstanding:
+                self.stream.drawn = position
                 self._outstanding.append(self._draw())
             self.stream.drawn = drawn
 

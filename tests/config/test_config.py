@@ -397,6 +397,11 @@ def test_a_warm_up_of_the_policy_is_compared_with_the_steps_that_are_left_after_
         load_config(PPOConfig, [str(ROOT / "configs/ppo_quickstart.yaml")], overrides)
 
 
+def test_a_teacher_is_for_grpo() -> None:
+    with pytest.raises(ValueError, match=r"algo\.teacher in rlhf\.ppo: .*Use rlhf\.grpo"):
+        load_config(PPOConfig, [str(ROOT / "configs/ppo_quickstart.yaml")], ["algo.teacher={path: t}"])
+
+
 @pytest.mark.parametrize(("overrides", "parts"), CONTRADICTIONS, ids=lambda value: value[0] if value else "")
 def test_a_contradiction_names_both_keys_and_the_remedy(base: str, overrides: list[str], parts: list[str]) -> None:
     message = refusal(base, *overrides)
