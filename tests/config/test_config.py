@@ -248,8 +248,8 @@ CONTRADICTIONS = [
         ["rollout.temperature=0.7 with algo.teacher", "two equal models", "temperature=1"],
     ),
     (
-        ["algo.teacher={path: t, by_source: {gsm: {path: u}}}"],
-        ["algo.teacher.by_source.gsm: data.train has no such source", "Known: "],
+        ["algo.teacher={path: t, by_source: {other: {path: u}}}"],
+        ["algo.teacher.by_source.other: data.train has no such source"],
     ),
     (["algo.teacher={path: t}", "rollout.dynamic_sampling=true"], ["rollout.dynamic_sampling=true", "reward=add"]),
     (
