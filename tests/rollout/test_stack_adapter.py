@@ -21,7 +21,7 @@ from rlhf.weights.adapter import peft_name
 
 pytestmark = pytest.mark.stack
 
-GREEDY = SamplingSettings(temperature=1.0, max_tokens=24, top_p=1e-6)
+SETTINGS = SamplingSettings(temperature=1.0, max_tokens=24)
 PROMPT = np.arange(20, 120, dtype=np.int32)  # several blocks of the prefix cache
 
 
@@ -39,10 +39,10 @@ async def look(config: Any) -> list[dict[str, Any]]:
                 await engines.learners.call("perturb_weights", 0, 4 * version)
                 await engines.send_weights(version)
                 await canary.check(version)
-            (sampled,) = await engines.generate(PROMPT, GREEDY)
+            (sampled,) = await engines.generate(PROMPT, SETTINGS)
             (own,) = (await engines.learners.call("canary", [np.concatenate([PROMPT, sampled.token_ids])]))[0]
             seen.append({
-                "ids": sampled.token_ids, "versions": {span.version for span in sampled.version_spans},
+                "versions": {span.version for span in sampled.version_spans},
                 "difference": np.abs(own[len(PROMPT) :] - sampled.logprobs).max(),
             })  # fmt: skip
             if version:
@@ -82,5 +82,3 @@ def test_requests_after_an_update_get_the_new_adapter_from_their_first_token_on(
     seen = asyncio.run(look(config))
     assert [each["versions"] for each in seen] == [{0}, {1}, {2}]
     assert max(each["difference"] for each in seen) < 1e-4
-    texts = [each["ids"].tolist() for each in seen]
-    assert texts[0] != texts[1] != texts[2]
