@@ -26,7 +26,7 @@ CUT_OFF_EVERY = 4  # samples of a group, of which one does not stop
 class FakeLearners:
     """Learners that compute nothing; every call is kept, and the targets of the last update."""
 
-    def __init__(self, *, old_logprobs: bool) -> None:
+    def __init__(self, *, old_logprobs: bool = False) -> None:
         self._old_logprobs = old_logprobs
         self.targets: Any = None
         self.calls: list[tuple[Any, ...]] = []
@@ -78,7 +78,7 @@ class FakeCluster:
     lost = ""
 
     def __init__(self, config: Any, **_: Any) -> None:
-        self.learners = FakeLearners(old_logprobs=config.needs_old_logprobs_pass)
+        self.learners = FakeLearners(old_logprobs=isinstance(config, GRPOConfig) and config.needs_old_logprobs_pass)
         self.checkpoints = FakeCheckpoints()
         self.heartbeat = SimpleNamespace(memory={}, others=dict)
         self.loaded: list[Path] = []

@@ -72,7 +72,7 @@ class Curriculum:
 
     def metrics(self) -> dict[str, float]:
         """Shares of the prompts with a pass rate that are outside of the bounds, and draws that were replaced."""
-        measured = max(1, np.count_nonzero(self._measured >= 0))
+        measured = int(np.count_nonzero(self._measured >= 0)) or 1
         return {
             "data/curriculum/too_hard_fraction": np.count_nonzero(self._rates <= self._config.min_pass_rate) / measured,
             "data/curriculum/too_easy_fraction": np.count_nonzero(self._rates >= self._config.max_pass_rate) / measured,
