@@ -11,8 +11,6 @@ import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 
-import psutil
-
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.data import DataConfig
 from rlhf.config.grpo import GRPOConfig
@@ -99,7 +97,8 @@ def plan_text(config: GRPOConfig) -> str:
     else:
         estimates = memory_of_roles(config, shape)
         sections.append(("Memory, estimated", _memory(config, shape, estimates)))
-        warnings += memory_warnings(config, estimates, shape, psutil.virtual_memory().total / GIB)
+        here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        warnings += memory_warnings(config, estimates, shape, here)
     if warnings:
         sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))
     return "\n\n".join(f"{title}\n" + "\n".join(lines) for title, lines in sections) + "\n"
