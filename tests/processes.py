@@ -138,15 +138,15 @@ IMPORTS_PER_SECOND = 4.0  # imports of what reads the config, where one takes 0.
 def cost_in_imports(arguments: list[str]) -> float:
     """CPU seconds of `python` with these arguments over those of importing what reads the config alone.
 
-    Seconds depend on the machine and on what shares its caches. So both are run in turn, and the least of three counts.
+    Seconds depend on the machine and on what shares its caches. So both are run in turn, and the least of three ratios
+    counts.
     """
-    commands = [[sys.executable, *arguments], [sys.executable, "-c", "import asyncio, omegaconf, pydantic.main"]]
-    costs, imports = zip(*(map(_cpu_seconds, commands) for _ in range(3)), strict=True)
-    return min(costs) / min(imports)
+    imports = ["-c", "import asyncio, omegaconf, pydantic.main"]
+    return min(_cpu_seconds(arguments) / _cpu_seconds(imports) for _ in range(3))
 
 
-def _cpu_seconds(command: list[str]) -> float:
+def _cpu_seconds(arguments: list[str]) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, capture_output=True, check=True)
+    subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
