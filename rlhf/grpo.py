@@ -84,7 +84,9 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
 
     token_advantages = broadcast_to_tokens(batch, advantages)
     teacher_metrics: dict[str, float] = {}
-    if taught is not None and algo.teacher is not None and old is not None and not non_finite:
+    if taught is not None and not non_finite:
+        assert algo.teacher is not None
+        assert old is not None, "a teacher's advantage is against it"
         token_advantages, teacher_metrics = teach(batch, token_advantages, old, *taught, algo.teacher)
         advantages = mean_over_responses(batch, token_advantages)
 

@@ -57,7 +57,9 @@ class Engines:
 
     @property
     def transport(self) -> str:
-        """How weights reach the engines."""
+        """How weights reach the engines; an adapter goes through Ray."""
+        if self.cluster.config.model.lora is not None:
+            return "ray"
         return transfer.backend_of(self._config.device, self._config.placement)
 
     @property

@@ -212,7 +212,8 @@ class GRPOConfig(TrainingProgramConfig):
 
 def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
     rollout, algo, reward_model = config.rollout, config.algo, config.reward_model
-    if rollout.samples_per_prompt < 2 and algo.advantage in NEEDS_A_GROUP:
+    replaced = algo.teacher is not None and algo.teacher.reward == "replace"  # by what teachers say of tokens
+    if rollout.samples_per_prompt < 2 and algo.advantage in NEEDS_A_GROUP and not replaced:
         remedy = "Use at least 2, or algo.advantage=reinforce_pp."
         yield f"{rollout.samples_per_prompt=}: the advantages of {algo.advantage=!s} would all be zero. {remedy}"
     if algo.normalize_over == "tokens" and not algo.advantage.startswith("reinforce_pp"):
@@ -306,7 +307,7 @@ def _curriculum_problems(config: GRPOConfig) -> Iterator[str]:
         yield f"data.curriculum with prompts that the environment makes: {reason}"
     if config.reward.leaves_something_ungraded and not config.environment.parts:
         reason = "the scores of a reward model say nothing of right or wrong. Name a reward, or remove the key."
-        yield f"data.curriculum with reward=[]: {reason}"
+        yield f"data.curriculum with an empty list of rewards (reward, or one of reward.by_source): {reason}"
 
 
 def _best_problems(config: GRPOConfig) -> Iterator[str]:

@@ -13,6 +13,10 @@ from typing import Any
 from rlhf.config.base import suggest
 from rlhf.config.vllm_source import vllm_source
 
+_LORA = (
+    "enable_lora", "max_loras", "max_lora_rank", "lora_target_modules", "lora_dtype", "fully_sharded_loras",
+    "default_mm_loras",
+)  # fmt: skip
 # Argument -> the key that sets it, for the learner and --plan too.
 OWN_KEYS = {
     "model": "model.path",
@@ -28,16 +32,21 @@ OWN_KEYS = {
     "enforce_eager": "rollout.enforce_eager",
     "enable_prefix_caching": "rollout.on_weight_update",
     "enable_sleep_mode": "cluster.placement",
-    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules"), "model.lora"),
+    **dict.fromkeys(_LORA, "model.lora"),
 }
+# Options that change log-probs; all others are held to the bounds of an engine without options.
+NUMERIC = frozenset((
+    "quantization", "quantization_config", "kv_cache_dtype", "attention_backend", "attention_config", "linear_backend",
+    "moe_backend", "kernel_config", "mamba_config", "compilation_config",
+))  # fmt: skip
 # Sections and switches of DeepSpeed's config, and the fields of its zero_optimization.
 DEEPSPEED = ("zero_optimization", "aio", "comms_logger", "flops_profiler", "memory_breakdown", "wall_clock_breakdown")
 ZERO = (
     "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce", "overlap_comm",
-    "allgather_partitions", "allgather_bucket_size", "offload_param", "sub_group_size", "round_robin_gradients",
+    "allgather_partitions", "allgather_bucket_size", "sub_group_size", "round_robin_gradients",
     "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
     "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold",
-    "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "zero_hpz_partition_size",
+    "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential",
     "memory_efficient_linear", "log_trace_cache_warnings", "enable_sanity_checks",
 )  # fmt: skip
 DEEPSPEED_KEYS = {
@@ -49,6 +58,7 @@ DEEPSPEED_KEYS = {
 }
 _ENGINE_IS_ONE_GROUP = "an engine is one group of cluster.tensor_parallel GPUs"
 _WHOLE_DISTRIBUTION = "the learner computes the probabilities of all tokens and all experts"
+_ONE_MODEL = "engine, learner and driver use one model, that of model.path"
 REFUSED = {
     "logprobs_mode": "the learner needs the log-probs of the distribution that is sampled from",
     "scheduling_policy": "the canary must not wait behind the rollouts",
@@ -60,6 +70,13 @@ REFUSED = {
     "disable_log_stats": "what the engines did is measured and logged by the run",
     "runner": "an engine of a run samples",
     "convert": "an engine of a run samples",
+    "hf_overrides": _ONE_MODEL,
+    "revision": _ONE_MODEL,
+    "code_revision": _ONE_MODEL,
+    "tokenizer": _ONE_MODEL,
+    "tokenizer_revision": _ONE_MODEL,
+    "generation_config": _ONE_MODEL,
+    "skip_tokenizer_init": "stop strings and messages need the tokenizer",
     "return_sampling_mask": _WHOLE_DISTRIBUTION,
     "enable_return_routed_experts": _WHOLE_DISTRIBUTION,
 }
@@ -77,6 +94,11 @@ def check_engine_options(options: dict[str, Any]) -> dict[str, Any]:
         if known and name not in known:
             raise ValueError(f"{given}: vLLM's engine has no such argument. {suggest(name, known, 'rollout.engine.')}")
     return options
+
+
+def changes_numbers(options: dict[str, Any]) -> bool:
+    """Whether an engine with these options may differ from the learner by more than the rounding of their type."""
+    return not NUMERIC.isdisjoint(options)
 
 
 def check_deepspeed_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from rlhf.algo.lora import linear_names
 from rlhf.config.program import TrainingProgramConfig
+from rlhf.config.sections import ModelConfig
 
 
 def adapted_layers(config: TrainingProgramConfig) -> list[str]:
     """Their names; [] without `model.lora`. ValueError as of `linear_names`."""
-    model, lora = config.model, config.model.lora
-    if lora is None:
-        return []
+    return [] if config.model.lora is None else _adapted_layers(config.model)
+
+
+@cache
+def _adapted_layers(model: ModelConfig) -> list[str]:
     # imported here: most runs have no adapter
     from transformers import AutoConfig, AutoModelForCausalLM
 
     described = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(described, trust_remote_code=model.trust_remote_code)
-    return linear_names(empty, targets=lora.targets, exclude=lora.exclude)
+    assert model.lora is not None
+    return linear_names(empty, targets=model.lora.targets, exclude=model.lora.exclude)

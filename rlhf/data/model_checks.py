@@ -26,6 +26,10 @@ def check_model_files(path: str, *, key: str = "model.path", generates: bool = T
                 f"{key}={path}: there is no such folder. Give a folder in Hugging Face format, or a hub name."
             )
         if not (Path(path) / "config.json").is_file():
+            if (Path(path) / "adapter_config.json").is_file():
+                raise ValueError(
+                    f"{key}={path}: it is an adapter. Make a whole model of it: rlhf export RUN DIR --merge."
+                )
             raise ValueError(f"{key}={path}: no config.json in it. Give a folder in Hugging Face format.")
     if problem := class_problem(path, key, generates=generates):
         raise ValueError(problem)
@@ -46,6 +50,14 @@ def model_problems(
             f"{config.sequence_keys}: {config.max_sequence_tokens} tokens exceed the context of model.path="
             f"{config.model.path}, which is {context}. Shorten the sequences."
         )
+    for key, path in config.further_models.items() if trains else ():
+        if config.max_sequence_tokens > (
+            context := (local_model_config(path) or {}).get("max_position_embeddings", math.inf)
+        ):
+            problems.append(
+                f"{key}={path}: its context is {context} tokens, and it reads sequences of "
+                f"{config.max_sequence_tokens} ({config.sequence_keys}). Shorten them, or name another model."
+            )
     for role in config.roles(trains=trains):
         if role.model_key != "model.path" and not role.reads:  # it gets the policy's token ids
             size = (local_model_config(role.model) or {}).get("vocab_size") or math.inf

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.library_options import changes_numbers
 from rlhf.doctor.examination import Finding, NotCheckedError, Patient
 from rlhf.log.reductions import merge_metrics
 from rlhf.plan.memory import GIB, learner_memory, total
@@ -115,7 +116,7 @@ async def check_agreement(patient: Patient) -> Finding:
     config = patient.config
     canary = Canary(
         patient.engines, patient.prompts, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens,
-        noise_seed=config.noise_seed, own_options=bool(config.rollout.engine),
+        noise_seed=config.noise_seed, own_options=changes_numbers(config.rollout.engine),
     )  # fmt: skip
     await canary.measure_noise()
     metrics = await canary.check_start(0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhf.algo.lora import adapters_off
 from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.partition import whole_shape
-from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
+from rlhf.learner.policy_model import DeviceTokens, PolicyModel, check_packed, load_policy
 from rlhf.learner.rank import TrainedRank
 from rlhf.learner.rank_checkpoint import REFERENCE, LearnerIndex, Slice, SliceReader, file_name, share
 
@@ -51,7 +51,9 @@ def make_teachers(config: GRPOConfig, rank: TrainedRank) -> dict[str, FrozenCopy
     for key, path in config.further_models.items():
         model = config.model.model_copy(update={"path": path, "gradient_checkpointing": False, "lora": None})
         with rank.loading():
-            teachers[path] = FrozenCopy(load_policy(model, temperature=1.0, key=key), rank)
+            teacher = FrozenCopy(load_policy(model, temperature=1.0, key=key), rank)
+        check_packed(teacher.logprobs, rank.device, dtype=model.dtype, key=key, path=path)
+        teachers[path] = teacher
     return teachers
 
 

@@ -82,6 +82,7 @@ def equal_groups(view: View) -> Found:
     share, mean, low, high = (view.mean(f"reward/{name}") for name in ("equal_group_fraction", "mean", "min", "max"))
     # with a critic, groups of equal rewards have advantages, unless all groups have the same reward
     with_signal = view.config.get("algo.advantage") == "gae" and low < high
+    with_signal |= view.config.get("algo.teacher.coef") is not None
     if not share >= EQUAL_GROUPS or with_signal or any(few_answers(view)):  # that rule gives the reason
         return
     if math.isnan(mean):

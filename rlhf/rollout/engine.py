@@ -66,7 +66,7 @@ class RolloutEngine:
         self._adapter: LoRARequest | None = None  # of every request; None: the base, until the learner sends one
         try:
             self._engine = _started(config, world, adapted_layers)
-        except Exception as error:  # vLLM raises many types for an argument that it does not take
+        except (ValueError, TypeError) as error:
             if not config.rollout.engine:
                 raise
             options = json.dumps(config.rollout.engine)

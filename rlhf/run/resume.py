@@ -38,7 +38,7 @@ FREE = frozenset((
     "environment.accept_changed_code",
     "reward_model.path", "reward_model.replicas", "reward_model.max_tokens_per_batch", "reward_model.timeout_s",
     "reward_model.retries",
-    "algo.teacher.endpoint", "algo.teacher.concurrent_requests", "algo.teacher.timeout_s", "algo.teacher.retries",
+    "algo.teacher.concurrent_requests", "algo.teacher.timeout_s", "algo.teacher.retries",
     "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
     "critic.path", "critic.zero_stage", "critic.offload_optimizer", "learner.deepspeed", "critic.deepspeed",
 ))  # fmt: skip
@@ -61,6 +61,8 @@ def is_free(key: str, *, deterministic: bool = False) -> bool:
     parts = key.split(".")
     if parts[0] == "reward" and parts[-1] in GRANTS and parts[-2].isdigit():
         return True
+    if key.startswith("algo.teacher.") and parts[-1] in ("path", "endpoint"):
+        return True
     kept = KEPT | ROUNDING if deterministic else KEPT
     return key not in kept and any(".".join(parts[:n]) in FREE for n in range(1, len(parts) + 1))
 
@@ -71,8 +73,10 @@ def changed_keys(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, An
     Keys whose names are the user's own, as those of rollout.engine, are compared together.
     """
     if isinstance(before, Mapping) and isinstance(now, Mapping) and not key.endswith(OPEN_SECTIONS):
-        for name in before.keys() & now.keys():
-            yield from changed_keys(before[name], now[name], f"{key}.{name}" if key else name)
+        # the names below by_source are the user's: one that is new or gone is a change
+        names = before.keys() | now.keys() if key.endswith(".by_source") else before.keys() & now.keys()
+        for name in sorted(names):
+            yield from changed_keys(before.get(name), now.get(name), f"{key}.{name}" if key else name)
     elif _are_sections(before) and _are_sections(now) and len(before) == len(now):
         for number, pair in enumerate(zip(before, now, strict=True)):
             yield from changed_keys(*pair, f"{key}.{number}")
@@ -164,9 +168,10 @@ def _changed_code(noun: str, before: Sources, now: Sources, *, accepted: bool) -
 
 
 def model_fingerprints(config: TrainingProgramConfig) -> dict[str, dict[str, str]]:
-    """A fingerprint of the start model of each role, by the role's name."""
-    by_path = {role.model: model_fingerprint(role.model) for role in config.roles()}
-    return {role.name: by_path[role.model] for role in config.roles()}
+    """A fingerprint of the start model of each role, by the role's name, and of further models, by their key."""
+    models = {role.name: role.model for role in config.roles()} | config.further_models
+    by_path = {path: model_fingerprint(path) for path in set(models.values())}
+    return {name: by_path[path] for name, path in models.items()}
 
 
 def _other_models(config: TrainingProgramConfig, state: RunState) -> Iterator[str]:
@@ -174,11 +179,13 @@ def _other_models(config: TrainingProgramConfig, state: RunState) -> Iterator[st
     if not state.models:
         return
     fingerprints = model_fingerprints(config)
-    for role in {role.model_key: role for role in config.roles()}.values():
-        now = fingerprints[role.name]
-        before = state.models.get(role.name) or dict.fromkeys(now, "none")
+    of_roles = {role.model_key: (role.name, role.model) for role in config.roles()}
+    further = {key: (key, path) for key, path in config.further_models.items()}
+    for key, (name, model) in {**of_roles, **further}.items():
+        now = fingerprints[name]
+        before = state.models.get(name) or dict.fromkeys(now, "none")
         for part in [part for part in before if before[part] and now.get(part) and before[part] != now[part]][:1]:
             yield (
-                f"{role.model_key}={role.model}: the fingerprint of its {part} is {now[part]}, and the run began with "
+                f"{key}={model}: the fingerprint of its {part} is {now[part]}, and the run began with "
                 f"{before[part]}. Resume with the same model, or start another run.dir."
             )

@@ -14,6 +14,7 @@ import numpy as np
 from rlhf.cluster.canary import Canary
 from rlhf.cluster.engines import Engines
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.library_options import changes_numbers
 from rlhf.data.load import first_prompt
 from rlhf.data.model_files import truncate_token_id
 from rlhf.environments.rollouts import FailedEnvironments
@@ -144,7 +145,7 @@ class RolloutLoop(Generic[C]):
             dtype=config.model.dtype,
             max_tokens=config.max_sequence_tokens,
             noise_seed=config.noise_seed,
-            own_options=bool(config.rollout.engine),
+            own_options=changes_numbers(config.rollout.engine),
         )
         self.buffer = RolloutBuffer(
             self.sampler.for_training,
@@ -163,7 +164,7 @@ class RolloutLoop(Generic[C]):
             # the call of an engine has step_deadline_s; another engine may then take its place
             deadline_s=2 * config.cluster.step_deadline_s,
         )
-        self.useless_steps = UselessSteps(config.run, run.diagnosis)
+        self.useless_steps = UselessSteps(config.run, run.diagnosis, teachers=config.algo.teacher is not None)
         self.skipped_updates = SkippedUpdates(lambda: run.folder.path / "skipped", run.log.warn)
         self._run = run
         run.progress = self.progress

@@ -10,16 +10,17 @@ import asyncio
 import json
 import urllib.request
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.client import HTTPException
 from typing import Any, NamedTuple
+from urllib.error import HTTPError
 
 import numpy as np
 
 from rlhf.algo.packing import pack
 from rlhf.config.data import PLAIN
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.sections import ModelConfig
 from rlhf.config.teacher import TeacherModel
 from rlhf.data.model_files import load_tokenizer
 from rlhf.data.read import read_tools
@@ -28,6 +29,10 @@ from rlhf.rewards.model_client import FIRST_WAIT_S, address_and_headers
 from rlhf.rewards.patience import patiently
 from rlhf.step.minibatches import plan_epochs
 from rlhf.types import Prompt, RolloutGroup, StepBatch
+
+ERRORS = (OSError, HTTPException, json.JSONDecodeError, KeyError, TypeError, IndexError)  # another try may succeed
+LATER = (408, 429)  # the only errors of a client that pass by themselves
+MAX_REASON = 500  # bytes
 
 
 class Taught(NamedTuple):
@@ -91,9 +96,11 @@ class Teachers:
     """
 
     def __init__(self, config: GRPOConfig, prompts: Mapping[str, Sequence[Prompt]], tokenizer: Any) -> None:
-        self._config, self._tokenizer = config, tokenizer
+        self._config = config
         for key, path in config.further_models.items():
-            check_vocabulary(tokenizer, load_tokenizer(ModelConfig(path=path), key=key), f"{key}={path}")
+            check_vocabulary(
+                tokenizer, load_tokenizer(config.model.model_copy(update={"path": path}), key=key), f"{key}={path}"
+            )
         self._of: dict[str, TeacherModel] = {}
         self._hinted: dict[str, np.ndarray] = {}
         for source, rows in prompts.items():
@@ -102,6 +109,10 @@ class Teachers:
                 self._of[source] = teacher
                 self._hinted |= with_hints(config, teacher, rows, tokenizer) if teacher.hint_column else {}
         self._servers: dict[str, Server] = {}
+        for source, teacher in self._of.items():
+            if teacher.endpoint is not None and teacher.endpoint not in self._servers:
+                self._servers[teacher.endpoint] = Server(config, teacher.endpoint, tokenizer)
+                self._servers[teacher.endpoint].check(prompts[source][0].token_ids.tolist())
 
     async def logprobs(
         self, groups: Sequence[RolloutGroup], batch: StepBatch, rows: np.ndarray, learners: Any, *, step: int
@@ -145,8 +156,6 @@ class Teachers:
 
     async def _served(self, endpoint: str, batch: StepBatch, rows: np.ndarray) -> np.ndarray:
         """[N] float32 log-probs by a server at the tokens of these rows."""
-        if endpoint not in self._servers:
-            self._servers[endpoint] = Server(self._config, endpoint, self._tokenizer)
         server = self._servers[endpoint]
         bounds, column = batch.tokens.cu_seqlens, np.zeros(len(batch.tokens.token_ids), np.float32)
         spans = [slice(bounds[row], bounds[row + 1]) for row in np.flatnonzero(rows)]
@@ -168,8 +177,15 @@ class Server:
         assert config.algo.teacher is not None
         self._settings, self._tokenizer = config.algo.teacher, tokenizer
         self._url, self._headers = address_and_headers(endpoint.rstrip("/"))
-        self._slots = asyncio.Semaphore(self._settings.concurrent_requests)
+        self._threads = ThreadPoolExecutor(self._settings.concurrent_requests)
         self._model = ""
+
+    def check(self, token_ids: Sequence[int]) -> None:
+        """Ask for the log-probs of a prompt; ValueError if they do not come, or are those of other tokens."""
+        try:
+            asyncio.run(self.logprobs(token_ids))
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs at temperature 1 of these tokens, that of the first is 0.
@@ -177,14 +193,13 @@ class Server:
         Raises:
             RuntimeError: no try succeeded. ValueError: the server reads the ids as other tokens.
         """
-        errors = (OSError, HTTPException, json.JSONDecodeError, KeyError, TypeError, IndexError)
+        loop = asyncio.get_running_loop()
         try:
-            async with self._slots:
-                return await patiently(
-                    lambda: asyncio.to_thread(self._ask, token_ids),
-                    retries=self._settings.retries, first_wait_s=FIRST_WAIT_S, retry_on=errors,
-                )  # fmt: skip
-        except errors as error:
+            return await patiently(
+                lambda: loop.run_in_executor(self._threads, self._ask, token_ids),
+                retries=self._settings.retries, first_wait_s=FIRST_WAIT_S, retry_on=ERRORS,
+            )  # fmt: skip
+        except ERRORS as error:
             raise RuntimeError(
                 f"algo.teacher.endpoint={self._url}: {self._settings.retries + 1} tries failed, the last with "
                 f"{type(error).__name__}: {error}. See whether it runs and gives log-probs of prompts (completions "
@@ -213,5 +228,11 @@ class Server:
     def _fetch(self, what: str, body: Mapping[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self._url}/{what}", data, self._headers)
-        with urllib.request.urlopen(request, timeout=self._settings.timeout_s) as reply:
-            return json.load(reply)
+        try:
+            with urllib.request.urlopen(request, timeout=self._settings.timeout_s) as reply:
+                return json.load(reply)
+        except HTTPError as error:
+            if 400 <= error.code < 500 and error.code not in LATER:
+                reason = " ".join(error.read(MAX_REASON).decode(errors="replace").split())
+                raise ValueError(f"algo.teacher.endpoint={self._url}: {error.code} {error.reason}: {reason}") from None
+            raise

@@ -15,10 +15,14 @@ from rlhf.types import RolloutGroup
 
 
 class UselessSteps:
-    """Counts steps in a row that taught the policy nothing; the diagnosis says what to change."""
+    """Counts steps in a row that taught the policy nothing; the diagnosis says what to change.
 
-    def __init__(self, config: RunConfig, diagnosis: Diagnosis) -> None:
-        self._allowed, self._diagnosis = config.max_useless_steps, diagnosis
+    Args:
+        teachers: whether there are other signals than the rewards.
+    """
+
+    def __init__(self, config: RunConfig, diagnosis: Diagnosis, *, teachers: bool = False) -> None:
+        self._allowed, self._diagnosis, self._teachers = config.max_useless_steps, diagnosis, teachers
         self._budget = None if self._allowed is None else min(self._allowed, config.steps)
         self._useless: list[str] = []  # the reason of each
 
@@ -31,8 +35,7 @@ class UselessSteps:
             self._useless.append("no rollout was trained on")
         elif not any(update.taken for update in policy or updates):  # a critic may learn alone
             self._useless.append("every optimizer step was skipped")
-        # PPO's advantages also depend on the critic, and others on a KL in the reward, which are no signal
-        elif not advantages.any() or len(set[float]().union(*(group.distinct_rewards() for group in groups))) < 2:
+        elif not advantages.any() or not (self._teachers or _rewards_differ(groups)):
             self._useless.append("no group had a signal")
         else:
             self._useless.clear()
@@ -47,3 +50,8 @@ class UselessSteps:
             f"run.max_useless_steps={self._allowed}: the last {len(self._useless)} steps taught the policy nothing: "
             f"{reasons}. {' '.join(advice) or 'rollouts/ in the run folder has the responses.'}"
         )
+
+
+def _rewards_differ(groups: Sequence[RolloutGroup]) -> bool:
+    """PPO's advantages also depend on the critic, and others on a KL in the reward, which are no signal."""
+    return len(set[float]().union(*(group.distinct_rewards() for group in groups))) > 1

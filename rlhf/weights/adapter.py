@@ -6,8 +6,8 @@
                                                      adapter_problem           ----->  does the slot hold exactly it?
                                                      version := v
 
-The base is never sent: both sides have loaded it, and neither changes it. A few megabytes go through Ray, whatever the
-device. A new adapter has a new name, because vLLM's prefix cache knows adapters by name and path.
+The base is never sent: both sides have loaded it, and neither changes it. An adapter is small next to it and goes
+through Ray, whatever the device. A new one has a new name, because vLLM's prefix cache knows adapters by name and path.
 """
 
 from __future__ import annotations

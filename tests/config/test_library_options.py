@@ -8,7 +8,7 @@ import pytest
 
 from rlhf.config.base import Section
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.library_options import DEEPSPEED_KEYS, OWN_KEYS, REFUSED, vllm_arguments
+from rlhf.config.library_options import DEEPSPEED_KEYS, NUMERIC, OWN_KEYS, REFUSED, changes_numbers, vllm_arguments
 from rlhf.config.load import validated
 from rlhf.config.sections import LearnerConfig
 from rlhf.rollout.requests import engine_arguments
@@ -43,6 +43,12 @@ def test_every_argument_that_the_run_sets_is_refused_with_the_key_that_sets_it()
         assert (OWN_KEYS.get(name) or REFUSED[name]) in str(refused.value)
 
 
+def test_only_options_that_change_log_probs_widen_the_bounds_of_the_canary() -> None:
+    assert set(vllm_arguments()) >= NUMERIC
+    assert changes_numbers({"max_num_batched_tokens": 512, "kv_cache_dtype": "fp8"})
+    assert not changes_numbers({"max_num_batched_tokens": 512, "block_size": 64})
+
+
 def test_an_unknown_argument_is_refused_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"^rollout\.engine\.kv_cache_type: .*rollout\.engine\.kv_cache_dtype\?$"):
         parse({"kv_cache_type": "fp8"})
@@ -65,6 +71,7 @@ def test_a_deterministic_run_computes_whole_prompts() -> None:
         ({"zero_optimization": {"overlap_com": True}}, ["Did you mean zero_optimization.overlap_comm?"]),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, ["zero_quantized_gradients", "leaves the result"]),
         ({"zero_optimization": True}, ["zero_optimization=True", "section"]),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, ["offload_param", "leaves the result"]),
     ],
 )
 def test_what_changes_the_result_of_an_update_is_refused(options: dict[str, Any], words: list[str]) -> None:

@@ -131,6 +131,25 @@ def test_options_of_vllm_are_compared_together(model: Path, tmp_path: Path) -> N
     resume(make_config(model), make_config(model, rollout={"engine": {"max_num_batched_tokens": 512}}), tmp_path)
 
 
+def test_teachers_may_move_and_none_may_come_go_or_change(model: Path, tmp_path: Path) -> None:
+    def taught(**by_source: Path) -> GRPOConfig:
+        teachers = {name: {"path": str(path)} for name, path in by_source.items()}
+        return make_config(model, algo={"teacher": {"reward": "add", "by_source": teachers}})
+
+    moved, other = tmp_path / "moved", tmp_path / "other"
+    shutil.copytree(model, moved)
+    shutil.copytree(model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    resume(taught(train=model), taught(train=moved), tmp_path)
+    with pytest.raises(ValueError, match=rf"^algo\.teacher\.by_source\.train\.path={other}: the fingerprint"):
+        resume(taught(train=model), taught(train=other), tmp_path)
+    gone = make_config(model, algo={"teacher": {"reward": "add", "path": str(model)}})
+    for began, now in ((taught(train=model), gone), (gone, taught(train=model))):
+        with pytest.raises(ValueError, match=r"algo\.teacher\.by_source\.train="):
+            resume(began, now, tmp_path)
+
+
 def test_every_key_of_the_table_is_a_key_or_a_section() -> None:
     keys = {key.name for schema in (GRPOConfig, PPOConfig) for key in describe_keys(schema)}
     sections = {".".join(key.split(".")[:n]) for key in keys for n in range(1, key.count(".") + 1)}

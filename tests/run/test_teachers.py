@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -79,11 +79,14 @@ class Learners:
         return [column]
 
 
-def taught(config: GRPOConfig, learners: Any, groups: list[RolloutGroup]) -> tuple[list[np.ndarray], list[bool]]:
-    """What the teachers say of each response, and which rows have one."""
+def taught(
+    config: GRPOConfig, learners: Any, groups: list[RolloutGroup], *, started: Callable[[], None] = lambda: None
+) -> tuple[list[np.ndarray], list[bool]]:
+    """What the teachers say of each response, and which rows have one; `started` is called before they are asked."""
     batch = make_batch(groups, mask_truncated=False)
     prompts = {group.prompt.source: [group.prompt] for group in groups}
     teachers = Teachers(config, prompts, TOKENIZER)
+    started()
     result = asyncio.run(teachers.logprobs(groups, batch, batch.trained_rows, learners, step=0))
     assert result is not None
     of_rows = np.split(result.logprobs, batch.tokens.cu_seqlens[1:-1])
@@ -146,7 +149,7 @@ def test_another_vocabulary_is_refused_with_the_first_difference_and_further_tok
 class Completions(BaseHTTPRequestHandler):
     """Echoes prompts with log-probs of minus the id over 100; the first request fails."""
 
-    failures = 1
+    failures, longest = 1, 100
     asked: ClassVar[list[dict[str, Any]]] = []
     shift = 0
 
@@ -163,6 +166,9 @@ class Completions(BaseHTTPRequestHandler):
         if type(self).failures:
             type(self).failures -= 1
             self.send_error(503)
+            return
+        if len(body["prompt"]) > self.longest:
+            self.send_error(400, "too many tokens")
             return
         self.asked.append(body)
         ids = [*body["prompt"], 65]
@@ -190,7 +196,7 @@ def test_a_server_is_asked_for_the_log_probs_of_exactly_the_tokens_and_again_if_
     tmp_path: Path, endpoint: str
 ) -> None:
     groups = make_groups()
-    said, rows = taught(with_teacher(tmp_path, endpoint=endpoint), None, groups)
+    said, rows = taught(with_teacher(tmp_path, endpoint=endpoint), None, groups, started=Completions.asked.clear)
     assert rows == [True] * 4
     assert all(column == expected(row) for row, column in enumerate(said))
     sequences = [s.token_ids.tolist() for g in groups for x in g.samples for s in x.rollout.sequences]
@@ -204,6 +210,19 @@ def test_a_server_with_another_vocabulary_or_without_answers_ends_the_run_with_i
     monkeypatch.setattr(Completions, "shift", 1)
     with pytest.raises(ValueError, match=rf"algo\.teacher\.endpoint={endpoint}: its vocabulary is another: token \d+"):
         taught(with_teacher(tmp_path, endpoint=endpoint), None, make_groups())
-    monkeypatch.setattr(Completions, "failures", 10**6)
-    with pytest.raises(RuntimeError, match=rf"algo\.teacher\.endpoint={endpoint}: 2 tries failed.*503"):
-        taught(with_teacher(tmp_path, endpoint=endpoint, retries=1), None, make_groups())
+    monkeypatch.setattr(Completions, "shift", 0)
+    failed = rf"algo\.teacher\.endpoint={endpoint}: 2 tries failed.*503"
+    config = with_teacher(tmp_path, endpoint=endpoint, retries=1)
+    with pytest.raises(RuntimeError, match=failed):
+        taught(config, None, make_groups(), started=lambda: setattr(Completions, "failures", 10**6))
+    with pytest.raises(ValueError, match=failed):  # at the start, before anything is loaded
+        taught(config, None, make_groups())
+
+
+def test_a_request_that_a_server_refuses_is_not_sent_again(tmp_path: Path, endpoint: str) -> None:
+    groups = make_groups()
+    long = replace(groups[0].prompt, token_ids=np.zeros(Completions.longest + 1, np.int32))
+    groups[0] = replace(groups[0], prompt=long)
+    with pytest.raises(ValueError, match=rf"algo\.teacher\.endpoint={endpoint}: 400 .*too many tokens"):
+        taught(with_teacher(tmp_path, endpoint=endpoint), None, groups)
+    assert Completions.asked == []

@@ -46,7 +46,8 @@ def end_of(*steps: Step, budget: int | None = 4, planned: int = 10, **sections: 
     run = {"max_useless_steps": budget, "steps": planned}
     config = make_config(Path("x/model"), run=run, **sections)
     diagnosis = Diagnosis(flat_keys(config.model_dump(mode="json")))
-    watch, skipped, statuses = UselessSteps(config.run, diagnosis), 0, Counter[str]()
+    watch = UselessSteps(config.run, diagnosis, teachers=config.algo.teacher is not None)
+    skipped, statuses = 0, Counter[str]()
     for number, (groups, advantages, trained, taken) in enumerate(steps, start=1):
         samples = [sample for group in groups for sample in group.samples]
         metrics = rollout_metrics(groups, advantages, version=0, asynchronous=False)
@@ -95,6 +96,14 @@ def test_a_run_that_learns_nothing_ends_and_says_why_and_what_to_change(
 
 def test_equal_rewards_are_no_signal_even_if_a_critic_gives_advantages() -> None:
     assert end_of(*[(FLAT[0], np.linspace(-1, 1, 8), 8, 1)] * 4)[0] == 4
+
+
+def test_a_teacher_gives_a_signal_where_all_rewards_are_equal() -> None:
+    taught: Step = FLAT[0], np.linspace(-1, 1, 8), 8, 1
+    teacher = {"algo": {"teacher": {"path": "x/teacher"}}}
+    assert end_of(*[taught] * 9, **teacher) == (0, "")
+    number, message = end_of(*[FLAT] * 9, **teacher)  # it agrees with the policy on every token
+    assert (number, "In 100% of the groups" in message) == (4, False)
 
 
 def test_an_unscorable_response_does_not_make_the_rewards_of_its_group_differ() -> None:
