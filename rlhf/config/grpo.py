@@ -307,7 +307,7 @@ def _curriculum_problems(config: GRPOConfig) -> Iterator[str]:
         yield f"data.curriculum with prompts that the environment makes: {reason}"
     if config.reward.leaves_something_ungraded and not config.environment.parts:
         reason = "the scores of a reward model say nothing of right or wrong. Name a reward, or remove the key."
-        yield f"data.curriculum with an empty list of rewards (reward, or one of reward.by_source): {reason}"
+        yield f"data.curriculum with reward=[] (or an empty list of reward.by_source): {reason}"
 
 
 def _best_problems(config: GRPOConfig) -> Iterator[str]:
