@@ -66,7 +66,9 @@ async def publish_while_one_starts(engines_in_all: int, after: int) -> None:
     learners = Learners(group)
     sections = SimpleNamespace(device="cpu", placement="separate", min_engines=1, tensor_parallel=1)
     config: Any = SimpleNamespace(
-        cluster=SimpleNamespace(**vars(sections), start_deadline_s=1.0), run=SimpleNamespace(max_restarts=1)
+        cluster=SimpleNamespace(**vars(sections), start_deadline_s=1.0),
+        run=SimpleNamespace(max_restarts=1),
+        model=SimpleNamespace(lora=None),
     )
     cluster: Any = SimpleNamespace(
         group=lambda _: group, learners=learners, first_step=0, shares_gpus=False, trains=True, end_with=None
