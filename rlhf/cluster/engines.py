@@ -40,7 +40,7 @@ class Engines:
     def __init__(self, cluster: Cluster, config: GRPOConfig) -> None:
         self.cluster, self.meter = cluster, BusyMeter()
         self.group: ActorGroup = cluster.group(ENGINE)
-        self._config, self._adapts = config.cluster, config.model.lora is not None
+        self._run_config, self._config = config, config.cluster
         self._max_restarts = config.run.max_restarts
         self._in_flight = [0] * len(self.group.actors)
         self._asleep = False
@@ -58,7 +58,9 @@ class Engines:
     @property
     def transport(self) -> str:
         """How weights reach the engines; an adapter goes through Ray."""
-        return "ray" if self._adapts else transfer.backend_of(self._config.device, self._config.placement)
+        if self._run_config.model.lora is not None:
+            return "ray"
+        return transfer.backend_of(self._config.device, self._config.placement)
 
     @property
     def learners(self) -> RankGroup:
