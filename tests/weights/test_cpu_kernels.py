@@ -47,7 +47,12 @@ def test_a_row_of_a_product_is_the_same_in_every_batch(
     monkeypatch.setenv("RLHF_EQUAL_ROWS", "1")
     round_rows_alike()
     round_rows_alike()  # the plugin runs more than once in some processes
-    handler = ops.create_onednn_mm((torch.randn(inputs, outputs) / inputs**0.5).to(dtype), 32)
+    try:
+        handler = ops.create_onednn_mm((torch.randn(inputs, outputs) / inputs**0.5).to(dtype), 32)
+    except RuntimeError as error:  # vLLM then takes torch's product
+        if "could not create a primitive descriptor" not in str(error):
+            raise
+        pytest.skip(f"oneDNN has no product of {dtype} for this processor")
     x, bias = torch.randn(300, inputs).to(dtype), torch.randn(outputs).to(dtype)
     every_row = ops.onednn_mm(handler, x, bias)
     for rows in (1, 2, 3, 5, 17, 63, 64, 129):
