@@ -11,7 +11,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Collection, Iterable
@@ -132,21 +131,9 @@ class Watch:
             self.alive()
 
 
-IMPORTS_PER_SECOND = 4.0  # imports of what reads the config, where one takes 0.25 s of a core
-
-
-def cost_in_imports(arguments: list[str]) -> float:
-    """CPU seconds of `python` with these arguments over those of importing what reads the config alone.
-
-    Seconds depend on the machine and on what shares its caches. So both are run in turn, and the least of three ratios
-    counts.
-    """
-    imports = ["-c", "import asyncio, omegaconf, pydantic.main"]
-    return min(_cpu_seconds(arguments) / _cpu_seconds(imports) for _ in range(3))
-
-
-def _cpu_seconds(arguments: list[str]) -> float:
+def cpu_seconds(command: list[str]) -> float:
+    """Of a core, by a process that waits for nothing; by the clock it is more on a machine that is busy."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
+    subprocess.run(command, capture_output=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

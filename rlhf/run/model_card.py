@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.config.secrets import with_references
-from rlhf.config.sections import SLOT_RANKS
+from rlhf.config.sections import LoraConfig
 from rlhf.run.state import RunState
 
 NEW_TOKENS = 512  # in the example, where the config says none
@@ -79,8 +79,7 @@ def _usage(config: Mapping[str, Any], *, is_adapter: bool) -> str:
     sampling = {"max_new_tokens": longest, "temperature": temperature}
     notes = "`vllm serve FOLDER` answers at an OpenAI endpoint."
     if is_adapter:
-        base, lora = config["model"]["path"], config["model"]["lora"]
-        rank = next(rank for rank in SLOT_RANKS if rank >= lora["rank"])
+        base, rank = config["model"]["path"], LoraConfig(rank=config["model"]["lora"]["rank"]).slot_rank
         notes = (
             "This is an adapter: transformers loads it onto its base where `peft` is installed. `vllm serve "
             f"{base} --enable-lora --max-lora-rank {rank} --lora-modules adapter=FOLDER` answers at an OpenAI endpoint."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from processes import IMPORTS_PER_SECOND, cost_in_imports
 from waiting import WAIT_S
 
 from rlhf.config.cli import RUN_ERROR, USER_ERROR, parse, run_async, run_program
@@ -107,7 +107,11 @@ def test_help_imports_nothing_heavy() -> None:
 
 @pytest.mark.slow
 def test_help_takes_less_than_a_second() -> None:
-    assert cost_in_imports(["-m", "rlhf.grpo", "--help"]) < IMPORTS_PER_SECOND
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run("--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # CPU seconds of a process that waits for nothing; by the clock it is more on a machine that is busy
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
 # --- flags and overrides ---
