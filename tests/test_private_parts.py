@@ -204,6 +204,7 @@ def test_deepspeed_builds_no_all_reduce_of_its_own_on_cpu(monkeypatch: pytest.Mo
     assert built == [True]
 
 
+@pytest.mark.slow
 def test_elements_that_are_copied_into_real_memory_are_counted() -> None:
     from rlhf.weights.receivers import CopiedInPlace
 

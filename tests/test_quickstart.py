@@ -318,6 +318,7 @@ def test_negative_warm_up_is_refused(tmp_path: Path) -> None:
         quickstart.write_quickstart(tmp_path / "out", warmup_steps=-1)
 
 
+@pytest.mark.slow
 def test_help_needs_neither_torch_nor_transformers() -> None:
     code = (
         "import sys\nfrom rlhf import quickstart\n"

@@ -129,7 +129,7 @@ def files(tmp_path: Path) -> Iterator[str]:
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content.encode()))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Server, directory=str(tmp_path))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/p"
         server.shutdown()
 

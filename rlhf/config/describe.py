@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,10 +24,11 @@ class Key:
     description: str
 
 
-def describe_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[Key]:
+@functools.cache
+def describe_keys(schema: type[BaseModel], prefix: str = "") -> tuple[Key, ...]:
     """Every key of the schema; keys of a list of mappings as `section.list[].key`."""
     root = schema.model_json_schema()
-    yield from _describe(root, root.get("$defs", {}), prefix)
+    return tuple(_describe(root, root.get("$defs", {}), prefix))
 
 
 def _describe(section: Mapping[str, Any], sections: Mapping[str, Any], prefix: str) -> Iterator[Key]:

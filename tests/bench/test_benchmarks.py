@@ -315,6 +315,7 @@ def test_the_account_of_kernels_is_that_of_products_bytes_and_attention_by_hand(
     assert account.seconds["attention"] == pytest.approx(2 * 16384 * 4096 * 28 * 128 / 380e12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "checkpointing", "plain", "target"), [("1.5B", False, 0.33, 0.36), ("7B", True, 0.39, 0.40)]
 )

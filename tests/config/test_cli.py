@@ -96,6 +96,7 @@ def test_a_choice_of_another_program_is_refused_with_its_name(
         parse("", "", schema, ["--config", MATH, override])
 
 
+@pytest.mark.slow
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom rlhf.grpo import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"

@@ -83,6 +83,7 @@ def test_what_contradicts_itself_is_refused_with_the_reason(section: dict[str, A
         parse(**section)
 
 
+@pytest.mark.slow
 def test_the_schema_and_the_data_modules_import_without_the_libraries_that_they_use_later() -> None:
     program = (
         "import sys, rlhf.config.data, rlhf.data.load, rlhf.data.order\n"

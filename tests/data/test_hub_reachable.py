@@ -77,7 +77,7 @@ def test_a_hub_that_answers_with_any_status_is_no_problem(monkeypatch: pytest.Mo
             pass
 
     with http.server.HTTPServer(("127.0.0.1", 0), Forbidden) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         assert hub_silence() == ""
         server.shutdown()

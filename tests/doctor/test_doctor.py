@@ -207,7 +207,7 @@ def test_wandb_online_needs_a_key_and_a_server_that_answers(
         result = finding(machine.check_wandb, make("logging.wandb.mode=auto"))
         assert result.status == "warn"  # the run goes on offline
         assert f"http://{host} is not reached (no answer within" in result.text
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
         monkeypatch.setattr(reachable, "ANSWER_S", 60.0)  # a busy machine may be slow to answer
         assert finding(machine.check_wandb, make("logging.wandb.mode=auto")).status == "ok"
         server.shutdown()

@@ -55,7 +55,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, float]]:
     """Address of a port that refuses, of one that accepts and never answers, of one that answers 500; and the wait."""
     if request.param == "out of order":
         with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OutOfOrder) as answering:
-            threading.Thread(target=answering.serve_forever, daemon=True).start()
+            threading.Thread(target=answering.serve_forever, args=[0.02], daemon=True).start()
             yield f"http://127.0.0.1:{answering.server_port}", WANDB_START_S
             answering.shutdown()
         return
@@ -88,7 +88,7 @@ def test_a_server_that_does_not_take_the_run_costs_seconds_and_one_message(
 @pytest.mark.slow
 def test_a_server_that_answers_anything_is_reached() -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OutOfOrder) as answering:
-        threading.Thread(target=answering.serve_forever, daemon=True).start()
+        threading.Thread(target=answering.serve_forever, args=[0.02], daemon=True).start()
         assert no_answer(f"http://127.0.0.1:{answering.server_port}") == ""
         answering.shutdown()
     assert "refused" in no_answer(f"http://127.0.0.1:{answering.server_port}")

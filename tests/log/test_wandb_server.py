@@ -78,7 +78,7 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
 def server() -> Iterator[http.server.ThreadingHTTPServer]:
     handler = type("Handler", (WandbServer,), {"rows": {}})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as answering:
-        threading.Thread(target=answering.serve_forever, daemon=True).start()
+        threading.Thread(target=answering.serve_forever, args=[0.02], daemon=True).start()
         yield answering
         answering.shutdown()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -104,9 +105,9 @@ def test_the_id_of_a_call_is_that_of_its_text_and_place_so_that_a_run_can_be_rep
 
 
 @pytest.mark.parametrize("text", ["It is 3.", '<tool_call>{"name": "add", "argum', "<tool_call>[]</tool_call>", ""])
-def test_text_that_is_no_call_is_the_content(text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_text_that_is_no_call_is_the_content(text: str, log_records: list[logging.LogRecord]) -> None:
     assert speaker("hermes")(text + "<|end|>") == {"role": "assistant", "content": text}
-    assert not caplog.records  # vLLM would log a traceback for each
+    assert not log_records  # vLLM would log a traceback for each
 
 
 def test_a_parser_that_raises_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

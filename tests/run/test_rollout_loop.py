@@ -137,6 +137,7 @@ def prompts_trained(config: GRPOConfig, step: int) -> list[str]:
     return list(dict.fromkeys(json.loads(line)["prompt_id"] for line in lines))
 
 
+@pytest.mark.slow
 def test_a_curriculum_draws_solved_prompts_less_and_goes_on_after_a_signal_as_if_there_had_been_none(
     config: GRPOConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
