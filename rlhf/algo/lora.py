@@ -34,7 +34,7 @@ class AdaptedLinear(nn.Linear):
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
         self.scale, self.adapts = scale, True
-        # Every rank draws the same numbers. The bounds are those of a new nn.Linear.
+        # The bounds are those of a new nn.Linear.
         start = torch.rand(rank, self.in_features, generator=torch.Generator().manual_seed(seed))
         start = (2 * start - 1) / math.sqrt(self.in_features)
         self.lora_A = nn.Parameter(start.to(base.weight.device, base.weight.dtype))
@@ -76,13 +76,18 @@ def linear_names(model: Any, *, targets: str | Collection[str], exclude: Collect
     raise ValueError("model.lora.exclude: it leaves no layer to train. Remove entries from it.")
 
 
-def adapt(model: nn.Module, names: Collection[str], *, rank: int, scale: float) -> None:
-    """Freeze the model, and give the layers of these names adapters, which are all that is trained."""
+def adapt(model: nn.Module, names: Collection[str], *, rank: int, scale: float, seed: int = 0) -> None:
+    """Freeze the model, and give the layers of these names adapters, which are all that is trained.
+
+    Each A is drawn by the seed and the name of its layer, in whatever order, so every rank draws the same.
+    """
     model.requires_grad_(False)
     for name in names:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        model.set_submodule(name, AdaptedLinear(layer, rank=rank, scale=scale, seed=zlib.crc32(name.encode())))
+        model.set_submodule(
+            name, AdaptedLinear(layer, rank=rank, scale=scale, seed=zlib.crc32(f"{seed}/{name}".encode()))
+        )
 
 
 def has_adapters(model: nn.Module) -> bool:

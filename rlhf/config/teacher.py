@@ -56,6 +56,11 @@ class TeacherConfig(TeacherModel):
         return {**own, **{f"algo.teacher.by_source.{name}": each for name, each in self.by_source.items()}}
 
     @property
+    def computed(self) -> bool:
+        """If the learners compute what teachers say: one pass in all, since each of these has rows of its own."""
+        return any(each.endpoint is None for each in self.all.values())
+
+    @property
     def paths(self) -> dict[str, str]:
         """The models that the learners keep, by key; each once."""
         by_path = {each.path: f"{where}.path" for where, each in reversed(self.all.items()) if each.path is not None}

@@ -41,7 +41,7 @@ class Learner(StepRank):
         self._client: EngineClient | None = None
         self._flipped: list[tuple[Tensor, int]] = []  # perturbed tensors, and the bits flipped in each
         with self.loading():
-            model = load_policy(config.model, temperature=config.rollout.temperature)
+            model = load_policy(config.model, temperature=config.rollout.temperature, seed=config.run.seed)
         coef, path = config.learner.router_balance_coef, config.model.path
         if coef and not model.has_balancing_loss:
             why = f"the routers of {path} have no balancing loss (it is dense, or a bias balances them)"

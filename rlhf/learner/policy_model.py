@@ -134,12 +134,15 @@ def computing_in_float32(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def load_policy(model: ModelConfig, *, temperature: float, key: str = "model.path") -> PolicyModel:
-    """Load a model from a folder or the hub for training; ValueError if it does not take packed rows, or adapters."""
+def load_policy(model: ModelConfig, *, temperature: float, key: str = "model.path", seed: int = 0) -> PolicyModel:
+    """Load a model from a folder or the hub for training; ValueError if it does not take packed rows, or adapters.
+
+    `seed`: of new adapters.
+    """
     transformer, _ = load_packed(AutoModelForCausalLM, model.path, model, key=key)
     if (lora := model.lora) is not None:
         names = linear_names(transformer, targets=lora.targets, exclude=lora.exclude)
-        adapt(transformer, names, rank=lora.rank, scale=lora.scale)
+        adapt(transformer, names, rank=lora.rank, scale=lora.scale, seed=seed)
     prepare_transformer(transformer, gradient_checkpointing=model.gradient_checkpointing)
     return PolicyModel(transformer, temperature=temperature)
 

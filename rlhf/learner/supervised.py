@@ -98,7 +98,7 @@ class SFTTrainer(SupervisedRank):
         super().__init__(config, world)
         model = config.model
         with self.loading():
-            policy = load_policy(model, temperature=1.0)
+            policy = load_policy(model, temperature=1.0, seed=config.run.seed)
         self.wrap(policy)
         check_packed(self.deepspeed, self.device, dtype=model.dtype, key="model.path", path=model.path)
 

@@ -22,7 +22,8 @@ def expected_time(config: GRPOConfig) -> list[tuple[str, str]]:
     tokens = sampled + config.rollouts_per_step * (plan.prompt_tokens or config.data.max_prompt_tokens)
     roles = config.roles()
     epochs = max(training.epochs_per_step for _, training in config.trained_roles())
-    passes = config.needs_old_logprobs_pass + config.needs_reference + (config.algo.teacher is not None)
+    teacher = config.algo.teacher
+    passes = config.needs_old_logprobs_pass + config.needs_reference + (teacher is not None and teacher.computed)
     if any(role.name == CRITIC for role in roles):
         passes = max(passes, 1)  # the critic's pass, for its values
     epoch = tokens / (cluster.learners * plan.learner_tokens_per_second)

@@ -110,13 +110,18 @@ def total(parts: Sequence[Part]) -> float:
 def learner_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     """The parts of one learner at the peak of an update."""
     lora = config.model.lora  # with adapters the reference is the model itself
-    frozen_models = {"reference": shape} if config.needs_reference and lora is None else {}
-    frozen_models |= {key: known for key, path in config.further_models.items() if (known := shape_at(path))}
+    frozen_models: dict[str, ModelShape | None] = {"reference": shape} if config.needs_reference and not lora else {}
+    frozen_models |= {key: shape_at(path) for key, path in config.further_models.items()}
     dtype, ranks = config.model.dtype, config.cluster.learners if config.learner.zero_stage == 3 else 1
     use: Use = "state" if ranks > 1 else "movable"  # a share at ZeRO-3 stays
-    others = [_divided(f"{of}, {dtype}", s.parameters, BYTES[dtype], ranks, use=use) for of, s in frozen_models.items()]
-    count, frozen = trained_parameters(shape, lora), 0 if lora is None else shape.parameters
-    return _trained(config.learner, shape, config, count, others, _head(shape, config), frozen=frozen)
+    others = [
+        Part(f"{of}, {dtype}", 0.0, "not counted: its config.json is not on this machine")
+        if frozen is None
+        else _divided(f"{of}, {dtype}", frozen.parameters, BYTES[dtype], ranks, use=use)
+        for of, frozen in frozen_models.items()
+    ]
+    count, kept = trained_parameters(shape, lora), 0 if lora is None else shape.parameters
+    return _trained(config.learner, shape, config, count, others, _head(shape, config), frozen=kept)
 
 
 def critic_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:

@@ -50,6 +50,19 @@ def draw_b(policy: PolicyModel) -> dict[str, nn.Parameter]:
     return trained
 
 
+def test_a_is_drawn_by_the_seed_of_the_run_and_differs_from_layer_to_layer(tiny_model_dir: Path) -> None:
+    model = ModelConfig(path=str(tiny_model_dir / "model"), dtype="float32", lora=LoraConfig(rank=4))
+
+    def drawn(seed: int) -> list[torch.Tensor]:
+        params = load_policy(model, temperature=1.0, seed=seed).transformer.named_parameters()
+        return [param for name, param in params if name.endswith("q_proj.lora_A")]
+
+    first, again, other = drawn(0), drawn(0), drawn(1)
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+    assert not any(torch.equal(*pair) for pair in zip(first, other, strict=True))
+    assert not torch.equal(first[0], first[1])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_new_adapters_and_those_that_are_off_compute_the_base_bit_for_bit(tiny_model_dir: Path, dtype: str) -> None:
     base, adapted = policies(tiny_model_dir / "model", dtype)

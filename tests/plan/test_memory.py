@@ -266,6 +266,10 @@ def test_a_teacher_is_counted_by_its_own_shape_and_divided_at_zero_3(
     assert gigabytes(learner_state(shape, make(teacher)))["algo.teacher.path, bfloat16"] == 16.06
     shared = make(teacher, "learner.zero_stage=3", "cluster.learners=4")
     assert gigabytes(learner_memory(shape, shared))["algo.teacher.path, bfloat16"] == pytest.approx(16.06 / 4, abs=0.01)
+    (unknown,) = (
+        part for part in learner_memory(shape, make("algo.teacher={path: org/other}")) if "teacher" in part.name
+    )
+    assert (unknown.size, unknown.how) == (0, "not counted: its config.json is not on this machine")
 
 
 def test_an_offloaded_optimizer_takes_no_gpu_memory(make: Any) -> None:

@@ -99,6 +99,10 @@ def test_passes_before_the_update_are_named(make: Any) -> None:
     one_update = ["learner.minibatches_per_epoch=1", "learner.epochs_per_step=1", "learner.schedule.warmup_steps=0"]
     assert line_of(plan_text(make(*one_update)), "passes before the update") == "none"
     assert line_of(plan_text(make("algo.kl_coef=0.1")), "passes before the update").endswith("old and ref policy")
+    teacher = plan_text(make(*one_update, "algo.teacher={path: /models/large}"))
+    assert line_of(teacher, "passes before the update") == "log-probs of old and teacher policy"
+    served = plan_text(make(*one_update, "algo.teacher={endpoint: 'http://host:8000/v1'}"))  # not the learners' work
+    assert line_of(served, "passes before the update") == "log-probs of old policy"
 
 
 def write_rows(path: Path, count: int) -> Path:
