@@ -98,6 +98,7 @@ class SourceConfig(DatasetConfig):
     samples_per_prompt: PositiveInt | None = key(None, "data.eval: its own; null: evaluation.samples_per_prompt")
     temperature: NonNegative | None = key(None, "data.eval: its own; null: evaluation.temperature")
     top_p: float | None = key(None, "data.eval: its own; null: evaluation.top_p", gt=0, le=1)
+    top_k: PositiveInt | None = key(None, "data.eval: its own; null: evaluation.top_k")
     max_response_tokens: PositiveInt | None = key(None, "data.eval: its own; null: evaluation.max_response_tokens")
 
     @property
@@ -108,7 +109,7 @@ class SourceConfig(DatasetConfig):
     @property
     def sampling(self) -> dict[str, float]:
         """The keys of `evaluation` that this evaluation set replaces with its own."""
-        names = {"samples_per_prompt", "temperature", "top_p", "max_response_tokens"}
+        names = {"samples_per_prompt", "temperature", "top_p", "top_k", "max_response_tokens"}
         return self.model_dump(include=names, exclude_none=True)
 
     @model_validator(mode="after")
@@ -204,7 +205,8 @@ class DataConfig(DatasetsConfig[SourceConfig]):
             )
         for source in self.train:
             for name, value in source.sampling.items():
-                remedy = "Remove it" if name == "top_p" else f"Remove it, or set rollout.{name}"  # training has none
+                in_training = name not in ("top_p", "top_k")
+                remedy = f"Remove it, or set rollout.{name}" if in_training else "Remove it"
                 raise ValueError(f"data.train: {source.path} has {name}={value:g}, only for evaluation sets. {remedy}.")
         for source in self.eval:
             if source.weight is not None:

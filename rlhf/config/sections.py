@@ -261,6 +261,7 @@ class EvaluationConfig(AnyEvaluationConfig):
     samples_per_prompt: PositiveInt = key(1, "responses per prompt: the k of avg@k and pass@k")
     temperature: NonNegative = key(1.0, "sampling temperature; 0 is greedy")
     top_p: float = key(1.0, "sample from the most probable tokens of together this probability; 1: all", gt=0, le=1)
+    top_k: PositiveInt | None = key(None, "sample from this many most probable tokens; null: all")
     max_response_tokens: PositiveInt | None = key(None, "tokens; null is rollout.max_response_tokens")
 
 

@@ -108,6 +108,7 @@ class RolloutEngine:
             seed=seed,
             temperature=settings.temperature,
             top_p=settings.top_p,
+            top_k=settings.top_k or 0,
             max_tokens=settings.max_tokens,
             stop=list(settings.stop) or None,
             stop_token_ids=None if token is None else [token],

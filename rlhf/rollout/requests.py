@@ -56,8 +56,8 @@ class SamplingSettings:
         stop: strings that end a response, in addition to the eos ids of the generation config.
         truncate_token: id of the token after which responses are cut, from position `truncate_after` on; None: never.
         whole: nothing ends a response before max_tokens, and nothing is cut: the token only says whether it stopped.
-        top_p: probability of the most probable tokens that are sampled from; below 1 in evaluations alone, because the
-            learner's log-probs are those of all tokens.
+        top_p, top_k: probability, and number (None: all), of the most probable tokens that are sampled from; in
+            evaluations alone, because the learner's log-probs are those of all tokens.
         parsing: how `Completion.message` is made; None: it is not.
     """
 
@@ -68,6 +68,7 @@ class SamplingSettings:
     truncate_after: int = 0
     whole: bool = False
     top_p: float = 1.0
+    top_k: int | None = None
     parsing: Parsing | None = None
 
     def truncated(self, completion: Completion) -> Completion:

@@ -71,7 +71,7 @@ class Sampler:
         """Sample a group by the settings of its evaluation set. The verifiers, or else the reward model, grade it."""
         evaluation = self._config.evaluations[prompt.source]
         longest = evaluation.max_response_tokens or self._config.rollout.max_response_tokens
-        settings = self._settings(evaluation.temperature, longest, top_p=evaluation.top_p)
+        settings = self._settings(evaluation.temperature, longest, top_p=evaluation.top_p, top_k=evaluation.top_k)
         prompt, rollouts = await self.rollouts(prompt, evaluation.samples_per_prompt, settings)
         return RolloutGroup(prompt, await self._grade(prompt, rollouts, settings, trains=False))
 
@@ -92,10 +92,14 @@ class Sampler:
         rollout = self._config.rollout
         return self._settings(rollout.temperature, rollout.max_response_tokens)
 
-    def _settings(self, temperature: float, max_tokens: int, *, top_p: float = 1.0) -> SamplingSettings:
+    def _settings(
+        self, temperature: float, max_tokens: int, *, top_p: float = 1.0, top_k: int | None = None
+    ) -> SamplingSettings:
         rollout, token = self._config.rollout, self._truncate_token
         whole = rollout.truncate == "graded_text"
-        return SamplingSettings(temperature, max_tokens, rollout.stop, token, rollout.truncate_after, whole, top_p)
+        return SamplingSettings(
+            temperature, max_tokens, rollout.stop, token, rollout.truncate_after, whole, top_p=top_p, top_k=top_k
+        )
 
 
 def to_rollout(prompt: Prompt, sample: int, completion: Completion) -> Rollout:

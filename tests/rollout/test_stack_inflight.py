@@ -23,7 +23,12 @@ pytestmark = pytest.mark.stack
 LONGEST = 1500  # tokens
 SAMPLES = 16
 LATER = SamplingSettings(temperature=1.0, max_tokens=32)
-ASKED = [(1, replace(LATER, temperature=0.0)), (4, replace(LATER, top_p=1e-6)), (4, LATER)]  # samples and settings
+ASKED = [
+    (1, replace(LATER, temperature=0.0)),
+    (4, replace(LATER, top_p=1e-6)),
+    (4, replace(LATER, top_k=1)),
+    (4, LATER),
+]  # samples and settings
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
@@ -70,8 +75,8 @@ def test_a_response_continues_with_new_weights_and_every_token_has_its_version(t
         rollout={"max_response_tokens": LONGEST, "max_policy_lag": 1, "on_weight_update": mode},
         learner={"max_tokens_per_microbatch": 2048},
     )
-    rollouts, old, new, (greedy, small_top_p, whole), spoken = asyncio.run(sample_across_an_update(config))
-    assert small_top_p == greedy * 4  # only the most probable token
+    rollouts, old, new, (greedy, small_top_p, top_1, whole), spoken = asyncio.run(sample_across_an_update(config))
+    assert small_top_p == top_1 == greedy * 4  # only the most probable token
     assert len({tuple(ids) for ids in whole}) == 4
     for said in spoken:  # the engine's own parsers have read it
         text = make_tokenizer().decode(said.token_ids[: -1 if said.finish_reason == "stop" else None].tolist())

@@ -37,12 +37,15 @@ def test_tokens_that_arrive_during_an_evaluation_are_in_the_rate_of_the_next_ste
 
 
 def test_an_evaluation_set_is_sampled_as_it_asks(tmp_path: Path) -> None:
-    sets = [{"path": "a.jsonl"}, {"path": "b.jsonl", "samples_per_prompt": 4, "max_response_tokens": 9, "top_p": 0.9}]
+    sets = [
+        {"path": "a.jsonl"},
+        {"path": "b.jsonl", "samples_per_prompt": 4, "max_response_tokens": 9, "top_p": 0.9, "top_k": 7},
+    ]
     config = make_config(tmp_path / "model", data={"eval": sets}, evaluation={"temperature": 0.5, "top_p": 0.95})
-    asked: list[tuple[int, float, float, int]] = []
+    asked: list[tuple[int, float, float, int | None, int]] = []
 
     async def generate(_: Any, settings: SamplingSettings, *, samples: int, **__: Any) -> list[Completion]:
-        asked.append((samples, settings.temperature, settings.top_p, settings.max_tokens))
+        asked.append((samples, settings.temperature, settings.top_p, settings.top_k, settings.max_tokens))
         return []
 
     async def grade(*_: Any, **__: Any) -> tuple[ScoredRollout, ...]:
@@ -52,9 +55,9 @@ def test_an_evaluation_set_is_sampled_as_it_asks(tmp_path: Path) -> None:
     for source in ("a", "b"):
         asyncio.run(sampler.for_evaluation(Prompt(f"{source}/1", 0, np.ones(1, np.int32), (), "", source)))
     longest = config.rollout.max_response_tokens
-    assert asked == [(1, 0.5, 0.95, longest), (4, 0.5, 0.9, 9)]
+    assert asked == [(1, 0.5, 0.95, None, longest), (4, 0.5, 0.9, 7, 9)]
     asyncio.run(sampler.for_training(Prompt("a/1", 0, np.ones(1, np.int32), (), "", "a")))
-    assert asked[-1] == (config.rollout.samples_per_prompt, config.rollout.temperature, 1.0, longest)
+    assert asked[-1] == (config.rollout.samples_per_prompt, config.rollout.temperature, 1.0, None, longest)
 
 
 # --- as the original RLHF code: the reward model reads up to the first ".", and its scores are normalized ---
