@@ -3,6 +3,7 @@
     rlhf --help
     rlhf grpo --config configs/math.yaml --plan
     rlhf configs copy quickstart                       a config of this package as a file here
+    rlhf configs schema                                JSON Schema next to it, with which an editor completes keys
     eval "$(rlhf completion bash)"                     Tab completes programs, flags and keys; also zsh and tcsh
 
 No heavy package is imported before the requested program starts.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
 import re
 import runpy
 import shutil
@@ -27,7 +29,10 @@ from rlhf.config import cli
 from rlhf.config.cli import PROGRAMS
 from rlhf.config.printing import say
 
-OTHERS = {"configs": "list the configs of this package; copy one", "completion": "completion for a shell"}
+OTHERS = {
+    "configs": "list the configs; copy one; schema for editors",
+    "completion": "completion for a shell",
+}
 PACKAGES = ("doctor", "report")
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -72,12 +77,17 @@ def _module(program: str) -> str:
 
 
 def _configs(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="rlhf configs", description="List the configs of this package, or copy one.")
+    parser = argparse.ArgumentParser(prog="rlhf configs", description="List the configs of this package.")
     actions = parser.add_subparsers(dest="action")
     copy = actions.add_parser("copy", help="copy a config to a file here")
     copy.add_argument("name", metavar="NAME", help="such as quickstart")
     copy.add_argument("file", metavar="FILE", nargs="?", help="YAML file to write (default: NAME.yaml)")
+    schema = actions.add_parser("schema", help="write JSON Schema, which the configs name, for editors")
+    schema.add_argument("folder", metavar="FOLDER", nargs="?", default=".", help="of the configs (default: this one)")
     arguments = parser.parse_args(argv)
+    if arguments.action == "schema":
+        _write_schemas(Path(arguments.folder))
+        return
     files = {path.stem: path for path in sorted(cli.config_folder().glob("*.yaml"))}
     if arguments.action is None:
         say(f"{cli.config_folder()}:")
@@ -95,6 +105,19 @@ def _configs(argv: Sequence[str]) -> None:
     say(f"{target}: edit it, then: rlhf grpo --config {target} --plan")
 
 
+def _write_schemas(folder: Path) -> None:
+    """One file for each program that has configs, replaced if it is there."""
+    from rlhf.config.editor import editor_schema
+
+    if not folder.is_dir():
+        raise ValueError(f"configs schema {folder}: there is no such folder. Name the one in which the configs are.")
+    for name, program in PROGRAMS.items():
+        if program.config is not None:
+            file = folder / f"{name}.schema.json"
+            file.write_text(json.dumps(editor_schema(program.config), indent=1) + "\n")
+            say(f"{file}: a config names it with  # yaml-language-server: $schema={file.name}")
+
+
 def completion(shell: str) -> str:
     """A script that completes programs, their flags and, in bash, the keys of the config."""
     import shtab
@@ -110,7 +133,9 @@ def completion(shell: str) -> str:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
         programs.add_parser(name, help=program.text, parents=[built], add_help=False)
     configs = programs.add_parser("configs", help=OTHERS["configs"])  # shtab leaves out programs without help
-    copy = configs.add_subparsers().add_parser("copy", help="copy a config to a file here")
+    actions = configs.add_subparsers()
+    actions.add_parser("schema", help="JSON Schema for editors")
+    copy = actions.add_parser("copy", help="copy a config to a file here")
     copy.add_argument("name", choices=[path.stem for path in sorted(cli.config_folder().glob("*.yaml"))])
     programs.add_parser("completion", help=OTHERS["completion"]).add_argument("shell", choices=SHELLS)
     script: str = shtab.complete(parser, shell=shell)
