@@ -118,7 +118,10 @@ def study_config(data: Path, *, steps: int, prompts: int) -> GRPOConfig:
 
 
 class Trainer:
-    """Learner, reference, sampling and grading in this process, for any number of runs."""
+    """Learner, reference, sampling and grading in this process, for any number of runs.
+
+    A study of what the engine samples from replaces `publish` and `compare`.
+    """
 
     def __init__(self, config: GRPOConfig) -> None:
         from transformers import AutoModelForCausalLM  # imported here, because --workers 0 needs neither
@@ -129,7 +132,7 @@ class Trainer:
         self.tokenizer = load_tokenizer(config.model)
         self.prompts = load_prompts(config.data, "train", self.tokenizer).prompts
         self.learner = Learner(config, World(0, 1, 0, "127.0.0.1", free_port(), threads=1))
-        self.engine: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
+        self.engine: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=config.model.dtype).eval()
         self._exit_stack = ExitStack()
         self.close = self._exit_stack.close
         self.scorer = self._exit_stack.enter_context(Scorer(config.reward))
@@ -139,7 +142,16 @@ class Trainer:
             time.sleep(0.01)
         assert saved.error is None, saved.error
 
-    def run(self, run: Run) -> list[report.Row]:
+    def publish(self, run: Any) -> None:
+        """Give what samples the learner's weights; a tied head has no tensor of its own."""
+        self.engine.load_state_dict(dict(self.learner), strict=False)
+
+    def compare(self, batch: StepBatch, old: np.ndarray) -> report.Row:
+        """What is logged of the difference between what samples and the learner; here there must be none."""
+        check_sampled_from(batch, old)
+        return {}
+
+    def run(self, run: Any) -> list[report.Row]:
         """One run of the scan, from the first weights and a new Adam: one row per training step."""
         self.config = self.learner.config = config = run.config(self.config)
         self.learner.load(self._start)
@@ -147,15 +159,15 @@ class Trainer:
         rows = []
         for step in range(config.run.steps):
             torch.manual_seed(run.seed * config.run.steps + step)
+            self.publish(run)
             groups = self.sample(stream.take(config.rollout.prompts_per_step))
             rows.append({"step": step + 1} | self.train_step(groups, step))
         return rows
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        """Graded responses of the learner's present policy."""
+        """Graded responses of the policy that was published."""
         rollout, end = self.config.rollout, self.engine.generation_config.eos_token_id
-        self.engine.load_state_dict(dict(self.learner), strict=False)  # a tied head has no tensor of its own
         longest = max(len(prompt.token_ids) for prompt in prompts)
         ids = np.stack([np.pad(prompt.token_ids, (longest - len(prompt.token_ids), 0)) for prompt in prompts])
         mask = np.stack([np.arange(longest) >= longest - len(prompt.token_ids) for prompt in prompts])
@@ -165,7 +177,7 @@ class Trainer:
             num_return_sequences=rollout.samples_per_prompt, return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         responses = output.sequences[:, longest:]
-        logprobs = (torch.stack(output.logits, 1) / rollout.temperature).log_softmax(-1)
+        logprobs = (torch.stack(output.logits, 1).float() / rollout.temperature).log_softmax(-1)
         logprobs = logprobs.gather(2, responses[..., None])[..., 0].numpy()
         many = rollout.samples_per_prompt
         rollouts = [
@@ -191,17 +203,21 @@ class Trainer:
         learner.start_step(batch.tokens, epochs)
         computed = [batch.tokens.token_indices(rows) for minibatch in epochs[0] for rows in minibatch.microbatches[0]]
         old, ref = (column_of(batch, np.concatenate(computed), part) for part in learner.logprobs())
-        check_sampled_from(batch, old)
+        compared = self.compare(batch, old)
         rewards = batch.rewards
         if config.kl_in_reward:
             rewards = penalize_kl(batch, batch.trained_rows, old, ref, config.algo)
         advantages = broadcast_to_tokens(batch, step_advantages(batch, rewards, config.algo.advantage))
         learned = mean_over_updates(learner.update(PolicyTargets(advantages, old, ref)))
-        return statistics(batch, old, ref) | {
-            "entropy": learned["policy/entropy"].value(),
-            "gradient_norm": learned["learner/grad_norm"].value(),
-            "skipped": int(learned["learner/updates_skipped"].value()),
-        }
+        return (
+            statistics(batch, old, ref)
+            | compared
+            | {
+                "entropy": learned["policy/entropy"].value(),
+                "gradient_norm": learned["learner/grad_norm"].value(),
+                "skipped": int(learned["learner/updates_skipped"].value()),
+            }
+        )
 
 
 def make_rollout(
@@ -246,10 +262,10 @@ def statistics(batch: StepBatch, old: np.ndarray, ref: np.ndarray) -> report.Row
 _trainer: Trainer | None = None  # of a worker process
 
 
-def start_worker(config: GRPOConfig) -> None:
+def start_worker(config: GRPOConfig, kind: type[Trainer]) -> None:
     """Load the models once for all runs of this process, and clean up when it ends or the scan is killed."""
     global _trainer
-    _trainer = trainer = Trainer(config)
+    _trainer = trainer = kind(config)
     multiprocessing.util.Finalize(trainer, trainer.close, exitpriority=10)
 
     def end(*_: object) -> None:
@@ -260,7 +276,7 @@ def start_worker(config: GRPOConfig) -> None:
     die_with_parent(signal.SIGTERM)
 
 
-def work(run: Run, file: Path) -> Run:
+def work(run: Any, file: Path) -> Any:
     """Run it in this worker, and write its file."""
     assert _trainer is not None
     began = time.monotonic()
@@ -279,19 +295,19 @@ def work(run: Run, file: Path) -> Run:
     return run
 
 
-def pending(runs: Sequence[Run], folder: Path) -> list[Run]:
+def pending(runs: Sequence[Any], folder: Path) -> list[Any]:
     """Those without a file."""
     return [run for run in runs if not (folder / f"{run.name}.json").is_file()]
 
 
-def scan(config: GRPOConfig, runs: Sequence[Run], folder: Path, *, workers: int) -> None:
-    """Take every run that has no file yet, in `workers` processes of one thread."""
+def scan(config: GRPOConfig, runs: Sequence[Any], folder: Path, *, workers: int, kind: type[Trainer] = Trainer) -> None:
+    """Take every run that has no file yet, in `workers` processes of one thread, each with a trainer of its own."""
     left = pending(runs, folder)
     if not left or not workers:
         return
     os.environ["OMP_NUM_THREADS"] = "1"
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=start_worker, initargs=(config,)) as pool:
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=start_worker, initargs=(config, kind)) as pool:
         futures = [pool.submit(work, run, folder / f"{run.name}.json") for run in left]
         try:
             for count, future in enumerate(as_completed(futures), start=1):
@@ -301,7 +317,7 @@ def scan(config: GRPOConfig, runs: Sequence[Run], folder: Path, *, workers: int)
             raise
 
 
-def read_records(folder: Path, runs: Sequence[Run], *, steps: int, prompts: int) -> Iterator[dict[str, Any]]:
+def read_records(folder: Path, runs: Sequence[Any], *, steps: int, prompts: int) -> Iterator[dict[str, Any]]:
     """What is there of the runs.
 
     Raises:
