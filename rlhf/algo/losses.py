@@ -6,6 +6,7 @@ values where `response_mask` is False change neither value nor gradient by a sin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -39,9 +40,10 @@ def policy_loss(
     response_mask: Tensor,
     clip_low: float,
     clip_high: float,
-    kind: str = "ppo",
+    kind: str | Callable[..., Tensor] = "ppo",
     dual_clip: float | None = None,
     cu_seqlens: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
 ) -> PolicyLossTerms:
     """The clipped policy gradient, one value per token. With r = pi / pi_old:
 
@@ -52,15 +54,22 @@ def policy_loss(
         cispo  -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log pi     arXiv:2506.13585, eqs. 4-5; clip_low
                of 1 or more is the paper's own setting, no lower bound
 
+    A function in place of a name gives the loss of each token, for an objective of the user; see `own_functions`.
+
     Args:
         logprobs: [T] with gradient. old_logprobs, advantages: [T] without.
         response_mask: [T] bool; tokens elsewhere get loss 0 and gradient 0 for any input.
         dual_clip: c > 1 bounds the loss of ppo and gspo at -c A where A < 0 (arXiv:1912.09729); None: no bound.
-        cu_seqlens: [S+1], for gspo.
+        cu_seqlens: [S+1], for gspo and a function. rollout_logprobs: [T], of the engine, for a function.
     """
     logprobs, old_logprobs, advantages = (masked(x, response_mask) for x in (logprobs, old_logprobs, advantages))
     log_ratio = logprobs - old_logprobs.detach()
     advantages = advantages.detach()
+    if callable(kind):
+        given = {"old_logprobs": old_logprobs.detach(), "advantages": advantages, "rollout_logprobs": rollout_logprobs}
+        loss = kind(logprobs, **given, response_mask=response_mask, cu_seqlens=cu_seqlens)
+        ratio, never = bounded_exp(log_ratio.detach()) * response_mask, torch.zeros_like(response_mask)
+        return PolicyLossTerms(masked(loss, response_mask), ratio, never, never)
     if kind == "cispo":
         assert dual_clip is None, "cispo has no dual clip"
         ratio = bounded_exp(log_ratio.detach())

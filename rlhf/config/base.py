@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+# `package.module:function` or `path/to/file.py:function`, code of the user
+USER_FUNCTION = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
 
 
 class Section(BaseModel):
@@ -58,3 +62,19 @@ def first_line(error: Exception) -> str:
     """The first line of an exception's text; its type if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def own_or(*known: str) -> Any:
+    """The type of a key that has one of our names, or names a function of the user."""
+
+    def check(value: str) -> str:
+        if value in known:
+            return value
+        if ":" not in value:
+            expected = f"{', '.join(map(repr, known))}, or MODULE:FUNCTION"
+            raise PydanticCustomError("literal_error", "not known", {"expected": expected})
+        if not USER_FUNCTION.fullmatch(value):
+            raise ValueError(f"{value!r} is not of the form package.module:function or path/to/file.py:function.")
+        return with_home(value)
+
+    return Annotated[str, AfterValidator(check), WithJsonSchema({"anyOf": [{"enum": [*known]}, {"type": "string"}]})]

@@ -342,6 +342,10 @@ def _learner_problems(config: GRPOConfig) -> Iterator[str]:
         yield f"{algo.constant_length=} with {algo.loss_aggregation=!s}: {reason}"
     if algo.clip_low >= 1.0 and algo.policy_loss != "cispo":
         yield f"{algo.clip_low=}: the lower bound 1 - clip_low must be above 0. Use 0.2."
+    if algo.has_own_loss:
+        for name in ("clip_low", "clip_high", "dual_clip"):
+            if (value := getattr(algo, name)) != type(algo).model_fields[name].default:
+                yield f"algo.{name}={value:g} with {algo.policy_loss=!s}: your function does not get it. Remove it."
     if algo.dual_clip is not None and algo.policy_loss == "cispo":
         yield f"{algo.dual_clip=} with {algo.policy_loss=!s}: cispo has none. Remove it, or set policy_loss=ppo."
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from rlhf.config.base import FilePath, Fraction, NonNegative, NonNegativeInt, Section, key, suggest
+from rlhf.config.base import USER_FUNCTION, FilePath, Fraction, NonNegative, NonNegativeInt, Section, key, suggest
 from rlhf.config.load import validated
 
 ExtractionStep = Literal["box", "answer_tag", "hash", "answer_is", "math_span", "last_number"]
@@ -126,7 +126,6 @@ OPTIONS_OF_REWARD: dict[str, type[Section]] = {
 WITHOUT_ANSWER = ("format", "length", "repetition")  # these ignore the gold answer
 GRANTS = ("env", "network", "files")  # what a user function may reach
 USER_FIELDS = ("group", "concurrency", *GRANTS)
-USER_FUNCTION = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
 
 
 class RewardPart(Section):

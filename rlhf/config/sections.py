@@ -7,12 +7,14 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from rlhf.config.base import FilePath, Fraction, NonNegative, NonNegativeInt, Section, key
+from rlhf.config.base import FilePath, Fraction, NonNegative, NonNegativeInt, Section, key, own_or
 from rlhf.config.library_options import check_deepspeed_options, check_engine_options
 from rlhf.config.parsers import check_tool_parser
 from rlhf.config.teacher import TeacherConfig
 
 KLEstimator = Literal["k1", "k2", "k3", "k4"]  # of algo/kl.py
+PolicyLoss = own_or("ppo", "gspo", "cispo")
+Advantage = own_or("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM
 ModelDType = Literal["bfloat16", "float32"]
 
@@ -132,13 +134,13 @@ class RolloutConfig(Section):
 
 
 class AlgoConfig(Section):
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = key(
-        "grpo", "how rewards become advantages; grpo divides by the group's std; gae needs a critic: rlhf.ppo"
+    advantage: Advantage = key(
+        "grpo", "how rewards become advantages; grpo divides by the group's std; gae: rlhf.ppo; or your.module:function"
     )
     normalize_over: Literal["responses", "tokens"] = key(
         "responses", "what mean and std of reinforce_pp and reinforce_pp_baseline count once: a response, or a token"
     )
-    policy_loss: Literal["ppo", "gspo", "cispo"] = key("ppo", "surrogate objective")
+    policy_loss: PolicyLoss = key("ppo", "surrogate objective; or a function of yours, your.module:function")
     clip_low: NonNegative = key(0.2, "the ratio is clipped below at 1 - clip_low")
     clip_high: NonNegative = key(0.2, "the ratio is clipped above at 1 + clip_high")
     dual_clip: float | None = key(None, "bound of the loss for negative advantages; null is off", gt=1.0)
@@ -166,6 +168,17 @@ class AlgoConfig(Section):
     importance_cap: float = key(2.0, "upper bound of the importance weight", ge=1.0)
     mask_truncated: bool = key(False, "leave responses that did not stop out of the loss")
     teacher: TeacherConfig | None = key(None, "a model to learn from token by token; null: rewards alone teach")
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether policy_loss is a function of the user."""
+        return ":" in self.policy_loss
+
+    @property
+    def own_functions(self) -> dict[str, str]:
+        """The functions of the user by key."""
+        named = {"algo.policy_loss": self.policy_loss, "algo.advantage": self.advantage}
+        return {where: name for where, name in named.items() if ":" in name}
 
 
 class OptimizerConfig(Section):

@@ -30,6 +30,7 @@ from rlhf.log.reductions import (
     StepMetrics,
     Sum,
 )
+from rlhf.processes.code import load_function
 from rlhf.types import Denominators, PolicyTargets
 
 RATIO_BINS = np.linspace(0.0, 2.0, 41)  # ratios above are counted in the last bin
@@ -56,9 +57,11 @@ def policy_microbatch(
     logprobs, entropy, routing = model(tokens, for_update=True)
     old_logprobs = logprobs.detach() if given_logprobs is None else given_logprobs
 
+    kind = load_function(algo.policy_loss) if algo.has_own_loss else algo.policy_loss
     terms = losses.policy_loss(
         logprobs, old_logprobs=old_logprobs, advantages=advantages, response_mask=mask, cu_seqlens=tokens.cu_seqlens,
-        kind=algo.policy_loss, clip_low=algo.clip_low, clip_high=algo.clip_high, dual_clip=algo.dual_clip,
+        rollout_logprobs=rollout_logprobs, kind=kind, clip_low=algo.clip_low, clip_high=algo.clip_high,
+        dual_clip=algo.dual_clip,
     )  # fmt: skip
     per_token = terms.loss
     correction = losses.importance_weights(

@@ -19,6 +19,7 @@ from rlhf.data.read import check_source, config_sources
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes, trained_parameters
 from rlhf.plan.model_shape import shape_at
 from rlhf.plan.resources import check_resources, joins_a_cluster, local_resources
+from rlhf.processes.code import load_function
 
 SOCKET_PATH_BYTES = 107  # of a Unix socket, as the kernel limits it
 # Below TMPDIR, with the longest of the names; NUMBER is the process, which is this one or one of the same length.
@@ -30,7 +31,8 @@ SHARED_MEMORY_MIB = 256
 
 def start_problems(config: GRPOConfig) -> list[str]:
     """Reasons to refuse a training run with rollouts: those of any run, and the user's rewards and environments."""
-    return run_problems(config) + reward_problems(config) + environment_problems(config)
+    own = own_function_problems(config)
+    return run_problems(config) + own + reward_problems(config) + environment_problems(config)
 
 
 def run_problems(config: TrainingProgramConfig) -> list[str]:
@@ -194,6 +196,23 @@ def environment_problems(config: GRPOConfig) -> list[str]:
     except (ValueError, RuntimeError) as error:
         return [str(error)]
     return []
+
+
+def own_function_problems(config: GRPOConfig) -> list[str]:
+    """Why the user's policy loss or advantage cannot be trained with: each is tried on a small example."""
+    if not config.algo.own_functions:
+        return []
+    from rlhf.algo.own_functions import check_advantage, check_policy_loss  # imports torch
+
+    checks = {"algo.policy_loss": check_policy_loss, "algo.advantage": check_advantage}
+    problems = []
+    for where, name in config.algo.own_functions.items():
+        try:
+            checks[where](load_function(name))
+        except Exception as error:  # of the user's code
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            problems.append(f"{where}={name}: {reason.removeprefix(f'{name}: ')}. See docs/algorithms.md.")
+    return problems
 
 
 def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:

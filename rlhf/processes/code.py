@@ -7,6 +7,7 @@ are not.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -44,6 +45,24 @@ def load_module(name: str) -> Any:
         del sys.modules[full]
         raise
     return module
+
+
+@functools.cache
+def load_function(name: str) -> Any:
+    """The function of `module:function` or `path/to/file.py:function`, imported once.
+
+    Raises:
+        ValueError: the module cannot be imported, or has no such function.
+    """
+    try:
+        function = getattr(load_module(name), name.rpartition(":")[2])
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ValueError(f"{name}: it cannot be imported: {type(error).__name__}: {error}") from None
+    if not callable(function):
+        raise ValueError(f"{name}: it is no function, but {type(function).__name__}.")
+    return function
 
 
 def loaded_sources(names: Iterable[str], *, before: Collection[str]) -> dict[str, dict[str, str]]:

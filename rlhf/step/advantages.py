@@ -17,6 +17,7 @@ from rlhf.algo.kl import KLController, kl_per_token
 from rlhf.config.ppo import PPOAlgoConfig
 from rlhf.config.sections import AlgoConfig
 from rlhf.config.teacher import TeacherConfig
+from rlhf.processes.code import load_function
 from rlhf.step.batch import sum_over_responses
 from rlhf.types import StepBatch
 
@@ -47,10 +48,18 @@ def penalize_kl(
 def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str, normalize_over: str = "responses") -> np.ndarray:
     """[R] advantage of each rollout; 0 for unscorable ones. The kinds are those of `algo.advantage`.
 
+    A function of the user gets the rewards [R'] and the groups [R'] of the scorable ones alone.
+
     Args:
         rewards: [R], of the batch, with or without the KL penalty; NaN is unscorable.
         normalize_over: what the statistics of REINFORCE++ count, responses or tokens, as `algo.normalize_over`.
     """
+    if ":" in kind:
+        scorable = ~np.isnan(rewards)
+        advantages = np.zeros_like(rewards)
+        given = torch.from_numpy(rewards[scorable]), torch.from_numpy(batch.groups[scorable])
+        advantages[scorable] = load_function(kind)(*given).numpy()
+        return advantages
     lengths = torch.from_numpy(batch.per_rollout(batch.response_lengths)) if normalize_over == "tokens" else None
     groups = torch.from_numpy(batch.groups)
     return adv.advantages_of_kind(kind, torch.from_numpy(rewards), groups, lengths=lengths).numpy()

@@ -16,13 +16,14 @@ from rlhf.types import Denominators, Minibatch, StepBatch
 def rows_with_gradient(batch: StepBatch, advantages: np.ndarray, config: GRPOConfig) -> np.ndarray:
     """[B] bool, True for the rows of trained rollouts that the learner computes at all.
 
-    Without a KL, teacher, entropy bonus or balancing loss, the gradient is a multiple of the advantage, so a rollout
-    whose advantage [R] is exactly 0 has none. It stays in the denominators. Metrics of log-probs then cover only the
-    other rollouts; `algo.log_kl` asks for the KL of all of them, so all are computed.
+    Without a KL, teacher, entropy bonus, balancing loss or loss of the user, the gradient is a multiple of the
+    advantage, so a rollout whose advantage [R] is exactly 0 has none. It stays in the denominators. Metrics of
+    log-probs then cover only the other rollouts; `algo.log_kl` asks for the KL of all of them, so all are computed.
     """
     assert not config.kl_in_reward, "with the KL in the reward, advantages need the log-probs first"
     algo = config.algo
-    if config.kl_in_loss or algo.entropy_coef or algo.log_kl or algo.teacher or config.learner.router_balance_coef:
+    own = algo.has_own_loss or algo.entropy_coef or config.learner.router_balance_coef
+    if config.kl_in_loss or algo.log_kl or algo.teacher or own:
         return batch.trained_rows
     return batch.trained_rows & (advantages != 0)[batch.rollouts]
 

@@ -52,6 +52,9 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "data.eval=3": ("data.eval", "3 names no data", "Use a path or hub name"),
     # choices
     "algo.kl_estimator=k5": ("algo.kl_estimator", "=k5", "'k1', 'k2', 'k3' or 'k4'"),
+    "algo.policy_loss=pppo": ("algo.policy_loss", "=pppo", "or MODULE:FUNCTION"),
+    "algo.policy_loss='my loss:3'": ("algo.policy_loss", "'my loss:3'", "path/to/file.py:function"),
+    "algo={policy_loss: 'm:f', clip_high: 0.3}": ("algo.clip_high", "=0.3", "does not get it"),
     "algo.advantage=gae": ("algo.advantage", "=gae", "rlhf.ppo"),
     "cluster.device=gpu": ("cluster.device", "=gpu", "'cuda' or 'cpu'"),
     "learner.zero_stage=4": ("learner.zero_stage", "=4", "0, 1, 2 or 3"),
