@@ -103,6 +103,7 @@ def _configs(argv: Sequence[str]) -> None:
         raise ValueError(f"configs copy {name}: {target} exists. Name another file after it.")
     shutil.copyfile(files[name], target)
     say(f"{target}: edit it, then: rlhf grpo --config {target} --plan")
+    say(f"rlhf configs schema {target.parent}: for an editor that checks its keys")
 
 
 def _write_schemas(folder: Path) -> None:
@@ -134,7 +135,8 @@ def completion(shell: str) -> str:
         programs.add_parser(name, help=program.text, parents=[built], add_help=False)
     configs = programs.add_parser("configs", help=OTHERS["configs"])  # shtab leaves out programs without help
     actions = configs.add_subparsers()
-    actions.add_parser("schema", help="JSON Schema for editors")
+    schema = actions.add_parser("schema", help="JSON Schema for editors")
+    schema.add_argument("folder", nargs="?").complete = shtab.DIRECTORY  # type: ignore[attr-defined]
     copy = actions.add_parser("copy", help="copy a config to a file here")
     copy.add_argument("name", choices=[path.stem for path in sorted(cli.config_folder().glob("*.yaml"))])
     programs.add_parser("completion", help=OTHERS["completion"]).add_argument("shell", choices=SHELLS)

@@ -100,7 +100,9 @@ def real_model_dir() -> Path:
 def the_same_random_numbers() -> None:
     """What a test draws without a generator of its own does not depend on the tests before it."""
     if torch := sys.modules.get("torch"):
-        torch.default_generator.manual_seed(0)  # torch.manual_seed keeps a traceback of each call, for a GPU
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would keep a traceback of each call
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture

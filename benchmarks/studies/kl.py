@@ -331,7 +331,7 @@ def read_records(folder: Path, runs: Sequence[Any], *, steps: int, prompts: int)
             if size != (steps, prompts):
                 raise ValueError(
                     f"{file}: a run of {size[0]} steps of {size[1]} prompts, not of {steps} and {prompts}. "
-                    "Name another --output, or give --steps and --prompts of that scan."
+                    "Name another --output."
                 )
             yield record
 

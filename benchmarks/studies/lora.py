@@ -8,7 +8,7 @@ rates, three seeds, 40 steps of the quickstart's task in bfloat16 with adapters 
 of the KL (`kl.py`): transformers samples in place of an engine, in the same type and with the same weights.
 
 By step: the KL of what samples to the learner at the sampled tokens, and the accuracy of what is sampled. There is no
-importance correction, so that the difference shows as it is.
+importance correction, so that the difference shows as it is. All runs begin with the same A.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ class Trainer(kl.Trainer):
 
     def __init__(self, config: GRPOConfig) -> None:
         super().__init__(config)
-        assert config.model.lora is not None
-        names = linear_names(self.engine, targets="all-linear", exclude=())
-        adapt(self.engine, names, rank=config.model.lora.rank, scale=config.model.lora.scale)
+        lora = config.model.lora
+        assert lora is not None
+        names = linear_names(self.engine, targets=lora.targets, exclude=lora.exclude)
+        adapt(self.engine, names, rank=lora.rank, scale=lora.scale)
         layers: list[AdaptedLinear] = [self.engine.get_submodule(name) for name in names]
         self._base = [(layer, layer.weight.detach().clone()) for layer in layers]
 
@@ -118,6 +119,8 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     for column, lr in enumerate(rates):
         for kind, colour in ((SERVED, "C0"), (MERGED, "C3")):
             runs = [record["steps"] for record in records if (record["engine"], record["lr"]) == (kind, lr)]
+            if not runs:
+                continue
             for row, key in enumerate(("reward", "engine_kl")):
                 by_step = np.array([[step[key] for step in steps] for steps in runs])
                 steps = np.arange(1, by_step.shape[1] + 1)
@@ -145,6 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         own = [run for run in runs if run.lr == lr]
         kl.scan(study_config(data, lr, **size), own, folder, workers=options.workers, kind=Trainer)
     records = list(kl.read_records(folder, runs, **size))
+    if not records:
+        raise ValueError(f"{folder}: there are no runs yet. Take --workers 1 or more.")
     report.write_table(options.output / "lora", table(records))
     print(report.markdown(table(records)))
     draw(records, options.output / "lora.png")

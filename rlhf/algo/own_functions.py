@@ -3,9 +3,9 @@
     def policy_loss(logprobs, *, old_logprobs, rollout_logprobs, advantages, response_mask, cu_seqlens) -> Tensor
 
 All are [T], the tokens of several sequences in a row, `cu_seqlens` [S+1] their bounds; `logprobs` has the gradient,
-`rollout_logprobs` are the engine's, and all are 0 outside of `response_mask`. The result is the loss of each token [T].
-What is outside of the mask is left out of it; importance correction, a KL in the loss, entropy bonus and aggregation
-follow as for our own losses.
+`rollout_logprobs` are the engine's. What they are outside of `response_mask` is not defined; the mask may have no True
+at all. The result is the loss of each token [T]. What is outside of the mask is left out of it; importance correction,
+a KL in the loss, entropy bonus and aggregation follow as for our own losses.
 
     def advantage(rewards, groups) -> Tensor
 
@@ -23,72 +23,81 @@ from torch import Tensor
 LENGTHS = (6, 4, 7)  # tokens of the sequences of the example, of which the first two are a prompt's
 
 
-def check_policy_loss(function: Callable[..., Any]) -> None:
-    """Try a loss on three short sequences.
+class ObjectiveError(ValueError):
+    """Why a function cannot be trained with."""
 
-    Raises:
-        ValueError: why it cannot be trained with.
-    """
+
+def check_policy_loss(function: Callable[..., Any]) -> None:
+    """Try a loss on three short sequences; raises an ObjectiveError, or what the function raises."""
     generator = torch.Generator().manual_seed(0)
     tokens, bounds = sum(LENGTHS), torch.tensor((0, *LENGTHS)).cumsum(0)
     mask = torch.ones(tokens, dtype=torch.bool)
     for start in bounds[:-1].tolist():
         mask[start : start + 2] = False
+    mask[-2] = False  # what an environment says, between two turns
     means = {"logprobs": -1.0, "old_logprobs": -1.0, "rollout_logprobs": -1.0, "advantages": 0.0}
     columns = {
         name: torch.where(mask, mean + 0.5 * torch.randn(tokens, generator=generator), 0.0)
         for name, mean in means.items()
     }
 
-    def computed(at: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Loss and gradient by log-prob; with other numbers at the tokens `at`."""
-        changed = {name: column.clone() for name, column in columns.items()}
-        if at is not None:
-            for column in changed.values():
-                column[at] -= 0.5
-        logprobs = changed.pop("logprobs").requires_grad_()
-        loss = function(logprobs, **changed, response_mask=mask, cu_seqlens=bounds)
+    def computed(*, changed: Tensor | None = None, mask: Tensor = mask) -> tuple[Tensor, Tensor]:
+        """Loss and gradient by log-prob in the mask, [T]; with other numbers at the tokens `changed`."""
+        given = {name: column.clone() for name, column in columns.items()}
+        if changed is not None:
+            for column in given.values():
+                column[changed] -= 0.5
+        logprobs = given.pop("logprobs").requires_grad_()
+        loss = function(logprobs, **given, response_mask=mask, cu_seqlens=bounds)
         _check_shape(loss, tokens, "the loss of each token")
         if not loss.requires_grad:
-            raise ValueError("its loss has no gradient: compute it from logprobs, without detach() or no_grad()")
-        (gradient,) = torch.autograd.grad(torch.where(mask, loss, 0.0).sum(), logprobs)
+            raise ObjectiveError("its loss has no gradient: compute it from logprobs, without detach() or no_grad()")
+        loss = torch.where(mask, loss, 0.0)
+        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
         return loss.detach(), gradient
 
+    def same(here: Tensor, *, changed: Tensor) -> bool:
+        return all(torch.equal(a[here], b[here]) for a, b in zip(computed(), computed(changed=changed), strict=True))
+
     loss, gradient = computed()
-    if not (loss[mask].isfinite().all() and gradient[mask].isfinite().all()):
-        raise ValueError("its loss or the gradient is not finite for log-probs near -1 and advantages near 1")
+    if not (loss.isfinite().all() and gradient[mask].isfinite().all()):
+        raise ObjectiveError("its loss or the gradient is not finite for log-probs near -1 and advantages near 1")
     if not gradient[mask].any():
-        raise ValueError("its gradient is 0 at every token")
-    loss_elsewhere, gradient_elsewhere = computed(~mask)
-    if not (torch.equal(loss[mask], loss_elsewhere[mask]) and torch.equal(gradient[mask], gradient_elsewhere[mask])):
-        raise ValueError(
+        raise ObjectiveError("its gradient is 0 at every token")
+    if not same(mask, changed=~mask):
+        raise ObjectiveError(
             "tokens outside of response_mask, which were not sampled, change the loss of others. Use "
             "torch.where(response_mask, x, 0.0) before you add up over tokens"
         )
-    last = torch.arange(tokens) >= bounds[-2]
-    loss_of_others, _ = computed(last & mask)
-    if not torch.equal(loss[mask & ~last], loss_of_others[mask & ~last]):
-        raise ValueError(
+    place = torch.arange(tokens)
+    middle = (place >= bounds[1]) & (place < bounds[2])
+    if not same(mask & ~middle, changed=mask & middle):
+        raise ObjectiveError(
             "the tokens of one sequence change the loss of another: the result would depend on which sequences are "
             "computed together. Add up within cu_seqlens alone"
         )
+    computed(mask=torch.zeros_like(mask))  # a learner may have nothing to train on
 
 
 def check_advantage(function: Callable[..., Any]) -> None:
-    """Try an advantage on two groups of three rollouts, and on equal rewards.
+    """Try an advantage on groups of 3, 2 and 1 rollouts, and on equal rewards; raises as `check_policy_loss`."""
+    groups = torch.tensor([0, 0, 0, 2, 2, 5])  # of others, nothing could be scored
+    for rewards in ([1.0, 0.0, 0.5, 0.0, 1.0, 1.0], [1.0] * 6):
+        own_advantages(function, torch.tensor(rewards, dtype=torch.float64), groups)
 
-    Raises:
-        ValueError: why it cannot be trained with.
-    """
-    groups = torch.tensor([0, 0, 0, 1, 1, 1])
-    for rewards in ([1.0, 0.0, 0.5, 0.0, 0.0, 1.0], [1.0] * 6):
-        advantages = function(torch.tensor(rewards, dtype=torch.float64), groups)
-        _check_shape(advantages, len(groups), "the advantage of each rollout")
-        if not advantages.isfinite().all():
-            raise ValueError(f"its advantages are not finite for rewards {rewards} of groups {groups.tolist()}")
+
+def own_advantages(function: Callable[..., Any], rewards: Tensor, groups: Tensor) -> Tensor:
+    """What an advantage returns; raises an ObjectiveError unless that is a finite number for each rollout."""
+    advantages: Tensor = function(rewards, groups)
+    _check_shape(advantages, len(groups), "the advantage of each rollout")
+    if not advantages.isfinite().all():
+        raise ObjectiveError(
+            f"its advantages are not finite for rewards {rewards.tolist()} of groups {groups.tolist()}"
+        )
+    return advantages.detach().double()
 
 
 def _check_shape(result: Any, length: int, wanted: str) -> None:
     if not isinstance(result, Tensor) or result.shape != (length,):
         given = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-        raise ValueError(f"it returns {given}, not {wanted}, a tensor [{length}]")
+        raise ObjectiveError(f"it returns {given}, not {wanted}, a tensor [{length}]")

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 T = TypeVar("T")
 
@@ -64,17 +64,24 @@ def first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def own_or(*known: str) -> Any:
-    """The type of a key that has one of our names, or names a function of the user."""
+class OwnOr:
+    """Of a key that has one of our names, or names a function of the user: `Annotated[str, OwnOr("ppo", "gspo")]`."""
 
-    def check(value: str) -> str:
-        if value in known:
+    def __init__(self, *known: str) -> None:
+        self._known = known
+
+    def _check(self, value: str) -> str:
+        if value in self._known:
             return value
         if ":" not in value:
-            expected = f"{', '.join(map(repr, known))}, or MODULE:FUNCTION"
+            expected = f"{', '.join(map(repr, self._known))}, or MODULE:FUNCTION"
             raise PydanticCustomError("literal_error", "not known", {"expected": expected})
         if not USER_FUNCTION.fullmatch(value):
             raise ValueError(f"{value!r} is not of the form package.module:function or path/to/file.py:function.")
         return with_home(value)
 
-    return Annotated[str, AfterValidator(check), WithJsonSchema({"anyOf": [{"enum": [*known]}, {"type": "string"}]})]
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"enum": [*self._known]}, {"type": "string", "pattern": r":|\$\{"}]}

@@ -23,14 +23,17 @@ def editor_schema(config: type[BaseModel]) -> Schema:
     """The schema of the files of a program whose whole config is `config`."""
     schema = config.model_json_schema()
     sections = schema["$defs"]
-    for section in (schema, *sections.values()):
-        section.pop("required", None)
-        section["properties"] = {name: _as_written(field) for name, field in section["properties"].items()}
     if "RewardPart" in sections:
         part = sections["RewardPart"]
         for options in OPTIONS_OF_REWARD.values():  # they stand next to `name`; a user function's may have any name
-            part["properties"] |= options.model_json_schema()["properties"]
+            described = options.model_json_schema()
+            part["properties"] |= described["properties"]
+            sections |= described.get("$defs", {})
         part["additionalProperties"] = True
+    for section in (schema, *sections.values()):
+        section.pop("required", None)
+        section["properties"] = {name: _as_written(field) for name, field in section["properties"].items()}
+    if "RewardConfig" in sections:
         sections["RewardConfig"] = {"anyOf": [sections["RewardConfig"], _list_of("RewardPart")]}
     for name, short in {
         "SourceConfig": [TEXT], "DatasetConfig": [TEXT], "RewardPart": [TEXT], "EnvironmentPart": [TEXT],

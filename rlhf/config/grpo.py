@@ -216,7 +216,7 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
     if rollout.samples_per_prompt < 2 and algo.advantage in NEEDS_A_GROUP and not replaced:
         remedy = "Use at least 2, or algo.advantage=reinforce_pp."
         yield f"{rollout.samples_per_prompt=}: the advantages of {algo.advantage=!s} would all be zero. {remedy}"
-    if algo.normalize_over == "tokens" and not algo.advantage.startswith("reinforce_pp"):
+    if algo.normalize_over == "tokens" and algo.advantage not in ("reinforce_pp", "reinforce_pp_baseline"):
         reason = "only reinforce_pp and reinforce_pp_baseline read it. Remove it, or set one of them."
         yield f"{algo.normalize_over=!s} with {algo.advantage=!s}: {reason}"
     if algo.ref_update != "fixed" and not config.needs_reference:
@@ -241,7 +241,7 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
     if config.reward.leaves_something_ungraded and reward_model is None and not config.environment.parts:
         remedy = "Name a reward, such as [{name: math}], or a reward_model."
         yield f"reward=[] without a reward_model: nothing would grade the responses. {remedy}"
-    if rollout.max_policy_lag > 0 and algo.importance_correction == "none":
+    if rollout.max_policy_lag > 0 and algo.importance_correction == "none" and not algo.has_own_loss:
         reason = "lagging rollouts need a correction. Use truncated or masked, or a lag of 0."
         yield f"{algo.importance_correction=!s} with {rollout.max_policy_lag=}: {reason}"
     if algo.kl_place == "reward" and algo.kl_estimator == "k4":
@@ -340,12 +340,14 @@ def _learner_problems(config: GRPOConfig) -> Iterator[str]:
     if algo.constant_length is not None and algo.loss_aggregation != "constant":
         reason = "only loss_aggregation=constant reads it. Remove it, or set loss_aggregation=constant."
         yield f"{algo.constant_length=} with {algo.loss_aggregation=!s}: {reason}"
-    if algo.clip_low >= 1.0 and algo.policy_loss != "cispo":
+    if algo.clip_low >= 1.0 and algo.policy_loss != "cispo" and not algo.has_own_loss:
         yield f"{algo.clip_low=}: the lower bound 1 - clip_low must be above 0. Use 0.2."
     if algo.has_own_loss:
         for name in ("clip_low", "clip_high", "dual_clip"):
-            if (value := getattr(algo, name)) != type(algo).model_fields[name].default:
-                yield f"algo.{name}={value:g} with {algo.policy_loss=!s}: your function does not get it. Remove it."
+            value, default = getattr(algo, name), type(algo).model_fields[name].default
+            if value != default:
+                remedy = f"Remove it, or set {'null' if default is None else default}, the default."
+                yield f"algo.{name}={value:g} with {algo.policy_loss=!s}: your function does not get it. {remedy}"
     if algo.dual_clip is not None and algo.policy_loss == "cispo":
         yield f"{algo.dual_clip=} with {algo.policy_loss=!s}: cispo has none. Remove it, or set policy_loss=ppo."
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from rlhf.config.base import FilePath, Fraction, NonNegative, NonNegativeInt, Section, key, own_or
+from rlhf.config.base import FilePath, Fraction, NonNegative, NonNegativeInt, OwnOr, Section, key
 from rlhf.config.library_options import check_deepspeed_options, check_engine_options
 from rlhf.config.parsers import check_tool_parser
 from rlhf.config.teacher import TeacherConfig
 
 KLEstimator = Literal["k1", "k2", "k3", "k4"]  # of algo/kl.py
-PolicyLoss = own_or("ppo", "gspo", "cispo")
-Advantage = own_or("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+PolicyLoss = Annotated[str, OwnOr("ppo", "gspo", "cispo")]
+Advantage = Annotated[str, OwnOr("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")]
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM
 ModelDType = Literal["bfloat16", "float32"]
 

@@ -57,7 +57,7 @@ class TeacherConfig(TeacherModel):
 
     @property
     def computed(self) -> bool:
-        """If the learners compute what teachers say: one pass in all, since each of these has rows of its own."""
+        """Whether the learners compute what teachers say: one pass in all, since each of these has rows of its own."""
         return any(each.endpoint is None for each in self.all.values())
 
     @property

@@ -21,6 +21,7 @@ from rlhf.learner.reference import MovingCopy, Reference, make_reference, make_t
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch
 from rlhf.log.reductions import UpdateOutcome
+from rlhf.processes.code import load_function
 from rlhf.types import PolicyTargets, World
 from rlhf.weights.adapter import AdapterSender
 from rlhf.weights.client import EngineClient
@@ -40,6 +41,8 @@ class Learner(StepRank):
         self._sender: CPUSender | VLLMSender | AdapterSender | None = None
         self._client: EngineClient | None = None
         self._flipped: list[tuple[Tensor, int]] = []  # perturbed tensors, and the bits flipped in each
+        if config.algo.has_own_loss:  # its file may be missing on this node
+            load_function(config.algo.policy_loss)
         with self.loading():
             model = load_policy(config.model, temperature=config.rollout.temperature, seed=config.run.seed)
         coef, path = config.learner.router_balance_coef, config.model.path

@@ -90,6 +90,8 @@ def policy_microbatch(
             metrics[f"policy/kl_{estimator}"] = masked_mean(values, mask)
     if algo.entropy_coef:
         per_token = per_token - algo.entropy_coef * entropy
+    if not algo.has_own_loss:
+        metrics["policy/clip_fraction"] = masked_mean(terms.clipped.float(), mask)
     if algo.dual_clip is not None:
         metrics["policy/dual_clip_fraction"] = masked_mean(terms.dual_clipped.float(), mask)
 
@@ -111,7 +113,6 @@ def policy_microbatch(
     metrics |= {
         "policy/loss": Sum(loss.detach().double()),
         "policy/entropy": masked_mean(entropy.detach(), mask),
-        "policy/clip_fraction": masked_mean(terms.clipped.float(), mask),
         "policy/ratio": masked_mean(terms.ratio.detach(), mask),
         "policy/ratio/histogram": _binned_ratios(terms.ratio.detach(), mask),
         "policy/ratio_max": Max(torch.where(mask, terms.ratio.detach(), float("-inf")).max()),

@@ -115,7 +115,7 @@ def learner_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     dtype, ranks = config.model.dtype, config.cluster.learners if config.learner.zero_stage == 3 else 1
     use: Use = "state" if ranks > 1 else "movable"  # a share at ZeRO-3 stays
     others = [
-        Part(f"{of}, {dtype}", 0.0, "not counted: its config.json is not on this machine")
+        Part(f"{of}, {dtype}", 0.0, "not counted: its size is not known here")
         if frozen is None
         else _divided(f"{of}, {dtype}", frozen.parameters, BYTES[dtype], ranks, use=use)
         for of, frozen in frozen_models.items()

@@ -202,16 +202,22 @@ def own_function_problems(config: GRPOConfig) -> list[str]:
     """Why the user's policy loss or advantage cannot be trained with: each is tried on a small example."""
     if not config.algo.own_functions:
         return []
-    from rlhf.algo.own_functions import check_advantage, check_policy_loss  # imports torch
+    from rlhf.algo.own_functions import ObjectiveError, check_advantage, check_policy_loss  # imports torch
 
     checks = {"algo.policy_loss": check_policy_loss, "algo.advantage": check_advantage}
     problems = []
     for where, name in config.algo.own_functions.items():
         try:
-            checks[where](load_function(name))
+            function = load_function(name)
+        except ValueError as error:
+            problems.append(f"{where}={error}.")
+            continue
+        try:
+            checks[where](function)
+        except ObjectiveError as error:
+            problems.append(f"{where}={name}: {error}. See docs/algorithms.md.")
         except Exception as error:  # of the user's code
-            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            problems.append(f"{where}={name}: {reason.removeprefix(f'{name}: ')}. See docs/algorithms.md.")
+            problems.append(f"{where}={name}: it raises {type(error).__name__} on an example: {error}.")
     return problems
 
 

@@ -55,13 +55,15 @@ def load_function(name: str) -> Any:
         ValueError: the module cannot be imported, or has no such function.
     """
     try:
-        function = getattr(load_module(name), name.rpartition(":")[2])
+        module = load_module(name)
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
         raise ValueError(f"{name}: it cannot be imported: {type(error).__name__}: {error}") from None
+    wanted = name.rpartition(":")[2]
+    function = getattr(module, wanted, None)
     if not callable(function):
-        raise ValueError(f"{name}: it is no function, but {type(function).__name__}.")
+        raise ValueError(f"{name}: the module has no function {wanted}")
     return function
 
 

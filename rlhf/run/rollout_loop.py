@@ -164,7 +164,9 @@ class RolloutLoop(Generic[C]):
             # the call of an engine has step_deadline_s; another engine may then take its place
             deadline_s=2 * config.cluster.step_deadline_s,
         )
-        self.useless_steps = UselessSteps(config.run, run.diagnosis, teachers=config.algo.teacher is not None)
+        self.useless_steps = UselessSteps(
+            config.run, run.diagnosis, teachers=config.algo.teacher is not None, own_loss=config.algo.has_own_loss
+        )
         self.skipped_updates = SkippedUpdates(lambda: run.folder.path / "skipped", run.log.warn)
         self._run = run
         run.progress = self.progress

@@ -19,10 +19,14 @@ class UselessSteps:
 
     Args:
         teachers: whether there are other signals than the rewards.
+        own_loss: whether a loss of the user may teach where advantages are 0.
     """
 
-    def __init__(self, config: RunConfig, diagnosis: Diagnosis, *, teachers: bool = False) -> None:
-        self._allowed, self._diagnosis, self._teachers = config.max_useless_steps, diagnosis, teachers
+    def __init__(
+        self, config: RunConfig, diagnosis: Diagnosis, *, teachers: bool = False, own_loss: bool = False
+    ) -> None:
+        self._allowed, self._diagnosis = config.max_useless_steps, diagnosis
+        self._teachers, self._own_loss = teachers, own_loss
         self._budget = None if self._allowed is None else min(self._allowed, config.steps)
         self._useless: list[str] = []  # the reason of each
 
@@ -35,7 +39,7 @@ class UselessSteps:
             self._useless.append("no rollout was trained on")
         elif not any(update.taken for update in policy or updates):  # a critic may learn alone
             self._useless.append("every optimizer step was skipped")
-        elif not advantages.any() or not (self._teachers or _rewards_differ(groups)):
+        elif not self._own_loss and not (advantages.any() and (self._teachers or _rewards_differ(groups))):
             self._useless.append("no group had a signal")
         else:
             self._useless.clear()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf.algo import advantages as adv
 from rlhf.algo.kl import KLController, kl_per_token
+from rlhf.algo.own_functions import ObjectiveError, own_advantages
 from rlhf.config.ppo import PPOAlgoConfig
 from rlhf.config.sections import AlgoConfig
 from rlhf.config.teacher import TeacherConfig
@@ -57,8 +58,12 @@ def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str, normalize_
     if ":" in kind:
         scorable = ~np.isnan(rewards)
         advantages = np.zeros_like(rewards)
-        given = torch.from_numpy(rewards[scorable]), torch.from_numpy(batch.groups[scorable])
-        advantages[scorable] = load_function(kind)(*given).numpy()
+        if scorable.any():
+            given = torch.from_numpy(rewards[scorable]), torch.from_numpy(batch.groups[scorable])
+            try:
+                advantages[scorable] = own_advantages(load_function(kind), *given).numpy()
+            except ObjectiveError as error:
+                raise RuntimeError(f"algo.advantage={kind}: {error}. Correct it, and go on with --resume.") from None
         return advantages
     lengths = torch.from_numpy(batch.per_rollout(batch.response_lengths)) if normalize_over == "tokens" else None
     groups = torch.from_numpy(batch.groups)

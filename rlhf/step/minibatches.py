@@ -22,8 +22,8 @@ def rows_with_gradient(batch: StepBatch, advantages: np.ndarray, config: GRPOCon
     """
     assert not config.kl_in_reward, "with the KL in the reward, advantages need the log-probs first"
     algo = config.algo
-    own = algo.has_own_loss or algo.entropy_coef or config.learner.router_balance_coef
-    if config.kl_in_loss or algo.log_kl or algo.teacher or own:
+    other_gradient = algo.has_own_loss or algo.entropy_coef or config.learner.router_balance_coef
+    if config.kl_in_loss or algo.log_kl or algo.teacher or other_gradient:
         return batch.trained_rows
     return batch.trained_rows & (advantages != 0)[batch.rollouts]
 

@@ -33,8 +33,21 @@ def over_sequences(logprobs: Tensor, *, advantages: Tensor, response_mask: Tenso
     return -(logprobs - torch.where(response_mask, logprobs, 0.0).sum()) * advantages
 
 
+def prefix_sums(logprobs: Tensor, *, advantages: Tensor, response_mask: Tensor, **_: Any) -> Tensor:
+    return -torch.where(response_mask, logprobs, 0.0).cumsum(0) * advantages
+
+
+def weight_over_sequences(logprobs: Tensor, *, advantages: Tensor, response_mask: Tensor, **_: Any) -> Tensor:
+    """Its value is 0: other sequences are in the gradient alone."""
+    return -torch.where(response_mask, advantages, 0.0).sum() * (logprobs - logprobs.detach())
+
+
 def of_advantages_elsewhere(logprobs: Tensor, *, advantages: Tensor, **_: Any) -> Tensor:
     return -logprobs * (advantages - advantages.sum())
+
+
+def by_group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, ...]:
+    return rewards.split(groups.unique_consecutive(return_counts=True)[1].tolist())
 
 
 def test_a_loss_that_is_ours_gives_our_values_and_gradients() -> None:
@@ -61,6 +74,8 @@ def test_a_loss_that_is_ours_gives_our_values_and_gradients() -> None:
         (without_mask, "outside of response_mask"),
         (of_advantages_elsewhere, "outside of response_mask"),
         (over_sequences, "one sequence change the loss of another"),
+        (prefix_sums, "one sequence change the loss of another"),
+        (weight_over_sequences, "one sequence change the loss of another"),
         (lambda logprobs, **_: logprobs.sum(), r"a tensor \[\], not the loss of each token"),
         (lambda logprobs, **_: logprobs.tolist(), "returns list"),
         (lambda logprobs, advantages, **_: -logprobs.detach() * advantages, "no gradient"),
@@ -81,6 +96,12 @@ def test_a_loss_that_cannot_be_trained_with_is_refused_with_the_reason(
         (lambda rewards, groups: rewards[:1], r"a tensor \[1\]"),
         (lambda rewards, groups: (rewards - rewards.mean()) / rewards.std(), "not finite"),
         (lambda rewards, groups: list(rewards), "returns list"),
+        (
+            lambda rewards, groups: torch.cat(
+                [part - part.mean() + 0 * part.std() for part in by_group(rewards, groups)]
+            ),
+            "not finite",  # a group of one has no std
+        ),
     ],
 )
 def test_an_advantage_that_cannot_be_trained_with_is_refused_with_the_reason(
@@ -99,6 +120,12 @@ def reinforce(logprobs, *, advantages, response_mask, **_):
 
 def leaks(logprobs, *, advantages, **_):
     return -(logprobs - logprobs.mean()) * advantages
+
+def raises(logprobs, **given):
+    return given["entropy"]
+
+def nan(rewards, groups):
+    return rewards * float("nan")
 
 def centered(rewards, groups):
     means = torch.zeros(int(groups.max()) + 1, dtype=rewards.dtype)
@@ -119,7 +146,9 @@ def test_a_file_is_named_and_what_is_wrong_with_it_is_said_before_the_start(tmp_
     (leak,) = problems(policy_loss=f"{file}:leaks")
     assert leak.startswith(f"algo.policy_loss={file}:leaks: tokens outside of response_mask")
     (missing,) = problems(advantage=f"{file}:nothing")
-    assert missing.startswith(f"algo.advantage={file}:nothing: it cannot be imported: AttributeError")
+    assert missing == f"algo.advantage={file}:nothing: the module has no function nothing."
+    (broken,) = problems(policy_loss=f"{file}:raises")
+    assert broken == f"algo.policy_loss={file}:raises: it raises KeyError on an example: 'entropy'."
 
 
 def test_own_advantages_get_the_scorable_rewards_and_their_groups(tmp_path: Path) -> None:
@@ -128,6 +157,9 @@ def test_own_advantages_get_the_scorable_rewards_and_their_groups(tmp_path: Path
     batch = make_batch(make_groups(groups=2, samples=3, vocabulary=9, longest=4, seed=0), mask_truncated=False)
     rewards = np.array([1.0, 0.0, np.nan, 0.5, 0.0, 1.0])
     assert step_advantages(batch, rewards, f"{file}:centered").tolist() == [1.0, -1.0, 0.0, 0.0, -1.0, 1.0]
+    assert not step_advantages(batch, np.full(6, np.nan), f"{file}:centered").any()
+    with pytest.raises(RuntimeError, match=r"algo.advantage=.*:nan: its advantages are not finite"):
+        step_advantages(batch, rewards, f"{file}:nan")
 
 
 def test_an_own_loss_may_have_a_gradient_where_the_advantage_is_0(tmp_path: Path) -> None:

@@ -50,6 +50,9 @@ def test_no_key_of_a_config_of_the_repository_is_marked_by_the_schema_that_it_na
         ("data: {eval: null}", ""),
         ("reward: [math, {name: length, max_tokens: 9}, 'mine.py:grade']", ""),
         ("reward: {parts: [f1], by_source: {a: [exact]}}", "data.train={path: a.jsonl}"),
+        ("reward: [{name: math, tolerance: {relative: 0.001}}]", ""),
+        ("reward: [{name: length, max_tokens: '${rollout.max_response_tokens}'}]", ""),
+        ("algo: {policy_loss: 'mine.py:loss', advantage: 'mine:advantage'}", ""),
         ("tools: calculator", "rollout.max_rollout_tokens=128"),
         ("environment: 'mine.py:Game'", "tools=[]"),
         ("run: {seed: '${oc.env:A_SEED}'}", "run.seed=1"),
@@ -77,6 +80,8 @@ def test_what_the_programs_read_is_not_marked(
         ("rollout: {samples_per_prompt: -1}", "$.rollout.samples_per_prompt"),
         ("data: {train: 3}", "$.data.train"),
         ("algo: {kl_estimator: k5}", "$.algo.kl_estimator"),
+        ("algo: {policy_loss: pppo}", "$.algo.policy_loss"),
+        ("reward: [{name: math, tolerance: {relativ: 0.1}}]", "$.reward"),
     ],
 )
 def test_a_mistake_is_marked_where_it_is(text: str, place: str, marks: Marks) -> None:

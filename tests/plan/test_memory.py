@@ -269,7 +269,7 @@ def test_a_teacher_is_counted_by_its_own_shape_and_divided_at_zero_3(
     (unknown,) = (
         part for part in learner_memory(shape, make("algo.teacher={path: org/other}")) if "teacher" in part.name
     )
-    assert (unknown.size, unknown.how) == (0, "not counted: its config.json is not on this machine")
+    assert (unknown.size, unknown.how) == (0, "not counted: its size is not known here")
 
 
 def test_an_offloaded_optimizer_takes_no_gpu_memory(make: Any) -> None:
