@@ -17,7 +17,7 @@ from rlhf.config.sections import AlgoConfig, KLEstimator, TrainedConfig
 class PPOAlgoConfig(AlgoConfig):
     """The policy loss as in GRPO; advantages by GAE, and by default the KL in the reward."""
 
-    advantage: Literal["gae"] = key(  # type: ignore[assignment]
+    advantage: Literal["gae"] = key(
         "gae", "generalized advantage estimation with the critic's values; for the others use rlhf.grpo"
     )
     kl_estimator: KLEstimator = key("k1", "estimator of KL(policy || reference)")
