@@ -27,7 +27,7 @@ def parse(options: dict[str, Any], **sections: Any) -> GRPOConfig:
 
 
 def test_an_option_of_vllm_is_the_last_of_the_engines_arguments() -> None:
-    options = {"max_num_batched_tokens": 512, "kv_cache_dtype": "fp8", "speculative_config": {"method": "ngram"}}
+    options = {"max_num_batched_tokens": 512, "kv_cache_dtype": "fp8", "compilation_config": {"level": 0}}
     arguments = engine_arguments(parse(options), seed=0)
     assert {name: arguments[name] for name in options} == options
     assert list(arguments)[-3:] == list(options)
