@@ -31,14 +31,18 @@ def marks() -> Marks:
     return lambda text: [error.json_path for error in validator.iter_errors(yaml.safe_load(text))]
 
 
+@pytest.fixture(scope="module")
+def schemas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which the command has written them."""
+    folder = tmp_path_factory.mktemp("schemas")
+    command.main(["configs", "schema", str(folder)])
+    return folder
+
+
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_no_key_of_a_config_of_the_repository_is_marked_by_the_schema_that_it_names(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    command.main(["configs", "schema"])
+def test_no_key_of_a_config_of_the_repository_is_marked_by_the_schema_that_it_names(file: Path, schemas: Path) -> None:
     (named,) = re.findall(r"^# yaml-language-server: \$schema=(\S+)$", file.read_text(), re.MULTILINE)
-    schema = json.loads((tmp_path / named).read_text())
+    schema = json.loads((schemas / named).read_text())
     jsonschema.Draft7Validator.check_schema(schema)
     assert not list(jsonschema.Draft7Validator(schema).iter_errors(yaml.safe_load(file.read_text())))
 
