@@ -51,7 +51,9 @@ def test_a_row_of_a_product_is_the_same_in_every_batch(
     weight, bias = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype), torch.randn(outputs).to(dtype)
     try:
         product = functools.partial(ops.onednn_mm, ops.create_onednn_mm(weight.t(), 32), bias=bias)
-    except RuntimeError:  # oneDNN has none of this type for this processor: as here, vLLM then takes torch's
+    except RuntimeError as error:  # oneDNN has none of this type for this processor: vLLM then takes torch's
+        if "could not create a primitive descriptor" not in str(error):
+            raise
         product = functools.partial(torch.nn.functional.linear, weight=weight, bias=bias)
     x = torch.randn(300, inputs).to(dtype)
     every_row = product(x)
