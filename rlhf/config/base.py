@@ -16,8 +16,8 @@ T = TypeVar("T")
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
-# `package.module:function` or `path/to/file.py:function`, code of the user
-USER_FUNCTION = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
+# `package.module:name` or `path/to/file.py:name`: a function or class of the user
+USER_CODE = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
 
 
 class Section(BaseModel):
@@ -76,7 +76,7 @@ class OwnOr:
         if ":" not in value:
             expected = f"{', '.join(map(repr, self._known))}, or MODULE:FUNCTION"
             raise PydanticCustomError("literal_error", "not known", {"expected": expected})
-        if not USER_FUNCTION.fullmatch(value):
+        if not USER_CODE.fullmatch(value):
             raise ValueError(f"{value!r} is not of the form package.module:function or path/to/file.py:function.")
         return with_home(value)
 

@@ -10,15 +10,13 @@ Three spellings of an environment mean the same; the fourth has several, chosen 
 
 from __future__ import annotations
 
-import re
 from typing import Any, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from rlhf.config.base import FilePath, Fraction, Section, key, suggest
+from rlhf.config.base import USER_CODE, FilePath, Fraction, Section, key, suggest
 
 BUILT_IN = ("calculator", "python")
-USER_OBJECT = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
 
 
 class EnvironmentPart(Section):
@@ -98,7 +96,7 @@ class EnvironmentConfig(Section):
 
 def checked_name(name: str, key: str) -> str:
     """The name of a class, coroutine, function or built-in tool; ValueError if it has another form."""
-    if name in BUILT_IN or USER_OBJECT.fullmatch(name):
+    if name in BUILT_IN or USER_CODE.fullmatch(name):
         return name
     form = "not of the form package.module:name or path/to/file.py:name"
     reason = form if ":" in name else "there is no such environment or tool"

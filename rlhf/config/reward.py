@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from rlhf.config.base import USER_FUNCTION, FilePath, Fraction, NonNegative, NonNegativeInt, Section, key, suggest
+from rlhf.config.base import USER_CODE, FilePath, Fraction, NonNegative, NonNegativeInt, Section, key, suggest
 from rlhf.config.load import validated
 
 ExtractionStep = Literal["box", "answer_tag", "hash", "answer_is", "math_span", "last_number"]
@@ -233,7 +233,7 @@ def _part(value: Any, key: str) -> RewardPart:
     part = validated(RewardPart, {"name": name, "weight": weight, "options": options, **fields}, section=key)
     if is_built_in:
         validated(OPTIONS_OF_REWARD[name], options, section=key)
-    elif not USER_FUNCTION.fullmatch(name):
+    elif not USER_CODE.fullmatch(name):
         form = "not of the form package.module:function or path/to/file.py:function"
         reason = form if ":" in name else "there is no such reward"
         raise ValueError(f"{key}.name={name!r}: {reason}. {suggest(name, OPTIONS_OF_REWARD)}")
