@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,6 +24,7 @@ from rlhf.rewards.grade import Grade
 
 QUICK_REWARDS = frozenset(["math", "gsm8k", "multiple_choice", "exact", "f1", "length"])
 MAX_QUICK_JOBS = 64  # per message
+PARTS = 8  # that the jobs of a worker which exceeded a limit are tried again in
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +32,7 @@ class Job:
     number: int
     request: dict[str, Any]
     future: Future[Grade]
-    alone: bool = False  # must be sent by itself: some job that was sent together with it took too long
+    together: int = sys.maxsize  # jobs that its worker may hold at once: fewer after one of them took too long
 
     @property
     def name(self) -> str:
@@ -119,13 +121,17 @@ class Pool(Workers):
             worker.watch.start(worker.pid)
 
     def on_gone(self, worker: Worker, why: str, detail: str) -> None:
-        """The only job of a worker gets the status `why`; several are tried again one by one."""
+        """The only job of a worker gets the status `why`; several are tried again in smaller and smaller parts.
+
+        One by one at once would take an hour where 200 calls that wait for half a minute were held with one that hangs.
+        """
         jobs = list(worker.work.values())
         worker.work.clear()
         if why != LOST and len(jobs) == 1:
             jobs.pop().future.set_result(Grade(None, why, detail=detail))
         for job in reversed(jobs):
-            job.alone = job.alone or why != LOST
+            if why != LOST:
+                job.together = max(1, len(jobs) // PARTS)
             self._queues[job.name].appendleft(job)
 
     def on_turn(self) -> None:
@@ -141,24 +147,26 @@ class Pool(Workers):
         kind = [worker for worker in workers if worker.kind is waits]
         able = [worker for worker in kind if not worker.work]
         able += [worker for worker in workers if worker.kind is None] if len(kind) < self._computing else []
-        if waits and not job.alone:
-            able += [worker for worker in kind if worker.work and self._room(worker, job.name)]
+        if waits:
+            able += [worker for worker in kind if worker.work and self._room(worker, job) > 0]
         return min(able, key=lambda worker: len(worker.work), default=None)
 
-    def _room(self, worker: Worker, name: str) -> int:
-        """How many more jobs of this name a worker can hold."""
+    def _room(self, worker: Worker, job: Job) -> int:
+        """How many more jobs of this job's name a worker can hold, if this one is among them."""
+        name, jobs = job.name, worker.work.values()
         capacity = MAX_QUICK_JOBS if name in QUICK_REWARDS else self._concurrency[name] if name in self._waits else 1
-        jobs = worker.work.values()
-        return 0 if any(job.alone for job in jobs) else capacity - sum(job.name == name for job in jobs)
+        together = min([job.together, *(held.together for held in jobs)])
+        return min(capacity - sum(held.name == name for held in jobs), together - len(jobs))
 
     def _hand_out(self, queue: deque[Job], worker: Worker) -> None:
         """Send a worker its share of a queue."""
-        share = min(self._room(worker, queue[0].name), 1 + len(queue) // (2 * self._computing))
+        share = min(self._room(worker, queue[0]), 1 + len(queue) // (2 * self._computing))
         jobs: list[Job] = []
-        while queue and len(jobs) < share and not (jobs and (jobs[0].alone or queue[0].alone)):
+        while queue and len(jobs) < min(share, queue[0].together - len(worker.work)):
             job = queue.popleft()
             if job.begin():
                 jobs.append(job)
+                share = min(share, job.together - len(worker.work))
         if jobs:
             worker.kind = jobs[0].name in self._waits
             worker.work |= {job.number: job for job in jobs}

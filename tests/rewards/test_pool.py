@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -11,13 +12,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from waiting import WAIT_S, eventually, wait_full, worker_pids
 
 from rlhf.config.reward import RewardPart
-from rlhf.processes.outside import children_of
+from rlhf.processes.outside import Stopwatch, children_of
+from rlhf.processes.workers import TIMEOUT
+from rlhf.rewards.grade import Grade
 from rlhf.rewards.pool import Pool
 
 pytestmark = pytest.mark.slow
@@ -283,3 +287,27 @@ def test_every_process_ends_with_a_driver_that_is_killed_by_sigkill(tmp_path: Pa
     driver.kill()
     driver.wait()
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in group))
+
+
+def test_jobs_held_with_one_that_hangs_are_tried_again_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one at once, 200 calls of half a minute would take an hour; all at once again would never end."""
+    pool = Pool.__new__(Pool)  # no processes: the test is the thread of the workers
+    pool._computing, pool._waits, pool._concurrency = 1, frozenset(["judge"]), {"judge": 200}
+    pool._queues, pool._workers, pool._numbers_of_jobs = {}, {}, itertools.count()
+    monkeypatch.setattr(pool, "call_soon", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(pool, "send", lambda worker, message: None)
+    monkeypatch.setattr(Stopwatch, "start", lambda watch, pid: None)
+    futures = pool.submit_many([{"name": "judge"}] * 200)
+    held: list[int] = []
+    while not futures[7].done():
+        worker = SimpleNamespace(work={}, kind=None, watch=Stopwatch(), pid=1)
+        monkeypatch.setattr(pool, "free", lambda worker=worker: [worker])
+        pool.on_turn()
+        if 7 in worker.work:
+            held.append(len(worker.work))
+            pool.on_gone(worker, TIMEOUT, "over the limit")
+        else:
+            pool.on_message(worker, {"replies": [{**Grade(1.0, "ok").as_message(), "number": n} for n in worker.work]})
+    assert held == [200, 25, 3, 1]
+    assert futures[7].result().status == "timeout"
+    assert [future.result().status for future in futures[:7]] == ["ok"] * 7
