@@ -33,6 +33,7 @@ class FakeEngines:
         self.saved = (1.0, 1.0)
         self.transfer = transfer
         self.sent: list[int] = []
+        self.colocated = self.asleep = False
         self.learners, self.group = Side(self, self.trained), Side(self, self.served)
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -50,10 +51,15 @@ class FakeEngines:
 
     async def send_weights(self, version: int) -> None:
         self.sent.append(version)
+        self.asleep = False
         self.transfer(self.trained, self.served)
 
     async def sleep_if_colocated(self) -> None:
-        pass
+        self.asleep = self.colocated
+
+    async def wake_if_asleep(self, version: int) -> None:
+        if self.asleep:
+            await self.send_weights(version)
 
     async def generate(
         self, token_ids: np.ndarray, settings: SamplingSettings, *, engine: int, **_: Any

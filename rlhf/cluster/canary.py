@@ -9,7 +9,7 @@ One update at lr 1e-6 is far below that rounding: an engine that silently keeps 
 learner for many steps. So at start-up every tensor is perturbed once, a block of consecutive tensors at a time; the
 engines must follow each block, and then get the true weights back. All tensors at once would not do: the late layers
 would attend to noise, and an old query projection in them would not be seen. Later the canary runs after every
-transfer.
+transfer; the float32 pass is made again where the difference is larger than the rounding at the start explains.
 
 These sequences are short, the rollouts of a step are not, and their log-probs are known on both sides anyway. So
 `check_rollouts` compares policy/engine_kl, by the position of tokens in their sequences, with the measured rounding.
@@ -35,7 +35,7 @@ PROMPT_TOKENS, RESPONSE_TOKENS = 128, 64
 # An engine's distance from the float32 pass divided by the learner's, on SmolLM2-135M in bfloat16: 0.8 to 1.2 measured
 # for a correct engine, 4.7 or more for one with a single old tensor, 4 or more at temperature 0.9 or 1.1.
 NOISE_FACTOR = 2.5
-LATER_FACTOR = 3.0  # after a transfer there is no float32 pass: both sides round, and the noise itself may grow
+LATER_FACTOR = 3.0  # after a transfer, without a float32 pass: both sides round, and the noise itself may grow
 TOLERANCE = 1e-3  # the smallest bound, and the one of float32, where correct engines differ by 2e-5
 BLOCK_TENSORS = 36  # perturbed at a time; about four layers
 # A KL grows with the square of a difference. The mean over MIN_TOKENS is precise enough even for a tenth of the bound.
@@ -94,12 +94,15 @@ class Canary:
             _check_alike(written[0][1], (await self._written(self._prompts[0]))[1])
         by_engine = await self._by_engine()
         exact, own = await self._exact()
-        noise, kl = _difference(exact, own)[0], _kl(exact, own)
         problem = "and the learner disagree on the untouched weights of model.path: one of them computes another model"
+        noise, kl = _difference(exact, own)[0], _kl(exact, own)
         measured = _compare(exact, by_engine, problem, max(TOLERANCE, NOISE_FACTOR * noise, self._limit))
         if self._limit:
             self._engine_noise = measured
             noise, kl = max(noise, measured), max(kl, *(_kl(engine, exact) for engine in by_engine))
+        self._allow(noise, kl)
+
+    def _allow(self, noise: float, kl: float) -> None:
         self.tolerance = max(TOLERANCE, LATER_FACTOR * noise)
         self.kl_bound = max(TOLERANCE**2, KL_FACTOR * kl)
 
@@ -132,10 +135,26 @@ class Canary:
             await self._engines.learners.call("restore_weights")
 
     async def check(self, version: int) -> dict[str, float]:
-        """Compare after a transfer, for metrics; raises ClusterError that names the worst token and both values."""
+        """Compare after a transfer, for metrics; raises ClusterError that names the worst token and both values.
+
+        Rounding grows where training makes the model more sensitive to it. So what exceeds the tolerance is judged as
+        at the start, by what rounding costs these weights, and the tolerance follows.
+        """
         expected, by_engine = await asyncio.gather(self._by_learner(), self._by_engine())
         problem = f"does not hold the weights of version {version}"
-        difference = _compare(expected, by_engine, problem, self.tolerance)
+        try:
+            difference = _compare(expected, by_engine, problem, self.tolerance)
+        except ClusterError:
+            if not self._rounds:
+                raise
+            exact, own = await self._exact()
+            noise, kl = _difference(exact, own)[0], _kl(exact, own)
+            bound = NOISE_FACTOR * max(noise, self._engine_noise)
+            difference = _compare(exact, by_engine, problem, max(TOLERANCE, bound))
+            self._allow(
+                max(noise, self._engine_noise, self.tolerance / LATER_FACTOR), max(kl, self.kl_bound / KL_FACTOR)
+            )
+            await self._engines.wake_if_asleep(version)
         return {"sync/canary_difference": difference, "sync/canary_tolerance": self.tolerance}
 
     def check_rollouts(self, metrics: StepMetrics, *, temperature: float, max_lag: int) -> dict[str, float]:

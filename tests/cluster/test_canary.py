@@ -85,6 +85,32 @@ def test_a_difference_that_this_models_rounding_does_not_explain_stops_the_run(r
         asyncio.run(canary.measure_noise())
 
 
+@pytest.mark.parametrize("colocated", [False, True])
+def test_rounding_that_has_grown_is_measured_again_and_allowed(colocated: bool) -> None:
+    engines, canary = make(everything, rounding=0.01)
+    engines.colocated = colocated
+    start(canary)
+    sent = len(engines.sent)
+    engines.trained.rounding, engines.served.rounding = 0.04, -0.04  # the weights are the same
+    metrics = asyncio.run(canary.check(5))
+    assert metrics == {"sync/canary_difference": pytest.approx(0.04), "sync/canary_tolerance": pytest.approx(0.12)}
+    assert not engines.asleep
+    assert engines.sent[sent:] == ([5] if colocated else [])
+    assert canary.kl_bound == pytest.approx(9 * 0.04**2 / 2, rel=0.05)
+    engines.trained.rounding, engines.served.rounding = 0.01, -0.01
+    assert asyncio.run(canary.check(6))["sync/canary_tolerance"] == pytest.approx(0.12)  # it never shrinks
+
+
+@pytest.mark.parametrize(("old", "by"), [("head", 0.8), ("body", 0.2)])
+def test_an_old_tensor_is_found_however_much_rounding_has_grown(old: str, by: float) -> None:
+    engines, canary = make(everything, rounding=0.01)
+    start(canary)
+    engines.trained.rounding, engines.served.rounding = 0.04, -0.04
+    setattr(engines.trained, old, getattr(engines.trained, old) + by)
+    with pytest.raises(ClusterError, match=r"weights of version 3.*tolerance 0\.1"):
+        asyncio.run(canary.check(3))
+
+
 class Quantized(FakeEngines):
     """Engines whose arguments cost log-probs `error` nats, whatever weights they have."""
 
