@@ -17,7 +17,7 @@ from rlhf.config.reward_model import RewardModelConfig
 from rlhf.config.roles import Training
 from rlhf.config.teacher import teacher_problems
 
-NEEDS_A_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+NEEDS_A_GROUP = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline")
 
 
 class GRPOConfig(TrainingProgramConfig):
@@ -219,6 +219,10 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
     if algo.normalize_over == "tokens" and algo.advantage not in ("reinforce_pp", "reinforce_pp_baseline"):
         reason = "only reinforce_pp and reinforce_pp_baseline read it. Remove it, or set one of them."
         yield f"{algo.normalize_over=!s} with {algo.advantage=!s}: {reason}"
+    if algo.advantage == "maxrl" and not replaced:
+        for given in _rewards_below_zero(config):
+            remedy = "Use rewards of 0 and 1, or algo.advantage=dr_grpo."
+            yield f"{given} with {algo.advantage=!s}: it divides by the mean reward, and these may be below 0. {remedy}"
     if algo.ref_update != "fixed" and not config.needs_reference:
         remedy = "Set kl_coef or log_kl=true, or ref_update=fixed."
         yield f"{algo.ref_update=!s} with algo.kl_coef=0: there is no reference. {remedy}"
@@ -259,6 +263,22 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
             f"run.deterministic=true with {reward_model.endpoint=!s}: nothing here can make its scores the same in a "
             "second run. Set reward_model.path instead, or deterministic=false."
         )
+
+
+def _rewards_below_zero(config: GRPOConfig) -> Iterator[str]:
+    """What makes rewards negative, as far as the config says it."""
+    rollout, algo = config.rollout, config.algo
+    if config.kl_in_reward:
+        yield f"{algo.kl_place=!s}"
+    if rollout.missing_eos_penalty:
+        yield f"{rollout.missing_eos_penalty=}"
+    if rollout.non_stop_reward is not None and rollout.non_stop_reward < 0:
+        yield f"{rollout.non_stop_reward=}"
+    if config.reward_model is not None:
+        yield "reward_model"
+    for name in ("length", "repetition"):
+        if any(part.name == name for part in config.reward.all_parts):
+            yield f"reward name={name}"
 
 
 def _names_environments(environment: Any) -> bool:

@@ -14,7 +14,7 @@ from rlhf.config.teacher import TeacherConfig
 
 KLEstimator = Literal["k1", "k2", "k3", "k4"]  # of algo/kl.py
 PolicyLoss = Annotated[str, OwnOr("ppo", "gspo", "cispo")]
-Advantage = Annotated[str, OwnOr("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")]
+Advantage = Annotated[str, OwnOr("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline")]
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM
 ModelDType = Literal["bfloat16", "float32"]
 

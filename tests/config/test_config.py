@@ -282,6 +282,18 @@ CONTRADICTIONS = [
         ["algo.importance_correction=none", "rollout.max_policy_lag=1", "truncated or masked"],
     ),
     (
+        ["algo.advantage=maxrl", "rollout.missing_eos_penalty=0.5"],
+        ["rollout.missing_eos_penalty=0.5 with algo.advantage=maxrl", "below 0", "Use rewards of 0 and 1"],
+    ),
+    (
+        ["algo.advantage=maxrl", "algo.kl_place=reward", "algo.kl_estimator=k1", "algo.kl_coef=0.1"],
+        ["algo.kl_place=reward with algo.advantage=maxrl", "algo.advantage=dr_grpo"],
+    ),
+    (
+        ["algo.advantage=maxrl", "reward=[{name: math}, {name: length, max_tokens: 20, buffer_tokens: 4}]"],
+        ["reward name=length with algo.advantage=maxrl", "Use rewards of 0 and 1"],
+    ),
+    (
         ["algo.kl_place=reward", "algo.kl_estimator=k4"],
         ["algo.kl_estimator=k4", "algo.kl_place=reward", "Use k1"],
     ),
