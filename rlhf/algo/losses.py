@@ -22,7 +22,7 @@ class PolicyLossTerms(NamedTuple):
         loss: to be minimized; carries the gradient.
         ratio: pi / pi_old as the loss used it (gspo: one value per sequence), without gradient.
         clipped: the token's loss is that of the clipped ratio: its gradient is zero (ppo, gspo), or its weight was cut
-            (cispo).
+            (cispo). Never for sapo.
         dual_clipped: the token's loss is the bound of the dual clip; its gradient is zero.
     """
 
@@ -42,10 +42,12 @@ def policy_loss(
     clip_high: float,
     kind: str | Callable[..., Tensor] = "ppo",
     dual_clip: float | None = None,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
     cu_seqlens: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
 ) -> PolicyLossTerms:
-    """The clipped policy gradient, one value per token. With r = pi / pi_old:
+    """The policy gradient within a trust region, one value per token. With r = pi / pi_old:
 
         ppo    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)                 arXiv:1707.06347, eq. 7; two separate
                bounds are DAPO's clip-higher (arXiv:2503.14476, sec. 3.1)
@@ -53,29 +55,37 @@ def policy_loss(
                gradient stays with the token                                     arXiv:2507.18071, eqs. 7 and 13-14
         cispo  -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log pi     arXiv:2506.13585, eqs. 4-5; clip_low
                of 1 or more is the paper's own setting, no lower bound
+        sapo   -(4 / tau) sigmoid(tau (r - 1)) A: the gradient of -r A at r = 1, and less of it the further r is away;
+               tau is tau_positive where A > 0, else tau_negative                arXiv:2511.20347, eqs. 5-6
 
     A function in place of a name gives the loss of each token, for an objective of the user; see `own_functions`.
 
     Args:
         logprobs: [T] with gradient. old_logprobs, advantages: [T] without.
         response_mask: [T] bool; tokens elsewhere get loss 0 and gradient 0 for any input.
+        tau_positive, tau_negative: temperatures of sapo, above 0; a larger one narrows its gate.
         dual_clip: c > 1 bounds the loss of ppo and gspo at -c A where A < 0 (arXiv:1912.09729); None: no bound.
         cu_seqlens: [S+1], for gspo and a function. rollout_logprobs: [T], of the engine, for a function.
     """
     logprobs, old_logprobs, advantages = (masked(x, response_mask) for x in (logprobs, old_logprobs, advantages))
     log_ratio = logprobs - old_logprobs.detach()
-    advantages = advantages.detach()
+    advantages, never = advantages.detach(), torch.zeros_like(response_mask)
     if callable(kind):
         given = {"old_logprobs": old_logprobs.detach(), "advantages": advantages, "rollout_logprobs": rollout_logprobs}
         loss = kind(logprobs, **given, response_mask=response_mask, cu_seqlens=cu_seqlens)
-        ratio, never = bounded_exp(log_ratio.detach()) * response_mask, torch.zeros_like(response_mask)
-        return PolicyLossTerms(masked(loss, response_mask), ratio, never, never)
+        return PolicyLossTerms(
+            masked(loss, response_mask), bounded_exp(log_ratio.detach()) * response_mask, never, never
+        )
+    assert dual_clip is None or kind in ("ppo", "gspo"), f"{kind} has no dual clip"
     if kind == "cispo":
-        assert dual_clip is None, "cispo has no dual clip"
         ratio = bounded_exp(log_ratio.detach())
         weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-        not_dual = torch.zeros_like(response_mask)
-        return PolicyLossTerms(-weight * advantages * logprobs, ratio * response_mask, weight != ratio, not_dual)
+        return PolicyLossTerms(-weight * advantages * logprobs, ratio * response_mask, weight != ratio, never)
+    if kind == "sapo":
+        ratio = bounded_exp(log_ratio)
+        tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
+        loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+        return PolicyLossTerms(loss, ratio.detach() * response_mask, never, never)
     assert kind in ("ppo", "gspo"), kind
     if kind == "gspo":
         assert cu_seqlens is not None, "the ratio of gspo is per sequence"
@@ -88,7 +98,7 @@ def policy_loss(
     bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss = torch.maximum(free, bounded)
     clipped = bounded > free
-    dual_clipped = torch.zeros_like(clipped)
+    dual_clipped = never
     if dual_clip is not None:
         assert dual_clip > 1, "it would also cut ratios near 1"
         limit = -dual_clip * advantages

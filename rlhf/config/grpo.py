@@ -360,16 +360,14 @@ def _learner_problems(config: GRPOConfig) -> Iterator[str]:
     if algo.constant_length is not None and algo.loss_aggregation != "constant":
         reason = "only loss_aggregation=constant reads it. Remove it, or set loss_aggregation=constant."
         yield f"{algo.constant_length=} with {algo.loss_aggregation=!s}: {reason}"
-    if algo.clip_low >= 1.0 and algo.policy_loss != "cispo" and not algo.has_own_loss:
+    if algo.clip_low >= 1.0 and algo.policy_loss in ("ppo", "gspo"):
         yield f"{algo.clip_low=}: the lower bound 1 - clip_low must be above 0. Use 0.2."
-    if algo.has_own_loss:
-        for name in ("clip_low", "clip_high", "dual_clip"):
-            value, default = getattr(algo, name), type(algo).model_fields[name].default
-            if value != default:
-                remedy = f"Remove it, or set {'null' if default is None else default}, the default."
-                yield f"algo.{name}={value:g} with {algo.policy_loss=!s}: your function does not get it. {remedy}"
-    if algo.dual_clip is not None and algo.policy_loss == "cispo":
-        yield f"{algo.dual_clip=} with {algo.policy_loss=!s}: cispo has none. Remove it, or set policy_loss=ppo."
+    for name, readers in sections.READ_BY_LOSSES.items():
+        value, default = getattr(algo, name), type(algo).model_fields[name].default
+        if value != default and algo.policy_loss not in readers:
+            reason = "your function does not get it" if algo.has_own_loss else f"{algo.policy_loss} does not read it"
+            remedy = f"Set {'null' if default is None else default}, the default, or policy_loss={readers[0]}."
+            yield f"algo.{name}={value} with {algo.policy_loss=!s}: {reason}. {remedy}"
 
 
 def _cluster_problems(config: GRPOConfig) -> Iterator[str]:

@@ -13,7 +13,14 @@ from rlhf.config.parsers import check_tool_parser
 from rlhf.config.teacher import TeacherConfig
 
 KLEstimator = Literal["k1", "k2", "k3", "k4"]  # of algo/kl.py
-PolicyLoss = Annotated[str, OwnOr("ppo", "gspo", "cispo")]
+PolicyLoss = Annotated[str, OwnOr("ppo", "gspo", "cispo", "sapo")]
+READ_BY_LOSSES = {  # keys of `algo` that only these policy losses read
+    "clip_low": ("ppo", "gspo", "cispo"),
+    "clip_high": ("ppo", "gspo", "cispo"),
+    "dual_clip": ("ppo", "gspo"),
+    "sapo_tau_positive": ("sapo",),
+    "sapo_tau_negative": ("sapo",),
+}
 Advantage = Annotated[str, OwnOr("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline")]
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM
 ModelDType = Literal["bfloat16", "float32"]
@@ -143,6 +150,10 @@ class AlgoConfig(Section):
     policy_loss: PolicyLoss = key("ppo", "surrogate objective; or a function of yours, your.module:function")
     clip_low: NonNegative = key(0.2, "the ratio is clipped below at 1 - clip_low")
     clip_high: NonNegative = key(0.2, "the ratio is clipped above at 1 + clip_high")
+    sapo_tau_positive: PositiveFloat = key(
+        1.0, "temperature of sapo's gate for advantages above 0; a larger one narrows it"
+    )
+    sapo_tau_negative: PositiveFloat = key(1.05, "the same for the other advantages")
     dual_clip: float | None = key(None, "bound of the loss for negative advantages; null is off", gt=1.0)
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = key(
         "token_mean", "mean over all tokens; mean over rollouts of their token means; or sum divided by a fixed length"
@@ -173,6 +184,11 @@ class AlgoConfig(Section):
     def has_own_loss(self) -> bool:
         """Whether policy_loss is a function of the user."""
         return ":" in self.policy_loss
+
+    @property
+    def clips(self) -> bool:
+        """Whether policy_loss stops the gradient of some tokens, or cuts their weight."""
+        return self.policy_loss in READ_BY_LOSSES["clip_low"]
 
     @property
     def own_functions(self) -> dict[str, str]:

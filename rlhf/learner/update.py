@@ -61,7 +61,7 @@ def policy_microbatch(
     terms = losses.policy_loss(
         logprobs, old_logprobs=old_logprobs, advantages=advantages, response_mask=mask, cu_seqlens=tokens.cu_seqlens,
         rollout_logprobs=rollout_logprobs, kind=kind, clip_low=algo.clip_low, clip_high=algo.clip_high,
-        dual_clip=algo.dual_clip,
+        dual_clip=algo.dual_clip, tau_positive=algo.sapo_tau_positive, tau_negative=algo.sapo_tau_negative,
     )  # fmt: skip
     per_token = terms.loss
     correction = losses.importance_weights(
@@ -90,7 +90,7 @@ def policy_microbatch(
             metrics[f"policy/kl_{estimator}"] = masked_mean(values, mask)
     if algo.entropy_coef:
         per_token = per_token - algo.entropy_coef * entropy
-    if not algo.has_own_loss:
+    if algo.clips:
         metrics["policy/clip_fraction"] = masked_mean(terms.clipped.float(), mask)
     if algo.dual_clip is not None:
         metrics["policy/dual_clip_fraction"] = masked_mean(terms.dual_clipped.float(), mask)

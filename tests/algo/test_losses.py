@@ -12,7 +12,7 @@ from rlhf.algo.losses import PolicyLossTerms, aggregate, importance_weights, pol
 from rlhf.algo.numerics import MAX_LOG_RATIO
 from rlhf.log.reductions import EffectiveSampleFraction
 
-POLICY_LOSSES = ("ppo", "gspo", "cispo")
+POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo")
 LOSS_AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 IMPORTANCE_CORRECTIONS = ("none", "truncated", "masked")
 IMPORTANCE_LEVELS = ("token", "sequence")
@@ -78,7 +78,7 @@ def test_an_unchanged_policy_has_ratio_exactly_one_and_the_plain_policy_gradient
         assert (terms.ratio == 1).all()
         assert not terms.clipped.any()
         (gradient,) = torch.autograd.grad(terms.loss.sum(), logprobs)
-        assert torch.equal(gradient, -advantages)
+        assert torch.allclose(gradient, -advantages, rtol=1e-6, atol=0)
 
 
 def test_dual_clip_bounds_the_loss_of_bad_actions_that_became_likely():
@@ -160,6 +160,29 @@ def test_cispo_cuts_the_weight_of_a_token_and_never_its_gradient():
     assert terms.loss.tolist() == pytest.approx([-1.28 * logprobs[0], 0.5 * 2 * logprobs[1], -1.1 * logprobs[2]])
     assert gradient.tolist() == pytest.approx([-1.28, 1.0, -1.1])
     assert terms.clipped.tolist() == [True, False, False]
+
+
+# --- SAPO ---
+
+
+def test_sapo_hand_numbers():
+    # tau 1 and 2: -(4 / tau) sigmoid(tau (r - 1)) A, which at r = 1 is -2 A / tau with the gradient -A.
+    terms, gradient = loss_at([1.0, 1.0, 1 + math.log(3)], [3, -1, 1], kind="sapo", tau_positive=1.0, tau_negative=2.0)
+    assert terms.loss.tolist() == pytest.approx([-6, 1, -3])
+    assert gradient.tolist() == pytest.approx([-3, 1, -(1 + math.log(3)) * 4 * 0.75 * 0.25])
+    assert not terms.clipped.any()
+
+
+@pytest.mark.parametrize("advantage", [1.5, -0.7])
+def test_the_gradient_of_sapo_is_that_of_the_policy_gradient_times_its_gate(advantage):
+    """r A sech(tau (r - 1) / 2)^2 by the paper's derivation, without a sigmoid; the gate never widens away from 1."""
+    ratios = [0.01, 0.3, 0.9, 1.0, 1.1, 2.0, 5.0, 1e9]
+    tau = 1.3 if advantage > 0 else 1.8
+    options = {"kind": "sapo", "tau_positive": 1.3, "tau_negative": 1.8}
+    _, gradient = loss_at(ratios, [advantage] * len(ratios), **options)
+    gates = [1 / math.cosh(min(tau * (ratio - 1) / 2, 300)) ** 2 for ratio in ratios]
+    assert gradient.tolist() == pytest.approx([-advantage * r * g for r, g in zip(ratios, gates, strict=True)])
+    assert gates == sorted(gates[:4]) + sorted(gates[4:], reverse=True)
 
 
 # --- value loss ---
@@ -306,7 +329,7 @@ def test_garbage_outside_of_the_mask_changes_no_bit_of_loss_or_gradient(kind, ga
 
     def outcome(logprobs: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor) -> list[Tensor]:
         logprobs = logprobs.clone().requires_grad_()
-        dual_clip = None if kind == "cispo" else 3.0
+        dual_clip = 3.0 if kind in ("ppo", "gspo") else None
         terms = policy_loss(
             logprobs,
             old_logprobs=old,

@@ -356,6 +356,8 @@ CONTRADICTIONS = [
         ["algo.dual_clip=3.0", "algo.policy_loss=cispo"],
         ["algo.dual_clip=3.0", "algo.policy_loss=cispo", "policy_loss=ppo"],
     ),
+    (["algo.clip_high=0.3", "algo.policy_loss=sapo"], ["algo.clip_high=0.3", "sapo does not read it", "Set 0.2"]),
+    (["algo.sapo_tau_negative=2.0"], ["algo.sapo_tau_negative=2.0", "algo.policy_loss=ppo", "policy_loss=sapo"]),
     (
         ["model.dtype=float32", "cluster.device=cuda"],
         ["model.dtype=float32", "cluster.device=cuda", "model.dtype=bfloat16"],
