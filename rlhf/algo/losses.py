@@ -21,8 +21,8 @@ class PolicyLossTerms(NamedTuple):
     Attributes:
         loss: to be minimized; carries the gradient.
         ratio: pi / pi_old as the loss used it (gspo: one value per sequence), without gradient.
-        clipped: the token's loss is that of the clipped ratio: its gradient is zero (ppo, gspo), or its weight was cut
-            (cispo). Never for sapo.
+        clipped: the token's loss is that of the clipped ratio: its gradient is zero (ppo, gspo), its weight was cut
+            (cispo), or it was left out (dppo_tv). Never for sapo.
         dual_clipped: the token's loss is the bound of the dual clip; its gradient is zero.
     """
 
@@ -55,8 +55,11 @@ def policy_loss(
                gradient stays with the token                                     arXiv:2507.18071, eqs. 7 and 13-14
         cispo  -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log pi     arXiv:2506.13585, eqs. 4-5; clip_low
                of 1 or more is the paper's own setting, no lower bound
-        sapo   -(4 / tau) sigmoid(tau (r - 1)) A: the gradient of -r A at r = 1, and less of it the further r is away;
-               tau is tau_positive where A > 0, else tau_negative                arXiv:2511.20347, eqs. 5-6
+        sapo   -(4 / tau) sigmoid(tau (r - 1)) A: the gradient of -r A times a gate, 1 at r = 1 and less on both sides;
+               tau is tau_positive where A > 0, else tau_negative         arXiv:2511.20347, eqs. 5-6
+        dppo_tv  -r A, but 0 where the probability of the token has moved too far in the direction of its advantage:
+               A > 0 and pi - pi_old > clip_high, or A < 0 and pi_old - pi > clip_low. |pi - pi_old| is the total
+               variation of the choice between this token and any other        arXiv:2602.04879, the Binary-TV mask
 
     A function in place of a name gives the loss of each token, for an objective of the user; see `own_functions`.
 
@@ -86,7 +89,7 @@ def policy_loss(
         tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
         loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
         return PolicyLossTerms(loss, ratio.detach() * response_mask, never, never)
-    assert kind in ("ppo", "gspo"), kind
+    assert kind in ("ppo", "gspo", "dppo_tv"), kind
     if kind == "gspo":
         assert cu_seqlens is not None, "the ratio of gspo is per sequence"
         means = segment_sums(log_ratio.detach(), cu_seqlens) / segment_counts(response_mask, cu_seqlens).clamp(min=1)
@@ -94,6 +97,11 @@ def policy_loss(
         # The value is the sequence's log ratio (the bracket is exactly 0), the gradient that of the token's log pi.
         log_ratio = torch.where(response_mask, sequence + (logprobs - logprobs.detach()), 0.0)
     ratio = bounded_exp(log_ratio)
+    if kind == "dppo_tv":
+        moved = torch.exp(logprobs.detach()) - torch.exp(old_logprobs.detach())
+        outside = ((advantages > 0) & (moved > clip_high)) | ((advantages < 0) & (moved < -clip_low))
+        loss = torch.where(outside, 0.0, -ratio * advantages)
+        return PolicyLossTerms(loss, ratio.detach() * response_mask, outside, never)
     free = -ratio * advantages
     bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss = torch.maximum(free, bounded)

@@ -362,6 +362,10 @@ def _learner_problems(config: GRPOConfig) -> Iterator[str]:
         yield f"{algo.constant_length=} with {algo.loss_aggregation=!s}: {reason}"
     if algo.clip_low >= 1.0 and algo.policy_loss in ("ppo", "gspo"):
         yield f"{algo.clip_low=}: the lower bound 1 - clip_low must be above 0. Use 0.2."
+    for name in ("clip_low", "clip_high"):
+        if algo.policy_loss == "dppo_tv" and (value := getattr(algo, name)) >= 1.0:
+            reason = "a probability cannot move that far, so no token would be left out. Use 0.2."
+            yield f"algo.{name}={value} with {algo.policy_loss=!s}: {reason}"
     for name, readers in sections.READ_BY_LOSSES.items():
         value, default = getattr(algo, name), type(algo).model_fields[name].default
         if value != default and algo.policy_loss not in readers:

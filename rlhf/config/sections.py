@@ -13,10 +13,10 @@ from rlhf.config.parsers import check_tool_parser
 from rlhf.config.teacher import TeacherConfig
 
 KLEstimator = Literal["k1", "k2", "k3", "k4"]  # of algo/kl.py
-PolicyLoss = Annotated[str, OwnOr("ppo", "gspo", "cispo", "sapo")]
+PolicyLoss = Annotated[str, OwnOr("ppo", "gspo", "cispo", "sapo", "dppo_tv")]
 READ_BY_LOSSES = {  # keys of `algo` that only these policy losses read
-    "clip_low": ("ppo", "gspo", "cispo"),
-    "clip_high": ("ppo", "gspo", "cispo"),
+    "clip_low": ("ppo", "gspo", "cispo", "dppo_tv"),
+    "clip_high": ("ppo", "gspo", "cispo", "dppo_tv"),
     "dual_clip": ("ppo", "gspo"),
     "sapo_tau_positive": ("sapo",),
     "sapo_tau_negative": ("sapo",),
@@ -148,8 +148,12 @@ class AlgoConfig(Section):
         "responses", "what mean and std of reinforce_pp and reinforce_pp_baseline count once: a response, or a token"
     )
     policy_loss: PolicyLoss = key("ppo", "surrogate objective; or a function of yours, your.module:function")
-    clip_low: NonNegative = key(0.2, "the ratio is clipped below at 1 - clip_low")
-    clip_high: NonNegative = key(0.2, "the ratio is clipped above at 1 + clip_high")
+    clip_low: NonNegative = key(
+        0.2, "the ratio is clipped below at 1 - clip_low; dppo_tv: how far a probability may fall"
+    )
+    clip_high: NonNegative = key(
+        0.2, "the ratio is clipped above at 1 + clip_high; dppo_tv: how far a probability may rise"
+    )
     sapo_tau_positive: PositiveFloat = key(
         1.0, "temperature of sapo's gate for advantages above 0; a larger one narrows it"
     )

@@ -12,7 +12,7 @@ from rlhf.algo.losses import PolicyLossTerms, aggregate, importance_weights, pol
 from rlhf.algo.numerics import MAX_LOG_RATIO
 from rlhf.log.reductions import EffectiveSampleFraction
 
-POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo")
+POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo", "dppo_tv")
 LOSS_AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 IMPORTANCE_CORRECTIONS = ("none", "truncated", "masked")
 IMPORTANCE_LEVELS = ("token", "sequence")
@@ -183,6 +183,69 @@ def test_the_gradient_of_sapo_is_that_of_the_policy_gradient_times_its_gate(adva
     gates = [1 / math.cosh(min(tau * (ratio - 1) / 2, 300)) ** 2 for ratio in ratios]
     assert gradient.tolist() == pytest.approx([-advantage * r * g for r, g in zip(ratios, gates, strict=True)])
     assert gates == sorted(gates[:4]) + sorted(gates[4:], reverse=True)
+
+
+# --- DPPO ---
+
+
+def binary_tv(p: float, q: float) -> float:
+    """Total variation of two distributions over this token and all others."""
+    return (abs(p - q) + abs((1 - p) - (1 - q))) / 2
+
+
+@pytest.mark.parametrize("advantage", [2.0, -0.5, 0.0])
+def test_dppo_leaves_out_what_moves_away_from_a_trust_region_of_total_variation(advantage):
+    """Over a grid of probabilities, against autograd through the definition: mask, ratio, advantage."""
+    grid = torch.tensor([1e-6, 0.01, 0.1, 0.28, 0.42, 0.6, 0.77, 0.99], dtype=torch.float64)
+    pi, mu = grid.repeat(8), grid.repeat_interleave(8)
+    logprobs = pi.log().requires_grad_()
+    terms = policy_loss(
+        logprobs, old_logprobs=mu.log(), advantages=torch.full_like(pi, advantage), response_mask=ones(64),
+        clip_low=0.15, clip_high=0.3, kind="dppo_tv",
+    )  # fmt: skip
+    (gradient,) = torch.autograd.grad(terms.loss.sum(), logprobs)
+    reference = pi.log().requires_grad_()
+    losses, masks = [], []
+    for index in range(64):
+        ratio = torch.exp(reference[index]) / mu[index]
+        away = (advantage > 0 and ratio > 1) or (advantage < 0 and ratio < 1)
+        too_far = binary_tv(float(pi[index]), float(mu[index])) > (0.3 if advantage > 0 else 0.15)
+        masks.append(bool(away) and too_far)
+        losses.append(-(0.0 if masks[-1] else 1.0) * ratio * advantage)
+    assert terms.clipped.tolist() == masks
+    assert 0 < sum(masks) < 32 or advantage == 0
+    assert torch.allclose(terms.loss, torch.stack(losses))
+    assert torch.allclose(gradient, torch.autograd.grad(sum(losses), reference)[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("vocabulary", [2, 5])
+def test_dppo_never_leaves_a_token_out_within_the_total_variation_of_the_whole_vocabulary(vocabulary):
+    """By enumeration of all tokens of random policies; with two tokens the bound of the token is the exact one."""
+    for _ in range(20):
+        mu, pi = torch.randn(2, vocabulary, dtype=torch.float64).softmax(-1)
+        total_variation = (mu - pi).abs().sum() / 2
+        for advantage in (1.0, -1.0):
+            clipped = policy_loss(
+                pi.log(), old_logprobs=mu.log(), advantages=torch.full_like(pi, advantage),
+                response_mask=ones(vocabulary), clip_low=0.2, clip_high=0.2, kind="dppo_tv",
+            ).clipped  # fmt: skip
+            away = (pi > mu) if advantage > 0 else (pi < mu)
+            if vocabulary == 2:
+                assert torch.equal(clipped, away & (total_variation > 0.2))
+            assert not (clipped & ~(away & (total_variation > 0.2))).any()
+
+
+def test_a_rare_token_that_ppo_clips_still_learns_and_a_common_one_that_ppo_lets_fall_is_held():
+    for probability, old, advantage, dppo_learns in ((1e-3, 1e-5, 1.0, True), (0.8, 0.99, -1.0, False)):
+        gradients = []
+        for kind in ("ppo", "dppo_tv"):
+            logprobs = torch.tensor([probability]).log().requires_grad_()
+            terms = policy_loss(
+                logprobs, old_logprobs=torch.tensor([old]).log(), advantages=torch.tensor([advantage]),
+                response_mask=ones(1), clip_low=0.2 if kind == "ppo" else 0.15, clip_high=0.2, kind=kind,
+            )  # fmt: skip
+            gradients.append(bool(torch.autograd.grad(terms.loss.sum(), logprobs)[0]))
+        assert gradients == [not dppo_learns, dppo_learns]
 
 
 # --- value loss ---

@@ -357,6 +357,11 @@ CONTRADICTIONS = [
         ["algo.dual_clip=3.0", "algo.policy_loss=cispo", "policy_loss=ppo"],
     ),
     (["algo.clip_high=0.3", "algo.policy_loss=sapo"], ["algo.clip_high=0.3", "sapo does not read it", "Set 0.2"]),
+    (
+        ["algo.clip_high=1.0", "algo.policy_loss=dppo_tv"],
+        ["algo.clip_high=1.0 with algo.policy_loss=dppo_tv", "no token would be left out", "Use 0.2"],
+    ),
+    (["algo.dual_clip=3.0", "algo.policy_loss=dppo_tv"], ["algo.dual_clip=3.0", "dppo_tv does not read it", "null"]),
     (["algo.sapo_tau_negative=2.0"], ["algo.sapo_tau_negative=2.0", "algo.policy_loss=ppo", "policy_loss=sapo"]),
     (
         ["model.dtype=float32", "cluster.device=cuda"],

@@ -99,6 +99,8 @@ CHOICES: dict[str, tuple[dict[str, Any], float]] = {
         {"policy_loss": "sapo", "sapo_tau_positive": 2.0, "sapo_tau_negative": 4.0},
         (-2 / (1 + math.exp(-1.0)) + 1 / (1 + math.exp(1.6)) + 1 / (1 + math.exp(-4.0)) + 1 / 2) / 4,
     ),
+    # probabilities 0.55, and 0.22, 0.74, 0.37, of old 0.37
+    "dppo_tv": ({"policy_loss": "dppo_tv", "clip_low": 0.1, "clip_high": 0.2}, (-1.5 + 0 + 2 + 1) / 4),
     "sequence_mean": ({"loss_aggregation": "sequence_mean"}, (-1.2 + 3.8 / 3) / 2),
     "constant": ({"loss_aggregation": "constant"}, 2.6 / (2 * LONGEST)),
     "constant_length": ({"loss_aggregation": "constant", "constant_length": 1}, 2.6 / 2),
