@@ -6,13 +6,22 @@ values where `response_mask` is False change neither value nor gradient by a sin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlhf.algo.numerics import MAX_LOG_RATIO, bounded_exp, masked, segment_counts, segment_ids, segment_sums
+from rlhf.algo.numerics import (
+    MAX_LOG_RATIO,
+    bounded_exp,
+    masked,
+    segment_counts,
+    segment_ids,
+    segment_means,
+    segment_sums,
+)
 
 
 class PolicyLossTerms(NamedTuple):
@@ -92,8 +101,7 @@ def policy_loss(
     assert kind in ("ppo", "gspo", "dppo_tv"), kind
     if kind == "gspo":
         assert cu_seqlens is not None, "the ratio of gspo is per sequence"
-        means = segment_sums(log_ratio.detach(), cu_seqlens) / segment_counts(response_mask, cu_seqlens).clamp(min=1)
-        sequence = means[segment_ids(cu_seqlens, len(log_ratio))]
+        sequence = segment_means(log_ratio.detach(), response_mask, cu_seqlens)
         # The value is the sequence's log ratio (the bracket is exactly 0), the gradient that of the token's log pi.
         log_ratio = torch.where(response_mask, sequence + (logprobs - logprobs.detach()), 0.0)
     ratio = bounded_exp(log_ratio)
@@ -147,7 +155,7 @@ class ImportanceWeights(NamedTuple):
 
     Attributes:
         weights: [T], 0 outside of the mask; they multiply the per-token policy loss.
-        outside: [T] bool, the ratio is beyond the cap: it was cut (truncated) or the token left out (masked).
+        outside: [T] bool, the ratio is beyond a bound: it was cut (truncated) or the token left out (masked).
         samples: number of ratios, of tokens or (level `sequence`) of responses.
         ratio_sum, ratio_square_sum: scalars, of the ratios before any cap, for `EffectiveSampleFraction`.
     """
@@ -169,12 +177,13 @@ def importance_weights(
     mode: str,
     level: str = "token",
     cap: float = 2.0,
+    floor: float | None = None,
 ) -> ImportanceWeights:
     """Weights w = pi_old / pi_rollout between the learner's policy and the engine's, one per token.
 
         none       1
-        truncated  min(w, cap)                               Ionides 2008; for the engine's mismatch arXiv:2505.24298
-        masked     w where 1/cap <= w <= cap, 0 elsewhere    arXiv:2510.18855, with one bound for both sides
+        truncated  min(max(w, floor), cap)                   Ionides 2008; for the engine's mismatch arXiv:2505.24298
+        masked     w where floor <= w <= cap, 0 elsewhere    IcePop, arXiv:2510.18855
 
     At level `sequence` the ratio is that of the whole response, exp(sum of log ratios over its True tokens).
 
@@ -182,6 +191,7 @@ def importance_weights(
         old_logprobs, rollout_logprobs: [T], from the learner and as the engine reported them.
         response_mask: [T] bool. cu_seqlens: [S+1].
         cap: at least 1, or weights would be cut where the policies agree.
+        floor: above 0 and at most 1; None: 1 / cap if masked, no lower bound if truncated.
     """
     log_ratio = masked(old_logprobs, response_mask) - masked(rollout_logprobs, response_mask)
     if level == "sequence":
@@ -193,20 +203,48 @@ def importance_weights(
         sums, counted = log_ratio, response_mask
     ratios = torch.where(counted, torch.exp(sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)), 0.0)
     weights = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    outside = (weights > cap) & response_mask
+    low = floor or (1 / cap if mode == "masked" else 0.0)
+    outside = ((weights < low) | (weights > cap)) & response_mask
     match mode:
         case "none":
             weights, outside = torch.ones_like(weights), torch.zeros_like(outside)
         case "truncated":
-            weights = weights.clamp(max=cap)
+            weights = weights.clamp(min=low, max=cap)
         case "masked":
-            outside = ((weights > cap) | (weights < 1 / cap)) & response_mask
             weights = torch.where(outside, 0.0, weights)
         case _:
             raise AssertionError(mode)
     return ImportanceWeights(
         torch.where(response_mask, weights, 0.0), outside, counted.sum(), ratios.sum(), ratios.double().square().sum()
     )
+
+
+@torch.no_grad()
+def geometric_outside(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    low: float,
+    high: float,
+) -> Tensor:
+    """[T] bool, the tokens of sequences whose geometric mean ratio to the engine is outside of [low, high].
+
+        exp(mean over the True tokens of log pi_old - log pi_rollout)
+
+    Unlike the ratio of the whole sequence, which is the product, this does not move away from 1 with the length, so
+    long responses are not left out for their length (verl's geometric rejection `seq_mean_k1`, whose authors' paper on
+    masks of whole sequences is arXiv:2512.23075; that paper bounds the largest divergence of a token).
+
+    Args:
+        old_logprobs, rollout_logprobs: [T], from the learner and as the engine reported them.
+        response_mask: [T] bool. cu_seqlens: [S+1].
+        low, high: bounds of the ratio, at most 1 and at least 1.
+    """
+    log_ratio = masked(old_logprobs, response_mask) - masked(rollout_logprobs, response_mask)
+    means = segment_means(log_ratio, response_mask, cu_seqlens)
+    return ((means < math.log(low)) | (means > math.log(high))) & response_mask
 
 
 def aggregate(

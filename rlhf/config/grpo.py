@@ -248,6 +248,14 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
     if rollout.max_policy_lag > 0 and algo.importance_correction == "none" and not algo.has_own_loss:
         reason = "lagging rollouts need a correction. Use truncated or masked, or a lag of 0."
         yield f"{algo.importance_correction=!s} with {rollout.max_policy_lag=}: {reason}"
+    if algo.importance_floor is not None and algo.importance_correction == "none":
+        reason = "there is no weight to bound. Set null, or importance_correction=masked or truncated."
+        yield f"{algo.importance_floor=} with {algo.importance_correction=!s}: {reason}"
+    if algo.geometric_mask is not None and not algo.geometric_mask[0] <= 1.0 <= algo.geometric_mask[1]:
+        reason = (
+            "sequences would be left out where learner and engine agree. Use bounds around 1, such as [0.99, 1.01]."
+        )
+        yield f"algo.geometric_mask={list(algo.geometric_mask)}: {reason}"
     if algo.kl_place == "reward" and algo.kl_estimator == "k4":
         yield f"{algo.kl_estimator=!s} with {algo.kl_place=!s}: k4 equals k1 there (the ratio is 1). Use k1."
     if algo.kl_ratio_weighted and (algo.kl_estimator != "k3" or algo.kl_place != "loss"):

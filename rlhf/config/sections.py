@@ -177,10 +177,16 @@ class AlgoConfig(Section):
     log_kl: bool = key(False, "load the reference and log the KL even when kl_coef is 0")
     entropy_coef: float = key(0.0, "bonus on the entropy of the policy, nats")
     importance_correction: Literal["none", "truncated", "masked"] = key(
-        "truncated", "weight by the ratio of learner to engine probabilities, capped or masked above importance_cap"
+        "truncated", "weight by the ratio of learner to engine probabilities, cut or masked outside of its bounds"
     )
     importance_level: Literal["token", "sequence"] = key("token", "one weight per token or per sequence")
     importance_cap: float = key(2.0, "upper bound of the importance weight", ge=1.0)
+    importance_floor: float | None = key(
+        None, "lower bound of the importance weight; null: 1/importance_cap if masked, none if truncated", gt=0, le=1
+    )
+    geometric_mask: tuple[PositiveFloat, PositiveFloat] | None = key(
+        None, "bounds; a sequence whose geometric mean ratio of learner to engine is outside is left out; null: none"
+    )
     mask_truncated: bool = key(False, "leave responses that did not stop out of the loss")
     teacher: TeacherConfig | None = key(None, "a model to learn from token by token; null: rewards alone teach")
 

@@ -67,6 +67,7 @@ def policy_microbatch(
     correction = losses.importance_weights(
         old_logprobs, rollout_logprobs, response_mask=mask, cu_seqlens=tokens.cu_seqlens,
         mode=algo.importance_correction, level=algo.importance_level, cap=algo.importance_cap,
+        floor=algo.importance_floor,
     )  # fmt: skip
     metrics: StepMetrics = {
         "policy/effective_sample_fraction": EffectiveSampleFraction(
@@ -77,6 +78,11 @@ def policy_microbatch(
         per_token = per_token * correction.weights
         metrics["policy/importance_weight"] = masked_mean(correction.weights, mask)
         metrics["policy/importance_outside_fraction"] = masked_mean(correction.outside.float(), mask)
+    if algo.geometric_mask is not None:
+        low, high = algo.geometric_mask
+        left_out = losses.geometric_outside(old_logprobs, rollout_logprobs, mask, tokens.cu_seqlens, low=low, high=high)
+        per_token = torch.where(left_out, 0.0, per_token)
+        metrics["policy/geometric_mask_fraction"] = masked_mean(left_out.float(), mask)
     if ref_logprobs is not None:
         if config.kl_in_loss:
             penalty = kl.kl_per_token(

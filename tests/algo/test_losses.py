@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlhf.algo.losses import PolicyLossTerms, aggregate, importance_weights, policy_loss, value_loss
+from rlhf.algo.losses import (
+    PolicyLossTerms,
+    aggregate,
+    geometric_outside,
+    importance_weights,
+    policy_loss,
+    value_loss,
+)
 from rlhf.algo.numerics import MAX_LOG_RATIO
 from rlhf.log.reductions import EffectiveSampleFraction
 
@@ -267,11 +275,18 @@ def test_value_loss_takes_the_larger_of_plain_and_clipped():
 # --- importance correction ---
 
 
-def corrected(weights: list[float], bounds: list[int], mode: str, level: str, cap: float = 2.0):
+def corrected(weights: list[float], bounds: list[int], mode: str, level: str, cap: float = 2.0, **options: float):
     log_weights = torch.log(torch.tensor(weights, dtype=torch.float64))
     rollout = torch.full_like(log_weights, -1)
     return importance_weights(
-        rollout + log_weights, rollout, ones(len(weights)), torch.tensor(bounds), mode=mode, level=level, cap=cap
+        rollout + log_weights,
+        rollout,
+        ones(len(weights)),
+        torch.tensor(bounds),
+        mode=mode,
+        level=level,
+        cap=cap,
+        **options,
     )
 
 
@@ -306,6 +321,68 @@ def test_responses_in_one_packed_row_weigh_what_each_weighs_alone(level):
     assert torch.equal(together.weights, torch.cat([part.weights for part in alone]))
     for field in ("samples", "ratio_sum", "ratio_square_sum"):
         assert float(getattr(together, field)) == pytest.approx(sum(float(getattr(part, field)) for part in alone))
+
+
+def test_the_two_bounds_of_a_weight_are_separate():
+    masked = corrected([6, 4, 0.6, 0.4], [0, 4], "masked", "token", cap=5.0, floor=0.5)
+    assert masked.weights.tolist() == pytest.approx([0, 4, 0.6, 0])
+    truncated = corrected([6, 4, 0.6, 0.4], [0, 4], "truncated", "token", cap=5.0, floor=0.5)
+    assert truncated.weights.tolist() == pytest.approx([5, 4, 0.6, 0.5])
+    assert masked.outside.tolist() == truncated.outside.tolist() == [True, False, False, True]
+
+
+def test_the_geometric_mean_of_a_sequence_does_not_grow_with_its_length_as_its_product_does():
+    lengths = torch.tensor([10, 1000])
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    mask = ones(1010)
+    rollout = torch.full((1010,), -1.0, dtype=torch.float64)
+    for shift in (0.01, -0.01):
+        inside = geometric_outside(rollout + shift, rollout, mask, bounds, low=0.98, high=1.02)
+        beyond = geometric_outside(rollout + shift, rollout, mask, bounds, low=0.995, high=1.005)
+        assert not inside.any()
+        assert beyond.all()
+        product = importance_weights(
+            rollout + shift, rollout, mask, bounds, mode="masked", level="sequence", cap=2.0
+        ).outside
+        assert product.tolist() == [False] * 10 + [True] * 1000
+
+
+def test_masked_correction_and_geometric_mask_have_the_gradient_of_the_objective_written_by_sequence():
+    """arXiv:2510.18855 multiplies the clipped objective by M(k); one sequence after the other, by plain autograd."""
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.rand(16, generator=generator) < 0.7
+    old = torch.randn(16, generator=generator, dtype=torch.float64) - 2
+    rollout = old + 0.4 * torch.randn(16, generator=generator, dtype=torch.float64)
+    rollout[6:9] -= 0.6  # of the second sequence the engine has moved away
+    bounds = [0, 6, 9, 16]
+    advantages = torch.tensor([1.5, -0.7, 0.4], dtype=torch.float64)
+    by_token = advantages.repeat_interleave(torch.tensor(bounds).diff())
+    start = old + 0.2 * torch.randn(16, generator=generator, dtype=torch.float64)
+
+    logprobs = start.clone().requires_grad_()
+    terms = policy_loss(
+        logprobs, old_logprobs=old, advantages=by_token, response_mask=mask, clip_low=0.2, clip_high=0.2
+    )
+    cu_seqlens = torch.tensor(bounds)
+    weights = importance_weights(old, rollout, mask, cu_seqlens, mode="masked", cap=1.6, floor=0.6).weights
+    left_out = geometric_outside(old, rollout, mask, cu_seqlens, low=0.8, high=1.25)
+    (ours,) = torch.autograd.grad(torch.where(left_out, 0.0, terms.loss * weights).sum(), logprobs)
+
+    reference = start.clone().requires_grad_()
+    total, kept = torch.zeros((), dtype=torch.float64), 0
+    for number, (first, last) in enumerate(itertools.pairwise(bounds)):
+        tokens = [t for t in range(first, last) if mask[t]]
+        ks = [math.exp(float(old[t] - rollout[t])) for t in tokens]
+        if not 0.8 <= math.prod(ks) ** (1 / len(ks)) <= 1.25:
+            continue
+        kept += 1
+        for t, k in zip(tokens, ks, strict=True):
+            ratio = torch.exp(reference[t] - old[t])
+            if 0.6 <= k <= 1.6:
+                total = total - k * torch.min(ratio * advantages[number], ratio.clamp(0.8, 1.2) * advantages[number])
+    assert kept == 2
+    assert torch.allclose(ours, torch.autograd.grad(total, reference)[0])
+    assert (ours[mask] != 0).sum() < mask.sum()
 
 
 def test_effective_sample_fraction_hand_numbers():
@@ -405,6 +482,7 @@ def test_garbage_outside_of_the_mask_changes_no_bit_of_loss_or_gradient(kind, ga
             cu_seqlens=BOUNDS,
         )
         outputs = [terms.loss.detach(), terms.ratio, terms.clipped]
+        outputs.append(geometric_outside(old, rollout, MASK, BOUNDS, low=0.9, high=1.1))
         per_token = terms.loss
         for mode in IMPORTANCE_CORRECTIONS:
             for level in IMPORTANCE_LEVELS:

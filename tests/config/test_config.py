@@ -282,6 +282,11 @@ CONTRADICTIONS = [
         ["algo.importance_correction=none", "rollout.max_policy_lag=1", "truncated or masked"],
     ),
     (
+        ["algo.importance_floor=0.5", "algo.importance_correction=none"],
+        ["algo.importance_floor=0.5 with algo.importance_correction=none", "Set null"],
+    ),
+    (["algo.geometric_mask=[1.01, 1.1]"], ["algo.geometric_mask=[1.01, 1.1]", "agree", "bounds around 1"]),
+    (
         ["algo.advantage=maxrl", "rollout.missing_eos_penalty=0.5"],
         ["rollout.missing_eos_penalty=0.5 with algo.advantage=maxrl", "below 0", "Use rewards of 0 and 1"],
     ),

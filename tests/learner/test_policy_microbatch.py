@@ -127,6 +127,19 @@ CHOICES: dict[str, tuple[dict[str, Any], float]] = {
         {"importance_correction": "truncated", "importance_level": "sequence"},
         (-1.2 * 2 + 3.8 * 0.25 * 1.5) / 4,
     ),
+    "importance_floor masked": (
+        {"importance_correction": "masked", "importance_floor": 0.2, "importance_cap": 4.0},
+        (-1.2 * 3 + 0.8 * 0.25 + 2 * 1.5 + 1) / 4,
+    ),
+    "importance_floor truncated": (
+        {"importance_correction": "truncated", "importance_floor": 0.5},
+        (-1.2 * 2 + 0.8 * 0.5 + 2 * 1.5 + 1) / 4,
+    ),
+    "geometric_mask": ({"geometric_mask": (0.5, 2.0)}, 3.8 / 4),  # of the sequences 3 and 0.375^(1/3) = 0.72
+    "geometric_mask and weights": (
+        {"geometric_mask": (0.9, 4.0), "importance_correction": "truncated", "kl_coef": 0.1, "kl_estimator": "k2"},
+        -1.2 * 2 / 4 + 0.1 * K2.mean(),
+    ),
     "a KL is not weighted by the correction": (
         {"importance_correction": "masked", "kl_coef": 0.1, "kl_estimator": "k2"},
         (2 * 1.5 + 1) / 4 + 0.1 * K2.mean(),
@@ -200,6 +213,10 @@ def test_the_corrections_report_their_weights_and_what_was_outside() -> None:
     _, metrics, _ = microbatch({"importance_correction": "masked"})
     assert metrics["policy/importance_weight"].value() == pytest.approx((1.5 + 1) / 4)
     assert metrics["policy/importance_outside_fraction"].value() == pytest.approx(2 / 4)
+    _, metrics, _ = microbatch({"geometric_mask": (0.5, 2.0)})
+    assert metrics["policy/geometric_mask_fraction"].value() == pytest.approx(1 / 4)
+    masks = {name: metric for name, metric in metrics.items() if "_mask_" in name}
+    check_documented([masks], logged={"algo.geometric_mask"})
 
 
 def test_the_dual_clip_reports_how_often_it_bounds_the_loss() -> None:
