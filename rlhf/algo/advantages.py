@@ -74,7 +74,7 @@ def rloo_advantages(rewards: Tensor) -> Tensor:
 
 
 def maximum_likelihood_advantages(rewards: Tensor) -> Tensor:
-    """MaxRL (arXiv:2602.02710, algorithm 1): reward minus the group's mean, divided by that mean.
+    """MaxRL (arXiv:2602.02710, as in the authors' code): reward minus the group's mean, divided by that mean.
 
     For rewards of 0 and 1 the mean is the share of right responses, so a prompt that is rarely solved weighs more. The
     expected gradient, averaged over G samples, is (1 - (1 - p)^(G-1)) / p times that of the pass rate p. This is the

@@ -65,10 +65,10 @@ def policy_loss(
         cispo  -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log pi     arXiv:2506.13585, eqs. 4-5; clip_low
                of 1 or more is the paper's own setting, no lower bound
         sapo   -(4 / tau) sigmoid(tau (r - 1)) A: the gradient of -r A times a gate, 1 at r = 1 and less on both sides;
-               tau is tau_positive where A > 0, else tau_negative         arXiv:2511.20347, eqs. 5-6
+               tau is tau_positive where A > 0, else tau_negative         arXiv:2511.20347, as in TRL and verl
         dppo_tv  -r A, but 0 where the probability of the token has moved too far in the direction of its advantage:
                A > 0 and pi - pi_old > clip_high, or A < 0 and pi_old - pi > clip_low. |pi - pi_old| is the total
-               variation of the choice between this token and any other        arXiv:2602.04879, the Binary-TV mask
+               variation of the choice between this token and any other        arXiv:2602.04879, as in verl's dppo_tv
 
     A function in place of a name gives the loss of each token, for an objective of the user; see `own_functions`.
 
@@ -245,6 +245,34 @@ def geometric_outside(
     log_ratio = masked(old_logprobs, response_mask) - masked(rollout_logprobs, response_mask)
     means = segment_means(log_ratio, response_mask, cu_seqlens)
     return ((means < math.log(low)) | (means > math.log(high))) & response_mask
+
+
+@torch.no_grad()
+def off_policy_outside(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    threshold: float,
+) -> Tensor:
+    """[T] bool, the tokens with A < 0 of sequences that the policy has left (DeepSeek-V3.2, arXiv:2512.02556).
+
+        mean over the True tokens of log pi_rollout - log pi > threshold
+
+    Wrong responses that are far off-policy can make training unstable; right ones are always kept. The policy that
+    sampled is the engine's, so a difference between engine and learner counts as much as what updates changed, as in
+    TRL's `get_off_policy_mask`.
+
+    Args:
+        logprobs, advantages: [T], of this update. rollout_logprobs: [T], as the engine reported them.
+        response_mask: [T] bool. cu_seqlens: [S+1].
+        threshold: nats per token, above 0.
+    """
+    difference = masked(rollout_logprobs, response_mask) - masked(logprobs, response_mask)
+    means = segment_means(difference, response_mask, cu_seqlens)
+    return (means > threshold) & (masked(advantages, response_mask) < 0)
 
 
 def aggregate(

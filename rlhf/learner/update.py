@@ -83,6 +83,12 @@ def policy_microbatch(
         left_out = losses.geometric_outside(old_logprobs, rollout_logprobs, mask, tokens.cu_seqlens, low=low, high=high)
         per_token = torch.where(left_out, 0.0, per_token)
         metrics["policy/geometric_mask_fraction"] = masked_mean(left_out.float(), mask)
+    if algo.off_policy_mask is not None:
+        left_out = losses.off_policy_outside(
+            logprobs, rollout_logprobs, advantages, mask, tokens.cu_seqlens, threshold=algo.off_policy_mask
+        )
+        per_token = torch.where(left_out, 0.0, per_token)
+        metrics["policy/off_policy_mask_fraction"] = masked_mean(left_out.float(), mask)
     if ref_logprobs is not None:
         if config.kl_in_loss:
             penalty = kl.kl_per_token(

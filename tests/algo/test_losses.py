@@ -14,6 +14,7 @@ from rlhf.algo.losses import (
     aggregate,
     geometric_outside,
     importance_weights,
+    off_policy_outside,
     policy_loss,
     value_loss,
 )
@@ -385,6 +386,48 @@ def test_masked_correction_and_geometric_mask_have_the_gradient_of_the_objective
     assert (ours[mask] != 0).sum() < mask.sum()
 
 
+def test_sequences_that_the_policy_has_left_are_left_out_where_the_advantage_is_negative():
+    # Mean log(engine / policy): 0.6 twice, then 0.4 (with a hole), then -5: the policy now prefers it.
+    mask = torch.tensor([False, True, True, True, True, True, False, True, True])
+    engine = torch.full((9,), -1.0)
+    policy = engine - torch.tensor([9, 0.2, 1.0, 0.2, 1.0, 0.1, 9, 0.7, -5])
+    bounds = torch.tensor([0, 3, 5, 8, 9])
+    advantages = torch.tensor([-1.0, -1, -1, 1, 1, -1, -1, -1, -1])
+    outside = off_policy_outside(policy, engine, advantages, mask, bounds, threshold=0.5)
+    assert outside.tolist() == [False, True, True] + [False] * 6
+    outside = off_policy_outside(policy, engine, advantages, mask, bounds, threshold=0.3)
+    assert outside.tolist() == [False, True, True, False, False, True, False, True, False]
+
+
+def test_the_off_policy_mask_has_the_gradient_of_the_objective_written_by_sequence():
+    generator = torch.Generator().manual_seed(1)
+    bounds = torch.tensor([0, 5, 11, 16, 24])
+    advantages = torch.tensor([-1.0, -0.5, 0.8, -2.0], dtype=torch.float64)
+    mask = torch.rand(24, generator=generator) < 0.8
+    old = torch.randn(24, generator=generator, dtype=torch.float64) - 2
+    start = old + 0.1 * torch.randn(24, generator=generator, dtype=torch.float64)
+    rollout = start + torch.tensor([0.7, -0.7, 0.7, 0.2], dtype=torch.float64).repeat_interleave(bounds.diff())
+    by_token = advantages.repeat_interleave(bounds.diff())
+
+    logprobs = start.clone().requires_grad_()
+    terms = policy_loss(
+        logprobs, old_logprobs=old, advantages=by_token, response_mask=mask, clip_low=0.2, clip_high=0.2
+    )
+    left_out = off_policy_outside(logprobs, rollout, by_token, mask, bounds, threshold=0.5)
+    (ours,) = torch.autograd.grad(torch.where(left_out, 0.0, terms.loss).sum(), logprobs)
+
+    reference = start.clone().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for advantage, (first, last) in zip(advantages, itertools.pairwise(bounds.tolist()), strict=True):
+        one, here = reference[first:last][mask[first:last]], slice(first, last)
+        sampled_by, before = rollout[here][mask[here]], old[here][mask[here]]
+        keep = 0.0 if advantage < 0 and float((sampled_by - one.detach()).mean()) > 0.5 else 1.0
+        ratio = torch.exp(one - before)
+        total = total - keep * torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
+    assert torch.allclose(ours, torch.autograd.grad(total, reference)[0])
+    assert [bool(part.any()) for part in ours.split(bounds.diff().tolist())] == [False, True, True, True]
+
+
 def test_effective_sample_fraction_hand_numbers():
     tokens = corrected([1, 1, 2], [0, 3], "truncated", "token", cap=1.5)
     sums = [float(x) for x in (tokens.samples, tokens.ratio_sum, tokens.ratio_square_sum)]
@@ -483,6 +526,7 @@ def test_garbage_outside_of_the_mask_changes_no_bit_of_loss_or_gradient(kind, ga
         )
         outputs = [terms.loss.detach(), terms.ratio, terms.clipped]
         outputs.append(geometric_outside(old, rollout, MASK, BOUNDS, low=0.9, high=1.1))
+        outputs.append(off_policy_outside(logprobs, rollout, advantages, MASK, BOUNDS, threshold=0.1))
         per_token = terms.loss
         for mode in IMPORTANCE_CORRECTIONS:
             for level in IMPORTANCE_LEVELS:

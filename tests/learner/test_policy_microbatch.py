@@ -140,6 +140,9 @@ CHOICES: dict[str, tuple[dict[str, Any], float]] = {
         {"geometric_mask": (0.9, 4.0), "importance_correction": "truncated", "kl_coef": 0.1, "kl_estimator": "k2"},
         -1.2 * 2 / 4 + 0.1 * K2.mean(),
     ),
+    # mean log(engine / policy) of the second sequence: -log(0.15 * 3 * 1) / 3 = 0.27
+    "off_policy_mask": ({"off_policy_mask": 0.2}, -1.2 / 4),
+    "off_policy_mask above": ({"off_policy_mask": 0.3}, LOSSES.mean()),
     "a KL is not weighted by the correction": (
         {"importance_correction": "masked", "kl_coef": 0.1, "kl_estimator": "k2"},
         (2 * 1.5 + 1) / 4 + 0.1 * K2.mean(),
@@ -215,8 +218,10 @@ def test_the_corrections_report_their_weights_and_what_was_outside() -> None:
     assert metrics["policy/importance_outside_fraction"].value() == pytest.approx(2 / 4)
     _, metrics, _ = microbatch({"geometric_mask": (0.5, 2.0)})
     assert metrics["policy/geometric_mask_fraction"].value() == pytest.approx(1 / 4)
+    _, metrics, _ = microbatch({"geometric_mask": (0.5, 2.0), "off_policy_mask": 0.2})
+    assert metrics["policy/off_policy_mask_fraction"].value() == pytest.approx(3 / 4)
     masks = {name: metric for name, metric in metrics.items() if "_mask_" in name}
-    check_documented([masks], logged={"algo.geometric_mask"})
+    check_documented([masks], logged={"algo.geometric_mask", "algo.off_policy_mask"})
 
 
 def test_the_dual_clip_reports_how_often_it_bounds_the_loss() -> None:
