@@ -1,4 +1,4 @@
-"""Policy losses, the value loss, importance correction, and the one reduction from tokens to a loss.
+"""Policy losses, the value loss, importance correction, masks of sequences, the one reduction from tokens to a loss.
 
 Everything up to `aggregate` is per token. Inputs are masked by `torch.where` before the first arithmetic, so that
 values where `response_mask` is False change neither value nor gradient by a single bit.

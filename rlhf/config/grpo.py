@@ -128,7 +128,8 @@ class GRPOConfig(TrainingProgramConfig):
     @property
     def needs_old_logprobs_pass(self) -> bool:
         """Whether a pass before the update computes log-probs: for later updates, a teacher, a KL in the reward."""
-        return self.training.updates_per_step > 1 or self.kl_in_reward or self.algo.teacher is not None
+        for_updates = self.training.updates_per_step > 1 and self.algo.old_policy == "learner"
+        return for_updates or self.kl_in_reward or self.algo.teacher is not None
 
     def warnings(self) -> Iterator[str]:
         yield from super().warnings()
@@ -245,9 +246,13 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
     if config.reward.leaves_something_ungraded and reward_model is None and not config.environment.parts:
         remedy = "Name a reward, such as [{name: math}], or a reward_model."
         yield f"reward=[] without a reward_model: nothing would grade the responses. {remedy}"
-    if rollout.max_policy_lag > 0 and algo.importance_correction == "none" and not algo.has_own_loss:
+    uncorrected = algo.importance_correction == "none" and algo.old_policy == "learner"
+    if rollout.max_policy_lag > 0 and uncorrected and not algo.has_own_loss:
         reason = "lagging rollouts need a correction. Use truncated or masked, or a lag of 0."
         yield f"{algo.importance_correction=!s} with {rollout.max_policy_lag=}: {reason}"
+    if algo.old_policy == "engine" and algo.importance_correction != "none":
+        reason = "the ratio to the engine is its own correction, which would be there twice. Set none."
+        yield f"{algo.importance_correction=!s} with {algo.old_policy=!s}: {reason}"
     if algo.importance_floor is not None and algo.importance_correction == "none":
         reason = "there is no weight to bound. Set null, or importance_correction=masked or truncated."
         yield f"{algo.importance_floor=} with {algo.importance_correction=!s}: {reason}"

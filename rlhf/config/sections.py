@@ -176,6 +176,9 @@ class AlgoConfig(Section):
     ref_decay: float = key(0.99, "weight of the old average in each training step (ref_update=average)", gt=0, lt=1)
     log_kl: bool = key(False, "load the reference and log the KL even when kl_coef is 0")
     entropy_coef: float = key(0.0, "bonus on the entropy of the policy, nats")
+    old_policy: Literal["learner", "engine"] = key(
+        "learner", "of the ratio: the learner before the step's first update, or the engine, without a pass for it"
+    )
     importance_correction: Literal["none", "truncated", "masked"] = key(
         "truncated", "weight by the ratio of learner to engine probabilities, cut or masked outside of its bounds"
     )

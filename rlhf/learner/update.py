@@ -55,7 +55,8 @@ def policy_microbatch(
     ref_logprobs = None if targets.ref_logprobs is None else column(targets.ref_logprobs)
     rollout_logprobs = masked(tokens.rollout_logprobs, mask)
     logprobs, entropy, routing = model(tokens, for_update=True)
-    old_logprobs = logprobs.detach() if given_logprobs is None else given_logprobs
+    learner_logprobs = logprobs.detach() if given_logprobs is None else given_logprobs
+    old_logprobs = rollout_logprobs if algo.old_policy == "engine" else learner_logprobs
 
     kind = load_function(algo.policy_loss) if algo.has_own_loss else algo.policy_loss
     terms = losses.policy_loss(
@@ -65,7 +66,7 @@ def policy_microbatch(
     )  # fmt: skip
     per_token = terms.loss
     correction = losses.importance_weights(
-        old_logprobs, rollout_logprobs, response_mask=mask, cu_seqlens=tokens.cu_seqlens,
+        learner_logprobs, rollout_logprobs, response_mask=mask, cu_seqlens=tokens.cu_seqlens,
         mode=algo.importance_correction, level=algo.importance_level, cap=algo.importance_cap,
         floor=algo.importance_floor,
     )  # fmt: skip
@@ -80,7 +81,9 @@ def policy_microbatch(
         metrics["policy/importance_outside_fraction"] = masked_mean(correction.outside.float(), mask)
     if algo.geometric_mask is not None:
         low, high = algo.geometric_mask
-        left_out = losses.geometric_outside(old_logprobs, rollout_logprobs, mask, tokens.cu_seqlens, low=low, high=high)
+        left_out = losses.geometric_outside(
+            learner_logprobs, rollout_logprobs, mask, tokens.cu_seqlens, low=low, high=high
+        )
         per_token = torch.where(left_out, 0.0, per_token)
         metrics["policy/geometric_mask_fraction"] = masked_mean(left_out.float(), mask)
     if algo.off_policy_mask is not None:
@@ -121,7 +124,7 @@ def policy_microbatch(
             loss = loss + config.learner.router_balance_coef * balance
     # Keeps a microbatch without a trained token in the graph: every rank must make the same backward calls.
     loss = loss + 0.0 * logprobs.sum()
-    engine_kl = kl.kl_per_token(rollout_logprobs, old_logprobs, estimator=HEALTH_KL)
+    engine_kl = kl.kl_per_token(rollout_logprobs, learner_logprobs, estimator=HEALTH_KL)
     metrics |= {
         "policy/loss": Sum(loss.detach().double()),
         "policy/entropy": masked_mean(entropy.detach(), mask),
@@ -129,7 +132,7 @@ def policy_microbatch(
         "policy/ratio/histogram": _binned_ratios(terms.ratio.detach(), mask),
         "policy/ratio_max": Max(torch.where(mask, terms.ratio.detach(), float("-inf")).max()),
         "policy/kl_old": masked_mean(kl.kl_per_token(old_logprobs, logprobs.detach(), estimator=HEALTH_KL), mask),
-        "policy/engine_logprob_difference": masked_mean((old_logprobs - rollout_logprobs).abs(), mask),
+        "policy/engine_logprob_difference": masked_mean((learner_logprobs - rollout_logprobs).abs(), mask),
         "policy/engine_kl": masked_mean(engine_kl, mask),
     }
     metrics |= _mean_by_bin(engine_kl, mask, tokens.position_ids, ENGINE_KL_FROM)

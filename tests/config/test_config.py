@@ -282,6 +282,10 @@ CONTRADICTIONS = [
         ["algo.importance_correction=none", "rollout.max_policy_lag=1", "truncated or masked"],
     ),
     (
+        ["algo.old_policy=engine"],
+        ["algo.importance_correction=truncated with algo.old_policy=engine", "twice", "Set none"],
+    ),
+    (
         ["algo.importance_floor=0.5", "algo.importance_correction=none"],
         ["algo.importance_floor=0.5 with algo.importance_correction=none", "Set null"],
     ),
@@ -571,6 +575,9 @@ def test_rollouts_are_corrected_by_token_up_to_a_cap_unless_something_else_is_na
     assert (algo.importance_correction, algo.importance_level) == ("truncated", "token")
 
 
+ENGINE_IS_OLD = ("algo.old_policy=engine", "algo.importance_correction=none")
+
+
 @pytest.mark.parametrize(
     ("overrides", "needed"),
     [
@@ -580,6 +587,8 @@ def test_rollouts_are_corrected_by_token_up_to_a_cap_unless_something_else_is_na
         (["learner.minibatches_per_epoch=2", "algo.importance_correction=none"], True),
         (["learner.epochs_per_step=2", "algo.importance_correction=none"], True),
         (["algo.kl_coef=0.1", "algo.kl_estimator=k1", "algo.kl_place=reward"], True),
+        ([*ENGINE_IS_OLD, "learner.minibatches_per_epoch=2", "rollout.max_policy_lag=1"], False),
+        ([*ENGINE_IS_OLD, "algo.kl_coef=0.1", "algo.kl_estimator=k1", "algo.kl_place=reward"], True),
     ],
 )
 def test_old_log_probs_are_computed_where_they_differ_from_the_current_ones_or_the_reward_holds_a_kl(
