@@ -299,7 +299,7 @@ class Targets:
 @dataclass(frozen=True)
 class PolicyTargets(Targets):
     advantages: np.ndarray
-    old_logprobs: np.ndarray | None  # None where one update per step makes the current policy the old one
+    old_logprobs: np.ndarray | None  # None where the current policy, or the engine's, is the old one
     ref_logprobs: np.ndarray | None  # None without a reference
 
 

@@ -33,6 +33,8 @@ def advantages_of_kind(kind: str, rewards: Tensor, groups: Tensor, *, lengths: T
             return torch.cat([group_advantages(part, normalize_std=kind == "grpo") for part in parts])
         case "rloo":
             return torch.cat([rloo_advantages(part) for part in parts])
+        case "maxrl":
+            return torch.cat([maximum_likelihood_advantages(part) for part in parts])
         case "reinforce_pp":
             return reinforce_plus_plus_advantages(rewards, lengths=lengths)
         case "reinforce_pp_baseline":
@@ -69,6 +71,27 @@ def rloo_advantages(rewards: Tensor) -> Tensor:
     """
     count = int((~rewards.isnan()).sum())
     return group_advantages(rewards, normalize_std=False) * (count / max(count - 1, 1))
+
+
+def maximum_likelihood_advantages(rewards: Tensor) -> Tensor:
+    """MaxRL (arXiv:2602.02710, as in the authors' code): reward minus the group's mean, divided by that mean.
+
+    For rewards of 0 and 1 the mean is the share of right responses, so a prompt that is rarely solved weighs more. The
+    expected gradient, averaged over G samples, is (1 - (1 - p)^(G-1)) / p times that of the pass rate p. This is the
+    gradient of the first G - 1 terms of log p = -sum over k of (1 - p)^k / k, of which the expected reward is the
+    first. Arguments and zeros are those of `group_advantages`.
+
+    Raises:
+        ValueError: a reward is below 0, so the mean could be 0 or negative.
+    """
+    scores = rewards[~rewards.isnan()]
+    if len(scores) and scores.min() < 0:
+        raise ValueError(
+            f"algo.advantage=maxrl: a reward is {scores.min().item():g}. It divides by the group's mean reward, so no "
+            "reward may be below 0. Use rewards of 0 and 1, or algo.advantage=dr_grpo."
+        )
+    centered, mean = group_advantages(rewards, normalize_std=False), scores.double().mean()
+    return centered / mean if mean > 0 else centered
 
 
 def reinforce_plus_plus_advantages(

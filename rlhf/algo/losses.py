@@ -1,4 +1,4 @@
-"""Policy losses, the value loss, importance correction, and the one reduction from tokens to a loss.
+"""Policy losses, the value loss, importance correction, masks of sequences, the one reduction from tokens to a loss.
 
 Everything up to `aggregate` is per token. Inputs are masked by `torch.where` before the first arithmetic, so that
 values where `response_mask` is False change neither value nor gradient by a single bit.
@@ -6,13 +6,22 @@ values where `response_mask` is False change neither value nor gradient by a sin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlhf.algo.numerics import MAX_LOG_RATIO, bounded_exp, masked, segment_counts, segment_ids, segment_sums
+from rlhf.algo.numerics import (
+    MAX_LOG_RATIO,
+    bounded_exp,
+    masked,
+    segment_counts,
+    segment_ids,
+    segment_means,
+    segment_sums,
+)
 
 
 class PolicyLossTerms(NamedTuple):
@@ -21,8 +30,8 @@ class PolicyLossTerms(NamedTuple):
     Attributes:
         loss: to be minimized; carries the gradient.
         ratio: pi / pi_old as the loss used it (gspo: one value per sequence), without gradient.
-        clipped: the token's loss is that of the clipped ratio: its gradient is zero (ppo, gspo), or its weight was cut
-            (cispo).
+        clipped: the token's loss is that of the clipped ratio: its gradient is zero (ppo, gspo), its weight was cut
+            (cispo), or it was left out (dppo_tv). Never for sapo.
         dual_clipped: the token's loss is the bound of the dual clip; its gradient is zero.
     """
 
@@ -42,10 +51,12 @@ def policy_loss(
     clip_high: float,
     kind: str | Callable[..., Tensor] = "ppo",
     dual_clip: float | None = None,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
     cu_seqlens: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
 ) -> PolicyLossTerms:
-    """The clipped policy gradient, one value per token. With r = pi / pi_old:
+    """The policy gradient within a trust region, one value per token. With r = pi / pi_old:
 
         ppo    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)                 arXiv:1707.06347, eq. 7; two separate
                bounds are DAPO's clip-higher (arXiv:2503.14476, sec. 3.1)
@@ -53,42 +64,57 @@ def policy_loss(
                gradient stays with the token                                     arXiv:2507.18071, eqs. 7 and 13-14
         cispo  -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log pi     arXiv:2506.13585, eqs. 4-5; clip_low
                of 1 or more is the paper's own setting, no lower bound
+        sapo   -(4 / tau) sigmoid(tau (r - 1)) A: the gradient of -r A times a gate, 1 at r = 1 and less on both sides;
+               tau is tau_positive where A > 0, else tau_negative         arXiv:2511.20347, as in TRL and verl
+        dppo_tv  -r A, but 0 where the probability of the token has moved too far in the direction of its advantage:
+               A > 0 and pi - pi_old > clip_high, or A < 0 and pi_old - pi > clip_low. |pi - pi_old| is the total
+               variation of the choice between this token and any other        arXiv:2602.04879, as in verl's dppo_tv
 
     A function in place of a name gives the loss of each token, for an objective of the user; see `own_functions`.
 
     Args:
         logprobs: [T] with gradient. old_logprobs, advantages: [T] without.
         response_mask: [T] bool; tokens elsewhere get loss 0 and gradient 0 for any input.
+        tau_positive, tau_negative: temperatures of sapo, above 0; a larger one narrows its gate.
         dual_clip: c > 1 bounds the loss of ppo and gspo at -c A where A < 0 (arXiv:1912.09729); None: no bound.
         cu_seqlens: [S+1], for gspo and a function. rollout_logprobs: [T], of the engine, for a function.
     """
     logprobs, old_logprobs, advantages = (masked(x, response_mask) for x in (logprobs, old_logprobs, advantages))
     log_ratio = logprobs - old_logprobs.detach()
-    advantages = advantages.detach()
+    advantages, never = advantages.detach(), torch.zeros_like(response_mask)
     if callable(kind):
         given = {"old_logprobs": old_logprobs.detach(), "advantages": advantages, "rollout_logprobs": rollout_logprobs}
         loss = kind(logprobs, **given, response_mask=response_mask, cu_seqlens=cu_seqlens)
-        ratio, never = bounded_exp(log_ratio.detach()) * response_mask, torch.zeros_like(response_mask)
-        return PolicyLossTerms(masked(loss, response_mask), ratio, never, never)
+        return PolicyLossTerms(
+            masked(loss, response_mask), bounded_exp(log_ratio.detach()) * response_mask, never, never
+        )
+    assert dual_clip is None or kind in ("ppo", "gspo"), f"{kind} has no dual clip"
     if kind == "cispo":
-        assert dual_clip is None, "cispo has no dual clip"
         ratio = bounded_exp(log_ratio.detach())
         weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-        not_dual = torch.zeros_like(response_mask)
-        return PolicyLossTerms(-weight * advantages * logprobs, ratio * response_mask, weight != ratio, not_dual)
-    assert kind in ("ppo", "gspo"), kind
+        return PolicyLossTerms(-weight * advantages * logprobs, ratio * response_mask, weight != ratio, never)
+    if kind == "sapo":
+        ratio = bounded_exp(log_ratio)
+        tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
+        loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+        return PolicyLossTerms(loss, ratio.detach() * response_mask, never, never)
+    assert kind in ("ppo", "gspo", "dppo_tv"), kind
     if kind == "gspo":
         assert cu_seqlens is not None, "the ratio of gspo is per sequence"
-        means = segment_sums(log_ratio.detach(), cu_seqlens) / segment_counts(response_mask, cu_seqlens).clamp(min=1)
-        sequence = means[segment_ids(cu_seqlens, len(log_ratio))]
+        sequence = segment_means(log_ratio.detach(), response_mask, cu_seqlens)
         # The value is the sequence's log ratio (the bracket is exactly 0), the gradient that of the token's log pi.
         log_ratio = torch.where(response_mask, sequence + (logprobs - logprobs.detach()), 0.0)
     ratio = bounded_exp(log_ratio)
+    if kind == "dppo_tv":
+        moved = torch.exp(logprobs.detach()) - torch.exp(old_logprobs.detach())
+        outside = ((advantages > 0) & (moved > clip_high)) | ((advantages < 0) & (moved < -clip_low))
+        loss = torch.where(outside, 0.0, -ratio * advantages)
+        return PolicyLossTerms(loss, ratio.detach() * response_mask, outside, never)
     free = -ratio * advantages
     bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss = torch.maximum(free, bounded)
     clipped = bounded > free
-    dual_clipped = torch.zeros_like(clipped)
+    dual_clipped = never
     if dual_clip is not None:
         assert dual_clip > 1, "it would also cut ratios near 1"
         limit = -dual_clip * advantages
@@ -129,7 +155,7 @@ class ImportanceWeights(NamedTuple):
 
     Attributes:
         weights: [T], 0 outside of the mask; they multiply the per-token policy loss.
-        outside: [T] bool, the ratio is beyond the cap: it was cut (truncated) or the token left out (masked).
+        outside: [T] bool, the ratio is beyond a bound: it was cut (truncated) or the token left out (masked).
         samples: number of ratios, of tokens or (level `sequence`) of responses.
         ratio_sum, ratio_square_sum: scalars, of the ratios before any cap, for `EffectiveSampleFraction`.
     """
@@ -151,12 +177,13 @@ def importance_weights(
     mode: str,
     level: str = "token",
     cap: float = 2.0,
+    floor: float | None = None,
 ) -> ImportanceWeights:
     """Weights w = pi_old / pi_rollout between the learner's policy and the engine's, one per token.
 
         none       1
-        truncated  min(w, cap)                               Ionides 2008; for the engine's mismatch arXiv:2505.24298
-        masked     w where 1/cap <= w <= cap, 0 elsewhere    arXiv:2510.18855, with one bound for both sides
+        truncated  min(max(w, floor), cap)                   Ionides 2008; for the engine's mismatch arXiv:2505.24298
+        masked     w where floor <= w <= cap, 0 elsewhere    IcePop, arXiv:2510.18855
 
     At level `sequence` the ratio is that of the whole response, exp(sum of log ratios over its True tokens).
 
@@ -164,6 +191,7 @@ def importance_weights(
         old_logprobs, rollout_logprobs: [T], from the learner and as the engine reported them.
         response_mask: [T] bool. cu_seqlens: [S+1].
         cap: at least 1, or weights would be cut where the policies agree.
+        floor: above 0 and at most 1; None: 1 / cap if masked, no lower bound if truncated.
     """
     log_ratio = masked(old_logprobs, response_mask) - masked(rollout_logprobs, response_mask)
     if level == "sequence":
@@ -175,20 +203,76 @@ def importance_weights(
         sums, counted = log_ratio, response_mask
     ratios = torch.where(counted, torch.exp(sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)), 0.0)
     weights = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    outside = (weights > cap) & response_mask
+    low = floor or (1 / cap if mode == "masked" else 0.0)
+    outside = ((weights < low) | (weights > cap)) & response_mask
     match mode:
         case "none":
             weights, outside = torch.ones_like(weights), torch.zeros_like(outside)
         case "truncated":
-            weights = weights.clamp(max=cap)
+            weights = weights.clamp(min=low, max=cap)
         case "masked":
-            outside = ((weights > cap) | (weights < 1 / cap)) & response_mask
             weights = torch.where(outside, 0.0, weights)
         case _:
             raise AssertionError(mode)
     return ImportanceWeights(
         torch.where(response_mask, weights, 0.0), outside, counted.sum(), ratios.sum(), ratios.double().square().sum()
     )
+
+
+@torch.no_grad()
+def geometric_outside(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    low: float,
+    high: float,
+) -> Tensor:
+    """[T] bool, the tokens of sequences whose geometric mean ratio to the engine is outside of [low, high].
+
+        exp(mean over the True tokens of log pi_old - log pi_rollout)
+
+    Unlike the ratio of the whole sequence, which is the product, this does not move away from 1 with the length, so
+    long responses are not left out for their length (verl's geometric rejection `seq_mean_k1`, whose authors' paper on
+    masks of whole sequences is arXiv:2512.23075; that paper bounds the largest divergence of a token).
+
+    Args:
+        old_logprobs, rollout_logprobs: [T], from the learner and as the engine reported them.
+        response_mask: [T] bool. cu_seqlens: [S+1].
+        low, high: bounds of the ratio, at most 1 and at least 1.
+    """
+    log_ratio = masked(old_logprobs, response_mask) - masked(rollout_logprobs, response_mask)
+    means = segment_means(log_ratio, response_mask, cu_seqlens)
+    return ((means < math.log(low)) | (means > math.log(high))) & response_mask
+
+
+@torch.no_grad()
+def off_policy_outside(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    threshold: float,
+) -> Tensor:
+    """[T] bool, the tokens with A < 0 of sequences that the policy has left (DeepSeek-V3.2, arXiv:2512.02556).
+
+        mean over the True tokens of log pi_rollout - log pi > threshold
+
+    Wrong responses that are far off-policy can make training unstable; right ones are always kept. The policy that
+    sampled is the engine's, so a difference between engine and learner counts as much as what updates changed, as in
+    TRL's `get_off_policy_mask`.
+
+    Args:
+        logprobs, advantages: [T], of this update. rollout_logprobs: [T], as the engine reported them.
+        response_mask: [T] bool. cu_seqlens: [S+1].
+        threshold: nats per token, above 0.
+    """
+    difference = masked(rollout_logprobs, response_mask) - masked(logprobs, response_mask)
+    means = segment_means(difference, response_mask, cu_seqlens)
+    return (means > threshold) & (masked(advantages, response_mask) < 0)
 
 
 def aggregate(

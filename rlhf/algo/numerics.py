@@ -55,3 +55,9 @@ def segment_counts(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 def segment_sums(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[S]: sums of x [T] over each segment, in a fixed order (no atomics), 0 for an empty one."""
     return torch.segment_reduce(x, "sum", offsets=cu_seqlens.long(), initial=0.0)
+
+
+def segment_means(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T]: for each token the mean of x [T] over its segment; x is 0 outside of the mask, which is what counts."""
+    means = segment_sums(x, cu_seqlens) / segment_counts(mask, cu_seqlens).clamp(min=1)
+    return means[segment_ids(cu_seqlens, len(x))]

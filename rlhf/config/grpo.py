@@ -17,7 +17,7 @@ from rlhf.config.reward_model import RewardModelConfig
 from rlhf.config.roles import Training
 from rlhf.config.teacher import teacher_problems
 
-NEEDS_A_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+NEEDS_A_GROUP = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline")
 
 
 class GRPOConfig(TrainingProgramConfig):
@@ -128,7 +128,8 @@ class GRPOConfig(TrainingProgramConfig):
     @property
     def needs_old_logprobs_pass(self) -> bool:
         """Whether a pass before the update computes log-probs: for later updates, a teacher, a KL in the reward."""
-        return self.training.updates_per_step > 1 or self.kl_in_reward or self.algo.teacher is not None
+        for_updates = self.training.updates_per_step > 1 and self.algo.old_policy == "learner"
+        return for_updates or self.kl_in_reward or self.algo.teacher is not None
 
     def warnings(self) -> Iterator[str]:
         yield from super().warnings()
@@ -219,6 +220,10 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
     if algo.normalize_over == "tokens" and algo.advantage not in ("reinforce_pp", "reinforce_pp_baseline"):
         reason = "only reinforce_pp and reinforce_pp_baseline read it. Remove it, or set one of them."
         yield f"{algo.normalize_over=!s} with {algo.advantage=!s}: {reason}"
+    if algo.advantage == "maxrl" and not replaced:
+        for given in _rewards_below_zero(config):
+            remedy = "Use rewards of 0 and 1, or algo.advantage=dr_grpo."
+            yield f"{given} with {algo.advantage=!s}: it divides by the mean reward, and these may be below 0. {remedy}"
     if algo.ref_update != "fixed" and not config.needs_reference:
         remedy = "Set kl_coef or log_kl=true, or ref_update=fixed."
         yield f"{algo.ref_update=!s} with algo.kl_coef=0: there is no reference. {remedy}"
@@ -241,9 +246,21 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
     if config.reward.leaves_something_ungraded and reward_model is None and not config.environment.parts:
         remedy = "Name a reward, such as [{name: math}], or a reward_model."
         yield f"reward=[] without a reward_model: nothing would grade the responses. {remedy}"
-    if rollout.max_policy_lag > 0 and algo.importance_correction == "none" and not algo.has_own_loss:
+    uncorrected = algo.importance_correction == "none" and algo.old_policy == "learner"
+    if rollout.max_policy_lag > 0 and uncorrected and not algo.has_own_loss:
         reason = "lagging rollouts need a correction. Use truncated or masked, or a lag of 0."
         yield f"{algo.importance_correction=!s} with {rollout.max_policy_lag=}: {reason}"
+    if algo.old_policy == "engine" and algo.importance_correction != "none":
+        reason = "the ratio to the engine is its own correction, which would be there twice. Set none."
+        yield f"{algo.importance_correction=!s} with {algo.old_policy=!s}: {reason}"
+    if algo.importance_floor is not None and algo.importance_correction == "none":
+        reason = "there is no weight to bound. Set null, or importance_correction=masked or truncated."
+        yield f"{algo.importance_floor=} with {algo.importance_correction=!s}: {reason}"
+    if algo.geometric_mask is not None and not algo.geometric_mask[0] <= 1.0 <= algo.geometric_mask[1]:
+        reason = (
+            "sequences would be left out where learner and engine agree. Use bounds around 1, such as [0.99, 1.01]."
+        )
+        yield f"algo.geometric_mask={list(algo.geometric_mask)}: {reason}"
     if algo.kl_place == "reward" and algo.kl_estimator == "k4":
         yield f"{algo.kl_estimator=!s} with {algo.kl_place=!s}: k4 equals k1 there (the ratio is 1). Use k1."
     if algo.kl_ratio_weighted and (algo.kl_estimator != "k3" or algo.kl_place != "loss"):
@@ -259,6 +276,22 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
             f"run.deterministic=true with {reward_model.endpoint=!s}: nothing here can make its scores the same in a "
             "second run. Set reward_model.path instead, or deterministic=false."
         )
+
+
+def _rewards_below_zero(config: GRPOConfig) -> Iterator[str]:
+    """What makes rewards negative, as far as the config says it."""
+    rollout, algo = config.rollout, config.algo
+    if config.kl_in_reward:
+        yield f"{algo.kl_place=!s}"
+    if rollout.missing_eos_penalty:
+        yield f"{rollout.missing_eos_penalty=}"
+    if rollout.non_stop_reward is not None and rollout.non_stop_reward < 0:
+        yield f"{rollout.non_stop_reward=}"
+    if config.reward_model is not None:
+        yield "reward_model"
+    for name in ("length", "repetition"):
+        if any(part.name == name for part in config.reward.all_parts):
+            yield f"reward name={name}"
 
 
 def _names_environments(environment: Any) -> bool:
@@ -340,16 +373,18 @@ def _learner_problems(config: GRPOConfig) -> Iterator[str]:
     if algo.constant_length is not None and algo.loss_aggregation != "constant":
         reason = "only loss_aggregation=constant reads it. Remove it, or set loss_aggregation=constant."
         yield f"{algo.constant_length=} with {algo.loss_aggregation=!s}: {reason}"
-    if algo.clip_low >= 1.0 and algo.policy_loss != "cispo" and not algo.has_own_loss:
+    if algo.clip_low >= 1.0 and algo.policy_loss in ("ppo", "gspo"):
         yield f"{algo.clip_low=}: the lower bound 1 - clip_low must be above 0. Use 0.2."
-    if algo.has_own_loss:
-        for name in ("clip_low", "clip_high", "dual_clip"):
-            value, default = getattr(algo, name), type(algo).model_fields[name].default
-            if value != default:
-                remedy = f"Remove it, or set {'null' if default is None else default}, the default."
-                yield f"algo.{name}={value:g} with {algo.policy_loss=!s}: your function does not get it. {remedy}"
-    if algo.dual_clip is not None and algo.policy_loss == "cispo":
-        yield f"{algo.dual_clip=} with {algo.policy_loss=!s}: cispo has none. Remove it, or set policy_loss=ppo."
+    for name in ("clip_low", "clip_high"):
+        if algo.policy_loss == "dppo_tv" and (value := getattr(algo, name)) >= 1.0:
+            reason = "a probability cannot move that far, so no token would be left out. Use 0.2."
+            yield f"algo.{name}={value} with {algo.policy_loss=!s}: {reason}"
+    for name, readers in sections.READ_BY_LOSSES.items():
+        value, default = getattr(algo, name), type(algo).model_fields[name].default
+        if value != default and algo.policy_loss not in readers:
+            reason = "your function does not get it" if algo.has_own_loss else f"{algo.policy_loss} does not read it"
+            remedy = f"Set {'null' if default is None else default}, the default, or policy_loss={readers[0]}."
+            yield f"algo.{name}={value} with {algo.policy_loss=!s}: {reason}. {remedy}"
 
 
 def _cluster_problems(config: GRPOConfig) -> Iterator[str]:

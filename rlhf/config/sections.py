@@ -13,8 +13,15 @@ from rlhf.config.parsers import check_tool_parser
 from rlhf.config.teacher import TeacherConfig
 
 KLEstimator = Literal["k1", "k2", "k3", "k4"]  # of algo/kl.py
-PolicyLoss = Annotated[str, OwnOr("ppo", "gspo", "cispo")]
-Advantage = Annotated[str, OwnOr("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")]
+PolicyLoss = Annotated[str, OwnOr("ppo", "gspo", "cispo", "sapo", "dppo_tv")]
+READ_BY_LOSSES = {  # keys of `algo` that only these policy losses read
+    "clip_low": ("ppo", "gspo", "cispo", "dppo_tv"),
+    "clip_high": ("ppo", "gspo", "cispo", "dppo_tv"),
+    "dual_clip": ("ppo", "gspo"),
+    "sapo_tau_positive": ("sapo",),
+    "sapo_tau_negative": ("sapo",),
+}
+Advantage = Annotated[str, OwnOr("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline")]
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM
 ModelDType = Literal["bfloat16", "float32"]
 
@@ -141,8 +148,16 @@ class AlgoConfig(Section):
         "responses", "what mean and std of reinforce_pp and reinforce_pp_baseline count once: a response, or a token"
     )
     policy_loss: PolicyLoss = key("ppo", "surrogate objective; or a function of yours, your.module:function")
-    clip_low: NonNegative = key(0.2, "the ratio is clipped below at 1 - clip_low")
-    clip_high: NonNegative = key(0.2, "the ratio is clipped above at 1 + clip_high")
+    clip_low: NonNegative = key(
+        0.2, "the ratio is clipped below at 1 - clip_low; dppo_tv: how far a probability may fall"
+    )
+    clip_high: NonNegative = key(
+        0.2, "the ratio is clipped above at 1 + clip_high; dppo_tv: how far a probability may rise"
+    )
+    sapo_tau_positive: PositiveFloat = key(
+        1.0, "temperature of sapo's gate for advantages above 0; a larger one narrows it"
+    )
+    sapo_tau_negative: PositiveFloat = key(1.05, "the same for the other advantages")
     dual_clip: float | None = key(None, "bound of the loss for negative advantages; null is off", gt=1.0)
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = key(
         "token_mean", "mean over all tokens; mean over rollouts of their token means; or sum divided by a fixed length"
@@ -161,11 +176,23 @@ class AlgoConfig(Section):
     ref_decay: float = key(0.99, "weight of the old average in each training step (ref_update=average)", gt=0, lt=1)
     log_kl: bool = key(False, "load the reference and log the KL even when kl_coef is 0")
     entropy_coef: float = key(0.0, "bonus on the entropy of the policy, nats")
+    old_policy: Literal["learner", "engine"] = key(
+        "learner", "of the ratio: the learner before the step's first update, or the engine, without a pass for it"
+    )
     importance_correction: Literal["none", "truncated", "masked"] = key(
-        "truncated", "weight by the ratio of learner to engine probabilities, capped or masked above importance_cap"
+        "truncated", "weight by the ratio of learner to engine probabilities, cut or masked outside of its bounds"
     )
     importance_level: Literal["token", "sequence"] = key("token", "one weight per token or per sequence")
     importance_cap: float = key(2.0, "upper bound of the importance weight", ge=1.0)
+    importance_floor: float | None = key(
+        None, "lower bound of the importance weight; null: 1/importance_cap if masked, none if truncated", gt=0, le=1
+    )
+    geometric_mask: tuple[PositiveFloat, PositiveFloat] | None = key(
+        None, "bounds; a sequence whose geometric mean ratio of learner to engine is outside is left out; null: none"
+    )
+    off_policy_mask: PositiveFloat | None = key(
+        None, "nats per token; a sequence of negative advantage with a mean log(engine/policy) above is left out"
+    )
     mask_truncated: bool = key(False, "leave responses that did not stop out of the loss")
     teacher: TeacherConfig | None = key(None, "a model to learn from token by token; null: rewards alone teach")
 
@@ -173,6 +200,11 @@ class AlgoConfig(Section):
     def has_own_loss(self) -> bool:
         """Whether policy_loss is a function of the user."""
         return ":" in self.policy_loss
+
+    @property
+    def clips(self) -> bool:
+        """Whether policy_loss stops the gradient of some tokens, or cuts their weight."""
+        return self.policy_loss in READ_BY_LOSSES["clip_low"]
 
     @property
     def own_functions(self) -> dict[str, str]:

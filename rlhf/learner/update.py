@@ -55,18 +55,20 @@ def policy_microbatch(
     ref_logprobs = None if targets.ref_logprobs is None else column(targets.ref_logprobs)
     rollout_logprobs = masked(tokens.rollout_logprobs, mask)
     logprobs, entropy, routing = model(tokens, for_update=True)
-    old_logprobs = logprobs.detach() if given_logprobs is None else given_logprobs
+    learner_logprobs = logprobs.detach() if given_logprobs is None else given_logprobs
+    old_logprobs = rollout_logprobs if algo.old_policy == "engine" else learner_logprobs
 
     kind = load_function(algo.policy_loss) if algo.has_own_loss else algo.policy_loss
     terms = losses.policy_loss(
         logprobs, old_logprobs=old_logprobs, advantages=advantages, response_mask=mask, cu_seqlens=tokens.cu_seqlens,
         rollout_logprobs=rollout_logprobs, kind=kind, clip_low=algo.clip_low, clip_high=algo.clip_high,
-        dual_clip=algo.dual_clip,
+        dual_clip=algo.dual_clip, tau_positive=algo.sapo_tau_positive, tau_negative=algo.sapo_tau_negative,
     )  # fmt: skip
     per_token = terms.loss
     correction = losses.importance_weights(
-        old_logprobs, rollout_logprobs, response_mask=mask, cu_seqlens=tokens.cu_seqlens,
+        learner_logprobs, rollout_logprobs, response_mask=mask, cu_seqlens=tokens.cu_seqlens,
         mode=algo.importance_correction, level=algo.importance_level, cap=algo.importance_cap,
+        floor=algo.importance_floor,
     )  # fmt: skip
     metrics: StepMetrics = {
         "policy/effective_sample_fraction": EffectiveSampleFraction(
@@ -77,6 +79,19 @@ def policy_microbatch(
         per_token = per_token * correction.weights
         metrics["policy/importance_weight"] = masked_mean(correction.weights, mask)
         metrics["policy/importance_outside_fraction"] = masked_mean(correction.outside.float(), mask)
+    if algo.geometric_mask is not None:
+        low, high = algo.geometric_mask
+        left_out = losses.geometric_outside(
+            learner_logprobs, rollout_logprobs, mask, tokens.cu_seqlens, low=low, high=high
+        )
+        per_token = torch.where(left_out, 0.0, per_token)
+        metrics["policy/geometric_mask_fraction"] = masked_mean(left_out.float(), mask)
+    if algo.off_policy_mask is not None:
+        left_out = losses.off_policy_outside(
+            logprobs, rollout_logprobs, advantages, mask, tokens.cu_seqlens, threshold=algo.off_policy_mask
+        )
+        per_token = torch.where(left_out, 0.0, per_token)
+        metrics["policy/off_policy_mask_fraction"] = masked_mean(left_out.float(), mask)
     if ref_logprobs is not None:
         if config.kl_in_loss:
             penalty = kl.kl_per_token(
@@ -90,7 +105,7 @@ def policy_microbatch(
             metrics[f"policy/kl_{estimator}"] = masked_mean(values, mask)
     if algo.entropy_coef:
         per_token = per_token - algo.entropy_coef * entropy
-    if not algo.has_own_loss:
+    if algo.clips:
         metrics["policy/clip_fraction"] = masked_mean(terms.clipped.float(), mask)
     if algo.dual_clip is not None:
         metrics["policy/dual_clip_fraction"] = masked_mean(terms.dual_clipped.float(), mask)
@@ -109,7 +124,7 @@ def policy_microbatch(
             loss = loss + config.learner.router_balance_coef * balance
     # Keeps a microbatch without a trained token in the graph: every rank must make the same backward calls.
     loss = loss + 0.0 * logprobs.sum()
-    engine_kl = kl.kl_per_token(rollout_logprobs, old_logprobs, estimator=HEALTH_KL)
+    engine_kl = kl.kl_per_token(rollout_logprobs, learner_logprobs, estimator=HEALTH_KL)
     metrics |= {
         "policy/loss": Sum(loss.detach().double()),
         "policy/entropy": masked_mean(entropy.detach(), mask),
@@ -117,7 +132,7 @@ def policy_microbatch(
         "policy/ratio/histogram": _binned_ratios(terms.ratio.detach(), mask),
         "policy/ratio_max": Max(torch.where(mask, terms.ratio.detach(), float("-inf")).max()),
         "policy/kl_old": masked_mean(kl.kl_per_token(old_logprobs, logprobs.detach(), estimator=HEALTH_KL), mask),
-        "policy/engine_logprob_difference": masked_mean((old_logprobs - rollout_logprobs).abs(), mask),
+        "policy/engine_logprob_difference": masked_mean((learner_logprobs - rollout_logprobs).abs(), mask),
         "policy/engine_kl": masked_mean(engine_kl, mask),
     }
     metrics |= _mean_by_bin(engine_kl, mask, tokens.position_ids, ENGINE_KL_FROM)

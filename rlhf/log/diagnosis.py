@@ -376,6 +376,8 @@ HEALTHY = {
     "policy/effective_sample_fraction": Range(0.9, None),
     "policy/importance_weight": Range(0.95, 1.05),
     "policy/importance_outside_fraction": Range(None, 0.01),
+    "policy/geometric_mask_fraction": Range(None, 0.05),
+    "policy/off_policy_mask_fraction": Range(None, 0.05),
     "rollout/stopped_fraction": Range(0.9, None),
     "critic/clip_fraction": Range(None, 0.3),
     "router/max_load": Range(1, 3),

@@ -57,6 +57,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Largest ratio", ("policy/ratio_max",), log=True),
         Panel("Effective samples", ("policy/effective_sample_fraction",)),
         Panel("Importance weight", ("policy/importance_weight", "policy/importance_outside_fraction")),
+        Panel("Sequences left out", ("policy/geometric_mask_fraction", "policy/off_policy_mask_fraction")),
     ),
     "KL": (
         Panel("KL to the reference", ("policy/kl_k[1234]",), "nats per token"),

@@ -276,7 +276,10 @@ class RolloutLoop(Generic[C]):
         values["time/slow_groups"], self.buffer.slow_wait_s = self.buffer.slow_wait_s, 0.0
         values |= {"rollout/tokens_per_second": rate, "data/epoch": self.tickets.stream.epochs}
         values |= {} if (curriculum := self.tickets.stream.curriculum) is None else curriculum.metrics()
-        values |= self.canary.check_rollouts(learned, temperature=rollout.temperature, max_lag=rollout.max_policy_lag)
+        # without a pass before them, later updates compare the engines with a policy that has moved
+        moves = config.training.updates_per_step > 1 and not config.needs_old_logprobs_pass
+        lag = max(rollout.max_policy_lag, moves)
+        values |= self.canary.check_rollouts(learned, temperature=rollout.temperature, max_lag=lag)
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}
         counted = self.scorer.counted_besides([ticket.prompt for ticket in self.buffer.outstanding()])
         values |= {f"reward/status/{name}": count for name, count in counted.items()}

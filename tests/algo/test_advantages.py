@@ -15,6 +15,7 @@ from rlhf.algo.advantages import (
     explained_variance,
     gae,
     group_advantages,
+    maximum_likelihood_advantages,
     reinforce_plus_plus_advantages,
     rloo_advantages,
     token_rewards,
@@ -49,11 +50,13 @@ def test_equal_rewards_give_exactly_zero_although_their_float32_std_does_not():
     assert group_advantages(rewards, normalize_std=True).tolist() == [0.0] * 8
     assert group_advantages(rewards, normalize_std=False).tolist() == [0.0] * 8
     assert rloo_advantages(rewards).tolist() == [0.0] * 8
+    assert maximum_likelihood_advantages(rewards).tolist() == [0.0] * 8
     assert reinforce_plus_plus_advantages(rewards).tolist() == [0.0] * 8
 
 
 def test_a_group_of_one_has_no_advantage():
-    for advantages in (grpo(3.0), rloo_advantages(torch.tensor([3.0])).tolist()):
+    one = torch.tensor([3.0])
+    for advantages in (grpo(3.0), rloo_advantages(one).tolist(), maximum_likelihood_advantages(one).tolist()):
         assert advantages == [0]
     assert reinforce_plus_plus_advantages(torch.tensor([3.0])).tolist() == [0]
     assert reinforce_plus_plus_advantages(torch.tensor([3.0]), torch.tensor([0])).tolist() == [0]
@@ -62,6 +65,8 @@ def test_a_group_of_one_has_no_advantage():
 def test_an_unscorable_response_leaves_the_baseline_and_gets_zero():
     assert grpo(0, NAN, 1, NAN, 1) == pytest.approx([-1.1547, 0, 0.57735, 0, 0.57735], abs=1e-5)
     assert rloo_advantages(torch.tensor([1, NAN, 0])).tolist() == [1, 0, -1]
+    assert maximum_likelihood_advantages(torch.tensor([1, NAN, 0])).tolist() == [1, 0, -1]
+    assert maximum_likelihood_advantages(torch.tensor([NAN, NAN])).tolist() == [0, 0]
     assert grpo(NAN, NAN) == [0, 0]
     assert grpo(NAN, 1) == [0, 0]
     assert grpo(NAN, 1, 1) == [0, 0, 0]
@@ -104,10 +109,15 @@ def test_an_unscorable_response_is_left_out_of_the_batch_as_of_the_group():
 # --- what the expected gradient of each is, by enumeration ---
 
 
-def expected_gradients(advantages_of: object, *, samples: int) -> tuple[Tensor, Tensor]:
+REWARDS = (0.0, 1.0, 0.25)
+
+
+def expected_gradients(
+    advantages_of: object, *, samples: int, rewards: tuple[float, ...] = REWARDS
+) -> tuple[Tensor, Tensor]:
     """(E[mean of A_i grad log pi(y_i)], gradient of the expected reward) of a softmax over 3 answers, float64."""
     theta = torch.tensor([0.3, -0.5, 0.1], dtype=torch.float64)
-    reward = torch.tensor([0.0, 1.0, 0.25], dtype=torch.float64)
+    reward = torch.tensor(rewards, dtype=torch.float64)
     probability = theta.softmax(0)
     score = torch.eye(3, dtype=torch.float64) - probability  # [answer, parameter] gradient of log pi(answer)
     mean = torch.zeros(3, dtype=torch.float64)
@@ -125,6 +135,26 @@ def test_rloo_is_unbiased_dr_grpo_up_to_its_factor_and_dividing_by_the_std_is_ne
     assert (dr_grpo - exact * (samples - 1) / samples).abs().max() < 1e-12
     grpo_mean, _ = expected_gradients(lambda r: group_advantages(r, normalize_std=True), samples=samples)
     assert 1 - torch.cosine_similarity(grpo_mean, exact, dim=0) > 1e-3
+
+
+@pytest.mark.parametrize("samples", [2, 3, 5])
+def test_maxrl_has_the_gradient_of_the_log_of_the_pass_rate_up_to_its_order(samples):
+    right = (0.0, 1.0, 1.0)
+    ours, of_pass_rate = expected_gradients(maximum_likelihood_advantages, samples=samples, rewards=right)
+    theta = torch.tensor([0.3, -0.5, 0.1], dtype=torch.float64, requires_grad=True)
+    failure = theta.softmax(0)[0]
+    (exact,) = torch.autograd.grad(-sum(failure**k / k for k in range(1, samples)), theta)  # type: ignore[arg-type]
+    assert (ours - exact).abs().max() < 1e-12
+    if samples == 2:
+        assert (ours - of_pass_rate).abs().max() < 1e-12  # the first term alone
+
+
+def test_maxrl_hand_numbers_and_rewards_that_it_cannot_divide_by():
+    assert maximum_likelihood_advantages(torch.tensor([1.0, 0, 0, 0])).tolist() == [3, -1, -1, -1]
+    assert maximum_likelihood_advantages(torch.tensor([1.0, 1, 1, 0])).tolist() == pytest.approx([1 / 3] * 3 + [-1])
+    assert maximum_likelihood_advantages(torch.zeros(4)).tolist() == [0] * 4
+    with pytest.raises(ValueError, match=r"maxrl: a reward is -0\.5.*dr_grpo"):
+        maximum_likelihood_advantages(torch.tensor([1.0, -0.5]))
 
 
 @given(st.lists(st.integers(-5, 5), min_size=2, max_size=16), st.integers(-3, 3))

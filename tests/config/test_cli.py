@@ -77,7 +77,7 @@ def test_help_fits_in_100_columns(help_text: str) -> None:
 
 def test_a_program_offers_no_choice_that_it_always_refuses() -> None:
     grpo, ppo = ({key.name: key.kind for key in describe_keys(schema)} for schema in (GRPOConfig, PPOConfig))
-    assert grpo["algo.advantage"] == "grpo | dr_grpo | rloo | reinforce_pp | reinforce_pp_baseline | text"
+    assert grpo["algo.advantage"] == "grpo | dr_grpo | rloo | maxrl | reinforce_pp | reinforce_pp_baseline | text"
     assert grpo["cluster.placement"] == "separate | colocated"
     assert (ppo["algo.advantage"], ppo["cluster.placement"]) == ("gae", "separate | colocated")
 

@@ -282,6 +282,27 @@ CONTRADICTIONS = [
         ["algo.importance_correction=none", "rollout.max_policy_lag=1", "truncated or masked"],
     ),
     (
+        ["algo.old_policy=engine"],
+        ["algo.importance_correction=truncated with algo.old_policy=engine", "twice", "Set none"],
+    ),
+    (
+        ["algo.importance_floor=0.5", "algo.importance_correction=none"],
+        ["algo.importance_floor=0.5 with algo.importance_correction=none", "Set null"],
+    ),
+    (["algo.geometric_mask=[1.01, 1.1]"], ["algo.geometric_mask=[1.01, 1.1]", "agree", "bounds around 1"]),
+    (
+        ["algo.advantage=maxrl", "rollout.missing_eos_penalty=0.5"],
+        ["rollout.missing_eos_penalty=0.5 with algo.advantage=maxrl", "below 0", "Use rewards of 0 and 1"],
+    ),
+    (
+        ["algo.advantage=maxrl", "algo.kl_place=reward", "algo.kl_estimator=k1", "algo.kl_coef=0.1"],
+        ["algo.kl_place=reward with algo.advantage=maxrl", "algo.advantage=dr_grpo"],
+    ),
+    (
+        ["algo.advantage=maxrl", "reward=[{name: math}, {name: length, max_tokens: 20, buffer_tokens: 4}]"],
+        ["reward name=length with algo.advantage=maxrl", "Use rewards of 0 and 1"],
+    ),
+    (
         ["algo.kl_place=reward", "algo.kl_estimator=k4"],
         ["algo.kl_estimator=k4", "algo.kl_place=reward", "Use k1"],
     ),
@@ -344,6 +365,13 @@ CONTRADICTIONS = [
         ["algo.dual_clip=3.0", "algo.policy_loss=cispo"],
         ["algo.dual_clip=3.0", "algo.policy_loss=cispo", "policy_loss=ppo"],
     ),
+    (["algo.clip_high=0.3", "algo.policy_loss=sapo"], ["algo.clip_high=0.3", "sapo does not read it", "Set 0.2"]),
+    (
+        ["algo.clip_high=1.0", "algo.policy_loss=dppo_tv"],
+        ["algo.clip_high=1.0 with algo.policy_loss=dppo_tv", "no token would be left out", "Use 0.2"],
+    ),
+    (["algo.dual_clip=3.0", "algo.policy_loss=dppo_tv"], ["algo.dual_clip=3.0", "dppo_tv does not read it", "null"]),
+    (["algo.sapo_tau_negative=2.0"], ["algo.sapo_tau_negative=2.0", "algo.policy_loss=ppo", "policy_loss=sapo"]),
     (
         ["model.dtype=float32", "cluster.device=cuda"],
         ["model.dtype=float32", "cluster.device=cuda", "model.dtype=bfloat16"],
@@ -547,6 +575,9 @@ def test_rollouts_are_corrected_by_token_up_to_a_cap_unless_something_else_is_na
     assert (algo.importance_correction, algo.importance_level) == ("truncated", "token")
 
 
+ENGINE_IS_OLD = ("algo.old_policy=engine", "algo.importance_correction=none")
+
+
 @pytest.mark.parametrize(
     ("overrides", "needed"),
     [
@@ -556,6 +587,8 @@ def test_rollouts_are_corrected_by_token_up_to_a_cap_unless_something_else_is_na
         (["learner.minibatches_per_epoch=2", "algo.importance_correction=none"], True),
         (["learner.epochs_per_step=2", "algo.importance_correction=none"], True),
         (["algo.kl_coef=0.1", "algo.kl_estimator=k1", "algo.kl_place=reward"], True),
+        ([*ENGINE_IS_OLD, "learner.minibatches_per_epoch=2", "rollout.max_policy_lag=1"], False),
+        ([*ENGINE_IS_OLD, "algo.kl_coef=0.1", "algo.kl_estimator=k1", "algo.kl_place=reward"], True),
     ],
 )
 def test_old_log_probs_are_computed_where_they_differ_from_the_current_ones_or_the_reward_holds_a_kl(

@@ -95,6 +95,12 @@ CHOICES: dict[str, tuple[dict[str, Any], float]] = {
         {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 0.2},
         -(1.2 * NEW[0] - 0.6 * NEW[1] - 1.2 * NEW[2] - NEW[3]) / 4,
     ),
+    "sapo": (
+        {"policy_loss": "sapo", "sapo_tau_positive": 2.0, "sapo_tau_negative": 4.0},
+        (-2 / (1 + math.exp(-1.0)) + 1 / (1 + math.exp(1.6)) + 1 / (1 + math.exp(-4.0)) + 1 / 2) / 4,
+    ),
+    # probabilities 0.55, and 0.22, 0.74, 0.37, of old 0.37
+    "dppo_tv": ({"policy_loss": "dppo_tv", "clip_low": 0.1, "clip_high": 0.2}, (-1.5 + 0 + 2 + 1) / 4),
     "sequence_mean": ({"loss_aggregation": "sequence_mean"}, (-1.2 + 3.8 / 3) / 2),
     "constant": ({"loss_aggregation": "constant"}, 2.6 / (2 * LONGEST)),
     "constant_length": ({"loss_aggregation": "constant", "constant_length": 1}, 2.6 / 2),
@@ -121,6 +127,28 @@ CHOICES: dict[str, tuple[dict[str, Any], float]] = {
         {"importance_correction": "truncated", "importance_level": "sequence"},
         (-1.2 * 2 + 3.8 * 0.25 * 1.5) / 4,
     ),
+    "importance_floor masked": (
+        {"importance_correction": "masked", "importance_floor": 0.2, "importance_cap": 4.0},
+        (-1.2 * 3 + 0.8 * 0.25 + 2 * 1.5 + 1) / 4,
+    ),
+    "importance_floor truncated": (
+        {"importance_correction": "truncated", "importance_floor": 0.5},
+        (-1.2 * 2 + 0.8 * 0.5 + 2 * 1.5 + 1) / 4,
+    ),
+    "geometric_mask": ({"geometric_mask": (0.5, 2.0)}, 3.8 / 4),  # of the sequences 3 and 0.375^(1/3) = 0.72
+    "geometric_mask and weights": (
+        {"geometric_mask": (0.9, 4.0), "importance_correction": "truncated", "kl_coef": 0.1, "kl_estimator": "k2"},
+        -1.2 * 2 / 4 + 0.1 * K2.mean(),
+    ),
+    # ratios to the engine: 4.5, and 0.15, 3, 1
+    "old_policy": ({"old_policy": "engine"}, (-1.2 + 0.8 + 3 + 1) / 4),
+    "old_policy and a KL": (
+        {"old_policy": "engine", "kl_coef": 0.1, "kl_estimator": "k4"},
+        (-1.2 + 0.8 + 3 + 1) / 4 + 0.1 * (RATIO * IMPORTANCE * D).mean(),
+    ),
+    # mean log(engine / policy) of the second sequence: -log(0.15 * 3 * 1) / 3 = 0.27
+    "off_policy_mask": ({"off_policy_mask": 0.2}, -1.2 / 4),
+    "off_policy_mask above": ({"off_policy_mask": 0.3}, LOSSES.mean()),
     "a KL is not weighted by the correction": (
         {"importance_correction": "masked", "kl_coef": 0.1, "kl_estimator": "k2"},
         (2 * 1.5 + 1) / 4 + 0.1 * K2.mean(),
@@ -190,10 +218,31 @@ def test_without_old_logprobs_every_ratio_is_1_and_the_gradient_that_of_the_poli
     assert metrics["policy/kl_old"].value() == 0.0
 
 
+def test_with_the_engines_policy_as_the_old_one_nothing_is_lost_without_a_pass() -> None:
+    options = {"old_policy": "engine", "dual_clip": 2.0}
+    (loss, metrics, gradient), (other_loss, others, other_gradient) = (
+        microbatch(options, old=given) for given in (True, False)
+    )
+    assert loss == other_loss
+    assert torch.equal(gradient, other_gradient)
+    assert metrics["policy/ratio_max"].value() == others["policy/ratio_max"].value() == pytest.approx(4.5)
+    # The engine is compared with the learner, not with the old policy of the ratio.
+    assert metrics["policy/engine_logprob_difference"].value() == pytest.approx(np.abs(np.log(IMPORTANCE)).mean())
+    moved = np.log(RATIO * IMPORTANCE)
+    assert others["policy/engine_logprob_difference"].value() == pytest.approx(np.abs(moved).mean())
+    assert others["policy/kl_old"].value() == pytest.approx((np.exp(moved) - 1 - moved).mean(), rel=1e-5)
+
+
 def test_the_corrections_report_their_weights_and_what_was_outside() -> None:
     _, metrics, _ = microbatch({"importance_correction": "masked"})
     assert metrics["policy/importance_weight"].value() == pytest.approx((1.5 + 1) / 4)
     assert metrics["policy/importance_outside_fraction"].value() == pytest.approx(2 / 4)
+    _, metrics, _ = microbatch({"geometric_mask": (0.5, 2.0)})
+    assert metrics["policy/geometric_mask_fraction"].value() == pytest.approx(1 / 4)
+    _, metrics, _ = microbatch({"geometric_mask": (0.5, 2.0), "off_policy_mask": 0.2})
+    assert metrics["policy/off_policy_mask_fraction"].value() == pytest.approx(3 / 4)
+    masks = {name: metric for name, metric in metrics.items() if "_mask_" in name}
+    check_documented([masks], logged={"algo.geometric_mask", "algo.off_policy_mask"})
 
 
 def test_the_dual_clip_reports_how_often_it_bounds_the_loss() -> None:
@@ -252,6 +301,25 @@ def test_kl_k1_to_k4_are_of_the_old_policy_to_the_reference_however_far_the_upda
     k2 = float((np.exp(OLD_POLICY) * (OLD_POLICY - ref) ** 2 / 2).sum())
     assert logged["policy/kl_k2"] == pytest.approx(k2, rel=1e-5, abs=0.0)
     assert logged["policy/kl_k4"] == logged["policy/kl_k1"]
+
+
+def test_the_ratio_to_the_engine_has_the_expected_gradient_of_the_learners_own_policy() -> None:
+    """By enumeration: tokens stand in the row as often as the engine samples them, and the learner has moved away."""
+    advantages = np.array([1.0, -0.5, 2.0, -3.0])
+    theta = torch.tensor(shifted(0.7), dtype=torch.float32).requires_grad_()
+    log_pi = theta.log_softmax(0)
+    engine = OLD_POLICY[SAMPLED].astype(np.float32)
+    algo = {"old_policy": "engine", "importance_correction": "none", "clip_low": 0.9, "clip_high": 9.0}
+    config = make_config(NOWHERE, algo=algo, learner={"epochs_per_step": 2})
+    assert not config.needs_old_logprobs_pass
+    model = Fixed(log_pi.detach()[torch.from_numpy(SAMPLED)], torch.zeros(8))
+    tokens = DeviceTokens.of(pack([SAMPLED], [np.ones(8, bool)], [engine]), torch.device("cpu"))
+    targets = PolicyTargets(advantages[SAMPLED].astype(np.float32), None, None)
+    policy_microbatch(model, tokens, targets, Denominators(8, 1, 1), config)[0].backward()
+    (ours,) = torch.autograd.grad(log_pi[torch.from_numpy(SAMPLED)], theta, model.logprobs.grad, retain_graph=True)
+    (exact,) = torch.autograd.grad(-(log_pi.exp() * torch.from_numpy(advantages)).sum(), theta)
+    assert torch.allclose(ours, exact, atol=1e-6)
+    assert exact.abs().max() > 0.1
 
 
 def test_nothing_between_forward_and_backward_waits_for_the_device() -> None:

@@ -107,7 +107,7 @@ def gradients(model: PolicyModel, groups: list[RolloutGroup], config: Any, *, sk
 
 
 @pytest.mark.usefixtures("norms_in_float64")
-@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "sapo", "dppo_tv"])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_the_gradient_is_the_same_to_the_last_digits_of_float64(policy_loss: str, aggregation: str, level: str) -> None:
