@@ -20,7 +20,7 @@ shell_scripts = $(shell git ls-files '*.sh' '*.sbatch' .ci/run)
 export VENV
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-gpu setup-bench environment quickstart tools-quickstart real-model test test-fast test-faults soak test-gpu bench bench-training studies upgrade-check lint format clean
+.PHONY: help setup setup-gpu setup-bench environment quickstart tools-quickstart real-model test test-fast test-faults soak test-gpu bench bench-training gpu-report studies upgrade-check lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -123,6 +123,10 @@ bench-training: setup-bench  ## compare whole steps, asynchronous runs and time 
 
 studies: setup-bench  ## the tables and pictures of docs/algorithms.md in runs/studies, on CPU, in hours; goes on where it stopped
 	@$(call benchmarks,$(addprefix studies.,adam schedule batch_sizes ppo_adam algorithms kl),$(if $(QUICK),--quick))
+
+gpu-report: environment $(quickstart_data)/test.jsonl  ## what this machine's GPU does with the trainer, as one page in OUT=runs/gpu-report within MINUTES=28; goes on where it stopped; QUICK=1: tiny, on CPU too
+	-@$(if $(QUICK),true,$(MAKE) $(real_model)/config.json $(real_task)/test.jsonl)
+	$(PY) -m benchmarks.gpu_report --minutes $(or $(MINUTES),28) --output $(or $(OUT),runs/gpu-report) $(if $(QUICK),--quick)
 
 upgrade-check: environment  ## what of our code the newest vllm, transformers, deepspeed, ray and torch no longer fit
 	@$(PY) tools/upgrade_check.py

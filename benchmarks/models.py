@@ -14,7 +14,7 @@ from rlhf.plan.resources import GPU, local_resources
 
 FOLDER = Path("runs/benchmarks/models")
 
-# 0.5b is the size of Qwen2.5-0.5B. Weights are random, since speed does not depend on their values.
+# From 0.5b on the sizes of Qwen2.5. Weights are random, since speed does not depend on their values.
 SIZES: dict[str, dict[str, int]] = {
     "10m": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 6,
             "intermediate_size": 1152},
@@ -22,6 +22,12 @@ SIZES: dict[str, dict[str, int]] = {
              "intermediate_size": 2048},
     "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
              "intermediate_size": 4864, "vocab_size": 151_936},
+    "1.5b": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
+             "intermediate_size": 8960, "vocab_size": 151_936},
+    "3b": {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,
+           "intermediate_size": 11008, "vocab_size": 151_936},
+    "7b": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+           "intermediate_size": 18944, "vocab_size": 152_064},
 }  # fmt: skip
 
 
@@ -41,13 +47,15 @@ def random_model(size: str, *, dtype: str = "bfloat16", mean_length: float | Non
     from rlhf.quickstart import make_tokenizer, save_model
 
     torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = make_tokenizer()
     config = Qwen2Config(
         **{"vocab_size": len(tokenizer), **SIZES[size]},
         max_position_embeddings=4096, tie_word_embeddings=mean_length is None, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype=dtype,
     )  # fmt: skip
-    model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
+    with torch.device(device):
+        model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
     if mean_length == math.inf:
         _never_end(model, tokenizer.eos_token_id)
     elif mean_length is not None:
@@ -81,9 +89,10 @@ def _end_with_probability(model: Any, probability: float, eos_id: int) -> None:
         head = model.lm_head.weight
         head[:, 0] = 0.0
         head[eos_id] = 0.0
-        ids = torch.randint(0, model.config.vocab_size, (8, 256))
+        ids = torch.randint(0, model.config.vocab_size, (8, 256), device=head.device)
         hidden = model.model(input_ids=ids).last_hidden_state.float()
-        others = (hidden @ head.float().t()).index_fill(-1, torch.tensor([eos_id]), float("-inf")).logsumexp(-1)
+        end = torch.tensor([eos_id], device=head.device)
+        others = (hidden @ head.float().t()).index_fill(-1, end, float("-inf")).logsumexp(-1)
         low, high = -20.0, 20.0
         for _ in range(40):
             bias = (low + high) / 2

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks import harness
 from benchmarks.harness import Row
+from rlhf.config.sections import Checkpointing
 
 PEAK = 989e12  # bf16 FLOP/s of an H100 by its data sheet, without sparsity
 GEMM = 680e12  # FLOP/s that large products reach
@@ -41,6 +42,8 @@ KINDS = ("products", "attention", "other")
 SIZES: dict[str, dict[str, Any]] = {
     "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
              "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
+    "3B": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+           "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
     "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
            "num_key_value_heads": 4, "vocab_size": 152_064},
     "32B": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
@@ -117,7 +120,7 @@ def on_meta(account: Account, *, with_kernels: bool) -> Iterator[None]:
         yield
 
 
-def model_of(size: str, *, checkpointing: bool, layers: int) -> Any:
+def model_of(size: str, *, checkpointing: Checkpointing, layers: int) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from rlhf.learner.packed_attention import PACKED
@@ -160,13 +163,22 @@ def account_of_head(weight: Tensor, *, with_kernels: bool) -> Account:
     return account
 
 
-def update(size: str, *, with_kernels: bool, checkpointing: bool) -> Row:
+def model_flops(shape: dict[str, Any], *, tokens: int, sequence: int) -> float:
+    """Forward and backward of so many tokens in sequences of one length, `RESPONSE_SHARE` of them through the head."""
+    depth, hidden, inner = (shape[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size"))
+    keys = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    per_layer = 2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * inner
+    flops = 6 * depth * (per_layer + hidden * sequence) * tokens
+    return float(flops + 6 * shape["vocab_size"] * hidden * int(tokens * RESPONSE_SHARE))
+
+
+def update(size: str, *, with_kernels: bool, checkpointing: Checkpointing) -> Row:
     """Milliseconds by kind of one microbatch, and its model FLOPs over what the GPU could compute in that time.
 
     Models of one and of two layers are computed; every further layer costs what the second does.
     """
     shape = SIZES[size]
-    depth, hidden, inner = (shape[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size"))
+    depth = shape["num_hidden_layers"]
     models = [model_of(size, checkpointing=checkpointing, layers=layers) for layers in (1, 2)]
     one, two = (account_of_body(model, with_kernels=with_kernels) for model in models)
     head = account_of_head(models[0].lm_head.weight, with_kernels=with_kernels)
@@ -177,12 +189,9 @@ def update(size: str, *, with_kernels: bool, checkpointing: bool) -> Row:
 
     parts = {kind: whole("seconds", kind) for kind in KINDS} | {f"head, {kind}": head.seconds[kind] for kind in KINDS}
     total = sum(parts.values())
-    keys = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
-    per_layer = 2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * inner
-    flops = 6 * depth * (per_layer + hidden * SEQUENCE) * TOKENS
-    flops += 6 * shape["vocab_size"] * hidden * int(TOKENS * RESPONSE_SHARE)
+    flops = model_flops(shape, tokens=TOKENS, sequence=SEQUENCE)
     return {
-        "model": size, "checkpointed": checkpointing, "code": "kernels" if with_kernels else "plain",
+        "model": size, "checkpointed": str(checkpointing).lower(), "code": "kernels" if with_kernels else "plain",
         **{f"{kind}, ms": seconds * 1e3 for kind, seconds in parts.items() if seconds},
         "other, GB": (whole("bytes", "other") + head.bytes["other"]) / 1e9,
         "total, ms": total * 1e3, "of peak": flops / total / PEAK,
@@ -191,10 +200,10 @@ def update(size: str, *, with_kernels: bool, checkpointing: bool) -> Row:
 
 def main() -> int:
     options = harness.parser(__doc__ or "").parse_args()
-    cases = [("1.5B", False), ("7B", True), ("32B", True)][: 1 if options.quick else None]
+    cases: list[tuple[str, Checkpointing]] = [("1.5B", False), ("7B", True), ("7B", "selective"), ("32B", True)]
     rows = [
         update(size, with_kernels=with_kernels, checkpointing=checkpointing)
-        for size, checkpointing in cases
+        for size, checkpointing in cases[: 1 if options.quick else None]
         for with_kernels in (False, True)
     ]
     title = f"Account of one microbatch: {TOKENS:,} tokens in sequences of {SEQUENCE:,}, {RESPONSE_SHARE:.0%} trained"

@@ -24,6 +24,7 @@ READ_BY_LOSSES = {  # keys of `algo` that only these policy losses read
 Advantage = Annotated[str, OwnOr("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline")]
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM
 ModelDType = Literal["bfloat16", "float32"]
+Checkpointing = bool | Literal["selective"]
 
 
 class LoraConfig(Section):
@@ -58,7 +59,9 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     path: FilePath = Field(description="folder or hub name of the model that is trained")
     dtype: ModelDType = key("bfloat16", "of weights and activations; master weights are float32")
-    gradient_checkpointing: bool = key(False, "recompute activations in the backward pass")
+    gradient_checkpointing: Checkpointing = key(
+        False, "recompute activations in the backward pass; selective: all but products and attention"
+    )
     trust_remote_code: bool = key(False, "run code that the model's repository ships")
     lora: LoraConfig | None = key(None, "train adapters in place of all weights: {rank: 16}; null: all weights")
 

@@ -240,15 +240,29 @@ def layer_activation_bytes(shape: ModelShape, *, b: int) -> int:
     return norms + 2 * b * shape.hidden + b * (2 * queries + 2 * keys) + mlp
 
 
+def kept_of_products(shape: ModelShape, *, b: int) -> int:
+    """Bytes per token that selective checkpointing keeps of a layer: queries, keys, values, attention, gate, up, sums.
+
+    Of experts nothing is kept: their products are of other kinds.
+    """
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    mlp = (2 * shape.intermediate + shape.hidden) if shape.sparse_layers < shape.layers else 0
+    return b * (2 * queries + 2 * keys + shape.hidden + mlp)
+
+
 def _activations(shape: ModelShape, config: GRPOConfig) -> Part:
     tokens, b = config.learner.max_tokens_per_microbatch, BYTES[config.model.dtype]
     # Attention keeps keys and values once more for each sequence that begins with them.
     repeated = (WHOLE_TOKENS - 1) * 2 * b * shape.kv_heads * shape.head_dim
     layer = layer_activation_bytes(shape, b=b) + repeated
     if config.model.gradient_checkpointing:
-        inputs = b * shape.hidden * shape.layers
-        how = f"{tokens:,} tokens x ({_kib(inputs)} + {_kib(layer)})"
-        return Part("activations, checkpointed", float(tokens * (inputs + layer)), how)
+        kept = b * shape.hidden
+        if config.model.gradient_checkpointing == "selective":
+            kept += kept_of_products(shape, b=b) * (
+                2 if config.model.lora else 1
+            )  # adapters have products of their own
+        how = f"{tokens:,} tokens x ({shape.layers} layers x {_kib(kept)} + {_kib(layer)})"
+        return Part("activations, checkpointed", float(tokens * (shape.layers * kept + layer)), how)
     how = f"{tokens:,} tokens x {shape.layers} layers x {_kib(layer)}"
     return Part("activations", float(tokens * shape.layers * layer), how)
 

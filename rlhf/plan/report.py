@@ -388,7 +388,8 @@ def _learner_remedy(config: GRPOConfig) -> str:
     """The keys that can still lower a learner's memory."""
     learner, longest = config.learner, config.max_sequence_tokens
     remedies = {
-        "model.gradient_checkpointing=true": not config.model.gradient_checkpointing,
+        "model.gradient_checkpointing=selective": not config.model.gradient_checkpointing,
+        "model.gradient_checkpointing=true": config.model.gradient_checkpointing is not True,
         f"learner.max_tokens_per_microbatch down to {longest}": learner.max_tokens_per_microbatch > longest,
         "learner.zero_stage=3": learner.zero_stage < 3,
         "learner.offload_optimizer=true": not learner.offload_optimizer,

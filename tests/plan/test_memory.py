@@ -284,6 +284,12 @@ def test_without_checkpointing_every_layer_keeps_its_activations(make: Any) -> N
     plain = gigabytes(learner_memory(shape, make("model.gradient_checkpointing=false")))["activations"]
     # 8,192 tokens x 32 layers x 208 KiB, or x (32 inputs of 8 KiB + 208 KiB)
     assert (plain, checkpointed) == (55.83, 3.89)
+    selective = make("model.gradient_checkpointing=selective")
+    # x (32 x (8 KiB of input + 92 KiB of products) + 208 KiB); of products: queries and attention 16 KiB, keys and
+    # values 4, the sums after attention and MLP 16, gate and up 56
+    assert gigabytes(learner_memory(shape, selective))["activations, checkpointed"] == 28.59
+    lora = make("model.gradient_checkpointing=selective", "model.lora={rank: 8}", "cluster.tensor_parallel=1")
+    assert gigabytes(learner_memory(shape, lora))["activations, checkpointed"] == 53.28
 
 
 def test_the_kv_cache_of_8b_at_tensor_parallel_2(make: Any) -> None:

@@ -1,0 +1,293 @@
+"""One page of what this machine's GPU does with the trainer: speeds, memory, a model that learns, runs that repeat.
+
+    python -m benchmarks.gpu_report [--minutes 28] [--output runs/gpu-report] [--quick] [--only PHASE ...]
+
+Each phase is a command of its own with a limit and a result file; the page, report.md in the output folder, is written
+anew after each. Called again, it goes on where it stopped: a phase that has a result is kept, one that failed is tried
+again. A phase whose packages or data are missing is named, and none waits for another. With --quick all phases run with
+tiny shapes, on CPU too: a check that they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness, models
+from benchmarks.harness import Row
+
+TORCH = ("torch", "transformers")
+STACK = (*TORCH, "vllm", "ray", "deepspeed")
+REAL_MODEL = Path("runs/real-model-data")
+QUICKSTART = Path("runs/quickstart-data")
+ONE_GPU = "configs/one_gpu_80gb.yaml"
+SHORT_WARMUP = "learner.schedule.warmup_steps=1"
+STEP_PARTS = ("step", "sampling", "logprobs", "update", "transfer", "canary")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`run` is called in a process of its own and returns title and rows; None: the benchmark of this name."""
+
+    name: str
+    limit_s: float
+    needs: tuple[str, ...]
+    run: Callable[[argparse.Namespace], tuple[str, list[Row]]] | None = None
+    data: Path | None = None
+
+
+def device() -> list[str]:
+    where = ("cuda", "colocated") if models.gpus() else ("cpu", "separate")
+    return [f"cluster.device={where[0]}", f"cluster.placement={where[1]}"]
+
+
+def train(program: str, run: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Run a program on the GPU, engine and learner in turn -> the lines of its metrics."""
+    command = [sys.executable, "-m", f"rlhf.{program}", *arguments, *device(), f"run.dir={run}", "run.export=false",
+               "logging.wandb.mode=disabled", "checkpoint.every=null"]  # fmt: skip
+    print(" ".join(command), flush=True)
+    status = subprocess.run(command, check=False).returncode
+    if status:
+        sys.exit(f"rlhf.{program} ended with status {status}")
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def row_of(lines: list[dict[str, Any]], **first: Any) -> Row:
+    """Medians of the steps after the first two, which pay for compilation."""
+    steps = [line for line in lines if "time/step" in line]
+    later = steps[2:] or steps
+    row: Row = {**first, "steps": len(steps)}
+    for part in STEP_PARTS:
+        values = [line[f"time/{part}"] for line in later if f"time/{part}" in line]
+        if values:
+            row[f"{part} s"] = statistics.median(values)
+    for name, key in (
+        ("sampled tokens/s", "rollout/tokens_per_second"), ("learner tokens/s", "learner/tokens_per_second"),
+        ("MFU", "learner/mfu"), ("mean response", "rollout/response_length/mean"), ("engine KL", "policy/engine_kl"),
+        ("canary", "sync/canary_difference"), ("its tolerance", "sync/canary_tolerance"),
+    ):  # fmt: skip
+        values = [line[key] for line in later if key in line]
+        if values:
+            row[name] = statistics.median(values)
+    peaks = [value for line in steps for key, value in line.items() if key.startswith("memory/") and "peak" in key]
+    return row | ({"peak GiB": max(peaks)} if peaks else {})
+
+
+def accuracies(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    found = [v for line in lines for k, v in line.items() if k.startswith("eval/") and k.endswith(("avg@1", "pass@1"))]
+    return {"accuracy before": found[0], "after": found[-1]} if found else {}
+
+
+def doctor(options: argparse.Namespace) -> tuple[str, list[Row]]:
+    model = QUICKSTART / "model" if options.quick else models.random_model("1.5b")
+    train_file, test_file = models.write_prompts(models.FOLDER / "data-long", 512)
+    command = [sys.executable, "-m", "rlhf.doctor", "--json", "--config", "configs/real_model_cpu.yaml",
+               f"model.path={model}", f"data.train={train_file}", f"data.eval={test_file}",
+               "model.dtype=bfloat16", "run.steps=2", "rollout.max_response_tokens=24", SHORT_WARMUP,
+               *device()]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout)
+    findings = json.loads(done.stdout)
+    return f"doctor, {model.name}", [{key: finding[key] for key in ("name", "status", "text")} for finding in findings]
+
+
+def real(options: argparse.Namespace) -> tuple[str, list[Row]]:
+    """A pretrained model learns: full training, then an adapter on the same model."""
+    rows = []
+    steps = 2 if options.quick else 40
+    for kind, more in (
+        ("all weights", []),
+        ("adapter, rank 16", ["model.lora={rank: 16}", "learner.optimizer.lr=2e-4"]),
+    ):
+        arguments = [f"run.steps={steps}", "evaluation.at_start=true", SHORT_WARMUP, *more]
+        if options.quick:
+            arguments = ["--config", "configs/quickstart.yaml", *quickstart_arguments(), *arguments]
+        else:
+            task = REAL_MODEL / "task"
+            arguments = [
+                "--config", "configs/real_model_cpu.yaml", f"data.train={task}/train.jsonl",
+                f"data.eval={task}/test.jsonl", "rollout.gpu_memory_utilization=0.3", *arguments,
+                f"model.path={REAL_MODEL}/SmolLM2-135M-Instruct",
+            ]  # fmt: skip
+        lines = train("grpo", options.output / f"real-{kind.split(',')[0].replace(' ', '-')}", *arguments)
+        rows.append(row_of(lines, trained=kind) | accuracies(lines))
+    return "SmolLM2-135M learns to pick the largest of four numbers, bf16", rows
+
+
+def lengths(options: argparse.Namespace) -> tuple[str, list[Row]]:
+    """Steps at the lengths of GSM8K's solutions: all weights of 1.5B, adapters of 7B with the config of one GPU."""
+    rows = []
+    for size, trained in (("1.5b", "all weights"), ("7b", "adapters")):
+        size = "10m" if options.quick else size
+        model = models.random_model(size, mean_length=20 if options.quick else 200)
+        prompts, test = models.write_prompts(models.FOLDER / "data-long", 4096)
+        longest = 64 if options.quick else 1024
+        lines = train(
+            "grpo", options.output / f"lengths-{trained.replace(' ', '-')}", "--config", ONE_GPU,
+            f"model.path={model}", f"data.train={prompts}", f"data.eval={test}", "data.prompt_suffix=null",
+            f"run.steps={2 if options.quick else 5}", f"rollout.prompts_per_step={4 if options.quick else 64}",
+            f"rollout.max_response_tokens={longest}", "rollout.gpu_memory_utilization=0.4",
+            f"reward=[{{name: length, max_tokens: {longest}, buffer_tokens: {longest - 1}}}]",
+            "learner.minibatches_per_epoch=2", "learner.max_tokens_per_microbatch=8192", "logging.rollouts=false",
+            "evaluation.at_start=false", "evaluation.at_end=false", "model.gradient_checkpointing=true",
+            *(["model.lora=null"] if trained == "all weights" else []),
+        )  # fmt: skip
+        rows.append(row_of(lines, model=size, trained=trained))
+    return "GRPO steps with random weights, responses of 200 tokens on average, at most 1,024", rows
+
+
+def repeated(options: argparse.Namespace) -> tuple[str, list[Row]]:
+    """Two deterministic runs, at the same time, must log the same numbers."""
+    steps = 2 if options.quick else 3
+    runs = [options.output / f"repeated-{i}" for i in range(2)]
+    processes = [
+        subprocess.Popen([sys.executable, "-m", "benchmarks.gpu_report", "--one", str(run), str(steps)]) for run in runs
+    ]
+    if any([process.wait() for process in processes]):
+        sys.exit("a deterministic run failed")
+    first, second = ([json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()] for run in runs)
+    timed = ("time/", "memory/", "tokens_per_second", "mfu", "seconds", "idle")
+    names = [k for line in first for k in line if not any(part in k for part in timed)]
+    differing = sorted({k for a, b in zip(first, second, strict=True) for k in names if a.get(k) != b.get(k)})
+    return "run.deterministic twice", [
+        {"steps": steps, "metrics compared": len(set(names)), "that differ": ", ".join(differing) or "none"}
+    ]
+
+
+def one_of_repeated(run: str, steps: str) -> None:
+    train(
+        "grpo", Path(run), "--config", "configs/quickstart.yaml", *quickstart_arguments(), f"run.steps={steps}",
+        "run.deterministic=true", "evaluation.at_start=false", "rollout.gpu_memory_utilization=0.2",
+        "run.max_useless_steps=null", SHORT_WARMUP,
+    )  # fmt: skip
+
+
+def ppo(options: argparse.Namespace) -> tuple[str, list[Row]]:
+    lines = train(
+        "ppo", options.output / "ppo", "--config", "configs/ppo_quickstart.yaml", *quickstart_arguments(),
+        f"run.steps={2 if options.quick else 12}", "rollout.gpu_memory_utilization=0.3",
+        SHORT_WARMUP, "critic.warmup_steps=1", "critic.schedule.warmup_steps=1",
+    )  # fmt: skip
+    return "PPO with a critic, the quickstart's model", [row_of(lines) | accuracies(lines)]
+
+
+def quickstart_arguments() -> list[str]:
+    data = [f"data.{which}={QUICKSTART}/{name}.jsonl" for which, name in (("train", "train"), ("eval", "test"))]
+    return [f"model.path={QUICKSTART}/model", *data]
+
+
+PHASES = (
+    Phase("learner_shapes", 400, TORCH),
+    Phase("logprobs", 200, (*TORCH, "trl")),
+    Phase("learner_step", 300, (*TORCH, "trl")),
+    Phase("real", 500, STACK, real, REAL_MODEL / "task"),
+    Phase("lengths", 500, STACK, lengths),
+    Phase("repeated", 300, STACK, repeated, QUICKSTART),
+    Phase("ppo", 250, STACK, ppo, QUICKSTART),
+    Phase("doctor", 500, STACK, doctor),
+    Phase("training_steps", 500, (*STACK, "trl")),
+)
+
+
+def missing(phase: Phase, quick: bool) -> str:
+    """What keeps a phase from running here; empty if nothing does."""
+    absent = [name for name in phase.needs if importlib.util.find_spec(name) is None]
+    if absent:
+        return f"needs the packages {', '.join(absent)}: make setup-gpu setup-bench"
+    data = QUICKSTART if quick and phase.run else phase.data
+    if data is not None and not data.exists():
+        return f"needs {data}: make quickstart, make real-model or their first lines make it"
+    return ""
+
+
+def run_phase(phase: Phase, options: argparse.Namespace, left_s: float) -> str:
+    """Run a phase within its limit; -> "" or why it has no result. Its output is in NAME.log."""
+    if phase.run is None:
+        command = [sys.executable, "-m", f"benchmarks.{phase.name}"]
+    else:
+        command = [sys.executable, "-m", "benchmarks.gpu_report", "--phase", phase.name]
+    command += ["--output", str(options.output), "--device", options.device, *(["--quick"] if options.quick else [])]
+    log = options.output / f"{phase.name}.log"
+    limit = min(phase.limit_s, left_s)
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+            return f"not done within {limit:.0f} s"
+    if status == 0 and (options.output / f"{phase.name}.json").is_file():
+        return ""
+    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = [line for line in said if line.startswith("error:")] or said
+    return f"failed with status {status}: {said[-1][:300] if said else 'no output'}"
+
+
+def page(options: argparse.Namespace, problems: dict[str, str]) -> str:
+    """The results so far as Markdown."""
+    text = [f"# GPU report\n\n{harness.machine(options.device)}\n"]
+    for phase in PHASES:
+        file = options.output / f"{phase.name}.json"
+        if not file.is_file():
+            text.append(f"## {phase.name}\n\nno result: {problems.get(phase.name, 'not run')}\n")
+            continue
+        result = json.loads(file.read_text())
+        columns = list(dict.fromkeys(key for row in result["rows"] for key in row))
+        text.append(f"## {phase.name}: {result['title']}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+        for row in result["rows"]:
+            text.append("| " + " | ".join(harness.shown(row.get(c, "")).replace("|", "/") for c in columns) + " |")
+        text += ["", *result["notes"], ""]
+    return "\n".join(text)
+
+
+def main() -> int:
+    options_parser = harness.parser(__doc__ or "")
+    options_parser.set_defaults(output=Path("runs/gpu-report"), device="cuda" if models.gpus() else "cpu")
+    options_parser.add_argument("--minutes", type=float, default=28.0, help="no phase starts or goes on after these")
+    options_parser.add_argument("--only", nargs="+", choices=[phase.name for phase in PHASES], help="these phases")
+    options_parser.add_argument("--phase", help=argparse.SUPPRESS)
+    options_parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    options = options_parser.parse_args()
+    if options.one:
+        one_of_repeated(*options.one)
+        return 0
+    if options.phase:
+        phase = next(phase for phase in PHASES if phase.name == options.phase)
+        assert phase.run is not None
+        harness.report(phase.name, *phase.run(options), options)
+        return 0
+    options.output.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + 60 * options.minutes
+    problems: dict[str, str] = {}
+    for phase in PHASES:
+        if (options.output / f"{phase.name}.json").is_file() or (options.only and phase.name not in options.only):
+            continue
+        started = time.monotonic()
+        left = ends - started
+        problem = missing(phase, options.quick) or ("" if left > 20 else "no time was left")
+        problem = problem or run_phase(phase, options, left)
+        if problem:
+            problems[phase.name] = problem
+        print(f"{phase.name}: {problem or 'done'}, {time.monotonic() - started:.0f} s", flush=True)
+        (options.output / "report.md").write_text(page(options, problems))
+    print(f"written: {options.output / 'report.md'}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""The report of a GPU: phases that fail, hang, or lack something hold up no other, and a second call goes on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_report
+from benchmarks.gpu_report import Phase
+
+
+def options_for(folder: Path) -> argparse.Namespace:
+    return argparse.Namespace(output=folder, device="cpu", quick=True, only=None, load=0.0)
+
+
+def benchmark(folder: Path, name: str, text: str) -> None:
+    (folder / "benchmarks").mkdir(exist_ok=True)
+    (folder / "benchmarks" / "__init__.py").touch()
+    (folder / "benchmarks" / f"{name}.py").write_text(text)
+
+
+WRITES = """
+import json, pathlib, sys
+result = {"title": "one", "rows": [{"a|b": "x|y", "n": 0.25}], "notes": ["a note"]}
+(pathlib.Path(sys.argv[sys.argv.index("--output") + 1]) / "good.json").write_text(json.dumps(result))
+"""
+
+
+@pytest.mark.slow
+def test_a_phase_that_fails_or_hangs_is_named_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "")
+    benchmark(tmp_path, "good", WRITES)
+    benchmark(tmp_path, "broken", "raise SystemExit('no such device')")
+    benchmark(
+        tmp_path, "hangs", "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(99)"
+    )
+    options = options_for(tmp_path)
+    problems = {
+        name: gpu_report.run_phase(Phase(name, limit, ()), options, left_s=60.0)
+        for name, limit in (("good", 60.0), ("broken", 60.0), ("hangs", 3.0))
+    }
+    assert problems == {
+        "good": "", "broken": "failed with status 1: no such device", "hangs": "not done within 3 s",
+    }  # fmt: skip
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists():
+            break
+        time.sleep(0.1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    monkeypatch.setattr(gpu_report, "PHASES", tuple(Phase(name, 1.0, ()) for name in problems))
+    page = gpu_report.page(options, problems)
+    assert "## good: one" in page
+    assert "| x/y | 0.25 |" in page
+    assert "a note" in page
+    assert "## hangs\n\nno result: not done within 3 s" in page
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    phase = Phase("x", 1.0, ("json", "no_such_package"))
+    assert "no_such_package" in gpu_report.missing(phase, quick=False)
+    assert "json" not in gpu_report.missing(phase, quick=False)
+    assert str(tmp_path / "nothing") in gpu_report.missing(Phase("x", 1.0, (), data=tmp_path / "nothing"), quick=False)
+    assert gpu_report.missing(Phase("x", 1.0, ("json",), data=tmp_path), quick=False) == ""
+
+
+def test_phases_with_a_result_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def run(phase: Phase, options: argparse.Namespace, left_s: float) -> str:
+        ran.append(phase.name)
+        return "broken"
+
+    monkeypatch.setattr(gpu_report, "PHASES", tuple(Phase(name, 1.0, ()) for name in ("kept", "tried", "other")))
+    monkeypatch.setattr(gpu_report, "run_phase", run)
+    monkeypatch.setattr("sys.argv", ["x", "--output", str(tmp_path), "--only", "kept", "tried"])
+    (tmp_path / "kept.json").write_text(json.dumps({"title": "t", "rows": [], "notes": []}))
+    assert gpu_report.main() == 1
+    assert ran == ["tried"]
+    assert "tried: broken" in capsys.readouterr().out
+    assert "no result: broken" in (tmp_path / "report.md").read_text()
+
+
+def test_medians_leave_out_the_steps_that_compile() -> None:
+    lines = [
+        {"time/step": s, "time/update": u} for s, u in ((9.0, 5.0), (8.0, 4.0), (2.0, 1.0), (3.0, 1.0), (2.5, 2.0))
+    ]
+    assert gpu_report.row_of([*lines, {"eval/x/avg@1": 0.5}]) == {"steps": 5, "step s": 2.5, "update s": 1.0}
+    scores = gpu_report.accuracies([{"eval/x/avg@1": 0.5, "eval/x/avg@1/low": 0.4}, {"eval/x/avg@1": 0.75}])
+    assert scores == {"accuracy before": 0.5, "after": 0.75}
