@@ -30,8 +30,8 @@ def advantages_of_kind(
     """[B] advantages by the name of `algo.advantage`.
 
     A std is divided by so that differences of rewards have one size in every group. Where the rewards before the KL
-    penalty are equal, only the penalties differ. Their std is proportional to beta, so dividing by it would cancel beta:
-    any spread of the KL would weigh as much as a right answer. Such responses get -beta times (KL - mean KL) instead.
+    penalty are equal, only the penalties differ. Their std is proportional to beta, and dividing by it would cancel
+    beta: any spread of the KL would weigh as much as a right answer. Such responses get -beta (KL - mean KL) instead.
 
     Args:
         rewards: [B] all responses of the step, minus beta times the KL if it is in the reward; NaN for unscorable.

@@ -139,6 +139,13 @@ def test_a_group_that_is_not_tied_has_the_same_bits_next_to_one_that_is(kind):
         assert torch.equal(advantages, without_ties)  # a std of the step has rewards that differ in it
 
 
+def test_a_tiny_beta_changes_nothing_where_half_of_the_groups_are_tied():
+    rewards = torch.tensor([1.0] * 8 + [0, 1, 0, 0, 1, 1, 0, 1] + [0.0] * 8 + [0, 0, 0, 1, 0, 0, 0, 0]).double()
+    kl = torch.randn(32, dtype=torch.float64)
+    for kind in KINDS:
+        assert (with_kl(kind, rewards, kl, 1e-5) - with_kl(kind, rewards, kl, 0.0)).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_response_that_is_not_in_the_baseline_does_not_untie_a_group(kind):
     """Unscorable itself, or its KL is not known: NaN once the KL is subtracted, whatever its reward is."""
