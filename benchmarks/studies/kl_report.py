@@ -3,11 +3,13 @@
 kl-runs.csv       one line per run, over the second half of its steps
 kl.md             the KL by place, estimator and coefficient      kl-reward.md, kl-length.md: the same for those
 kl-gradients.md   bias and variance of each estimator's gradient, enumerated and sampled
+kl-responses.md   expected gradients of minibatches of whole responses, by aggregation
 kl.png            KL and reward by coefficient; bias and variance by estimator
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -82,6 +84,23 @@ def gradient_table(rows: Sequence[report.Row]) -> list[report.Row]:
             line[f"{key}, seed {first['seed']}: enumerated"] = short(first[key]) if first[key] > 1e-9 else "0"
             line[f"{key}: sampled (s.e.)"] = f"{short(sampled)} ({error:.1g})"
             line[f"{key}, all seeds"] = spread(row[key] if row[key] > 1e-9 else 0.0 for row in seeds)
+        table.append(line)
+    return table
+
+
+def response_table(rows: Sequence[report.Row]) -> list[report.Row]:
+    """A line per policy that sampled, estimator and aggregation: median and range over the seeds."""
+    lines: dict[tuple[str, ...], list[report.Row]] = {}
+    for row in rows:
+        lines.setdefault((row["tokens"], row["estimator"], row["aggregation"]), []).append(row)
+    columns = {"size": "size", "kl": "cosine: KL", "longer": "longer responses", "away": "away from the sampler"}
+    table = []
+    for (tokens, estimator, aggregation), seeds in lines.items():
+        line: report.Row = {"tokens": tokens, "estimator": estimator, "aggregation": aggregation}
+        zero = max(row["size"] for row in seeds) < kl_gradients.ROUNDING
+        for key, title in columns.items():
+            known = not zero and not math.isnan(seeds[0][key])
+            line[title] = spread(row[key] for row in seeds) if known else "0" if key == "size" else ""
         table.append(line)
     return table
 
@@ -165,6 +184,10 @@ def write(records: Sequence[dict[str, Any]], output: Path, *, planned: int, seed
     names = ", ".join(map(str, seeds))
     note = f"Seeds {names}: median (smallest..largest) over seeds; {kl_gradients.SAMPLES:,} sampled tokens. {COMMAND}"
     write_with_note(output / "kl-gradients", gradient_table(gradients), note)
+    responses = kl_gradients.response_rows(kl_gradients.RESPONSE_SEEDS)
+    report.write_table(output / "kl-responses-all", responses)
+    note = f"{len(kl_gradients.RESPONSE_SEEDS)} policies: median (smallest..largest). {COMMAND}"
+    write_with_note(output / "kl-responses", response_table(responses), note)
     if not records:
         print("no run is there yet")
         return

@@ -2,8 +2,8 @@
 
 Dr. GRPO (arXiv:2503.20783) is `group_advantages` without the std, together with the loss aggregation `constant`.
 
-The rewards include the KL penalty where `algo.kl_place` is `reward`. Responses of equal reward then differ by their KL,
-and a division by the group's std gives these differences a size of 1, whatever the coefficient is (the config warns).
+The rewards include the KL penalty where `algo.kl_place` is `reward`. Whether they are equal is decided before it: where
+the graders' rewards do not differ, the penalties are centered and not divided by a std (`advantages_of_kind`).
 """
 
 from __future__ import annotations
@@ -19,27 +19,50 @@ STD_EPS = 1e-6  # keeps a quotient finite; far below the std of any two rewards 
 WHITEN_EPS = 1e-8  # added to the variance, as in the original RLHF code (openai/lm-human-preferences)
 
 
-def advantages_of_kind(kind: str, rewards: Tensor, groups: Tensor, *, lengths: Tensor | None = None) -> Tensor:
+def advantages_of_kind(
+    kind: str,
+    rewards: Tensor,
+    groups: Tensor,
+    *,
+    rewards_before_kl: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
     """[B] advantages by the name of `algo.advantage`.
 
+    A std is divided by so that differences of rewards have one size in every group. Where the rewards before the KL
+    penalty are equal, only the penalties differ. Their std is proportional to beta, and dividing by it would cancel
+    beta: any spread of the KL would weigh as much as a right answer. Such responses get -beta (KL - mean KL) instead.
+
     Args:
-        rewards: [B] all responses of the step; NaN for unscorable.
+        rewards: [B] all responses of the step, minus beta times the KL if it is in the reward; NaN for unscorable.
         groups: [B] int, the group of each response, from 0 on and in order.
+        rewards_before_kl: [B] without the KL; what is NaN in `rewards` is not read. None: there is no KL in `rewards`.
         lengths: as in `reinforce_plus_plus_advantages`.
     """
-    parts = rewards.split(torch.bincount(groups).tolist())
+    sizes = torch.bincount(groups).tolist()
+    parts = rewards.split(sizes)
+    before_kl = rewards if rewards_before_kl is None else torch.where(rewards.isnan(), rewards, rewards_before_kl)
+    differ = [_differ(part) for part in before_kl.split(sizes)]
     match kind:
-        case "grpo" | "dr_grpo":
-            return torch.cat([group_advantages(part, normalize_std=kind == "grpo") for part in parts])
+        case "grpo":
+            return torch.cat([group_advantages(x, normalize_std=std) for x, std in zip(parts, differ, strict=True)])
+        case "dr_grpo":
+            return torch.cat([group_advantages(part, normalize_std=False) for part in parts])
         case "rloo":
             return torch.cat([rloo_advantages(part) for part in parts])
         case "maxrl":
             return torch.cat([maximum_likelihood_advantages(part) for part in parts])
         case "reinforce_pp":
-            return reinforce_plus_plus_advantages(rewards, lengths=lengths)
+            return reinforce_plus_plus_advantages(rewards, lengths=lengths, normalize_std=_differ(before_kl))
         case "reinforce_pp_baseline":
-            return reinforce_plus_plus_advantages(rewards, groups, lengths=lengths)
+            return reinforce_plus_plus_advantages(rewards, groups, lengths=lengths, normalize_std=any(differ))
     raise AssertionError(kind)
+
+
+def _differ(rewards: Tensor) -> bool:
+    """Whether any two scorable rewards differ, by max != min: eight rewards of 0.1 have a float32 std above 0."""
+    scores = rewards[~rewards.isnan()]
+    return len(scores) > 0 and bool(scores.max() != scores.min())
 
 
 def group_advantages(rewards: Tensor, *, normalize_std: bool) -> Tensor:
@@ -51,13 +74,13 @@ def group_advantages(rewards: Tensor, *, normalize_std: bool) -> Tensor:
 
     Returns:
         [G] reward minus the mean of the scorable rewards, divided by their std if asked; exactly 0 for NaN, for a group
-        of one and for equal rewards. Equal means max == min: eight rewards of 0.1 have a float32 std above 0.
+        of one and for equal rewards (max == min).
     """
     scores = rewards.double()  # in float32 the rounding of the mean would show in small differences
     scorable = ~scores.isnan()
     scores = scores[scorable]
     advantages = torch.zeros_like(rewards, dtype=torch.float64)
-    if len(scores) and scores.max() != scores.min():
+    if _differ(scores):
         centered = scores - scores.mean()
         advantages[scorable] = centered / (scores.std() + STD_EPS) if normalize_std else centered
     return advantages.to(full_precision(rewards).dtype)
@@ -95,7 +118,11 @@ def maximum_likelihood_advantages(rewards: Tensor) -> Tensor:
 
 
 def reinforce_plus_plus_advantages(
-    rewards: Tensor, group_ids: Tensor | None = None, *, lengths: Tensor | None = None
+    rewards: Tensor,
+    group_ids: Tensor | None = None,
+    *,
+    lengths: Tensor | None = None,
+    normalize_std: bool = True,
 ) -> Tensor:
     """REINFORCE++ (arXiv:2501.03262, eqs. 5 and 7): rewards normalized over the global batch, not over the group.
 
@@ -110,32 +137,40 @@ def reinforce_plus_plus_advantages(
         rewards: [B] all responses of the step; NaN for unscorable.
         group_ids: [B] int, the group of each response; None: no group baseline.
         lengths: [B] int, tokens of each response; None: each counts once.
+        normalize_std: False subtracts the means alone.
 
     Returns:
         [B] differences over (std + STD_EPS) of the batch, std with n - 1 (n, with lengths). Exactly 0 for NaN and for
         equal rewards: of the whole batch; in the baseline form of the group (with lengths: of every group).
     """
     if group_ids is None and lengths is None:
-        return group_advantages(rewards, normalize_std=True)
+        return group_advantages(rewards, normalize_std=normalize_std)
     centered, scorable = full_precision(rewards).double(), ~rewards.isnan()
     if group_ids is not None:
         for group in group_ids.unique():
             members = group_ids == group
             centered[members] = group_advantages(centered[members], normalize_std=False)
     if lengths is not None:
-        return _normalized_by_tokens(centered, lengths * scorable).to(full_precision(rewards).dtype)
+        by_tokens = _normalized_by_tokens(centered, lengths * scorable, divide=normalize_std)
+        return by_tokens.to(full_precision(rewards).dtype)
+    if not normalize_std:
+        return centered.to(full_precision(rewards).dtype)
     spread = centered[scorable].std() if int(scorable.sum()) > 1 else centered.new_zeros(())
     return (centered / (spread + STD_EPS)).to(full_precision(rewards).dtype)
 
 
-def _normalized_by_tokens(values: Tensor, tokens: Tensor) -> Tensor:
-    """[B] values with mean 0 and std 1 over all tokens; response i has tokens[i]. 0 for no tokens and equal values."""
+def _normalized_by_tokens(values: Tensor, tokens: Tensor, *, divide: bool) -> Tensor:
+    """[B] values with mean 0 and (if `divide`) std 1 over all tokens; response i has tokens[i].
+
+    0 for no tokens and for equal values.
+    """
     counted = tokens > 0
-    kept, weights = values[counted], tokens[counted] / tokens.sum()
+    kept, weights = values[counted], tokens[counted].double() / tokens.sum()
     normalized = torch.zeros_like(values)
-    if len(kept) and kept.max() != kept.min():
+    if _differ(kept):
         centered = kept - (weights * kept).sum()
-        normalized[counted] = centered / ((weights * centered.square()).sum().sqrt() + STD_EPS)
+        spread = (weights * centered.square()).sum().sqrt() + STD_EPS
+        normalized[counted] = centered / spread if divide else centered
     return normalized
 
 

@@ -12,15 +12,17 @@ prefix, the expected gradient is
     k2, k4  the gradient of KL(pi || pi_ref)
     k3      the gradient of KL(pi_ref || pi), the other direction; weighted by r, that of KL(pi || pi_ref)
 
-*Off-policy*, at tokens sampled from pi_old, k4 and ratio-weighted k3 stay exact. The others become the same sum under
-pi_old instead of pi, which for k1 is no longer zero.
+*Off-policy*, at tokens sampled from pi_old, k4 and ratio-weighted k3 stay exact (at prefixes as pi_old reaches them).
+The others become the same sum under pi_old instead of pi. For k1 that is the gradient of -KL(pi_old || pi): it pushes
+away from the policy that sampled, and the reference is not in it.
 
 `sequence_mean` and `token_mean` divide by a length N that was sampled. The term 1 x grad log pi, which k1 and k4 have,
 then no longer averages to 0: it is the gradient of E[1/N]. For k1 it is all there is, so a larger coefficient makes
 responses longer and pulls nothing towards the reference.
 
 None of the four sees the effect of a token on later prefixes. A KL in the *reward* does: there k1, summed over the
-response, is exact, while k2 and k3 are biased (and k3 is unbounded where pi is far below pi_ref).
+response, is exact. k3 has the gradient of KL(pi || pi_ref) less that of KL(pi_ref || pi), which like that of k2 is of
+second order near the reference, where it holds nothing (and k3 is unbounded where pi is far below pi_ref).
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ a KL in the loss, entropy bonus and aggregation follow as for our own losses.
 
     def advantage(rewards, groups) -> Tensor
 
-`rewards` [R] float64 of all scorable rollouts of a step, `groups` [R] int64 their prompts; the result is [R].
+`rewards` [R] float64 of all scorable rollouts of a step, minus the KL penalty if it is in the reward; `groups` [R]
+int64 their prompts; the result is [R].
 """
 
 from __future__ import annotations

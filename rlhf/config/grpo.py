@@ -135,20 +135,16 @@ class GRPOConfig(TrainingProgramConfig):
         yield from super().warnings()
         algo, rollout, learner = self.algo, self.rollout, self.learner
         if self.kl_in_reward and algo.kl_estimator in ("k2", "k3"):
-            blow_up = "; k3 grows like exp(-d) and can blow up" if algo.kl_estimator == "k3" else ""
-            yield f"{algo.kl_estimator=!s} with {algo.kl_place=!s}: biased{blow_up}. Only k1 is exact there."
-        if self.kl_in_reward and algo.advantage == "grpo":
-            yield (
-                f"{algo.advantage=!s} with {algo.kl_place=!s}: where the rewards of a group are equal, their KL "
-                "penalties are divided by their own std, so they weigh as much as a right answer, whatever "
-                f"{algo.kl_coef=} is. Use algo.advantage=dr_grpo or rloo, or algo.kl_place=loss."
-            )
+            blow_up = ", and k3 grows like exp(-d) and can blow up" if algo.kl_estimator == "k3" else ""
+            biased = "biased, with almost no gradient near the reference"
+            yield f"{algo.kl_estimator=!s} with {algo.kl_place=!s}: {biased}{blow_up}. Only k1 is exact there."
         if self.kl_in_loss and algo.kl_estimator == "k1":
             longer = "not that of the KL: on-policy it only makes responses longer"
             on_policy = "zero on-policy" if algo.loss_aggregation == "constant" else longer
             yield (
                 f"{algo.kl_estimator=!s} with {algo.kl_place=!s} and {algo.loss_aggregation=!s}: its expected gradient "
-                f"is {on_policy}. It does not hold the policy near the reference. Use k2 there, or k1 in the reward."
+                f"is {on_policy}; off-policy it points away from the policy that sampled. It does not hold the policy "
+                "near the reference. Use k2 there, or k1 in the reward."
             )
         if rollout.on_stale == "drop" and rollout.max_policy_lag:
             yield (

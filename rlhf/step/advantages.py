@@ -52,7 +52,8 @@ def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str, normalize_
     A function of the user gets the rewards [R'] and the groups [R'] of the scorable ones alone.
 
     Args:
-        rewards: [R], of the batch, with or without the KL penalty; NaN is unscorable.
+        rewards: [R], of the batch, with or without the KL penalty; NaN is unscorable. Whether rewards are equal is
+            decided by those of the batch, which have no penalty.
         normalize_over: what the statistics of REINFORCE++ count, responses or tokens, as `algo.normalize_over`.
     """
     if ":" in kind:
@@ -67,7 +68,10 @@ def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str, normalize_
         return advantages
     lengths = torch.from_numpy(batch.per_rollout(batch.response_lengths)) if normalize_over == "tokens" else None
     groups = torch.from_numpy(batch.groups)
-    return adv.advantages_of_kind(kind, torch.from_numpy(rewards), groups, lengths=lengths).numpy()
+    before_kl = torch.from_numpy(batch.rewards)
+    return adv.advantages_of_kind(
+        kind, torch.from_numpy(rewards), groups, rewards_before_kl=before_kl, lengths=lengths
+    ).numpy()
 
 
 # --- tokens ---

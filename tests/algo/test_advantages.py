@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf.algo.advantages import (
+    advantages_of_kind,
     distillation_advantages,
     explained_variance,
     gae,
@@ -72,16 +73,6 @@ def test_an_unscorable_response_leaves_the_baseline_and_gets_zero():
     assert grpo(NAN, 1, 1) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("beta", [0.1, 1e-4])
-def test_the_kl_of_equal_rewards_keeps_its_size_unless_it_is_divided_by_the_groups_std(beta):
-    kl = torch.randn(8, dtype=torch.float64)  # nats per response
-    rewards = 1 - beta * kl
-    kept = beta * (kl.mean() - kl).abs().max()
-    assert group_advantages(rewards, normalize_std=False).abs().max() == pytest.approx(float(kept))
-    assert rloo_advantages(rewards).abs().max() == pytest.approx(float(kept) * 8 / 7)
-    assert float(group_advantages(rewards, normalize_std=True).std()) == pytest.approx(1, abs=0.02)  # the config warns
-
-
 def test_a_tiny_spread_is_not_blown_up():
     rewards = torch.tensor([1.0, 1.0 + 2**-23])
     for advantages in (
@@ -104,6 +95,69 @@ def test_an_unscorable_response_is_left_out_of_the_batch_as_of_the_group():
         assert advantages[~kept].tolist() == [0, 0, 0]
         assert torch.equal(advantages[kept], alone)
     assert reinforce_plus_plus_advantages(torch.full((2,), NAN), torch.tensor([0, 0])).tolist() == [0, 0]
+
+
+# --- a KL in the reward ---
+
+KINDS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+
+
+def with_kl(kind: str, rewards: Tensor, kl: Tensor, beta: float, *, lengths: Tensor | None = None) -> Tensor:
+    groups = torch.arange(len(rewards)) // 8
+    return advantages_of_kind(kind, rewards - beta * kl, groups, rewards_before_kl=rewards, lengths=lengths)
+
+
+@pytest.mark.parametrize("beta", [1e-2, 1e-5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_rewards_get_minus_beta_times_the_centred_kl_whatever_the_advantage_divides_by(kind, beta):
+    rewards, kl = torch.ones(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64) * 0.5  # nats per response
+    divided = group_advantages(rewards - beta * kl, normalize_std=True)
+    assert divided.abs().mean() > 0.5  # what any beta would become
+    advantages = with_kl(kind, rewards, kl, beta)
+    expected = beta * (kl.mean() - kl) * (8 / 7 if kind == "rloo" else 1)
+    assert torch.allclose(advantages, expected, rtol=1e-6, atol=0)
+    assert advantages.abs().mean() < beta
+    assert with_kl(kind, rewards, kl, 0.0).tolist() == [0.0] * 8
+    if kind.startswith("reinforce"):
+        lengths = torch.arange(1, 9)
+        by_token = with_kl(kind, rewards, kl, beta, lengths=lengths)
+        mean = (lengths * kl).sum() / lengths.sum()
+        assert torch.allclose(by_token, beta * (mean - kl), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_that_is_not_tied_has_the_same_bits_next_to_one_that_is(kind):
+    kl = torch.randn(16, dtype=torch.float64)
+    rewards = torch.tensor([1.0] * 8 + [0, 1, 0, 0, 1, 1, 0, 1], dtype=torch.float64)
+    advantages = with_kl(kind, rewards, kl, 0.1)
+    without_ties = advantages_of_kind(kind, rewards - 0.1 * kl, torch.arange(16) // 8)
+    assert torch.equal(advantages[8:], without_ties[8:])
+    if kind == "grpo":
+        assert without_ties[:8].abs().mean() > 0.5
+        assert torch.equal(advantages[:8], group_advantages((rewards - 0.1 * kl)[:8], normalize_std=False))
+    else:
+        assert torch.equal(advantages, without_ties)  # a std of the step has rewards that differ in it
+
+
+def test_a_tiny_beta_changes_nothing_where_half_of_the_groups_are_tied():
+    rewards = torch.tensor([1.0] * 8 + [0, 1, 0, 0, 1, 1, 0, 1] + [0.0] * 8 + [0, 0, 0, 1, 0, 0, 0, 0]).double()
+    kl = torch.randn(32, dtype=torch.float64)
+    for kind in KINDS:
+        assert (with_kl(kind, rewards, kl, 1e-5) - with_kl(kind, rewards, kl, 0.0)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_response_that_is_not_in_the_baseline_does_not_untie_a_group(kind):
+    """Unscorable itself, or its KL is not known: NaN once the KL is subtracted, whatever its reward is."""
+    kl = torch.randn(8, dtype=torch.float64)
+    for left_out in ((NAN, 0.0), (0.0, NAN)):
+        rewards = torch.ones(8, dtype=torch.float64)
+        rewards[3], kl[3] = left_out
+        advantages = with_kl(kind, rewards, kl, 1e-4)
+        assert advantages[3] == 0
+        assert 0 < advantages.abs().max() < 1e-3
+    unscorable = torch.full((8,), NAN, dtype=torch.float64)
+    assert with_kl(kind, unscorable, torch.zeros(8), 1e-4).tolist() == [0.0] * 8
 
 
 # --- what the expected gradient of each is, by enumeration ---

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.studies.kl_gradients import (
+    AGGREGATIONS,
+    LENGTHS,
+    LONGEST,
+    RESPONSES,
+    Policies,
+    cosine,
+    gradient_of,
+    length_gradient,
+    minibatch_gradient,
+    minibatches,
+    per_response,
+    prefix_kl_gradient,
+    response_policies,
+    sampler_kl_gradient,
+    token_logprobs,
+)
 from rlhf.algo.kl import KL_ESTIMATORS, KLController, kl_per_token
-from rlhf.algo.losses import aggregate
 from rlhf.algo.numerics import MAX_LOG_RATIO
 
 V = 5
@@ -201,7 +215,7 @@ def test_k1_in_the_loss_has_no_expected_gradient_at_any_token_of_a_sequence():
 
 
 def test_one_gradient_of_k1_is_not_zero_and_grows_with_the_coefficient():
-    """What it adds is noise: the mean over tokens is 0 and the mean square is not."""
+    """At one token and on-policy it is noise: the mean over tokens is 0 and the mean square is not."""
     log_pi, log_ref = THETA.log_softmax(-1), REF.log_softmax(-1)
     square = 0.0
     for token in range(V):
@@ -224,69 +238,127 @@ def test_k1_in_the_reward_is_the_exact_gradient_of_the_sequence_kl_and_k2_and_k3
         assert (in_reward[biased] - exact).abs().max() > 0.01
 
 
-# --- responses that end: a division by a sampled length ---
+# --- responses that end: a division by a sampled length, and another policy that sampled ---
 
-END, LONGEST, WORDS = 0, 3, 3
-RESPONSES = [
-    ids
-    for length in range(1, LONGEST + 1)
-    for ids in itertools.product(range(WORDS), repeat=length)
-    if END not in ids[:-1] and (ids[-1] == END or length == LONGEST)
-]
-PREFIXES = sorted({ids[:at] for ids in RESPONSES for at in range(len(ids))})
+POLICIES = response_policies(0)
+ON_POLICY, OFF_POLICY = POLICIES.policy, POLICIES.old
+WEIGHTED = "k3 weighted"
+DIVIDED = ("token_mean", "sequence_mean")
 
 
-def response_logprobs(theta: Tensor, ids: tuple[int, ...]) -> Tensor:
-    rows = [PREFIXES.index(ids[:at]) for at in range(len(ids))]
-    return theta.log_softmax(-1)[rows, list(ids)]
+def summed(name: str, sampler: Tensor) -> Tensor:
+    """Expected gradient of the sum over the tokens of a response."""
+    return LONGEST * minibatch_gradient(name, POLICIES, sampler, "constant")
 
 
-def expected_gradient_of_pairs(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-    """Gradient of a minibatch of two responses to one prompt, over all 225 pairs of responses.
+def inverse_length_gradient(aggregation: str, size: int = 2) -> Tensor:
+    """Of E[1/N] of a minibatch: N is the tokens of the minibatch, or of a response."""
 
-    Args:
-        loss: of log-probs and reference log-probs [T] and cu_seqlens of a pair.
-    """
-    theta = policy(1, len(PREFIXES))[:, :WORDS].clone().requires_grad_()
-    ref = policy(2, len(PREFIXES))[:, :WORDS]
-    total = torch.zeros((), dtype=torch.float64)
-    for pair in itertools.product(RESPONSES, repeat=2):
-        logprobs, ref_logprobs = (torch.cat([response_logprobs(each, ids) for ids in pair]) for each in (theta, ref))
-        cu_seqlens = torch.tensor([0, len(pair[0]), len(logprobs)])
-        total = total + loss(logprobs, ref_logprobs, cu_seqlens)
-    total.backward()
-    return theta.grad
+    def expected(theta: Tensor) -> Tensor:
+        probability = per_response(token_logprobs(theta)).exp()
+        if aggregation == "sequence_mean":
+            return probability @ (1 / LENGTHS.double())
+        return sum(
+            (probability[chosen].prod(-1) / LENGTHS[chosen].sum(-1)).sum() for chosen, _ in minibatches(size).values()
+        )
+
+    return gradient_of(expected, ON_POLICY)
 
 
-def expected_kl_gradient(estimator: str, aggregation: str) -> Tensor:
-    def loss(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor) -> Tensor:
-        old = logprobs.detach()
-        kl = kl_per_token(logprobs, ref_logprobs, estimator=estimator, old_logprobs=old)
-        mask = torch.ones(len(kl), dtype=torch.bool)
-        sizes = {"tokens": len(kl), "rollouts": 2, "constant_length": LONGEST}
-        return old.sum().exp() * aggregate(kl, mask, cu_seqlens, cu_seqlens.diff(), aggregation=aggregation, **sizes)
-
-    return expected_gradient_of_pairs(loss)
+def test_the_enumeration_is_of_responses_that_end_and_of_all_their_pairs():
+    assert len(RESPONSES) == 15
+    assert sorted(set(LENGTHS.tolist())) == [1, 2, 3]
+    assert sum(len(chosen) for chosen, _ in minibatches(2).values()) == 225
+    assert float(per_response(token_logprobs(ON_POLICY)).exp().sum()) == pytest.approx(1)
 
 
-def test_k1_in_the_loss_has_no_expected_gradient_where_the_loss_is_summed_over_tokens():
-    assert len(RESPONSES) ** 2 == 225
-    assert expected_kl_gradient("k1", "constant").abs().max() < EXACT
-    assert expected_kl_gradient("k2", "constant").abs().max() > 0.01
+def test_summed_over_tokens_and_on_policy_k1_has_no_gradient_k3_that_of_the_forward_kl_and_the_others_the_reverse():
+    assert summed("k1", ON_POLICY).abs().max() < EXACT
+    for name in ("k2", "k4", WEIGHTED):
+        assert_same(summed(name, ON_POLICY), prefix_kl_gradient(POLICIES, ON_POLICY))
+    assert_same(summed("k3", ON_POLICY), prefix_kl_gradient(POLICIES, ON_POLICY, reverse=False))
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("aggregation", DIVIDED)
 def test_where_the_loss_is_divided_by_a_sampled_length_k1_has_the_gradient_of_its_inverse(aggregation):
     """So it lengthens responses, wherever the reference is; k4 has this term in addition to what k2 has."""
+    of_k1, of_k2, of_k4, of_weighted = (
+        minibatch_gradient(name, POLICIES, ON_POLICY, aggregation) for name in ("k1", "k2", "k4", WEIGHTED)
+    )
+    assert_same(of_k1, inverse_length_gradient(aggregation))
+    assert cosine(-of_k1, length_gradient(ON_POLICY)) > 0.9
+    assert_same(of_k4, of_k1 + of_k2)
+    assert_same(of_weighted, of_k2)
+    assert 0.9 < cosine(of_k2, prefix_kl_gradient(POLICIES, ON_POLICY)) < 0.9999  # near, but 1/N weighs the tokens
 
-    def inverse_length(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor) -> Tensor:
-        lengths = cu_seqlens[-1:] if aggregation == "token_mean" else cu_seqlens.diff()
-        return logprobs.sum().exp() * (1 / lengths.double()).mean()
 
-    expected = expected_gradient_of_pairs(inverse_length)
-    assert expected.abs().max() > 0.01
-    assert_same(expected_kl_gradient("k1", aggregation), expected)
-    assert_same(expected_kl_gradient("k4", aggregation), expected + expected_kl_gradient("k2", aggregation))
+def test_what_k1_says_of_the_length_falls_with_the_responses_of_a_minibatch_for_token_mean_alone():
+    def size(aggregation: str, responses: int) -> float:
+        return float(minibatch_gradient("k1", POLICIES, ON_POLICY, aggregation, responses=responses).norm())
+
+    alone = size("sequence_mean", 1)
+    assert size("token_mean", 1) == pytest.approx(alone)
+    assert size("sequence_mean", 2) == pytest.approx(alone)
+    assert alone / 4 < size("token_mean", 2) < alone / 2
+    assert alone / 6 < size("token_mean", 3) < alone / 3
+
+
+def test_off_policy_k1_pushes_away_from_the_policy_that_sampled_and_the_reference_is_not_in_it():
+    away = -sampler_kl_gradient(POLICIES, OFF_POLICY)
+    assert away.abs().max() > 0.01
+    assert_same(summed("k1", OFF_POLICY), away)
+    elsewhere = POLICIES._replace(ref=response_policies(1).ref)
+    for aggregation in AGGREGATIONS:
+        ours = minibatch_gradient("k1", POLICIES, OFF_POLICY, aggregation)
+        assert ours.abs().max() > 0.01
+        assert_same(ours, minibatch_gradient("k1", elsewhere, OFF_POLICY, aggregation))
+
+
+def test_off_policy_weighted_k3_and_k4_stay_exact_on_the_prefixes_of_the_policy_that_sampled_where_loss_is_summed():
+    exact = prefix_kl_gradient(POLICIES, OFF_POLICY)
+    for name in ("k4", WEIGHTED):
+        assert_same(summed(name, OFF_POLICY), exact)
+    for name in ("k2", "k3"):
+        assert (summed(name, OFF_POLICY) - exact).norm() > 0.01 * exact.norm()
+    for aggregation in DIVIDED:
+        of_k4, of_weighted = (minibatch_gradient(name, POLICIES, OFF_POLICY, aggregation) for name in ("k4", WEIGHTED))
+        assert (of_k4 - of_weighted).norm() > 0.1 * of_weighted.norm()  # the length, as on-policy
+
+
+def reward_gradient(name: str, policies: Policies) -> Tensor:
+    """Expected policy gradient of responses whose KL, summed over their tokens, is subtracted from the reward."""
+    log_pi, log_ref = token_logprobs(policies.policy), token_logprobs(policies.ref)
+    penalty = per_response(kl_per_token(log_pi, log_ref, estimator=name, old_logprobs=log_pi))
+    weights = per_response(log_pi).exp() * penalty
+    return gradient_of(lambda theta: weights @ per_response(token_logprobs(theta)), policies.policy)
+
+
+def response_kl_gradient(policies: Policies) -> Tensor:
+    """Of KL(pi, ref) of whole responses."""
+
+    def kl(theta: Tensor) -> Tensor:
+        log_pi = token_logprobs(theta)
+        return per_response(log_pi).exp() @ per_response(log_pi - token_logprobs(policies.ref))
+
+    return gradient_of(kl, policies.policy)
+
+
+def test_in_the_reward_k3_has_the_gradient_of_the_reverse_kl_less_that_of_the_forward_kl():
+    """At a token e^-d has the mean 1 whatever came before, so it acts on that token alone: -KL(ref, pi)."""
+    exact = response_kl_gradient(POLICIES)
+    assert_same(reward_gradient("k1", POLICIES), exact)
+    forward = prefix_kl_gradient(POLICIES, ON_POLICY, reverse=False)
+    assert_same(reward_gradient("k3", POLICIES), exact - forward)
+
+
+@pytest.mark.parametrize("name", ["k2", "k3"])
+def test_in_the_reward_k2_and_k3_are_of_second_order_near_the_reference_so_that_nothing_holds_the_policy(name):
+    def share(distance: float) -> float:
+        near = POLICIES._replace(ref=ON_POLICY + distance * (POLICIES.ref - ON_POLICY))
+        return float(reward_gradient(name, near).norm() / response_kl_gradient(near).norm())
+
+    assert share(0.01) == pytest.approx(share(0.1) / 10, rel=0.1)
+    assert share(0.1) < 0.1
 
 
 # --- numerics, masks, refusals ---

@@ -236,6 +236,11 @@ def test_the_enumerated_gradients_are_those_that_the_estimators_are_known_by() -
     assert abs(on["k2"]["relative bias of the value"]) > 0.01
 
 
+def test_the_table_of_whole_responses_in_the_docs_is_what_the_study_computes() -> None:
+    rows = kl_report.response_table(kl_gradients.response_rows(kl_gradients.RESPONSE_SEEDS))
+    assert report.markdown(rows) in (ROOT / "docs/algorithms.md").read_text()
+
+
 def test_sampled_bias_and_variance_agree_with_the_enumerated_ones_within_their_standard_errors() -> None:
     for row in kl_gradients.all_gradients([0, 1], samples=4000):
         for key in ("bias", "variance"):

@@ -86,6 +86,12 @@ def test_a_kl_in_the_reward_is_summed_over_the_response_and_subtracted_before_th
     assert advantages == pytest.approx(rewards - rewards.mean())  # the shortest response has the largest advantage
 
 
+def test_equal_rewards_get_beta_times_the_centred_kl_also_where_the_advantage_divides_by_the_groups_std() -> None:
+    batch = batch_with([1.0] * 4)
+    penalized = with_penalty(batch, batch.trained)
+    assert step_advantages(batch, penalized, "grpo") == pytest.approx(penalized - penalized.mean())
+
+
 def test_a_response_without_a_known_kl_leaves_the_baseline_when_the_kl_is_in_the_reward() -> None:
     batch = batch_with([1.0] * 4)
     rewards = with_penalty(batch, np.array([True, True, False, True]))
