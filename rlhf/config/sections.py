@@ -328,12 +328,19 @@ class MlflowConfig(Section):
     experiment: str = key("rlhf", "experiment name")
 
 
+class TrackioConfig(Section):
+    project: str | None = key(None, "project name; null logs nothing")
+    group: str | None = key(None, "group of runs")
+    server: str | None = key(None, "Space of the hub, as org/name, or address of a server; null: files of this machine")
+
+
 class AnyLoggingConfig(Section):
     """The `logging` section of any program that trains."""
 
     wandb: WandbConfig = WandbConfig()
     tensorboard: bool = key(False, "write event files for TensorBoard to tensorboard/ in the run folder")
     mlflow: MlflowConfig = MlflowConfig()
+    trackio: TrackioConfig = TrackioConfig()
     profile_steps: tuple[PositiveInt, ...] = key(
         (), "training steps that learner 0 profiles, into profile/ of the folder"
     )

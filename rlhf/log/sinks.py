@@ -1,4 +1,4 @@
-"""Where metrics go: a JSONL file, TensorBoard, MLflow; log/wandb_sink.py has wandb, log/terminal.py the terminal.
+"""Where metrics go: a JSONL file, TensorBoard, MLflow, Trackio; log/wandb_sink.py and log/terminal.py have others.
 
 The x-axis of every metric is the training step. A server is written to in a thread, so that it does not slow the run.
 """
@@ -23,6 +23,7 @@ from rich.table import Column, Table
 
 from rlhf.config.base import first_line
 from rlhf.config.printing import printable
+from rlhf.config.sections import TrackioConfig
 from rlhf.log.patient_files import PatientFiles
 from rlhf.log.reductions import Counts
 
@@ -38,11 +39,14 @@ MLFLOW_SETTINGS = {
 }
 MLFLOW_DATABASE_RETRIES = 2
 MLFLOW_DATABASE = re.compile(r"(sqlite|postgresql|mysql|mssql)(\+\w+)?:")
+# They would send a run to a server that its config does not name.
+TRACKIO_VARIABLES = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0  # before a row is tried again; the wait doubles
 CLOSE_S = 20.0  # at the end of a run, for the rows that wait
 MAX_REASON = 200  # characters
 MAX_ROWS = 2000  # rows that can wait; after a longer failure the newest are only in metrics.jsonl
 BOUNDS = ("/low", "/high")  # name endings of the bounds of an evaluation's interval
+COLUMNS = ("step", "prompt", "answer", "text", "extracted", "reward", "advantage", "status", "finish_reason")
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,13 @@ class Details:
 
 
 NO_DETAILS = Details()
+
+
+def table_of_responses(responses: Sequence[Mapping[str, Any]]) -> tuple[list[str | int], list[list[Any]]]:
+    """Columns and rows of the table of sampled responses; parts of the reward have a column each."""
+    parts = list(dict.fromkeys(part for row in responses for part in row["reward_parts"]))
+    rows = [[*(row[column] for column in COLUMNS), *map(row["reward_parts"].get, parts)] for row in responses]
+    return [*COLUMNS, *(f"reward/part/{part}" for part in parts)], rows
 
 
 class Sink(Protocol):
@@ -190,6 +201,47 @@ class MlflowSink:
 
     def close(self, *, failed: bool = False) -> None:
         self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
+
+
+class TrackioSink:
+    """A run of a Trackio project, opened with the first row.
+
+    Args:
+        name: unique in the project; a run that has it already goes on. Steps that are taken again are there twice.
+        resolved: the config of the run.
+    """
+
+    def __init__(self, config: TrackioConfig, name: str, resolved: Mapping[str, Any]) -> None:
+        import trackio
+
+        for variable in TRACKIO_VARIABLES:
+            os.environ.pop(variable, None)
+        self._trackio, self._config, self._name, self._resolved = trackio, config, name, resolved
+        self._run: Any = None
+
+    def _start(self) -> Any:
+        server = self._config.server or ""
+        by_address = server.startswith(("http://", "https://"))
+        return self._trackio.init(
+            self._config.project, self._name, self._config.group, resume="allow", config=dict(self._resolved),
+            server_url=server if by_address else None, space_id=None if by_address else server or None,
+            embed=False, auto_log_gpu=False, auto_log_cpu=False,
+        )  # fmt: skip
+
+    def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
+        if self._run is None:
+            self._run = self._start()
+        shown: dict[str, Any] = dict(values)
+        for name, counts in details.histograms.items():
+            shown[name] = self._trackio.Histogram(np_histogram=counts)
+        if details.responses:
+            columns, rows = table_of_responses(details.responses)
+            shown["responses"] = self._trackio.Table(columns=columns, data=rows)
+        self._run.log(shown, step=step)
+
+    def close(self, *, failed: bool = False) -> None:
+        if self._run is not None:
+            self._run.finish()
 
 
 class BackgroundSink:

@@ -21,13 +21,12 @@ from rlhf.config.base import first_line
 from rlhf.config.secrets import hide
 from rlhf.config.sections import WandbConfig
 from rlhf.log.reachable import ANSWER_S, no_answer
-from rlhf.log.sinks import NO_DETAILS, STEP, Details
+from rlhf.log.sinks import NO_DETAILS, STEP, Details, table_of_responses
 
 WANDB_START_S = 20.0  # for a server that answers to accept the run
 CLOUD_HOST = "api.wandb.ai"  # a key for it is also one for wandb's default server, which has another name now
 WANDB_RETRIES = 3  # of requests such as an alert, which delays the end of the run; rows are sent until they arrive
 WANDB_FINISH_S = 60.0  # to upload the rest at the end of a run; wandb itself would try for days
-COLUMNS = ("step", "prompt", "answer", "text", "extracted", "reward", "advantage", "status", "finish_reason")
 
 
 class WandbSink:
@@ -91,9 +90,8 @@ class WandbSink:
         for name, counts in details.histograms.items():
             shown[name] = wandb.Histogram(np_histogram=counts)
         if details.responses:
-            parts = list(dict.fromkeys(part for row in details.responses for part in row["reward_parts"]))
-            rows = [[*(row[c] for c in COLUMNS), *map(row["reward_parts"].get, parts)] for row in details.responses]
-            shown["responses"] = wandb.Table(columns=[*COLUMNS, *(f"reward/part/{part}" for part in parts)], data=rows)
+            columns, rows = table_of_responses(details.responses)
+            shown["responses"] = wandb.Table(columns=columns, data=rows)
         self._run.log(shown, step=step)
 
     def alert(self, title: str, text: str) -> None:

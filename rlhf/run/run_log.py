@@ -1,4 +1,4 @@
-"""The outputs of a run: metrics.jsonl, wandb, TensorBoard, MLflow and the terminal, opened and closed together."""
+"""The outputs of a run: metrics.jsonl, wandb and other trackers, and the terminal, opened and closed together."""
 
 from __future__ import annotations
 
@@ -74,6 +74,9 @@ class RunLog:
             mlflow = sinks.MlflowSink(logging.mlflow.uri, logging.mlflow.experiment, name, resolved, run_id=run_id)
             self.mlflow_run_id = mlflow.run_id
             self._add(sinks.BackgroundSink(mlflow, "logging.mlflow", self.warn), exit_stack)
+        if logging.trackio.project is not None:
+            trackio = sinks.TrackioSink(logging.trackio, folder.id, resolved)
+            self._add(sinks.BackgroundSink(trackio, "logging.trackio", self.warn), exit_stack)
         self._sinks.append(self.terminal)
 
     def _add(self, sink: sinks.ClosingSink, exit_stack: contextlib.AsyncExitStack) -> None:
@@ -102,6 +105,7 @@ def _check_packages(config: TrainingProgramConfig) -> None:
     uri = config.logging.mlflow.uri
     wanted = [("tensorboard", "tensorboard")] if config.logging.tensorboard else []
     wanted += [] if uri is None else [("mlflow", "mlflow")]
+    wanted += [] if config.logging.trackio.project is None else [("trackio", "trackio")]
     wanted += [("mlflow", name) for name in ("sqlalchemy", "alembic") if uri and sinks.MLFLOW_DATABASE.match(uri)]
     for key, package in wanted:
         if find_spec(package) is None:

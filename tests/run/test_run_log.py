@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
     [
         ({"tensorboard": True}, "tensorboard", "tensorboard"),
         ({"mlflow": {"uri": "http://host"}}, "mlflow", "mlflow"),
+        ({"trackio": {"project": "mine"}}, "trackio", "trackio"),
         ({"mlflow": {"uri": "sqlite:///x.db"}}, "mlflow", "sqlalchemy"),
         ({"mlflow": {"uri": "mysql+pymysql://host/x"}}, "mlflow", "alembic"),
     ],
