@@ -21,12 +21,12 @@ from rlhf.algo.logprobs import token_logprobs
 from rlhf.algo.lora import adapt, linear_names
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.config.sections import Checkpointing, ModelConfig
-from rlhf.learner.checkpointing import all_but_products, everything_again
 from rlhf.learner.fused import use_kernels
 from rlhf.learner.packed_attention import UnpackableError, load_packed
 from rlhf.learner.packed_mixers import run_by_segments, whole_layers
 from rlhf.learner.routing import Routing, choices_of_row, has_balancing_loss, routing_of
-from rlhf.learner.segments import Segments, row_of, segments_of
+from rlhf.learner.segments import Segments, checkpoint_contexts, row_of, segments_of
+from rlhf.learner.selective import selective_contexts
 from rlhf.types import PackedTokens
 
 
@@ -188,7 +188,7 @@ def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing:
     use_kernels(transformer)
     run_by_segments(transformer)
     if gradient_checkpointing:
-        contexts = all_but_products if gradient_checkpointing == "selective" else everything_again
+        contexts = selective_contexts if gradient_checkpointing == "selective" else checkpoint_contexts
         options = {"use_reentrant": False, "context_fn": contexts}
         transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     for module in transformer.modules():

@@ -194,9 +194,9 @@ def row_of(segments: Segments | None) -> Iterator[None]:
         _SEGMENTS.reset(token)
 
 
-def same_row() -> AbstractContextManager[None]:
-    """A context for later, in which the row that is being computed now is computed again."""
-    return row_of(_SEGMENTS.get())
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The `context_fn` of gradient checkpointing: layers are recomputed on the row of their forward."""
+    return contextlib.nullcontext(), row_of(_SEGMENTS.get())
 
 
 def segments_of_row() -> Segments:

@@ -220,10 +220,11 @@ class TrackioSink:
         self._run: Any = None
 
     def _start(self) -> Any:
-        server = self._config.server or ""
+        server, project = self._config.server or "", self._config.project
+        assert project is not None, "without a project nothing is logged"
         by_address = server.startswith(("http://", "https://"))
         return self._trackio.init(
-            self._config.project, self._name, self._config.group, resume="allow", config=dict(self._resolved),
+            project, self._name, self._config.group, resume="allow", config=dict(self._resolved),
             server_url=server if by_address else None, space_id=None if by_address else server or None,
             embed=False, auto_log_gpu=False, auto_log_cpu=False,
         )  # fmt: skip
@@ -236,7 +237,7 @@ class TrackioSink:
             shown[name] = self._trackio.Histogram(np_histogram=counts)
         if details.responses:
             columns, rows = table_of_responses(details.responses)
-            shown["responses"] = self._trackio.Table(columns=columns, data=rows)
+            shown["responses"] = self._trackio.Table(columns=list(map(str, columns)), data=rows)
         self._run.log(shown, step=step)
 
     def close(self, *, failed: bool = False) -> None:

@@ -240,14 +240,18 @@ def layer_activation_bytes(shape: ModelShape, *, b: int) -> int:
     return norms + 2 * b * shape.hidden + b * (2 * queries + 2 * keys) + mlp
 
 
-def kept_of_products(shape: ModelShape, *, b: int) -> int:
-    """Bytes per token that selective checkpointing keeps of a layer: queries, keys, values, attention, gate, up, sums.
+def selective_bytes(shape: ModelShape, *, b: int) -> int:
+    """Bytes that one layer keeps per token under selective checkpointing: its input, and outputs of what is kept.
 
-    Of experts nothing is kept: their products are of other kinds.
+    Those are attention with 4 bytes per head for its backward pass, q, k, v, the output projection and the MLP's gate,
+    up and down: b (2 n d + 2 k d + 3 H + 2 I) + 4 n; each active expert has its own gate, up and down.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    mlp = (2 * shape.intermediate + shape.hidden) if shape.sparse_layers < shape.layers else 0
-    return b * (2 * queries + 2 * keys + shape.hidden + mlp)
+    mlp = 2 * shape.intermediate + shape.hidden
+    if shape.sparse_layers:
+        experts = shape.active_experts * (2 * shape.expert_intermediate + shape.hidden)
+        mlp = max(mlp if shape.sparse_layers < shape.layers else 0, experts)
+    return b * (2 * queries + 2 * keys + 2 * shape.hidden + mlp) + 4 * shape.heads
 
 
 def _activations(shape: ModelShape, config: GRPOConfig) -> Part:
@@ -255,14 +259,14 @@ def _activations(shape: ModelShape, config: GRPOConfig) -> Part:
     # Attention keeps keys and values once more for each sequence that begins with them.
     repeated = (WHOLE_TOKENS - 1) * 2 * b * shape.kv_heads * shape.head_dim
     layer = layer_activation_bytes(shape, b=b) + repeated
-    if config.model.gradient_checkpointing:
-        kept = b * shape.hidden
-        if config.model.gradient_checkpointing == "selective":
-            kept += kept_of_products(shape, b=b) * (
-                2 if config.model.lora else 1
-            )  # adapters have products of their own
+    if config.model.gradient_checkpointing == "selective":
+        kept = selective_bytes(shape, b=b)
         how = f"{tokens:,} tokens x ({shape.layers} layers x {_kib(kept)} + {_kib(layer)})"
-        return Part("activations, checkpointed", float(tokens * (shape.layers * kept + layer)), how)
+        return Part("activations, selective", float(tokens * (shape.layers * kept + layer)), how)
+    if config.model.gradient_checkpointing:
+        inputs = b * shape.hidden * shape.layers
+        how = f"{tokens:,} tokens x ({_kib(inputs)} + {_kib(layer)})"
+        return Part("activations, checkpointed", float(tokens * (inputs + layer)), how)
     how = f"{tokens:,} tokens x {shape.layers} layers x {_kib(layer)}"
     return Part("activations", float(tokens * shape.layers * layer), how)
 

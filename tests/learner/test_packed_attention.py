@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -30,13 +27,10 @@ from worlds import pack_rows, rollout_of
 
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.config.sections import ModelConfig
-from rlhf.learner.checkpointing import _choose
 from rlhf.learner.packed_attention import PACKED, Scoring, Window, flex_scored_attention, packed_attention
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, check_packed, load_policy, prepare_transformer
 from rlhf.learner.segments import segments_of, take_rows
 from rlhf.learner.value_model import ValueModel
-from rlhf.plan.memory import kept_of_products
-from rlhf.plan.model_shape import model_shape
 from rlhf.types import Rollout
 
 SMALL: dict[str, Any] = {
@@ -277,12 +271,11 @@ def test_packed_values_and_gradients_of_a_critic_are_those_of_each_sequence_alon
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradient_checkpointing_changes_neither_logprobs_nor_gradients(dtype: torch.dtype) -> None:
+def test_gradient_checkpointing_changes_neither_logprobs_nor_gradients() -> None:
     grads = []
-    for checkpointing in (False, True, "selective"):
+    for checkpointing in (False, "selective", True):
         torch.manual_seed(0)
-        model = MODELS["qwen2, tied"]().to(dtype)
+        model = MODELS["qwen2, tied"]()
         model.set_attn_implementation(PACKED)
         prepare_transformer(model, gradient_checkpointing=checkpointing)
         assert any(layer.training for layer in model.model.layers) == bool(checkpointing)
@@ -290,61 +283,7 @@ def test_gradient_checkpointing_changes_neither_logprobs_nor_gradients(dtype: to
         logprobs = policy(DeviceTokens.of(pack_rows(make_rollouts(), range(10)), torch.device("cpu"))).logprobs
         logprobs.sum().backward()
         grads.append([logprobs.detach(), *(p.grad for p in model.parameters())])
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*grads, strict=True))
-
-
-class Computed(TorchDispatchMode):
-    """Counts operations by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count[func._schema.name.split("::")[1]] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_selective_checkpointing_computes_norms_again_and_neither_products_nor_attention() -> None:
-    counts = {}
-    for checkpointing in (False, True, "selective"):
-        model = MODELS["qwen2, tied"]()
-        model.set_attn_implementation(PACKED)
-        prepare_transformer(model, gradient_checkpointing=checkpointing)
-        policy = PolicyModel(model, temperature=1.0)
-        row = DeviceTokens.of(pack_rows(make_rollouts(), range(10)), torch.device("cpu"))
-        with Computed() as computed:
-            policy(row).logprobs.sum().backward()
-        products = sum(computed.count[name] for name in ("mm", "addmm", "bmm"))
-        attention = sum(n for name, n in computed.count.items() if "attention" in name and "backward" not in name)
-        counts[checkpointing] = products, attention, computed.count["rsqrt"]
-    assert counts["selective"][:2] == counts[False][:2]
-    assert counts[False][0] < counts[True][0]
-    assert counts[False][1] < counts[True][1]
-    assert counts[False][2] < counts["selective"][2] == counts[True][2]
-
-
-def test_selective_checkpointing_keeps_the_bytes_that_the_plan_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-                             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97}  # fmt: skip
-    model = Qwen2ForCausalLM(Qwen2Config(**shape))  # in float32: on CPU attention computes bfloat16 in it
-    model.set_attn_implementation(PACKED)
-    prepare_transformer(model, gradient_checkpointing="selective")
-    row = DeviceTokens.of(pack([np.arange(64, dtype=np.int32)]), torch.device("cpu"))
-    chosen = []
-
-    def choose(context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-        policy = _choose(context, operation, *arguments, **options)
-        if policy is CheckpointPolicy.MUST_SAVE and not context.is_recompute:
-            with torch.no_grad():
-                out = operation(*arguments, **options)
-            chosen.append((out[0] if isinstance(out, tuple) else out).nbytes)  # the first of attention's is the output
-        return policy
-
-    monkeypatch.setattr("rlhf.learner.checkpointing._choose", choose)
-    PolicyModel(model, temperature=1.0)(row)
-    planned = kept_of_products(model_shape({"model_type": "qwen2", **shape}), b=4)
-    assert sum(chosen) == 3 * len(row.token_ids) * planned
+    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*grads, strict=True))
 
 
 UNPACKABLE = {
