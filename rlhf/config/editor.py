@@ -27,7 +27,10 @@ def editor_schema(config: type[BaseModel]) -> Schema:
         part = sections["RewardPart"]
         for options in OPTIONS_OF_REWARD.values():  # they stand next to `name`; a user function's may have any name
             described = options.model_json_schema()
-            part["properties"] |= described["properties"]
+            for name, field in described["properties"].items():  # two rewards may have a key of the same name
+                other = part["properties"].get(name, field)
+                both = {"anyOf": [other, field], "description": f"{other['description']}; or {field['description']}"}
+                part["properties"][name] = field if field == other else both
             sections |= described.get("$defs", {})
         part["additionalProperties"] = True
     for section in (schema, *sections.values()):

@@ -112,6 +112,16 @@ class RepetitionOptions(Section):
     free_fraction: float = key(0.1, "share of repeated n-grams that costs nothing", ge=0, lt=1)
 
 
+class CodeOptions(Section):
+    """Tests of the row against the Python code of the response, which runs confined."""
+
+    tests: str = key("tests", "column with asserts, a HumanEval check, or pairs of input and output")
+    function: str = key("entry_point", "column with the name of the tested function, where the tests do not say it")
+    mode: Literal["all", "fraction"] = key("all", "1 if all tests pass, else 0; or the fraction that passes")
+    whole_response: bool = key(False, "without a fenced block, take the whole response as code")
+    cpu_seconds: PositiveFloat = key(2.0, "CPU seconds of one test; twice as many by the clock")
+
+
 OPTIONS_OF_REWARD: dict[str, type[Section]] = {
     "math": MathOptions,
     "gsm8k": Gsm8kOptions,
@@ -121,9 +131,10 @@ OPTIONS_OF_REWARD: dict[str, type[Section]] = {
     "format": FormatOptions,
     "length": LengthOptions,
     "repetition": RepetitionOptions,
+    "code": CodeOptions,
 }
 
-WITHOUT_ANSWER = ("format", "length", "repetition")  # these ignore the gold answer
+WITHOUT_ANSWER = ("format", "length", "repetition", "code")  # these ignore the gold answer
 GRANTS = ("env", "network", "files")  # what a user function may reach
 USER_FIELDS = ("group", "concurrency", *GRANTS)
 

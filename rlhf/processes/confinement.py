@@ -55,7 +55,7 @@ PATH_BENEATH = 1
 
 # linux/seccomp.h, linux/prctl.h, asm/unistd.h
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
-LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+LOAD, AND, EQUAL, AT_LEAST, HAS_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 X32 = 0x40000000  # another numbering of the calls
 
 
@@ -69,19 +69,24 @@ class Calls(NamedTuple):
     modes: tuple[int, ...]  # [f]chmod[at|at2], utime[s], futimesat, utimensat
     schedulers: tuple[int, ...]  # sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr, prlimit64
     setpriority: int
+    processes: tuple[int, ...]  # [v]fork, execve[at], ptrace, process_vm_readv, process_vm_writev, pidfd_getfd
+    clone: int
 
 
 MACHINES = {
     "x86_64": Calls(
         0xC000003E, (41, 425), 53, (92, 93, 94, 260, 188, 189, 190, 463, 197, 198, 199, 466, 251),
         (90, 91, 268, 452, 132, 235, 261, 280), (203, 144, 142, 314, 302), 141,
+        (57, 58, 59, 322, 101, 310, 311, 438), 56,
     ),
     "aarch64": Calls(
         0xC00000B7, (198, 425), 199, (54, 55, 5, 6, 7, 463, 14, 15, 16, 466, 30),
         (52, 53, 452, 88), (122, 119, 118, 274, 261), 140,
+        (221, 281, 117, 270, 271, 438), 220,
     ),
 }  # fmt: skip
-ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | 13  # with EACCES
+ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050000 | 13, 0x00050000 | 38  # with EACCES, with ENOSYS
+CLONE3, CLONE_THREAD = 435, 0x10000  # the arguments of clone3 are in memory, which a filter cannot read
 
 NO_NETWORK = "this code has no network. If it needs one, set `network: true` next to its name"
 NO_FILE = (
@@ -146,6 +151,19 @@ class Grants(NamedTuple):
         """Confine a process that a confined one has forked: it writes to this folder and not to the other's."""
         _make_temporary(folder)
         _forbid_files(["/"], [*DEVICES, str(folder), *self.files])
+
+
+def confine_alone(readable: Sequence[str]) -> None:
+    """Confine a confined process until it reaches nothing at all: it reads these paths, writes nothing, starts nothing.
+
+    It is in a Landlock domain of its own below that of its parent, so it cannot look into the parent either. Threads
+    are allowed; a C library starts them with `clone` where there is no `clone3`.
+    """
+    _forbid_files(readable, DEVICES)
+    if calls := MACHINES.get(platform.machine()):
+        forbidden = (*calls.processes, *calls.socket)
+        pairs = {calls.socketpair: {1: int(socket.SOCK_STREAM)}}
+        forbid_calls(calls.audit_arch, forbidden, pairs, bits={calls.clone: CLONE_THREAD}, absent=[CLONE3])
 
 
 def _make_temporary(folder: Path) -> None:
@@ -236,18 +254,31 @@ def _forbid_reaching_out(*, network: bool, modes: bool) -> bool:
     return forbid_calls(calls.audit_arch, forbidden, unless)
 
 
-def forbid_calls(machine: int, numbers: Sequence[int], unless: Mapping[int, Mapping[int, int]] | None = None) -> bool:
+def forbid_calls(
+    machine: int,
+    numbers: Sequence[int],
+    unless: Mapping[int, Mapping[int, int]] | None = None,
+    *,
+    bits: Mapping[int, int] | None = None,
+    absent: Sequence[int] = (),
+) -> bool:
     """Have the kernel refuse these system calls from now on; False if it cannot.
 
     Args:
         unless: calls that are allowed with these values of these arguments: number -> {argument: value}. Flags above
             the lowest four bits of a value that is not 0 are ignored.
+        bits: calls that are allowed if their first argument has a bit: number -> bit.
+        absent: calls that fail as on a kernel that does not have them.
     """
     refuse, allow = (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)
     # (operation, steps to skip if true, if false, value)
     steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, machine), refuse, (LOAD, 0, 0, 0), (AT_LEAST, 0, 1, X32), refuse]
     for number in numbers:
         steps += [(EQUAL, 0, 1, number), refuse]
+    for number in absent:
+        steps += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ABSENT)]
+    for number, bit in (bits or {}).items():
+        steps += [(EQUAL, 0, 4, number), (LOAD, 0, 0, 16), (HAS_BIT, 1, 0, bit), refuse, allow]
     for number, values in (unless or {}).items():
         steps.append((EQUAL, 0, 4 * len(values) + 1, number))
         for argument, allowed in values.items():

@@ -48,7 +48,7 @@ sys.path[:] = filter(None, sys.path)
 from importlib.util import module_from_spec, spec_from_file_location
 spec = spec_from_file_location("rlhf", sys.argv[1] + "/__init__.py", submodule_search_locations=[sys.argv[1]])
 sys.modules["rlhf"] = module_from_spec(spec)
-from rlhf.processes.keeper import main
+from rlhf.processes.{module} import main
 main(int(sys.argv[2]))
 """
 PACKAGE = str(Path(__file__).parents[1])
@@ -83,7 +83,7 @@ class KeeperProcess(Forker):
         ours, theirs = socket.socketpair()
         super().__init__(Channel(ours))
         self._process = subprocess.Popen(
-            [python, "-c", BOOT, PACKAGE, str(theirs.fileno())],
+            [python, "-c", BOOT.format(module="keeper"), PACKAGE, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.PIPE,
             env=environment,

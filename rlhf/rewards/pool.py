@@ -108,6 +108,10 @@ class Pool(Workers):
         self._waits, self.groups = frozenset(about["waits"]), frozenset(about["groups"])
         self.size = self._computing * (2 if self._waits else 1)
 
+    def most_processes(self, worker: Worker) -> int | None:
+        runs_code = any(job.name == "code" for job in worker.work.values())
+        return self._processes if runs_code else super().most_processes(worker)
+
     def on_message(self, worker: Worker, message: Any) -> None:
         if "died" in message:
             self.kill(worker, DIED, str(message["died"]))

@@ -17,6 +17,7 @@ from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.processes.attributes import EnvironmentView
 from rlhf.processes.code import load_module
 from rlhf.processes.confinement import remedy
+from rlhf.rewards.code import check_tests, code_reward
 from rlhf.rewards.grade import FAILED, NOT_JUDGED, OK, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.math import check_gold, math_reward
 from rlhf.rewards.refusal import refusing_side_effects
@@ -34,6 +35,7 @@ REWARDS: dict[str, Callable[[dict[str, Any], Any], Grade]] = {
     "format": lambda job, options: Grade(format_reward(job["response"], options)),
     "length": lambda job, options: Grade(length_reward(job["metadata"]["response_length"], options)),
     "repetition": lambda job, options: Grade(repetition_reward(job["response"], options)),
+    "code": lambda job, options: code_reward(job["response"], job["columns"], options),
 }
 
 NO_DEBUGGER = (
@@ -57,6 +59,9 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]]) -> Grade:
     options = _options(name, json.dumps(job["options"]))
     response = f"<think>{job['response']}" if job.get("in_thought") else job["response"]
     try:
+        if name == "code":  # it starts processes
+            job = {**job, "response": response}
+            return check_tests(job["columns"], options) if job.get("check") else REWARDS[name](job, options)
         with refusing_side_effects():
             jobs = [{**job, "response": response, "answer": answer} for answer in alternatives(job["answer"])]
             if not job.get("check"):

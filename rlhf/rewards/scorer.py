@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from rlhf.config.data import OPENS_THOUGHT, USUAL_COLUMNS
 from rlhf.config.printing import to_stderr
-from rlhf.config.reward import RewardConfig, RewardPart
+from rlhf.config.reward import CodeOptions, RewardConfig, RewardPart
 from rlhf.processes.confinement import Grants
 from rlhf.rewards.grade import BAD_GOLD, DIED, FAILED, NO_ANSWER, NOT_JUDGED, OK, STATUSES, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.pool import Pool, default_workers, grants_of
@@ -25,7 +25,8 @@ from rlhf.types import Prompt, Rollout, ScoredRollout
 MAX_CHECKS_AT_ONCE = 4096  # gold answers in the pool at the same time: a data set may have millions
 MAX_ERRORS_KEPT, MAX_ERRORS_SHOWN = 1000, 5  # distinct errors of a part: a message may contain the response
 FAILURES = (FAILED, TIMEOUT, DIED)
-GRADED_AGAINST_GOLD = ("math", "gsm8k", "multiple_choice", "exact", "f1")
+COLUMNS_OF_CODE = {name: CodeOptions.model_fields[name].default for name in ("tests", "function")}
+GRADED_AGAINST_GOLD = ("math", "gsm8k", "multiple_choice", "exact", "f1", "code")
 
 
 class BadGold(NamedTuple):
@@ -174,7 +175,9 @@ class Scorer:
         )
         bad = []
         while some := list(itertools.islice(asked, MAX_CHECKS_AT_ONCE)):
-            jobs = [_jobs(part, [""], prompt.answer, {}, [_no_metadata("", {})])[0] for prompt, part in some]
+            jobs = [
+                _jobs(part, [""], prompt.answer, prompt.columns, [_no_metadata("", {})])[0] for prompt, part in some
+            ]
             futures = self.pool.submit_many([{**job, "check": True} for job in jobs])
             for (prompt, part), future in zip(some, futures, strict=True):
                 grade = future.result()
@@ -311,6 +314,9 @@ def _known(part: RewardPart, columns: dict[str, Any], metadata: dict[str, Any]) 
         return {"metadata": {"response_length": metadata["response_length"]}}
     if part.name == "repetition":
         return {}
+    if part.name == "code":
+        named = [part.options.get(key, default) for key, default in COLUMNS_OF_CODE.items()]
+        return {"columns": {name: columns.get(name) for name in named}, "in_thought": metadata["in_thought"]}
     asked = [str(turn.get("content")) for turn in metadata["messages"] if turn.get("role") == "user"]
     return {"in_thought": metadata["in_thought"]} | ({"prompt": "".join(asked[-1:])} if part.name == "math" else {})
 

@@ -1,0 +1,80 @@
+"""The process in which the code of a response runs: nothing that it says is believed.
+
+`rlhf.rewards.code` starts it with an empty environment. It knows neither the expected results nor how many tests there
+are. Whatever the code does to this process, it can only change what the process answers; the grader compares that.
+
+    grader -> {"code": TEXT, "program": true}    the code is a program: it reads standard input and prints
+    grader -> {"code": TEXT, "program": false}   the code defines functions; first the imports of the tests
+    grader -> {"call": "f(1, 2)"}                -> {"value": JSON of `as_json`}, or {"error": TEXT}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+from typing import Any
+
+from rlhf.processes.attributes import as_json
+from rlhf.processes.channel import Channel
+from rlhf.processes.confinement import SYSTEM, confine_alone
+from rlhf.processes.outside import die_with_parent
+
+MAX_ERROR = 300  # characters
+MAX_OPEN_FILES = 64
+KILL = 9
+READABLE = (*(path for path in SYSTEM if not path.startswith("/proc/self")), sys.prefix, sys.base_prefix)
+
+
+def main(fd: int) -> None:
+    """Answer the grader.
+
+    Args:
+        fd: the process's end of the socket to the grader.
+    """
+    die_with_parent(KILL)
+    channel = Channel(socket.socket(fileno=fd))
+    confine_alone(READABLE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # files in memory do not count as memory of the process
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
+    channel.send({"ready": True})
+    names = _module("solution")
+    is_open = True
+    while is_open:
+        messages, is_open = channel.receive(wait=True)
+        for message in messages:
+            if "code" not in message:
+                channel.send(_answer(message["call"], names))
+            elif message["program"]:
+                channel.socket.close()
+                exec(compile(message["code"], "<solution>", "exec"), _module("__main__"))
+                return
+            else:
+                _define(message["code"], names)
+
+
+def _module(name: str) -> dict[str, Any]:
+    module = type(sys)(name)
+    sys.modules[name] = module
+    return vars(module)
+
+
+def _define(code: str, names: dict[str, Any]) -> None:
+    try:
+        exec(compile(code, "<solution>", "exec"), names)
+    except SystemExit:
+        os._exit(1)
+    except Exception as error:  # a name that is missing later says so in its test
+        names.setdefault("__error__", error)
+
+
+def _answer(call: str, names: dict[str, Any]) -> dict[str, Any]:
+    try:
+        answer = {"value": as_json(eval(compile(call, "<test>", "eval"), names))}
+        json.dumps(answer)
+        return answer
+    except Exception as error:
+        first = names.get("__error__")
+        return {"error": "; after ".join(f"{type(e).__name__}: {e}" for e in (error, first) if e)[:MAX_ERROR]}

@@ -1,0 +1,252 @@
+"""Grade a program: the row's tests against the code of the response, which runs in a process that nobody believes.
+
+    worker (the grader)                           solution (`rlhf.processes.solution`)
+      tests of the row ── f(2) ─────────────────>  confined: no files, network, processes or environment
+      compares 4 == value  <──── JSON of a value ──  runs the code of the response
+
+The expected results never leave the worker. The solution can lie, end, patch its interpreter or print what it likes: it
+is asked for values, and a test passes if the value is right. Programs are tested by what they print, each test in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import socket
+import subprocess
+import sys
+import time
+from typing import Any, Self
+
+from rlhf.answers.thoughts import after_thinking
+from rlhf.config.reward import CodeOptions
+from rlhf.processes.attributes import from_json
+from rlhf.processes.channel import Channel
+from rlhf.processes.outside import Stopwatch
+from rlhf.processes.workers import BOOT, PACKAGE
+from rlhf.rewards.code_tests import CallTest, ProgramTest, Tests, read_tests
+from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, UNSCORABLE, Grade
+
+BLOCK = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.DOTALL | re.MULTILINE)
+MAX_ANSWER_BYTES = 1 << 22  # of one result, and of what a program prints
+READ_BYTES = 1 << 16
+START_S = 30.0  # for a Python interpreter, next to other jobs
+POLL_S = 0.02
+WALL_PER_CPU = 2  # a test that sleeps may take this times its CPU seconds
+
+
+class WrongError(Exception):
+    """A test has no right result."""
+
+
+class NotStartedError(Exception):
+    """The process did not start; the response cannot be to blame, because it had not been sent its code."""
+
+
+def code_reward(response: str, columns: dict[str, Any], options: CodeOptions) -> Grade:
+    """1 if the code in the response passes the tests of the row, or the fraction of the tests that it passes."""
+    try:
+        tests = _tests(columns, options)
+    except ValueError as error:
+        return Grade(None, BAD_GOLD, detail=str(error))
+    code = find_code(response, whole=options.whole_response)
+    if code is None:
+        return Grade(0.0, NO_ANSWER)
+    try:
+        passed, problem = _passed(code, tests, options)
+    except NotStartedError as error:
+        return Grade(None, UNSCORABLE, code, str(error))
+    fraction = passed / (len(tests.calls) + len(tests.programs))
+    return Grade(fraction if options.mode == "fraction" else float(fraction == 1), extracted=code, detail=problem)
+
+
+def check_tests(columns: dict[str, Any], options: CodeOptions) -> Grade:
+    """1 if the tests of a row can be read; else bad_gold, with the reason."""
+    try:
+        _tests(columns, options)
+    except ValueError as error:
+        return Grade(None, BAD_GOLD, detail=str(error))
+    return Grade(1.0)
+
+
+def _tests(columns: dict[str, Any], options: CodeOptions) -> Tests:
+    if columns.get(options.tests) is None:
+        raise ValueError(f"there is no column {options.tests!r}. Set `tests` to the column that has the tests.")
+    return read_tests(columns[options.tests], str(columns.get(options.function) or ""))
+
+
+def find_code(response: str, *, whole: bool) -> str | None:
+    """The last fenced block after the thoughts; without one, the whole answer if `whole`, else None."""
+    answer = after_thinking(response)
+    if answer is None:
+        return None
+    blocks = BLOCK.findall(answer)
+    return blocks[-1][1] if blocks else answer if whole and answer.strip() else None
+
+
+def _passed(code: str, tests: Tests, options: CodeOptions) -> tuple[int, str]:
+    """How many tests pass, and why one of them does not."""
+    passed, problem = 0, ""
+    solution: Solution | None = None
+    with contextlib.ExitStack() as stack:
+        every: tuple[CallTest | ProgramTest, ...] = (*tests.calls, *tests.programs)
+        for number, test in enumerate(every, 1):
+            try:
+                if isinstance(test, ProgramTest):
+                    _run_program(code, test, options.cpu_seconds)
+                else:
+                    if solution is None or solution.ended:
+                        solution = stack.enter_context(Solution(options.cpu_seconds))
+                        solution.define(tests.setup, code)
+                    _check_call(solution, test)
+                passed += 1
+            except WrongError as error:
+                problem = f"test {number}: {error}"
+                if options.mode == "all" or (solution and solution.late):
+                    break
+    return passed, problem
+
+
+def _run_program(code: str, test: ProgramTest, cpu_seconds: float) -> None:
+    with Solution(cpu_seconds, stdin=test.stdin) as solution:
+        if not test.accepts(solution.printed_by(code)):
+            raise WrongError("it prints something else")
+
+
+def _check_call(solution: Solution, test: CallTest) -> None:
+    answer = solution.ask({"call": test.call})
+    try:
+        if "value" not in answer:
+            raise WrongError(str(answer.get("error")))
+        right = test.accepts(from_json(answer["value"]))
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:  # no value of our JSON
+        raise WrongError(f"{type(error).__name__}: {error}") from None
+    if not right:
+        raise WrongError(f"{test.call[:80]} has another value")
+
+
+class Solution:
+    """A confined process with the code of a response; every test has limits of its own.
+
+    Attributes:
+        ended: it answers no more.
+        late: it has exceeded a limit of time.
+    """
+
+    def __init__(self, cpu_seconds: float, stdin: str | None = None) -> None:
+        self.ended = self.late = False
+        self._limits = {"cpu_seconds": cpu_seconds, "wall_seconds": WALL_PER_CPU * cpu_seconds}
+        self._watch, self._rest = Stopwatch(), bytearray()
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        given = _file_of(stdin or "")
+        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-X", "utf8", "-c", BOOT.format(module="solution"), PACKAGE, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=given,
+            stdout=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            cwd="/",
+            start_new_session=True,  # a signal to its group reaches itself alone
+        )
+        theirs.close()
+        os.close(given)
+        if not select.select([ours], [], [], START_S)[0] or self._read_line(ours.fileno()) != {"ready": True}:
+            self.__exit__()
+            raise NotStartedError("no process for the solution: Python did not start")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended = True
+        self._process.kill()
+        self._process.wait()
+        self._channel.socket.close()
+        if self._process.stdout:
+            self._process.stdout.close()
+
+    def define(self, setup: str, code: str) -> None:
+        """Run the code, after the imports of the tests; its time counts for the first test."""
+        self._watch.start(self._process.pid)
+        self._send({"code": setup, "program": False})
+        self._send({"code": code, "program": False})
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a message, whatever the code of the response says it is."""
+        self._send(message)
+        if not self._watch.running:
+            self._watch.start(self._process.pid)
+        answer = self._read_line(self._channel.socket.fileno())
+        self._watch.stop()
+        if not isinstance(answer, dict):
+            raise WrongError("the answer is no mapping")
+        return answer
+
+    def printed_by(self, code: str) -> str:
+        """What the code prints as a program that ends with exit status 0."""
+        assert self._process.stdout is not None
+        self._watch.start(self._process.pid)
+        self._send({"code": code, "program": True})
+        while self._read(self._process.stdout.fileno()):
+            pass
+        while self._process.poll() is None:
+            self._check_time()
+            time.sleep(POLL_S / 10)
+        if self._process.returncode:
+            raise WrongError(f"the program ended with exit status {self._process.returncode}")
+        return self._rest.decode(errors="replace")
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._channel.send(message)
+        except OSError:
+            self._fail("the process ended, or reads nothing")
+
+    def _fail(self, problem: str) -> None:
+        self.ended = True
+        raise WrongError(problem)
+
+    def _check_time(self) -> None:
+        if self._watch.running and (limit := self._watch.exceeded(**self._limits)):
+            self.late = True
+            self._fail(limit)
+
+    def _read_line(self, fd: int) -> Any:
+        while b"\n" not in self._rest:
+            if not self._read(fd):
+                self._fail("the process ended")
+        line, _, self._rest = self._rest.partition(b"\n")
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError):
+            self._fail("the answer is no JSON")
+
+    def _read(self, fd: int) -> bool:
+        """Read what there is; False at the end."""
+        while not select.select([fd], [], [], POLL_S)[0]:
+            self._check_time()
+        self._check_time()
+        try:
+            data = os.read(fd, READ_BYTES)
+        except OSError:  # reset
+            data = b""
+        self._rest += data
+        if len(self._rest) > MAX_ANSWER_BYTES:
+            self._fail(f"over {MAX_ANSWER_BYTES} bytes")
+        return bool(data)
+
+
+def _file_of(text: str) -> int:
+    """A file in memory that can be read from its start."""
+    fd = os.memfd_create("stdin")
+    with open(fd, "wb", closefd=False) as file:
+        file.write(text.encode(errors="replace"))
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd

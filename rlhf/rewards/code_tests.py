@@ -1,0 +1,259 @@
+"""The tests of a row, read into what the solution is asked and what the grader accepts; nothing here runs code.
+
+Of `assert f(2) == 4` the solution's process is sent `f(2)`; 4 stays with the grader. What a cell may hold:
+
+    ["assert f(2) == 4", ...]                       MBPP; a text with such lines too
+    "def check(candidate): assert candidate(2) ..."  HumanEval; the function is named by `check(f)` or by a column
+    [{"input": "2\\n", "output": "4\\n"}, ...]        LiveCodeBench; with "testtype": "functional" the lines of the
+                                                    input are arguments in JSON, and a column names the function
+    {"inputs": [...], "outputs": [...]}              APPS, TACO; with "fn_name" the inputs are lists of arguments
+
+or the JSON text of one of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+BUILDERS: dict[str, Callable[..., Any]] = {
+    kind.__name__: kind for kind in (set, frozenset, list, tuple, dict, float, sorted)
+}
+FORMS = (
+    "Write `assert f(arguments) == literal`, `assert [not] f(arguments)`, "
+    "`assert abs(f(arguments) - number) < number`, `assert math.isclose(f(arguments), number)`, "
+    "or pairs of input and output"
+)
+
+
+class CallTest(NamedTuple):
+    """An expression for the solution, and whether its value, plain data, is right."""
+
+    call: str
+    accepts: Callable[[Any], bool]
+
+
+class ProgramTest(NamedTuple):
+    """What a program reads, and what it has to print."""
+
+    stdin: str
+    stdout: str
+
+    def accepts(self, printed: str) -> bool:
+        """Whether the lines have the same words; empty lines at the end do not count."""
+        return _words(printed) == _words(self.stdout)
+
+
+class Tests(NamedTuple):
+    """The tests of a row, all of one kind; `setup`: the imports of the tests."""
+
+    calls: tuple[CallTest, ...] = ()
+    programs: tuple[ProgramTest, ...] = ()
+    setup: str = ""
+
+
+def read_tests(cell: Any, function: str = "") -> Tests:
+    """Read the tests of a row.
+
+    Args:
+        cell: as the module says.
+        function: the name of the tested function, where the cell does not say it.
+
+    Raises:
+        ValueError: why they cannot be graded, and what can.
+    """
+    if isinstance(cell, str):
+        try:
+            cell = json.loads(cell)
+        except ValueError:
+            return _asserts(cell, function)
+    if isinstance(cell, dict) and {"inputs", "outputs"} <= cell.keys():
+        name = cell.get("fn_name") or ""
+        pairs = zip(cell["inputs"], cell["outputs"], strict=True)
+        cell = [{"input": given, "output": wanted, "fn_name": name} for given, wanted in pairs]
+    if isinstance(cell, list | tuple) and cell and all(isinstance(item, str) for item in cell):
+        return _asserts("\n".join(cell), function)
+    if isinstance(cell, list | tuple) and cell and all(isinstance(item, dict) for item in cell):
+        return _pairs(cell, function)
+    raise ValueError(f"the tests are {str(cell)[:80]!r}: neither asserts nor pairs of input and output. {FORMS}.")
+
+
+def _words(text: str) -> list[list[str]]:
+    return [line.split() for line in text.rstrip().splitlines()]
+
+
+# --- pairs ---
+
+
+def _pairs(pairs: Sequence[dict[str, Any]], function: str) -> Tests:
+    if any(not {"input", "output"} <= pair.keys() for pair in pairs):
+        raise ValueError(f"a test has the keys {sorted(pairs[0])}, without input or output. {FORMS}.")
+    calls = [pair for pair in pairs if pair.get("fn_name") or pair.get("testtype") == "functional"]
+    if not calls:
+        return Tests(programs=tuple(ProgramTest(_text(pair["input"]), _text(pair["output"])) for pair in pairs))
+    if len(calls) < len(pairs):
+        raise ValueError("some tests call a function and others run a program. Keep one kind.")
+    return Tests(calls=tuple(_call_of_pair(pair, pair.get("fn_name") or function) for pair in pairs))
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _call_of_pair(pair: dict[str, Any], name: str) -> CallTest:
+    if not name.isidentifier():
+        raise ValueError(f"the function to call is {name!r}, no name. Name the column that has it as `function`.")
+    given, wanted = pair["input"], pair["output"]
+    arguments = [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else given
+    wanted = _without_tuples(json.loads(wanted) if isinstance(wanted, str) and "testtype" in pair else wanted)
+    called = f"(Solution().{name} if 'Solution' in globals() else {name})"
+    return CallTest(
+        f"{called}({', '.join(map(repr, arguments))})", lambda value: bool(_without_tuples(value) == wanted)
+    )
+
+
+def _without_tuples(value: Any) -> Any:
+    """JSON has no tuples: a function may return one for a list."""
+    if isinstance(value, list | tuple):
+        return [_without_tuples(item) for item in value]
+    return {key: _without_tuples(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+# --- asserts ---
+
+
+def _asserts(source: str, function: str) -> Tests:
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"the tests are neither JSON nor Python ({error}). {FORMS}.") from None
+    setup = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    for node in body:
+        match node:  # check(f)
+            case ast.Expr(ast.Call(ast.Name("check"), [ast.Name(name)])):
+                function = name
+    tests = tuple(test for node in body for test in _tests_of(node, function))
+    if not tests:
+        raise ValueError(f"there is no test. {FORMS}.")
+    return Tests(calls=tests, setup="\n".join(map(ast.unparse, setup)))
+
+
+def _tests_of(node: ast.stmt, function: str) -> Iterator[CallTest]:
+    match node:
+        case ast.Import() | ast.ImportFrom() | ast.Pass() | ast.Expr(ast.Constant()):
+            return
+        case ast.Expr(ast.Call(ast.Name("check"))) | ast.Assign([ast.Name("METADATA")]):
+            return
+        case ast.FunctionDef("check", ast.arguments(args=[ast.arg(candidate)])):
+            if not function.isidentifier():
+                raise ValueError(f"`check` gets {function!r}, no name. Name the column that has it as `function`.")
+            for statement in node.body:
+                yield from _tests_of(_Renamed(candidate, function).visit(statement), function)
+        case ast.Assert(ast.Constant(True)):
+            return
+        case ast.Assert(test):
+            yield _test(test)
+        case _:
+            raise _refused(node)
+
+
+class _Renamed(ast.NodeTransformer):
+    """Another name for a variable."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self._old, self._new = old, new
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name(self._new, node.ctx) if node.id == self._old else node
+
+
+def _refused(node: ast.AST) -> ValueError:
+    return ValueError(
+        f"the test `{ast.unparse(node)[:80]}` has no literal that a result can be compared with. {FORMS}."
+    )
+
+
+def _test(test: ast.expr) -> CallTest:
+    """The test of `assert test`: a call, and the literal that never leaves the grader."""
+    match test:
+        case ast.Compare(left, [ast.Eq() | ast.Is() as operator], [right]):
+            asked, known = (right, left) if _is_literal(left) else (left, right)
+            wanted = _literal(known, test)
+            call = _direct_call(asked, test) if isinstance(wanted, bool) else _asked(asked, test)
+            return _equals(call, wanted, isinstance(operator, ast.Is))
+        case ast.Compare(
+            ast.Call(ast.Name("abs") | ast.Attribute(attr="fabs"), [ast.BinOp(left, ast.Sub(), right)]),
+            [ast.Lt() | ast.LtE()],
+            [bound],
+        ):
+            asked, known = (right, left) if _is_literal(left) else (left, right)
+            return _near(_asked(asked, test), _literal(known, test), abs_tol=_literal(bound, test), rel_tol=0.0)
+        case ast.Call(ast.Name("isclose") | ast.Attribute(ast.Name("math"), "isclose"), [left, right], keywords):
+            asked, known = (right, left) if _is_literal(left) else (left, right)
+            bounds = {str(keyword.arg): _literal(keyword.value, test) for keyword in keywords}
+            return _near(_asked(asked, test), _literal(known, test), **bounds)
+        case ast.UnaryOp(ast.Not(), ast.Call() as call):
+            return CallTest(_direct_call(call, test), lambda value: not value)
+        case ast.Call():
+            return CallTest(_direct_call(test, test), bool)
+    raise _refused(test)
+
+
+def _equals(call: str, wanted: Any, is_same: bool) -> CallTest:
+    return CallTest(call, lambda value: value is wanted if is_same else bool(value == wanted))
+
+
+def _near(call: str, wanted: Any, *, rel_tol: Any = 1e-9, abs_tol: Any = 0.0) -> CallTest:
+    if not all(isinstance(number, int | float) for number in (wanted, rel_tol, abs_tol)):
+        raise ValueError(f"the test of `{call[:80]}` compares no numbers. {FORMS}.")
+
+    def accepts(value: Any) -> bool:
+        return isinstance(value, int | float) and math.isclose(value, wanted, rel_tol=rel_tol, abs_tol=abs_tol)
+
+    return CallTest(call, accepts)
+
+
+def _asked(node: ast.expr, test: ast.expr) -> str:
+    """What the solution is asked: it calls something, and compares nothing, since the solution would decide that."""
+    kinds = {type(part) for part in ast.walk(node)}
+    if ast.Call not in kinds or ast.Compare in kinds or _is_literal(node):
+        raise _refused(test)
+    return ast.unparse(node)
+
+
+def _direct_call(node: ast.expr, test: ast.expr) -> str:
+    """`f(literals)` or `Solution().f(literals)`: of `isclose(f(2), 4)` the solution would say that it is true."""
+    match node:
+        case ast.Call(ast.Name(name), arguments, keywords) if not hasattr(builtins, name):
+            pass
+        case ast.Call(ast.Attribute(ast.Call(ast.Name(), [], [])), arguments, keywords):
+            pass
+        case _:
+            raise _refused(test)
+    inner = [*arguments, *(keyword.value for keyword in keywords)]
+    if any(isinstance(part, ast.Call) for argument in inner for part in ast.walk(argument)):
+        raise _refused(test)
+    return _asked(node, test)
+
+
+def _is_literal(node: ast.expr) -> bool:
+    try:
+        _literal(node, node)
+        return True
+    except ValueError:
+        return False
+
+
+def _literal(node: ast.expr, test: ast.expr) -> Any:
+    """The value of a literal, or of a set, list, float and the like of one."""
+    try:
+        match node:
+            case ast.Call(ast.Name(name), arguments, []) if name in BUILDERS and len(arguments) <= 1:
+                return BUILDERS[name](*(_literal(argument, test) for argument in arguments))
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        raise _refused(test) from None

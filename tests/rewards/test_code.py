@@ -1,0 +1,335 @@
+# ruff: noqa: E501 - solutions on one line
+"""The code reward: honest solutions earn it, attempts to be paid without solving do not, and what tests may say."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from waiting import WAIT_S
+from worlds import rollout_of
+
+from rlhf.config.reward import CodeOptions, RewardConfig
+from rlhf.processes.confinement import ABI_SCOPES, CREATE_RULESET
+from rlhf.rewards.code import code_reward, find_code
+from rlhf.rewards.code_tests import read_tests
+from rlhf.rewards.grade import Grade
+from rlhf.rewards.pool import Pool
+from rlhf.rewards.scorer import Scorer
+from rlhf.types import Prompt
+
+ASSERTS = ["assert square(3) == 9", "assert square(-4) == 16", "assert square(12) == 144"]
+PROGRAM = [{"input": "3\n", "output": "9\n"}, {"input": "-4\n", "output": "16\n"}]
+HONEST = "def square(x):\n    return x * x\n"
+
+
+def grade(code: str, tests: Any = ASSERTS, *, columns: dict[str, Any] | None = None, **options: Any) -> Grade:
+    return code_reward(f"So:\n```python\n{code}\n```\n", {"tests": tests, **(columns or {})}, CodeOptions(**options))
+
+
+# --- honest solutions ---
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "columns"),
+    [
+        (HONEST, ASSERTS, {}),
+        (HONEST, "\n".join(ASSERTS), {}),
+        (HONEST, "import math\nassert math.isclose(square(0.5), 0.25, rel_tol=1e-6)\nassert square(x=2) == 4", {}),
+        (HONEST, "def check(candidate):\n    assert candidate(3) == 9, 'no'\n    assert True\n\ncheck(square)", {}),
+        (HONEST, "METADATA = {}\ndef check(f):\n    assert abs(f(.5) - .25) < 1e-6", {"entry_point": "square"}),
+        ("def pairs(n):\n    return {(i, i): {i} for i in range(n)}", ["assert pairs(2) == {(0, 0): {0}, (1, 1): {1}}"], {}),
+        ("def odd(n):\n    return n % 2 == 1", ["assert odd(3)", "assert not odd(2)", "assert odd(5) is True"], {}),
+        ("def pick(xs):\n    return [2, 1]", ["assert set(pick([1, 2])) == set([1, 2])", "assert (2, 1) == tuple(pick(0))"], {}),
+        ("n = int(input())\nprint(n * n)", PROGRAM, {}),
+        ("import sys\nprint(int(sys.stdin.read()) ** 2)\nsys.exit()", {"inputs": ["3"], "outputs": ["9"]}, {}),
+        (HONEST, {"inputs": [[3], [4]], "outputs": [9, 16], "fn_name": "square"}, {}),
+        (
+            "class Solution:\n    def add(self, a, b):\n        return tuple(a + b)",
+            '[{"input": "[1]\\n[2]", "output": "[1, 2]", "testtype": "functional"}]',
+            {"entry_point": "add"},
+        ),
+        (
+            "import threading\ndef square(x):\n    got = []\n    thread = threading.Thread(target=lambda: got.append(x * x))\n"
+            "    thread.start()\n    thread.join()\n    return got[0]",
+            ASSERTS,
+            {},
+        ),
+        ("print('hello')\n" + HONEST + "print('9')", ASSERTS, {}),
+    ],
+)  # fmt: skip
+def test_an_honest_solution_earns_all(code: str, tests: Any, columns: dict[str, Any]) -> None:
+    result = grade(code, tests, columns=columns)
+    assert (result.value, result.status) == (1.0, "ok"), result.detail
+
+
+def test_the_fraction_counts_each_test_also_after_a_crash() -> None:
+    code = "import os\ndef square(x):\n    if x < 0:\n        os._exit(0)\n    return x * x"
+    assert grade(code, mode="fraction").value == pytest.approx(2 / 3)
+    assert grade(code).value == 0.0
+
+
+@pytest.mark.parametrize("kind", ["calls", "program"])
+@pytest.mark.parametrize("ending", ["while True: pass", "import time; time.sleep(60)"])
+def test_a_test_that_takes_too_long_fails(kind: str, ending: str) -> None:
+    tests, code = (ASSERTS, f"def square(x):\n    {ending}") if kind == "calls" else (PROGRAM, ending)
+    result = grade(code, tests, cpu_seconds=0.2, mode="fraction")
+    assert result.value == 0.0
+    assert "over 0." in result.detail
+
+
+# --- attempts to be paid without solving; each may take part of the honest way: it answers the first test ---
+
+LOOK = """
+import gc, sys
+def square(x):
+    frame, seen = sys._getframe(), []
+    while frame:
+        seen += [*frame.f_locals.values(), *frame.f_globals.values()]
+        frame = frame.f_back
+    for value in [*seen, *gc.get_objects()]:
+        try:
+            if 9 in value and 16 in value or '== 16' in value:
+                return value[(3, -4, 12).index(x)]
+        except Exception:
+            pass
+"""
+ALL_FDS = """
+import os
+for fd in range(3, 64):
+    for text in (b'{"value": true}\\n' * 9, b'{"value": 9}\\n{"value": 16}\\n{"replies": [{"value": 1.0}]}\\n'):
+        try:
+            os.write(fd, text)
+        except OSError:
+            pass
+"""
+ALWAYS = """
+class Always(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __hash__(self): return 9
+    def __bool__(self): return True
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__
+"""
+PARENT = """
+import os
+def square(x):
+    for name in ('environ', 'mem', 'cmdline', 'maps', 'fd'):
+        for pid in ('self', os.getppid()):
+            try:
+                with open(f'/proc/{pid}/{name}', 'rb') as file:
+                    text = file.read(1 << 20)
+                if b'144' in text:
+                    return {3: 9, -4: 16, 12: 144}[x]
+            except OSError:
+                pass
+"""
+ATTEMPTS = {
+    "exit": "import os\nos._exit(0)",
+    "exit in the call": "import os\ndef square(x):\n    os._exit(0)",
+    "sys.exit": "import sys\nsys.exit(0)",
+    "sys.exit in the call": "import sys\ndef square(x):\n    sys.exit(0)",
+    "SystemExit as a result": "def square(x):\n    raise SystemExit(0)",
+    "always equal": ALWAYS + "def square(x):\n    return Always(7)",
+    "always equal without a base": "class A:\n    def __eq__(s, o): return True\ndef square(x):\n    return A()",
+    "always equal class": "class M(type):\n    def __eq__(c, o): return True\n    __hash__ = None\n"
+    "class A(metaclass=M): pass\ndef square(x):\n    return A",
+    "__class__ of a number": "class A:\n    __class__ = int\n    def __eq__(s, o): return True\ndef square(x):\n    return A()",
+    "a list of always equal": ALWAYS + "def square(x):\n    return [Always()]",
+    "tolist of a false array": "class A:\n    __module__ = 'numpy'\n    def tolist(self): return True\ndef square(x):\n    return A()",
+    "AssertionError patched": "import builtins\nbuiltins.AssertionError = type('A', (BaseException,), {})\ndef square(x): 0",
+    "__debug__": "import builtins\nvars(builtins)['__debug__'] = False\ndef square(x): 0",
+    "builtins replaced": "import builtins\nfor n in ('eval', 'exec', 'compile', 'all', 'bool', 'isinstance', 'repr'):\n"
+    "    setattr(builtins, n, lambda *a, **k: True)\ndef square(x): 0",
+    "__builtins__ replaced": "__builtins__ = {'eval': lambda *a: True}\ndef square(x): 0",
+    "printed markers": "print('passed 3 of 3\\nOK\\n1.0')\ndef square(x):\n    print('{\"value\": 9}', 9)",
+    "stdout replaced": "import sys, io\nsys.stdout = sys.stderr = io.StringIO('ok')\ndef square(x): 0",
+    "json patched": "import json\njson.dumps = lambda *a, **k: '{\"value\": true}'\ndef square(x): 0",
+    "our functions patched": "import rlhf.processes.attributes as a, rlhf.processes.solution as s, __main__\n"
+    "a.as_json = s.as_json = lambda v: True\ns._answer = lambda *a: {'value': True, 'passed': True}\ndef square(x): 0",
+    "answers in advance": ALL_FDS + "def square(x): 0",
+    "answers in the call": ALL_FDS.replace("\n", "\n    ").join(["def square(x):", "\n    return True"]),
+    "frames and the collector": LOOK,
+    "inspect": "import inspect\ndef square(x):\n    return [f.frame.f_locals for f in inspect.stack()][-1].get('expected')",
+    "atexit": "import atexit, os\natexit.register(os._exit, 0)\ndef square(x): 0",
+    "a thread": "import threading, os\nthreading.Timer(0.05, os._exit, [0]).start()\ndef square(x):\n    while True: pass",
+    "a signal handler": "import signal, os\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0))\nsignal.alarm(1)\n"
+    "def square(x):\n    while True: pass",
+    "a fork": "import os\nif os.fork() == 0:\n    os._exit(0)\ndef square(x): 0",
+    "a process": "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(9)'])\ndef square(x): 0",
+    "another program": "import os, sys\nos.execv(sys.executable, ['python', '-c', 'print(9)'])",
+    "memory and environment of the parent": PARENT,
+    "killing the group": "import os, signal\nsignal.signal(15, signal.SIG_IGN)\nos.killpg(0, 15)\ndef square(x): 0",
+    "an exception of another class": "class E(Exception):\n    __class__ = AssertionError\n    def __str__(s): return 'passed'\n"
+    "def square(x):\n    raise E",
+    "an exception that cannot be printed": "class E(Exception):\n    def __str__(s): raise s\ndef square(x):\n    raise E",
+    "a trace function": "import sys\ndef t(f, e, a):\n    f.f_locals['value'] = True\n    return t\nsys.settrace(t)\ndef square(x): 0",
+    "a name for everything": "class D(dict):\n    def __missing__(s, k): return lambda *a: True\n"
+    "globals().update(D())\n__getattr__ = lambda n: lambda *a: True",
+    "no number": "def square(x):\n    return float('nan')",
+    "a deep answer": "def square(x):\n    r = []\n    for _ in range(900): r = [r]\n    return r",
+    "a flood": "def square(x):\n    return 'x' * (1 << 23)",
+    "all memory": "def square(x):\n    return len([0] * (1 << 40))",
+    "a wrong mark": "def square(x):\n    return {'@set': [[1]], '@dict': 7}",
+    "not Python": "9 16 144",
+    "the tests themselves": "\n".join(ASSERTS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", ATTEMPTS.values(), ids=ATTEMPTS.keys())
+def test_no_attempt_to_be_paid_without_solving_earns_anything(code: str) -> None:
+    result = grade(code, mode="fraction", cpu_seconds=1.0)
+    assert (result.value, result.status) == (0.0, "ok"), result.detail
+
+
+PROGRAMS = {
+    "nothing": "import os\nos._exit(0)",
+    "the input": "print(input())",
+    "markers": "print('OK')\nprint('passed')",
+    "the answer and others": "for n in range(200): print(n)",
+    "the answer and a failure": "print(int(input()) ** 2, flush=True)\nraise SystemExit(1)",
+    "files": "import glob\nfor name in glob.glob('/proc/*/cmdline'): print(open(name).read())",
+    "the socket": ALL_FDS,
+    "closed output": "import os\nos.write(1, b'x')\nos.close(1)",
+}
+
+
+@pytest.mark.parametrize("code", PROGRAMS.values(), ids=PROGRAMS.keys())
+def test_no_program_is_paid_for_output_that_is_not_the_answer(code: str) -> None:
+    assert grade(code, PROGRAM, mode="fraction").value == 0.0
+
+
+scopes = pytest.mark.skipif(
+    ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1) < ABI_SCOPES, reason="Linux 6.12 keeps signals inside"
+)
+
+
+@pytest.fixture
+def helpers() -> str:
+    return (
+        "def refused(function, *arguments):\n    try:\n        function(*arguments)\n    except OSError:\n"
+        "        return True\n\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "__import__('os').fork",
+        "__import__('socket').socket",
+        "__import__('os').execv, '/bin/true', ['true']",
+        "open, '/proc/self/environ'",
+        "open, '/proc/%d/environ' % __import__('os').getppid()",
+        "open, '/tmp/x', 'w'",
+        "open, '/dev/shm/x', 'w'",
+        "open, __FILE__",
+        pytest.param("__import__('os').kill, __import__('os').getppid(), 0", marks=scopes),
+        "__import__('os').ftruncate, __import__('os').memfd_create('x'), 9",
+    ],
+)
+def test_the_process_reaches_nothing(helpers: str, action: str) -> None:
+    action = action.replace("__FILE__", repr(__file__))
+    code = f"{helpers}def f():\n    return refused({action})"
+    result = grade(code, ["assert f() == True"])
+    assert result.value == 1.0, result.detail
+
+
+def test_the_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    assert grade("import os\ndef f():\n    return 'MY_TOKEN' in os.environ", ["assert f() is False"]).value == 1.0
+
+
+# --- the code of a response, and tests that can be read ---
+
+
+@pytest.mark.parametrize(
+    ("response", "whole", "code"),
+    [
+        ("```python\na\n```\nthen\n```py\nb\n```", False, "b\n"),
+        ("<think>```python\na\n```</think>\n```\nb\n```", False, "b\n"),
+        ("<think>```python\na\n```", True, None),
+        ("```python\na", False, None),
+        ("def f(): 1", False, None),
+        ("def f(): 1", True, "def f(): 1"),
+        ("````python\nx = '''\n```\n'''\n````", False, "x = '''\n```\n'''\n"),
+    ],
+)
+def test_the_last_block_is_the_code(response: str, whole: bool, code: str | None) -> None:
+    assert find_code(response, whole=whole) == code
+
+
+def test_a_response_without_code_has_no_answer() -> None:
+    result = code_reward("I cannot.", {"tests": ASSERTS}, CodeOptions())
+    assert (result.value, result.status) == (0.0, "no_answer")
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        ["assert square(3) == square(-3)"],
+        ["assert isinstance(square(3), int)"],
+        ["assert (square(3) == 9) == True"],
+        ["assert np.allclose(square(3), 9)"],
+        ["assert same(square(3), 9)"],
+        ["assert square(3) == 9 and square(4) == 16"],
+        ["expected = 9", "assert square(3) == expected"],
+        ["for x in range(3):\n    assert square(x) == 0"],
+        ["assert 1 == 1"],
+        "def check(candidate):\n    assert candidate(3) == 9",
+        "assert square(",
+        "",
+        [],
+        7,
+        [{"input": "3"}],
+        [{"input": "3", "output": "9", "testtype": "functional"}],
+    ],
+)
+def test_tests_that_the_grader_cannot_decide_are_refused(tests: Any) -> None:
+    with pytest.raises(ValueError, match=r"Write `assert f|no name|Keep one kind"):
+        read_tests(tests)
+    assert grade(HONEST, tests).status == "bad_gold"
+
+
+def test_the_expected_result_is_not_in_what_the_solution_is_asked() -> None:
+    asked = [test.call for test in read_tests(ASSERTS).calls]
+    assert asked == ["square(3)", "square(-4)", "square(12)"]
+
+
+# --- in the pool ---
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(workers=1, wall_seconds=20.0, memory_mb=300) as running:
+        yield running
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "value"),
+    [(HONEST, 1.0), (PARENT, 0.0), (LOOK, 0.0), (ATTEMPTS["a fork"], 0.0), (ATTEMPTS["all memory"], 0.0)],
+    ids=["honest", "parent", "frames", "fork", "memory"],
+)
+def test_a_grading_process_runs_solutions_below_it(pool: Pool, code: str, value: float) -> None:
+    job = {"name": "code", "options": {}, "answer": "", "columns": {"tests": ASSERTS}}
+    result = pool.submit({**job, "response": f"```python\n{code}\n```"}).result(timeout=WAIT_S)
+    assert (result.value, result.status) == (value, "ok"), result.detail
+
+
+@pytest.mark.slow
+def test_a_run_grades_by_the_column_and_names_rows_whose_tests_cannot_be_read() -> None:
+    rows = [("good", {"asserts": ASSERTS}), ("bad", {"asserts": ["assert square(3) == square(-3)"]}), ("none", {})]
+    good, *others = [Prompt(name, 0, np.zeros(1, np.int32), (), "", "code", columns) for name, columns in rows]
+    config = RewardConfig.model_validate({"parts": [{"name": "code", "tests": "asserts"}], "workers": 1})
+    with Scorer(config) as scorer:
+        bad = scorer.check_gold([good, *others])
+        texts = [f"```python\n{HONEST}```", "```python\nsquare = abs\n```"]
+        scored = asyncio.run(scorer.score_group(good, [rollout_of([1])] * 2, texts))
+    assert [row.row for row in bad] == ["bad", "none"]
+    assert "no literal" in bad[0].reason
+    assert "no column 'asserts'" in bad[1].reason
+    assert [(sample.reward, sample.status) for sample in scored] == [(1.0, "ok"), (0.0, "ok")]
