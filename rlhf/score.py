@@ -44,7 +44,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--reward",
         default="math",
-        help="math, gsm8k, multiple_choice, exact, f1, code, ... or module:function, or a part of a config: "
+        help="math, gsm8k, multiple_choice, exact, f1, code, rubric, ... or module:function, or a part of a config: "
         "'{name: module:function, network: true}'",
     )
     parser.add_argument("--strict", action="store_true", help="math: boxed answers only, the default of a run")

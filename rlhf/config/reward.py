@@ -122,6 +122,36 @@ class CodeOptions(Section):
     cpu_seconds: PositiveFloat = key(2.0, "CPU seconds of one test; twice as many by the clock")
 
 
+class Criterion(Section):
+    """One thing that a response is graded by."""
+
+    text: str = Field(description="what a good response does", min_length=1)
+    weight: PositiveFloat = key(1.0, "share of this criterion, relative to the others")
+
+
+class RubricOptions(Section):
+    """A model behind an OpenAI-compatible endpoint grades by criteria."""
+
+    url: str = Field(description="address, as in http://HOST:8000/v1/chat/completions", pattern="^https?://")
+    model: str = Field(description="name of the model there", min_length=1)
+    criteria: tuple[Criterion, ...] = key((), "list of {text, weight}; the value is their weighted mean", strict=False)
+    criteria_column: str | None = key(None, "column with the criteria of the row, in place of criteria")
+    key_variable_name: str | None = key(None, "environment variable of the run that holds the key of the endpoint")
+    retries: NonNegativeInt = key(3, "further tries of a request that fails")
+    timeout_s: PositiveFloat = key(60.0, "seconds that one request may take")
+    requests_at_once: PositiveInt = key(32, "requests at the same time")
+    max_new_tokens: PositiveInt = key(512, "longest answer of the grader, tokens")
+    max_requests: PositiveInt | None = key(None, "requests of the program in all; null: no bound")
+    max_tokens: PositiveInt | None = key(None, "prompt and answer tokens of the program in all; null: no bound")
+    over_budget: Literal["stop", "unscorable"] = key("stop", "at a bound: end the run, or leave responses unscorable")
+
+    @model_validator(mode="after")
+    def _one_kind_of_criteria(self) -> Self:
+        if bool(self.criteria) == (self.criteria_column is not None):
+            raise ValueError("set exactly one of criteria, [{text: ..., weight: 1.0}], and criteria_column.")
+        return self
+
+
 OPTIONS_OF_REWARD: dict[str, type[Section]] = {
     "math": MathOptions,
     "gsm8k": Gsm8kOptions,
@@ -132,9 +162,10 @@ OPTIONS_OF_REWARD: dict[str, type[Section]] = {
     "length": LengthOptions,
     "repetition": RepetitionOptions,
     "code": CodeOptions,
+    "rubric": RubricOptions,
 }
 
-WITHOUT_ANSWER = ("format", "length", "repetition", "code")  # these ignore the gold answer
+WITHOUT_ANSWER = ("format", "length", "repetition", "code", "rubric")  # these ignore the gold answer
 GRANTS = ("env", "network", "files")  # what a user function may reach
 USER_FIELDS = ("group", "concurrency", *GRANTS)
 
@@ -156,6 +187,11 @@ class RewardPart(Section):
     @property
     def is_user_function(self) -> bool:
         return ":" in self.name
+
+    @property
+    def is_judged_outside(self) -> bool:
+        """Whether a failure is not the response's fault: it is unscorable then, and counted."""
+        return self.is_user_function or self.name == "rubric"
 
     @property
     def needs_answer(self) -> bool:

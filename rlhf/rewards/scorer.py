@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 from rlhf.config.data import OPENS_THOUGHT, USUAL_COLUMNS
 from rlhf.config.printing import to_stderr
-from rlhf.config.reward import CodeOptions, RewardConfig, RewardPart
+from rlhf.config.reward import CodeOptions, RewardConfig, RewardPart, RubricOptions
 from rlhf.processes.confinement import Grants
 from rlhf.rewards.grade import BAD_GOLD, DIED, FAILED, NO_ANSWER, NOT_JUDGED, OK, STATUSES, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.pool import Pool, default_workers, grants_of
+from rlhf.rewards.rubric import RubricGrader, check_criteria
 from rlhf.types import Prompt, Rollout, ScoredRollout
 
 MAX_CHECKS_AT_ONCE = 4096  # gold answers in the pool at the same time: a data set may have millions
@@ -61,9 +62,12 @@ class Scorer:
         for grants in by_grants:
             grants.environment("reward")  # raises ValueError, before anything is started
         self._pools: dict[Grants, Pool] = {}
+        self._rubrics: dict[str, RubricGrader] = {}  # by options
         limits = config.model_dump(include={"cpu_seconds", "wall_seconds", "memory_mb"})
         limits["workers"] = config.workers or default_workers()
         try:
+            for part in (part for part in config.all_parts if part.name == "rubric"):
+                self._rubrics[_written(part)] = RubricGrader(_rubric_options(part), say)
             for grants, functions in by_grants.items():
                 self._pools[grants] = Pool(**limits, user_functions=functions, say=say)
         except BaseException:
@@ -98,6 +102,8 @@ class Scorer:
         """End every process."""
         for pool in self._pools.values():
             pool.close()
+        for rubric in self._rubrics.values():
+            rubric.close()
 
     def __enter__(self) -> Scorer:
         return self
@@ -128,9 +134,9 @@ class Scorer:
         )
 
     def try_functions(self, prompt: Prompt, responses: Sequence[str]) -> dict[str, str]:
-        """Grade the first response, or all as a group, by each user function; its error by its name. Counts nothing."""
+        """Grade the first response, or all as a group, by each function and rubric; errors by name. Counts nothing."""
         errors = {}
-        for part in filter(lambda part: part.is_user_function, self.config.parts_of(prompt.source)):
+        for part in filter(lambda part: part.is_judged_outside, self.config.parts_of(prompt.source)):
             texts = responses if part.group or self._is_of_trl(part) else responses[:1]
             metadata = [_metadata(prompt, "stop", len(text.split())) for text in texts]
             (future,) = self._submit(part, self._jobs(part, texts, prompt, metadata))
@@ -171,16 +177,19 @@ class Scorer:
             (prompt, part)
             for prompt in prompts
             for part in self.config.parts_of(prompt.source)
-            if part.name in GRADED_AGAINST_GOLD
+            if part.name in (*GRADED_AGAINST_GOLD, "rubric")
         )
         bad = []
         while some := list(itertools.islice(asked, MAX_CHECKS_AT_ONCE)):
             jobs = [
-                _jobs(part, [""], prompt.answer, prompt.columns, [_no_metadata("", {})])[0] for prompt, part in some
+                {**_jobs(part, [""], prompt.answer, prompt.columns, [_no_metadata("", {})])[0], "check": True}
+                for prompt, part in some
+                if part.name != "rubric"
             ]
-            futures = self.pool.submit_many([{**job, "check": True} for job in jobs])
-            for (prompt, part), future in zip(some, futures, strict=True):
-                grade = future.result()
+            futures = iter(self.pool.submit_many(jobs))
+            for prompt, part in some:
+                is_rubric = part.name == "rubric"
+                grade = check_criteria(prompt.columns, _rubric_options(part)) if is_rubric else next(futures).result()
                 if grade.status != OK or grade.value != 1.0:
                     reason = grade.detail or f"{grade.status}, graded {grade.value} against itself"
                     bad.append(BadGold(prompt.id, prompt.answer, f"{part.name}: {reason}"))
@@ -215,7 +224,7 @@ class Scorer:
         messages = []
         for part in self.config.all_parts:
             reported = self._reported[part.name]
-            for error, count in self._errors[part.name].most_common() if part.is_user_function else ():
+            for error, count in self._errors[part.name].most_common() if part.is_judged_outside else ():
                 if error not in reported and len(reported) < MAX_ERRORS_SHOWN:
                     reported.add(error)
                     messages.append(f"reward {part.name}: {count} of {self._calls(part)} calls failed with {error}")
@@ -236,7 +245,8 @@ class Scorer:
     def _submit(self, part: RewardPart, jobs: Sequence[dict[str, Any]]) -> list[Future[Grade]]:
         if self._over_budget:
             raise RuntimeError(self._over_budget)
-        return self._pools[grants_of(part)].submit_many(jobs)
+        graders = self._rubrics[_written(part)] if part.name == "rubric" else self._pools[grants_of(part)]
+        return graders.submit_many(jobs)
 
     def _combine(self, parts: Sequence[RewardPart], grades: Sequence[Grade], row: str) -> Grade:
         """The grade of one response by the whole reward, from those by its parts."""
@@ -264,7 +274,7 @@ class Scorer:
         error = _error(grade)
         if len(self._errors[part.name]) < MAX_ERRORS_KEPT or error in self._errors[part.name]:
             self._errors[part.name][error] += 1
-        if not part.is_user_function:
+        if not part.is_judged_outside:
             return
         failures, calls = self._calls(part, FAILURES), self._calls(part)
         allowed = max(self.config.failures_always_allowed, self.config.failure_fraction * calls)
@@ -277,6 +287,14 @@ class Scorer:
             raise RuntimeError(self._over_budget)
 
 
+def _written(part: RewardPart) -> str:
+    return json.dumps(part.options, sort_keys=True)
+
+
+def _rubric_options(part: RewardPart) -> RubricOptions:
+    return RubricOptions.model_validate_json(_written(part))
+
+
 def _error(grade: Grade) -> str:
     """What a failed call says, on one line."""
     return " ".join((grade.detail if grade.status == FAILED else f"{grade.status}: {grade.detail}").split())
@@ -284,7 +302,7 @@ def _error(grade: Grade) -> str:
 
 def _value(part: RewardPart, grade: Grade) -> float | None:
     """The value of a part; 0 where a response made a built-in reward fail, None where a user function failed."""
-    if grade.value is None and not part.is_user_function and grade.status in (NO_ANSWER, TIMEOUT, DIED, FAILED):
+    if grade.value is None and not part.is_judged_outside and grade.status in (NO_ANSWER, TIMEOUT, DIED, FAILED):
         return 0.0
     return None if grade.status in (UNSCORABLE, NOT_JUDGED, FAILED, BAD_GOLD) else grade.value
 
@@ -308,7 +326,7 @@ def _jobs(
 
 def _known(part: RewardPart, columns: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
     """What a part gets to know besides response and answer; the fewer bytes a job has, the faster is the pool."""
-    if part.is_user_function:
+    if part.is_judged_outside:
         return {"columns": columns, "metadata": metadata}
     if part.name == "length":
         return {"metadata": {"response_length": metadata["response_length"]}}

@@ -59,8 +59,8 @@ def test_help_lists_every_key_with_its_default_type_and_meaning(help_text: str) 
 
 def test_help_lists_the_options_of_every_reward(help_text: str) -> None:
     for reward, options in OPTIONS_OF_REWARD.items():
-        for name in options.model_fields:
-            assert f"  {reward}: {name} = " in help_text
+        for name, field in options.model_fields.items():
+            assert f"  {reward}: {name} {'(required)' if field.is_required() else '= '}" in help_text
 
 
 def test_help_of_a_program_without_rewards_lists_no_reward_options(capsys: pytest.CaptureFixture[str]) -> None:

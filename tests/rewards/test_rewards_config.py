@@ -37,7 +37,7 @@ def test_sources_without_their_own_parts_use_the_common_parts() -> None:
 
 
 def test_the_config_knows_exactly_the_rewards_that_exist() -> None:
-    assert set(OPTIONS_OF_REWARD) == set(REWARDS)
+    assert set(OPTIONS_OF_REWARD) == {*REWARDS, "rubric"}  # a client of the trainer asks the endpoint
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,7 @@ def test_the_config_knows_exactly_the_rewards_that_exist() -> None:
         ([{"name": "format", "pattern": "("}], r"reward\.parts\.0\.pattern: '\(' .*regular expression"),
         ([{"name": "length", "max_tokens": 5, "min_tokens": 9}], r"reward\.parts\.0: .*exceed max_tokens"),
         ([{"name": "math", "weight": "1"}], r"reward\.parts\.0\.weight=\"1\": .* reward\.parts\.0\.weight=1\."),
+        ([{"name": "rubric", "url": "http://h/v1", "model": "m"}], r"reward\.parts\.0: .*exactly one of criteria"),
         (["math", "math"], r"reward\.parts\.1\.name='math': named twice"),
         ({"parts": "math"}, "reward.parts=.math.: not a list"),
         ({"by_source": {"x": ["maht"]}}, r"reward\.by_source\.x\.0\.name='maht'"),
