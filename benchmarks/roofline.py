@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks import harness
 from benchmarks.harness import Row
+from rlhf.config.sections import Checkpointing
 
 PEAK = 989e12  # bf16 FLOP/s of an H100 by its data sheet, without sparsity
 GEMM = 680e12  # FLOP/s that large products reach
@@ -117,7 +118,7 @@ def on_meta(account: Account, *, with_kernels: bool) -> Iterator[None]:
         yield
 
 
-def model_of(size: str, *, checkpointing: bool, layers: int) -> Any:
+def model_of(size: str, *, checkpointing: Checkpointing, layers: int) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from rlhf.learner.packed_attention import PACKED
@@ -160,7 +161,7 @@ def account_of_head(weight: Tensor, *, with_kernels: bool) -> Account:
     return account
 
 
-def update(size: str, *, with_kernels: bool, checkpointing: bool) -> Row:
+def update(size: str, *, with_kernels: bool, checkpointing: Checkpointing) -> Row:
     """Milliseconds by kind of one microbatch, and its model FLOPs over what the GPU could compute in that time.
 
     Models of one and of two layers are computed; every further layer costs what the second does.
@@ -182,7 +183,9 @@ def update(size: str, *, with_kernels: bool, checkpointing: bool) -> Row:
     flops = 6 * depth * (per_layer + hidden * SEQUENCE) * TOKENS
     flops += 6 * shape["vocab_size"] * hidden * int(TOKENS * RESPONSE_SHARE)
     return {
-        "model": size, "checkpointed": checkpointing, "code": "kernels" if with_kernels else "plain",
+        "model": size,
+        "checkpointing": checkpointing if isinstance(checkpointing, str) else "full" if checkpointing else "off",
+        "code": "kernels" if with_kernels else "plain",
         **{f"{kind}, ms": seconds * 1e3 for kind, seconds in parts.items() if seconds},
         "other, GB": (whole("bytes", "other") + head.bytes["other"]) / 1e9,
         "total, ms": total * 1e3, "of peak": flops / total / PEAK,
@@ -191,10 +194,11 @@ def update(size: str, *, with_kernels: bool, checkpointing: bool) -> Row:
 
 def main() -> int:
     options = harness.parser(__doc__ or "").parse_args()
-    cases = [("1.5B", False), ("7B", True), ("32B", True)][: 1 if options.quick else None]
+    kinds: tuple[Checkpointing, ...] = (False, "selective", True)
     rows = [
         update(size, with_kernels=with_kernels, checkpointing=checkpointing)
-        for size, checkpointing in cases
+        for size in ("1.5B", "7B", "32B")[: 1 if options.quick else None]
+        for checkpointing in kinds
         for with_kernels in (False, True)
     ]
     title = f"Account of one microbatch: {TOKENS:,} tokens in sequences of {SEQUENCE:,}, {RESPONSE_SHARE:.0%} trained"

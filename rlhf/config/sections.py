@@ -17,6 +17,7 @@ PolicyLoss = Annotated[str, OwnOr("ppo", "gspo", "cispo")]
 Advantage = Annotated[str, OwnOr("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")]
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM
 ModelDType = Literal["bfloat16", "float32"]
+Checkpointing = bool | Literal["selective"]
 
 
 class LoraConfig(Section):
@@ -51,7 +52,9 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     path: FilePath = Field(description="folder or hub name of the model that is trained")
     dtype: ModelDType = key("bfloat16", "of weights and activations; master weights are float32")
-    gradient_checkpointing: bool = key(False, "recompute activations in the backward pass")
+    gradient_checkpointing: Checkpointing = key(
+        False, "recompute activations in the backward pass; selective: all but matrix products and attention"
+    )
     trust_remote_code: bool = key(False, "run code that the model's repository ships")
     lora: LoraConfig | None = key(None, "train adapters in place of all weights: {rank: 16}; null: all weights")
 

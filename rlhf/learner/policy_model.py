@@ -20,12 +20,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from rlhf.algo.logprobs import token_logprobs
 from rlhf.algo.lora import adapt, linear_names
 from rlhf.algo.packing import pack, shared_beginnings
-from rlhf.config.sections import ModelConfig
+from rlhf.config.sections import Checkpointing, ModelConfig
 from rlhf.learner.fused import use_kernels
 from rlhf.learner.packed_attention import UnpackableError, load_packed
 from rlhf.learner.packed_mixers import run_by_segments, whole_layers
 from rlhf.learner.routing import Routing, choices_of_row, has_balancing_loss, routing_of
 from rlhf.learner.segments import Segments, checkpoint_contexts, row_of, segments_of
+from rlhf.learner.selective import selective_contexts
 from rlhf.types import PackedTokens
 
 
@@ -179,7 +180,7 @@ def check_packed(
         raise ValueError(error.of(key, path)) from None
 
 
-def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
+def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing: Checkpointing) -> None:
     """Use kernels where they fit, run mixers on packed rows; gradient checkpointing on if asked, randomness off.
 
     With dropout or sampled experts, old and current log-probabilities would differ before the first update.
@@ -187,10 +188,11 @@ def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing:
     use_kernels(transformer)
     run_by_segments(transformer)
     if gradient_checkpointing:
-        options = {"use_reentrant": False, "context_fn": checkpoint_contexts}
+        contexts = selective_contexts if gradient_checkpointing == "selective" else checkpoint_contexts
+        options = {"use_reentrant": False, "context_fn": contexts}
         transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     for module in transformer.modules():
-        module.training = gradient_checkpointing and hasattr(module, "gradient_checkpointing")
+        module.training = bool(gradient_checkpointing) and hasattr(module, "gradient_checkpointing")
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name in ("attention_dropout", "attn_dropout", "dropout"):

@@ -240,11 +240,29 @@ def layer_activation_bytes(shape: ModelShape, *, b: int) -> int:
     return norms + 2 * b * shape.hidden + b * (2 * queries + 2 * keys) + mlp
 
 
+def selective_bytes(shape: ModelShape, *, b: int) -> int:
+    """Bytes that one layer keeps per token under selective checkpointing: its input, and outputs of what is kept.
+
+    Those are attention with 4 bytes per head for its backward pass, q, k, v, the output projection and the MLP's gate,
+    up and down: b (2 n d + 2 k d + 3 H + 2 I) + 4 n; each active expert has its own gate, up and down.
+    """
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    mlp = 2 * shape.intermediate + shape.hidden
+    if shape.sparse_layers:
+        experts = shape.active_experts * (2 * shape.expert_intermediate + shape.hidden)
+        mlp = max(mlp if shape.sparse_layers < shape.layers else 0, experts)
+    return b * (2 * queries + 2 * keys + 2 * shape.hidden + mlp) + 4 * shape.heads
+
+
 def _activations(shape: ModelShape, config: GRPOConfig) -> Part:
     tokens, b = config.learner.max_tokens_per_microbatch, BYTES[config.model.dtype]
     # Attention keeps keys and values once more for each sequence that begins with them.
     repeated = (WHOLE_TOKENS - 1) * 2 * b * shape.kv_heads * shape.head_dim
     layer = layer_activation_bytes(shape, b=b) + repeated
+    if config.model.gradient_checkpointing == "selective":
+        kept = selective_bytes(shape, b=b)
+        how = f"{tokens:,} tokens x ({shape.layers} layers x {_kib(kept)} + {_kib(layer)})"
+        return Part("activations, selective", float(tokens * (shape.layers * kept + layer)), how)
     if config.model.gradient_checkpointing:
         inputs = b * shape.hidden * shape.layers
         how = f"{tokens:,} tokens x ({_kib(inputs)} + {_kib(layer)})"

@@ -24,7 +24,17 @@ from rlhf.data.model_checks import model_problems
 from rlhf.data.model_files import local_model_config
 from rlhf.data.read import count_rows, local_path, rows_per_epoch, too_few_prompts
 from rlhf.plan.hours import expected_time
-from rlhf.plan.memory import GIB, Part, RoleMemory, checkpoint_bytes, kv_cache, memory_of_roles, planned_problems, total
+from rlhf.plan.memory import (
+    GIB,
+    Part,
+    RoleMemory,
+    checkpoint_bytes,
+    kv_cache,
+    learner_memory,
+    memory_of_roles,
+    planned_problems,
+    total,
+)
 from rlhf.plan.model_shape import ModelShape, config_at, read_shape
 from rlhf.plan.resources import count_gpus, counted, with_gpus_here
 
@@ -376,7 +386,7 @@ def memory_warnings(
         if role.name != ENGINE and need > have:
             remedy = f"Use a smaller {role.section}.path, or fewer tokens at once."
             if role.name == LEARNER:
-                remedy = _learner_remedy(config)
+                remedy = _learner_remedy(config, shape)
             yield (
                 f"memory: a {role.name} needs about {need:.1f} GiB, a GPU has cluster.gpu_memory_gib={have:g}. {remedy}"
             )
@@ -384,11 +394,15 @@ def memory_warnings(
         yield from planned_problems(config, estimates, shape)
 
 
-def _learner_remedy(config: GRPOConfig) -> str:
-    """The keys that can still lower a learner's memory."""
-    learner, longest = config.learner, config.max_sequence_tokens
+def _learner_remedy(config: GRPOConfig, shape: ModelShape) -> str:
+    """The keys that can still lower a learner's memory; selective checkpointing, the faster one, if it is enough."""
+    learner, longest, checkpointing = config.learner, config.max_sequence_tokens, config.model.gradient_checkpointing
+    model = config.model.model_copy(update={"gradient_checkpointing": "selective"})
+    needed = total(learner_memory(shape, config.model_copy(update={"model": model})))
+    selective = not checkpointing and needed <= config.cluster.gpu_memory_gib * GIB
     remedies = {
-        "model.gradient_checkpointing=true": not config.model.gradient_checkpointing,
+        "model.gradient_checkpointing=selective": selective,
+        "model.gradient_checkpointing=true": checkpointing is not True and not selective,
         f"learner.max_tokens_per_microbatch down to {longest}": learner.max_tokens_per_microbatch > longest,
         "learner.zero_stage=3": learner.zero_stage < 3,
         "learner.offload_optimizer=true": not learner.offload_optimizer,

@@ -317,10 +317,11 @@ def test_the_account_of_kernels_is_that_of_products_bytes_and_attention_by_hand(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "checkpointing", "plain", "target"), [("1.5B", False, 0.33, 0.36), ("7B", True, 0.39, 0.40)]
+    ("size", "checkpointing", "plain", "target"),
+    [("1.5B", False, 0.33, 0.36), ("7B", "selective", 0.45, 0.54), ("7B", True, 0.39, 0.40)],
 )
 def test_by_the_account_an_update_with_kernels_reaches_its_share_of_the_peak(
-    size: str, checkpointing: bool, plain: float, target: float
+    size: str, checkpointing: Any, plain: float, target: float
 ) -> None:
     pytest.importorskip("triton")
     rows = [roofline.update(size, with_kernels=on, checkpointing=checkpointing) for on in (False, True)]

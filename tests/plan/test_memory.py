@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlhf.plan.memory import (
     learner_memory,
     reward_model_memory,
     scalar_parameters,
+    selective_bytes,
     total,
 )
 from rlhf.plan.model_shape import ModelShape, model_shape
@@ -282,8 +284,9 @@ def test_without_checkpointing_every_layer_keeps_its_activations(make: Any) -> N
     shape = model_shape(LLAMA31_8B)
     checkpointed = gigabytes(learner_memory(shape, make()))["activations, checkpointed"]
     plain = gigabytes(learner_memory(shape, make("model.gradient_checkpointing=false")))["activations"]
-    # 8,192 tokens x 32 layers x 208 KiB, or x (32 inputs of 8 KiB + 208 KiB)
-    assert (plain, checkpointed) == (55.83, 3.89)
+    kept = gigabytes(learner_memory(shape, make("model.gradient_checkpointing=selective")))["activations, selective"]
+    # 8,192 tokens x 32 layers x 208 KiB, or x (32 inputs of 8 KiB + 208 KiB), or x (32 layers of 100.1 KiB + 208 KiB)
+    assert (plain, checkpointed, kept) == (55.83, 3.89, 28.62)
 
 
 def test_the_kv_cache_of_8b_at_tensor_parallel_2(make: Any) -> None:
@@ -325,6 +328,48 @@ def test_the_activations_of_a_layer_are_what_autograd_saves_for_it(kind: str, dt
     two_layers -= saved_bytes(kind, {**sizes, "num_hidden_layers": 1}, dtype, tokens)
     estimate = layer_activation_bytes(model_shape({"model_type": kind, **sizes}), b=b)
     assert estimate == pytest.approx(two_layers / 2 / tokens, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(("dtype", "b"), [("bfloat16", 2), ("float32", 4)])
+def test_the_peak_of_selective_checkpointing_is_what_all_layers_keep_and_the_recomputation_of_one(
+    kind: str, dtype: str, b: int
+) -> None:
+    sizes = {**SMALL, "hidden_size": 256, "intermediate_size": 704, "head_dim": 64}
+    if kind == "qwen3_moe":
+        sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    tokens = 512
+    two, six = (peak_bytes(kind, {**sizes, "num_hidden_layers": count}, dtype, tokens) / tokens for count in (2, 6))
+    shape = model_shape({"model_type": kind, **sizes})
+    kept, layer = selective_bytes(shape, b=b), layer_activation_bytes(shape, b=b)
+    assert kept == pytest.approx((six - two) / 4, rel=0.03)
+    assert 2 * kept + layer == pytest.approx(two, rel=0.1)
+
+
+def peak_bytes(kind: str, sizes: dict[str, Any], dtype: str, tokens: int) -> int:
+    """The most memory that forward and backward of one sequence allocate, with gradients in place."""
+    import numpy as np
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rlhf.learner.packed_attention import PACKED
+    from rlhf.learner.policy_model import prepare_transformer
+    from rlhf.learner.segments import row_of, segments_of
+
+    config = AutoConfig.for_model(kind, **sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=PACKED)
+    prepare_transformer(model, gradient_checkpointing="selective")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    ids, positions = torch.ones(1, tokens, dtype=torch.long), torch.arange(tokens)[None]
+    segments = segments_of(np.array([0, tokens]), np.zeros(1, np.int64), torch.device("cpu"))
+    with torch.profiler.profile(profile_memory=True) as profile, row_of(segments):
+        out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, segments=segments)
+        out.last_hidden_state.backward(torch.ones_like(out.last_hidden_state))
+    assert profile.profiler is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))
 
 
 def saved_bytes(kind: str, sizes: dict[str, Any], dtype: str, tokens: int) -> int:

@@ -420,6 +420,10 @@ def warnings_of(config: GRPOConfig, **changed: Any) -> str:
             ["memory: a learner needs about", "model.gradient_checkpointing=true", "learner.zero_stage=3"],
         ),
         (
+            ["cluster.gpu_memory_gib=90", "learner.max_tokens_per_microbatch=8192"],
+            ["memory: a learner needs about", "Try model.gradient_checkpointing=selective, learner.max_tokens"],
+        ),
+        (
             # 0.9 x 12 GiB - 7.5 GiB of weights - 3 GiB = 0.32 GiB = 5,250 tokens of 64 KiB
             ["cluster.gpu_memory_gib=12", "rollout.gpu_memory_utilization=0.9"],
             ["rollout.samples_per_prompt=8 x 2,000 = 16,000", "preempted"],

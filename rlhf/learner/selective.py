@@ -1,0 +1,109 @@
+"""Selective gradient checkpointing: outputs of matrix products and of attention are kept, the rest is recomputed.
+
+Norms, rotary positions, activations and sums are cheap to compute again, and are half of what a layer would keep. The
+method is that of torch's `create_selective_checkpoint_contexts`, which does not fit ZeRO-3: there a layer gathers its
+weights by other operations when it is recomputed, and a bias is added to a product in place, unseen by torch. So only
+the kept operations are matched here, and an output that is written to afterwards is not kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlhf.learner.segments import checkpoint_contexts
+
+# Without batched products (bmm): most are scores of attention, which grow with the square of the length.
+KEPT = frozenset((
+    "aten::mm", "aten::addmm", "aten::_grouped_mm",
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn",
+))  # fmt: skip
+
+
+class _Layer:
+    """The kept operations of one layer's forward, in their order, each with its outputs; None: to be computed again."""
+
+    def __init__(self) -> None:
+        self.outputs: list[tuple[Any, Any] | None] = []
+        self.places: dict[int, int] = {}  # storage of an output -> its place in `outputs`
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, layer: _Layer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled functions, such as flex attention, stay compiled, and are recomputed
+
+
+class _Keep(_Mode):
+    """Active in the forward of a layer."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, layer = kwargs or {}, self.layer
+        out = func(*args, **kwargs)
+        if func.name() in KEPT:
+            kept = tuple(map(_detached, out)) if isinstance(out, tuple) else _detached(out)
+            layer.places |= {storage: len(layer.outputs) for storage in _storages(kept)}
+            layer.outputs.append((func, kept))
+        elif func._schema.is_mutable:
+            for storage in _storages(_written(func, args, kwargs)):
+                if (place := layer.places.pop(storage, None)) is not None:
+                    layer.outputs[place] = None
+        return out
+
+
+class _Reuse(_Mode):
+    """Active in the recomputation of a layer."""
+
+    place = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() in KEPT:
+            place, self.place = self.place, self.place + 1
+            entry, self.layer.outputs[place] = self.layer.outputs[place], None
+            if entry is not None:
+                assert entry[0] is func, f"the recomputation calls {func} where the forward called {entry[0]}"
+                return entry[1]
+        return func(*args, **(kwargs or {}))
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """The arguments that an operation changes; of a list of tensors each."""
+    arguments = func._schema.arguments
+    written = {x.name for x in arguments if x.alias_info is not None and x.alias_info.is_write}
+    by_name = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    changed = [value for name, value in by_name.items() if name in written]
+    return tuple(x for value in changed for x in (value if isinstance(value, list | tuple) else (value,)))
+
+
+def _storages(tensors: Any) -> list[int]:
+    """A number for the memory of each; torch keeps one object for it as long as it is in use."""
+    each = tensors if isinstance(tensors, tuple) else (tensors,)
+    return [id(x.untyped_storage()) for x in each if isinstance(x, Tensor)]
+
+
+def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The `context_fn` of selective gradient checkpointing."""
+    _, of_row = checkpoint_contexts()
+    layer = _Layer()
+    return _Keep(layer), _both(of_row, _Reuse(layer))
+
+
+@contextlib.contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield
