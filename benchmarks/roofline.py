@@ -191,7 +191,8 @@ def update(size: str, *, with_kernels: bool, checkpointing: Checkpointing) -> Ro
     total = sum(parts.values())
     flops = model_flops(shape, tokens=TOKENS, sequence=SEQUENCE)
     return {
-        "model": size, "checkpointing": {False: "off", True: "full"}.get(checkpointing, checkpointing),
+        "model": size,
+        "checkpointing": checkpointing if isinstance(checkpointing, str) else "full" if checkpointing else "off",
         "code": "kernels" if with_kernels else "plain",
         **{f"{kind}, ms": seconds * 1e3 for kind, seconds in parts.items() if seconds},
         "other, GB": (whole("bytes", "other") + head.bytes["other"]) / 1e9,

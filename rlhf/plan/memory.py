@@ -95,12 +95,18 @@ def checkpoint_bytes(config: TrainingProgramConfig, policy: ModelShape | None) -
     """
     size = 0
     for role, _ in config.trained_roles():
-        if (shape := _shape_of(role, config, policy)) is None:
+        if (count := parameters_of(role, config, policy)) is None:
             return None
-        count = scalar_parameters(shape) if role.scalar else trained_parameters(shape, config.model.lora)
         moves = config.reference_moves and role.name == LEARNER
         size += (MASTER_BYTES + MOMENTS_BYTES) * count + MASTER_BYTES * count * moves
     return size
+
+
+def parameters_of(role: Role, config: TrainingProgramConfig, policy: ModelShape | None) -> int | None:
+    """Parameters that a trained role trains; None if the shape of its model is not known."""
+    if (shape := _shape_of(role, config, policy)) is None:
+        return None
+    return scalar_parameters(shape) if role.scalar else trained_parameters(shape, config.model.lora)
 
 
 def total(parts: Sequence[Part]) -> float:
