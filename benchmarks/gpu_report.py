@@ -11,9 +11,11 @@ tiny shapes, on CPU too: a check that they run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -32,6 +34,7 @@ STACK = (*TORCH, "vllm", "ray", "deepspeed")
 REAL_MODEL = Path("runs/real-model-data")
 QUICKSTART = Path("runs/quickstart-data")
 ONE_GPU = "configs/one_gpu_80gb.yaml"
+END_S = 60.0  # that a phase beyond its limit gets to end its run
 SHORT_WARMUP = "learner.schedule.warmup_steps=1"
 STEP_PARTS = ("step", "sampling", "logprobs", "update", "transfer", "canary")
 
@@ -57,6 +60,7 @@ def train(program: str, run: Path, *arguments: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", f"rlhf.{program}", *arguments, *device(), f"run.dir={run}", "run.export=false",
                "logging.wandb.mode=disabled", "checkpoint.every=null"]  # fmt: skip
     print(" ".join(command), flush=True)
+    shutil.rmtree(run, ignore_errors=True)  # of a try that failed
     status = subprocess.run(command, check=False).returncode
     if status:
         sys.exit(f"rlhf.{program} ended with status {status}")
@@ -211,6 +215,19 @@ def missing(phase: Phase, quick: bool) -> str:
     return ""
 
 
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a phase and the run below it, which ends its own Ray when it is asked to; the next phase needs the GPU."""
+    deadline = time.monotonic() + END_S
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        while time.monotonic() < deadline:
+            process.poll()  # reaps the leader
+            os.killpg(process.pid, 0)
+            time.sleep(0.2)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def run_phase(phase: Phase, options: argparse.Namespace, left_s: float) -> str:
     """Run a phase within its limit; -> "" or why it has no result. Its output is in NAME.log."""
     if phase.run is None:
@@ -225,11 +242,7 @@ def run_phase(phase: Phase, options: argparse.Namespace, left_s: float) -> str:
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+            end_group(process)
             return f"not done within {limit:.0f} s"
     if status == 0 and (options.output / f"{phase.name}.json").is_file():
         return ""

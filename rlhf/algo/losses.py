@@ -23,6 +23,8 @@ from rlhf.algo.numerics import (
     segment_sums,
 )
 
+DPPO_MAX_RATIO = 20.0  # as the implementation of dppo_tv in verl
+
 
 class PolicyLossTerms(NamedTuple):
     """Per token, all [T] and 0 or False outside of the mask.
@@ -108,7 +110,9 @@ def policy_loss(
     if kind == "dppo_tv":
         moved = torch.exp(logprobs.detach()) - torch.exp(old_logprobs.detach())
         outside = ((advantages > 0) & (moved > clip_high)) | ((advantages < 0) & (moved < -clip_low))
-        loss = torch.where(outside, 0.0, -ratio * advantages)
+        # The gradient is that of the ratio, with a bounded weight: a rare token may gain little and its ratio much.
+        weight = ratio.detach().clamp(max=DPPO_MAX_RATIO)
+        loss = torch.where(outside, 0.0, -weight * advantages * (1 + logprobs - logprobs.detach()))
         return PolicyLossTerms(loss, ratio.detach() * response_mask, outside, never)
     free = -ratio * advantages
     bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages

@@ -148,13 +148,12 @@ class Canary:
             if not self._rounds:
                 raise
             exact, own = await self._exact()
-            noise, kl = _difference(exact, own)[0], _kl(exact, own)
-            bound = NOISE_FACTOR * max(noise, self._engine_noise)
-            difference = _compare(exact, by_engine, problem, max(TOLERANCE, bound))
-            self._allow(
-                max(noise, self._engine_noise, self.tolerance / LATER_FACTOR), max(kl, self.kl_bound / KL_FACTOR)
-            )
-            await self._engines.wake_if_asleep(version)
+            noise = max(_difference(exact, own)[0], self._engine_noise)
+            difference = _compare(exact, by_engine, problem, max(TOLERANCE, NOISE_FACTOR * noise))
+            kl = max([_kl(exact, own), *(_kl(engine, exact) for engine in by_engine if self._limit)])
+            self._allow(max(noise, self.tolerance / LATER_FACTOR), max(kl, self.kl_bound / KL_FACTOR))
+            if await self._engines.wake_if_asleep(version):
+                difference = _compare(expected, await self._by_engine(), problem, self.tolerance)
         return {"sync/canary_difference": difference, "sync/canary_tolerance": self.tolerance}
 
     def check_rollouts(self, metrics: StepMetrics, *, temperature: float, max_lag: int) -> dict[str, float]:
