@@ -274,11 +274,17 @@ class Workers:
     # --- the methods below run in the thread of the workers ---
 
     def send(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        """Send a message; a worker that is gone or does not read is killed."""
-        try:
-            worker.channel.send(message)
-        except OSError:
-            self.kill(worker, DIED)
+        """Send a message as fast as the worker reads, which may first have to send replies that wait to be read here.
+
+        That the worker is gone is an event of its channel.
+        """
+        worker.channel.queue(message)
+        if not worker.doomed:
+            self._flush(worker)
+
+    def _flush(self, worker: Worker) -> None:
+        events = selectors.EVENT_READ | (0 if worker.channel.flush() else selectors.EVENT_WRITE)
+        self._selector.modify(worker.channel.socket, events, partial(self._on_worker, worker))
 
     def kill(self, worker: Worker, why: str, detail: str = "the process died") -> None:
         """Have a worker killed by the process that forked it."""
@@ -397,6 +403,7 @@ class Workers:
     def _on_worker(self, worker: Worker) -> None:
         if worker.doomed:
             return
+        self._flush(worker)
         messages, is_open = worker.channel.receive()
         try:
             for message in messages:
