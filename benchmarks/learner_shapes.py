@@ -137,10 +137,10 @@ def _microbatch(case: Case, checkpointing: str, length: int, tokens: int, device
 def main() -> int:
     options = harness.parser(__doc__ or "").parse_args()
     harness.run_if_case(options, {"measure": measure, "ceilings": ceilings})
-    cpu = options.device == "cpu"
-    sizes = {"tiny": TINY} if cpu else {size: roofline.SIZES[size] for size in SIZES}
-    tokens, lengths = (256, [32, 128]) if cpu else (16384, LENGTHS)
-    large = {"side": 512, "bytes": 2**24} if cpu else {"side": 8192, "bytes": 2**33}
+    tiny = options.quick or options.device == "cpu"
+    sizes = {"tiny": TINY} if tiny else {size: roofline.SIZES[size] for size in SIZES}
+    tokens, lengths = (256, [32, 128]) if tiny else (16384, LENGTHS)
+    large = {"side": 512, "bytes": 2**24} if tiny else {"side": 8192, "bytes": 2**33}
     top = harness.fresh(
         "benchmarks.learner_shapes", {"function": "ceilings", "device": options.device, **large}, timeout_s=120
     )
@@ -150,7 +150,7 @@ def main() -> int:
         case = {"function": "measure", "size": name, "shape": shape, "tokens": tokens, "lengths": lengths,
                 "checkpointing": checkpointing, "device": options.device}  # fmt: skip
         account = {
-            kind: "" if cpu else roofline.update(name, with_kernels=True, checkpointing=CHECKPOINTING[kind])["of peak"]
+            kind: "" if tiny else roofline.update(name, with_kernels=True, checkpointing=CHECKPOINTING[kind])["of peak"]
             for kind in checkpointing
         }
         for row in harness.fresh("benchmarks.learner_shapes", case, timeout_s=300)["rows"]:

@@ -194,7 +194,8 @@ class AlgoConfig(Section):
         None, "bounds; a sequence whose geometric mean ratio of learner to engine is outside is left out; null: none"
     )
     off_policy_mask: PositiveFloat | None = key(
-        None, "nats per token; a sequence of negative advantage with a mean log(engine/policy) above is left out"
+        None,
+        "nats per token; where a sequence's mean log(engine/policy) is above, its negative advantages are left out",
     )
     mask_truncated: bool = key(False, "leave responses that did not stop out of the loss")
     teacher: TeacherConfig | None = key(None, "a model to learn from token by token; null: rewards alone teach")

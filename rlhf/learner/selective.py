@@ -31,7 +31,7 @@ class _Layer:
     """The kept operations of one layer's forward, in their order, each with its outputs; None: to be computed again."""
 
     def __init__(self) -> None:
-        self.outputs: list[tuple[Any, Any] | None] = []
+        self.outputs: list[tuple[Any, Any]] = []
         self.places: dict[int, int] = {}  # storage of an output -> its place in `outputs`
 
 
@@ -58,7 +58,7 @@ class _Keep(_Mode):
         elif func._schema.is_mutable:
             for storage in _storages(_written(func, args, kwargs)):
                 if (place := layer.places.pop(storage, None)) is not None:
-                    layer.outputs[place] = None
+                    layer.outputs[place] = layer.outputs[place][0], None
         return out
 
 
@@ -70,10 +70,11 @@ class _Reuse(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() in KEPT:
             place, self.place = self.place, self.place + 1
-            entry, self.layer.outputs[place] = self.layer.outputs[place], None
-            if entry is not None:
-                assert entry[0] is func, f"the recomputation calls {func} where the forward called {entry[0]}"
-                return entry[1]
+            called, kept = self.layer.outputs[place] if place < len(self.layer.outputs) else (None, None)
+            assert called is func, f"the recomputation calls {func} where the forward called {called}"
+            self.layer.outputs[place] = called, None  # its memory is free as soon as it is used
+            if kept is not None:
+                return kept
         return func(*args, **(kwargs or {}))
 
 
