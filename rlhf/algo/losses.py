@@ -70,7 +70,8 @@ def policy_loss(
                tau is tau_positive where A > 0, else tau_negative         arXiv:2511.20347, as in TRL and verl
         dppo_tv  -r A, but 0 where the probability of the token has moved too far in the direction of its advantage:
                A > 0 and pi - pi_old > clip_high, or A < 0 and pi_old - pi > clip_low. |pi - pi_old| is the total
-               variation of the choice between this token and any other        arXiv:2602.04879, as in verl's dppo_tv
+               variation of the choice between this token and any other; r weighs the gradient with at most
+               DPPO_MAX_RATIO                                                    arXiv:2602.04879, as in verl's dppo_tv
 
     A function in place of a name gives the loss of each token, for an objective of the user; see `own_functions`.
 
