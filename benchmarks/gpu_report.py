@@ -11,15 +11,19 @@ tiny shapes, on CPU too: a check that they run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +36,7 @@ STACK = (*TORCH, "vllm", "ray", "deepspeed")
 REAL_MODEL = Path("runs/real-model-data")
 QUICKSTART = Path("runs/quickstart-data")
 ONE_GPU = "configs/one_gpu_80gb.yaml"
+END_S = 60.0  # that a phase beyond its limit gets to end its run
 SHORT_WARMUP = "learner.schedule.warmup_steps=1"
 STEP_PARTS = ("step", "sampling", "logprobs", "update", "transfer", "canary")
 
@@ -47,16 +52,18 @@ class Phase:
     data: Path | None = None
 
 
-def device() -> list[str]:
-    where = ("cuda", "colocated") if models.gpus() else ("cpu", "separate")
-    return [f"cluster.device={where[0]}", f"cluster.placement={where[1]}"]
+def place(device: str) -> list[str]:
+    """On a GPU engine and learner share it, in turn."""
+    return [f"cluster.device={device}", f"cluster.placement={'colocated' if device == 'cuda' else 'separate'}"]
 
 
-def train(program: str, run: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Run a program on the GPU, engine and learner in turn -> the lines of its metrics."""
-    command = [sys.executable, "-m", f"rlhf.{program}", *arguments, *device(), f"run.dir={run}", "run.export=false",
-               "logging.wandb.mode=disabled", "checkpoint.every=null"]  # fmt: skip
+def train(options: argparse.Namespace, program: str, name: str, *arguments: str) -> list[dict[str, Any]]:
+    """Run a program, in a folder of this name -> the lines of its metrics."""
+    run = options.output / name
+    command = [sys.executable, "-m", f"rlhf.{program}", *arguments, *place(options.device), f"run.dir={run}",
+               "run.export=false", "logging.wandb.mode=disabled", "checkpoint.every=null"]  # fmt: skip
     print(" ".join(command), flush=True)
+    shutil.rmtree(run, ignore_errors=True)  # of a try that failed
     status = subprocess.run(command, check=False).returncode
     if status:
         sys.exit(f"rlhf.{program} ended with status {status}")
@@ -80,12 +87,12 @@ def row_of(lines: list[dict[str, Any]], **first: Any) -> Row:
         values = [line[key] for line in later if key in line]
         if values:
             row[name] = statistics.median(values)
-    peaks = [value for line in steps for key, value in line.items() if key.startswith("memory/") and "peak" in key]
-    return row | ({"peak GiB": max(peaks)} if peaks else {})
+    used = [value for line in steps for key, value in line.items() if re.fullmatch(r"memory/.+/gpu", key)]
+    return row | ({"most GiB of the GPU": max(used)} if used else {})
 
 
 def accuracies(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    found = [v for line in lines for k, v in line.items() if k.startswith("eval/") and k.endswith(("avg@1", "pass@1"))]
+    found = [value for line in lines for key, value in line.items() if re.fullmatch(r"eval/\w+/avg@1", key)]
     return {"accuracy before": found[0], "after": found[-1]} if found else {}
 
 
@@ -95,7 +102,7 @@ def doctor(options: argparse.Namespace) -> tuple[str, list[Row]]:
     command = [sys.executable, "-m", "rlhf.doctor", "--json", "--config", "configs/real_model_cpu.yaml",
                f"model.path={model}", f"data.train={train_file}", f"data.eval={test_file}",
                "model.dtype=bfloat16", "run.steps=2", "rollout.max_response_tokens=24", SHORT_WARMUP,
-               *device()]  # fmt: skip
+               *place(options.device)]  # fmt: skip
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout)
     findings = json.loads(done.stdout)
@@ -120,7 +127,7 @@ def real(options: argparse.Namespace) -> tuple[str, list[Row]]:
                 f"data.eval={task}/test.jsonl", "rollout.gpu_memory_utilization=0.3", *arguments,
                 f"model.path={REAL_MODEL}/SmolLM2-135M-Instruct",
             ]  # fmt: skip
-        lines = train("grpo", options.output / f"real-{kind.split(',')[0].replace(' ', '-')}", *arguments)
+        lines = train(options, "grpo", f"real-{kind.split(',')[0].replace(' ', '-')}", *arguments)
         rows.append(row_of(lines, trained=kind) | accuracies(lines))
     return "SmolLM2-135M learns to pick the largest of four numbers, bf16", rows
 
@@ -134,7 +141,7 @@ def lengths(options: argparse.Namespace) -> tuple[str, list[Row]]:
         prompts, test = models.write_prompts(models.FOLDER / "data-long", 4096)
         longest = 64 if options.quick else 1024
         lines = train(
-            "grpo", options.output / f"lengths-{trained.replace(' ', '-')}", "--config", ONE_GPU,
+            options, "grpo", f"lengths-{trained.replace(' ', '-')}", "--config", ONE_GPU,
             f"model.path={model}", f"data.train={prompts}", f"data.eval={test}", "data.prompt_suffix=null",
             f"run.steps={2 if options.quick else 5}", f"rollout.prompts_per_step={4 if options.quick else 64}",
             f"rollout.max_response_tokens={longest}", "rollout.gpu_memory_utilization=0.4",
@@ -150,32 +157,28 @@ def lengths(options: argparse.Namespace) -> tuple[str, list[Row]]:
 def repeated(options: argparse.Namespace) -> tuple[str, list[Row]]:
     """Two deterministic runs, at the same time, must log the same numbers."""
     steps = 2 if options.quick else 3
-    runs = [options.output / f"repeated-{i}" for i in range(2)]
-    processes = [
-        subprocess.Popen([sys.executable, "-m", "benchmarks.gpu_report", "--one", str(run), str(steps)]) for run in runs
-    ]
-    if any([process.wait() for process in processes]):
-        sys.exit("a deterministic run failed")
-    first, second = ([json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()] for run in runs)
+
+    def run(name: str) -> list[dict[str, Any]]:
+        return train(
+            options, "grpo", name, "--config", "configs/quickstart.yaml", *quickstart_arguments(), f"run.steps={steps}",
+            "run.deterministic=true", "evaluation.at_start=false", "rollout.gpu_memory_utilization=0.2",
+            "run.max_useless_steps=null", SHORT_WARMUP,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor() as both:
+        first, second = both.map(run, ("repeated-0", "repeated-1"))
     timed = ("time/", "memory/", "tokens_per_second", "mfu", "seconds", "idle")
-    names = [k for line in first for k in line if not any(part in k for part in timed)]
-    differing = sorted({k for a, b in zip(first, second, strict=True) for k in names if a.get(k) != b.get(k)})
+    names = {k for line in (*first, *second) for k in line if not any(part in k for part in timed)}
+    pairs = [(k, repr(a.get(k)), repr(b.get(k))) for a, b in zip(first, second, strict=True) for k in names]
+    differing = sorted({name for name, a, b in pairs if a != b})  # by their text, so that NaN equals NaN
     return "run.deterministic twice", [
-        {"steps": steps, "metrics compared": len(set(names)), "that differ": ", ".join(differing) or "none"}
+        {"steps": steps, "metrics compared": len(names), "that differ": ", ".join(differing) or "none"}
     ]
-
-
-def one_of_repeated(run: str, steps: str) -> None:
-    train(
-        "grpo", Path(run), "--config", "configs/quickstart.yaml", *quickstart_arguments(), f"run.steps={steps}",
-        "run.deterministic=true", "evaluation.at_start=false", "rollout.gpu_memory_utilization=0.2",
-        "run.max_useless_steps=null", SHORT_WARMUP,
-    )  # fmt: skip
 
 
 def ppo(options: argparse.Namespace) -> tuple[str, list[Row]]:
     lines = train(
-        "ppo", options.output / "ppo", "--config", "configs/ppo_quickstart.yaml", *quickstart_arguments(),
+        options, "ppo", "ppo", "--config", "configs/ppo_quickstart.yaml", *quickstart_arguments(),
         f"run.steps={2 if options.quick else 12}", "rollout.gpu_memory_utilization=0.3",
         SHORT_WARMUP, "critic.warmup_steps=1", "critic.schedule.warmup_steps=1",
     )  # fmt: skip
@@ -207,8 +210,21 @@ def missing(phase: Phase, quick: bool) -> str:
         return f"needs the packages {', '.join(absent)}: make setup-gpu setup-bench"
     data = QUICKSTART if quick and phase.run else phase.data
     if data is not None and not data.exists():
-        return f"needs {data}: make quickstart, make real-model or their first lines make it"
+        return f"needs {data}: make {'quickstart' if data == QUICKSTART else 'real-model'} makes it"
     return ""
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a phase and the run below it, which ends its own Ray when it is asked to; the next phase needs the GPU."""
+    deadline = time.monotonic() + END_S
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        while time.monotonic() < deadline:
+            process.poll()  # reaps the leader
+            os.killpg(process.pid, 0)
+            time.sleep(0.2)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def run_phase(phase: Phase, options: argparse.Namespace, left_s: float) -> str:
@@ -225,11 +241,7 @@ def run_phase(phase: Phase, options: argparse.Namespace, left_s: float) -> str:
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+            end_group(process)
             return f"not done within {limit:.0f} s"
     if status == 0 and (options.output / f"{phase.name}.json").is_file():
         return ""
@@ -240,7 +252,8 @@ def run_phase(phase: Phase, options: argparse.Namespace, left_s: float) -> str:
 
 def page(options: argparse.Namespace, problems: dict[str, str]) -> str:
     """The results so far as Markdown."""
-    text = [f"# GPU report\n\n{harness.machine(options.device)}\n"]
+    machine = ", ".join(f"{key} {value}" for key, value in harness.machine(options.device).items())
+    text = [f"# GPU report\n\n{machine}\n"]
     for phase in PHASES:
         file = options.output / f"{phase.name}.json"
         if not file.is_file():
@@ -261,11 +274,7 @@ def main() -> int:
     options_parser.add_argument("--minutes", type=float, default=28.0, help="no phase starts or goes on after these")
     options_parser.add_argument("--only", nargs="+", choices=[phase.name for phase in PHASES], help="these phases")
     options_parser.add_argument("--phase", help=argparse.SUPPRESS)
-    options_parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = options_parser.parse_args()
-    if options.one:
-        one_of_repeated(*options.one)
-        return 0
     if options.phase:
         phase = next(phase for phase in PHASES if phase.name == options.phase)
         assert phase.run is not None

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from benchmarks import harness
+from benchmarks import harness, models
 from benchmarks.harness import Row
 from rlhf.config.sections import Checkpointing
 
@@ -40,12 +40,9 @@ TOKENS, SEQUENCE, RESPONSE_SHARE = 16384, 4096, 0.85
 OLD_TILES = 2048, 16384  # of logits, where torch computes several passes over them
 KINDS = ("products", "attention", "other")
 SIZES: dict[str, dict[str, Any]] = {
-    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-             "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
-    "3B": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
-           "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
-    "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-           "num_key_value_heads": 4, "vocab_size": 152_064},
+    "1.5B": {**models.SIZES["1.5b"], "tie_word_embeddings": True},
+    "3B": {**models.SIZES["3b"], "tie_word_embeddings": True},
+    "7B": models.SIZES["7b"],
     "32B": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
             "num_key_value_heads": 8, "vocab_size": 152_064},
 }  # fmt: skip
@@ -191,7 +188,8 @@ def update(size: str, *, with_kernels: bool, checkpointing: Checkpointing) -> Ro
     total = sum(parts.values())
     flops = model_flops(shape, tokens=TOKENS, sequence=SEQUENCE)
     return {
-        "model": size, "checkpointing": {False: "off", True: "full"}.get(checkpointing, checkpointing),
+        "model": size,
+        "checkpointing": checkpointing if isinstance(checkpointing, str) else "full" if checkpointing else "off",
         "code": "kernels" if with_kernels else "plain",
         **{f"{kind}, ms": seconds * 1e3 for kind, seconds in parts.items() if seconds},
         "other, GB": (whole("bytes", "other") + head.bytes["other"]) / 1e9,

@@ -360,7 +360,7 @@ class World:
     local_rank: int
     master_host: str
     master_port: int
-    threads: int  # of torch, on CPU
+    threads: int  # of torch, on CPU and for an optimizer in host memory
     ranks_on_node: int = 1  # they share the node's memory
     deterministic: bool = False  # torch takes only algorithms that give the same bits every time
     version: int = 0  # of the run's weights when the actor starts, in completed training steps

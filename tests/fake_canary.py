@@ -57,9 +57,11 @@ class FakeEngines:
     async def sleep_if_colocated(self) -> None:
         self.asleep = self.colocated
 
-    async def wake_if_asleep(self, version: int) -> None:
-        if self.asleep:
+    async def wake_if_asleep(self, version: int) -> bool:
+        slept = self.asleep
+        if slept:
             await self.send_weights(version)
+        return slept
 
     async def generate(
         self, token_ids: np.ndarray, settings: SamplingSettings, *, engine: int, **_: Any

@@ -23,6 +23,8 @@ from rlhf.algo.numerics import (
     segment_sums,
 )
 
+DPPO_MAX_RATIO = 20.0  # as the implementation of dppo_tv in verl
+
 
 class PolicyLossTerms(NamedTuple):
     """Per token, all [T] and 0 or False outside of the mask.
@@ -68,7 +70,8 @@ def policy_loss(
                tau is tau_positive where A > 0, else tau_negative         arXiv:2511.20347, as in TRL and verl
         dppo_tv  -r A, but 0 where the probability of the token has moved too far in the direction of its advantage:
                A > 0 and pi - pi_old > clip_high, or A < 0 and pi_old - pi > clip_low. |pi - pi_old| is the total
-               variation of the choice between this token and any other        arXiv:2602.04879, as in verl's dppo_tv
+               variation of the choice between this token and any other; r weighs the gradient with at most
+               DPPO_MAX_RATIO                                                    arXiv:2602.04879, as in verl's dppo_tv
 
     A function in place of a name gives the loss of each token, for an objective of the user; see `own_functions`.
 
@@ -108,7 +111,9 @@ def policy_loss(
     if kind == "dppo_tv":
         moved = torch.exp(logprobs.detach()) - torch.exp(old_logprobs.detach())
         outside = ((advantages > 0) & (moved > clip_high)) | ((advantages < 0) & (moved < -clip_low))
-        loss = torch.where(outside, 0.0, -ratio * advantages)
+        # The gradient is that of the ratio, with a bounded weight: a rare token may gain little and its ratio much.
+        weight = ratio.detach().clamp(max=DPPO_MAX_RATIO)
+        loss = torch.where(outside, 0.0, -weight * advantages * (1 + logprobs - logprobs.detach()))
         return PolicyLossTerms(loss, ratio.detach() * response_mask, outside, never)
     free = -ratio * advantages
     bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages

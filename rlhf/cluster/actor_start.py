@@ -95,6 +95,11 @@ def shared_gpus(learners: Sequence[Location], role: Role, number: int) -> str:
     return ",".join(gpu for location in own for gpu in location.gpu_ids)
 
 
+def shared_cores(own: Location, trained: Sequence[Location]) -> int:
+    """The cores of its node for each rank there, of all trained roles, since these compute together; at least 1."""
+    return max(1, own.cores // sum(location.node == own.node for location in trained))
+
+
 def environment_of(role: str, config: TrainingProgramConfig, *, sockets: str | None) -> dict[str, str]:
     """The variables for an actor of a role, which the libraries read when they are imported.
 

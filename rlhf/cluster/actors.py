@@ -34,7 +34,10 @@ class LostError(ClusterError):
 
 @dataclass(frozen=True)
 class Location:
-    """Where an actor runs: its id, its node by id and address, its process, a free port, the GPUs that Ray gave it."""
+    """Where an actor runs: its id, its node by id and address, its process, a free port, the GPUs that Ray gave it.
+
+    `cores` are those of the node that the process may use, whatever it has reserved.
+    """
 
     actor: str
     node: str
@@ -42,6 +45,7 @@ class Location:
     process: int
     port: int
     gpu_ids: tuple[str, ...]
+    cores: int
 
 
 class HostedActor:
@@ -59,7 +63,8 @@ class HostedActor:
     def locate(self) -> Location:
         context, gpu_ids = ray.get_runtime_context(), tuple(map(str, ray.get_gpu_ids()))
         actor, host = str(context.get_actor_id()), ray.util.get_node_ip_address()
-        return Location(actor, context.get_node_id(), host, os.getpid(), free_port(), gpu_ids)
+        cores = len(os.sched_getaffinity(0))
+        return Location(actor, context.get_node_id(), host, os.getpid(), free_port(), gpu_ids, cores)
 
     def build(self, environment: Mapping[str, str], *arguments: Any) -> None:
         """Set the environment that the libraries read when they are imported, then import and construct."""

@@ -98,19 +98,25 @@ class Canary:
         self.sequences = [np.concatenate([start, completion.token_ids]) for start, completion in written]
         if self._noise_seed is not None:
             _check_alike(written[0][1], (await self._written(self._prompts[0]))[1])
-        by_engine = await self._by_engine()
-        exact, own = await self._exact()
         problem = "and the learner disagree on the untouched weights of model.path: one of them computes another model"
-        noise, kl = _difference(exact, own)[0], _kl(exact, own)
-        measured = _compare(exact, by_engine, problem, max(TOLERANCE, NOISE_FACTOR * noise, self._limit))
+        measured = await self._judge(await self._by_engine(), problem, limit=self._limit)
         if self._limit:
             self._engine_noise = measured
-            noise, kl = max(noise, measured), max(kl, *(_kl(engine, exact) for engine in by_engine))
-        self._allow(noise, kl)
+            self.tolerance = max(self.tolerance, LATER_FACTOR * measured)
 
-    def _allow(self, noise: float, kl: float) -> None:
-        self.tolerance = max(TOLERANCE, LATER_FACTOR * noise)
-        self.kl_bound = max(TOLERANCE**2, KL_FACTOR * kl)
+    async def _judge(self, by_engine: Sequence[Logprobs], problem: str, *, limit: float = 0.0) -> float:
+        """The engines' difference from the learner's float32 pass, if rounding explains it; later bounds follow that.
+
+        Args:
+            limit: differences below it are allowed in any case.
+        """
+        exact, own = await self._exact()
+        noise = max(_difference(exact, own)[0], self._engine_noise)
+        difference = _compare(exact, by_engine, problem, max(TOLERANCE, NOISE_FACTOR * noise, limit))
+        kl = max([_kl(exact, own), *(_kl(engine, exact) for engine in by_engine if self._limit)])
+        self.tolerance = max(self.tolerance, LATER_FACTOR * noise)
+        self.kl_bound = max(self.kl_bound, KL_FACTOR * kl)
+        return difference
 
     async def check_start(self, version: int) -> dict[str, float]:
         """Send perturbed weights, see the engines follow, and send the true ones back; raises as `check`."""
@@ -153,14 +159,9 @@ class Canary:
         except ClusterError:
             if not self._rounds:
                 raise
-            exact, own = await self._exact()
-            noise, kl = _difference(exact, own)[0], _kl(exact, own)
-            bound = NOISE_FACTOR * max(noise, self._engine_noise)
-            difference = _compare(exact, by_engine, problem, max(TOLERANCE, bound))
-            self._allow(
-                max(noise, self._engine_noise, self.tolerance / LATER_FACTOR), max(kl, self.kl_bound / KL_FACTOR)
-            )
-            await self._engines.wake_if_asleep(version)
+            difference = await self._judge(by_engine, problem)
+            if await self._engines.wake_if_asleep(version):
+                difference = _compare(expected, await self._by_engine(), problem, self.tolerance)
         return {"sync/canary_difference": difference, "sync/canary_tolerance": self.tolerance}
 
     def check_rollouts(self, metrics: StepMetrics, *, temperature: float, max_lag: int) -> dict[str, float]:

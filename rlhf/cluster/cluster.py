@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any, cast
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from rlhf.cluster.actor_start import create, create_guest, environment_of, new_actor, shared_gpus
+from rlhf.cluster.actor_start import create, create_guest, environment_of, new_actor, shared_cores, shared_gpus
 from rlhf.cluster.actors import ActorGroup
 from rlhf.cluster.environment_nodes import HOST, EnvironmentNodes
 from rlhf.cluster.heartbeat import Heartbeat
@@ -196,14 +195,14 @@ class Cluster:
         """For each actor of a role: its environment, and the arguments of the class that it hosts."""
         config, locations = self.config.cluster, self.group(role.name).locations
         nodes = [location.node for location in locations]
-        at_once = sum(other.count for other in self.roles if other.training is not None)  # they compute together
-        share = max(1, (os.cpu_count() or 1) // at_once) if role.training is not None else 1
+        trained = [location for ranks in self.trained().values() for location in ranks.locations]
         read: tuple[Any, ...] = ()
         if role.reads:
             module, function = role.reads.split(":")
             read = (getattr(importlib.import_module(module), function)(self.config),)
         arguments = []
         for rank, node in enumerate(nodes):
+            share = 1 if role.training is None else shared_cores(locations[rank], trained)
             world = World(
                 rank,
                 size=len(nodes),

@@ -140,10 +140,12 @@ class Engines:
             await self.group.call("sleep")
             self._asleep = True
 
-    async def wake_if_asleep(self, version: int) -> None:
-        """After the learners have worked: engines that sleep get these weights once more."""
-        if self._asleep:
+    async def wake_if_asleep(self, version: int) -> bool:
+        """After the learners have worked: engines that sleep get these weights once more; -> whether they slept."""
+        slept = self._asleep
+        if slept:
             await self.send_weights(version)
+        return slept
 
     async def _transfer(self) -> None:
         """Send the weights to every engine, also to new ones; if the engines have changed, build a new group."""

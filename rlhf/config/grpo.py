@@ -302,9 +302,11 @@ def _rewards_below_zero(config: GRPOConfig) -> Iterator[str]:
         yield f"{rollout.non_stop_reward=}"
     if config.reward_model is not None:
         yield "reward_model"
-    for name in ("length", "repetition"):
-        if any(part.name == name for part in config.reward.all_parts):
-            yield f"reward name={name}"
+    for part in config.reward.all_parts:
+        if part.name in ("length", "repetition"):
+            yield f"reward name={part.name}"
+        elif part.weight < 0:
+            yield f"reward name={part.name} with weight={part.weight:g}"
 
 
 def _names_environments(environment: Any) -> bool:

@@ -60,7 +60,7 @@ class ModelConfig(Section):
     path: FilePath = Field(description="folder or hub name of the model that is trained")
     dtype: ModelDType = key("bfloat16", "of weights and activations; master weights are float32")
     gradient_checkpointing: Checkpointing = key(
-        False, "recompute activations in the backward pass; selective: all but products and attention"
+        False, "recompute activations in the backward pass; selective: all but matrix products and attention"
     )
     trust_remote_code: bool = key(False, "run code that the model's repository ships")
     lora: LoraConfig | None = key(None, "train adapters in place of all weights: {rank: 16}; null: all weights")
@@ -205,7 +205,8 @@ class AlgoConfig(Section):
         None, "bounds; a sequence whose geometric mean ratio of learner to engine is outside is left out; null: none"
     )
     off_policy_mask: PositiveFloat | None = key(
-        None, "nats per token; a sequence of negative advantage with a mean log(engine/policy) above is left out"
+        None,
+        "nats per token; where a sequence's mean log(engine/policy) is above, its negative advantages are left out",
     )
     mask_truncated: bool = key(False, "leave responses that did not stop out of the loss")
     teacher: TeacherConfig | None = key(None, "a model to learn from token by token; null: rewards alone teach")
@@ -381,7 +382,9 @@ class LearnersConfig(Section):
 
     device: Literal["cuda", "cpu"] = key("cuda", "where the models compute")
     learners: PositiveInt = key(1, "learner ranks, one GPU each")
-    threads_per_learner: PositiveInt | None = key(None, "threads of a learner on CPU; null: cores divided by learners")
+    threads_per_learner: PositiveInt | None = key(
+        None, "threads of a learner on CPU, and of an optimizer in host memory; null: cores of its node / learners"
+    )
     ray_address: str | None = key(None, "address of a running Ray cluster; null starts one here")
     cpus_per_learner: PositiveFloat = key(0.5, "CPU cores reserved for each learner")
     start_deadline_s: PositiveFloat = key(900.0, "seconds that start-up may take before the run fails")
@@ -404,6 +407,8 @@ class PlanConfig(Section):
     """Measured or assumed numbers from which --plan estimates hours; a run does not read them."""
 
     engine_tokens_per_second: PositiveFloat | None = key(None, "rollout/tokens_per_second / cluster.engines")
-    learner_tokens_per_second: PositiveFloat | None = key(None, "learner/tokens_per_second / cluster.learners")
+    learner_tokens_per_second: PositiveFloat | None = key(
+        None, "learner/tokens_per_second / cluster.learners, of a run without offload_optimizer"
+    )
     prompt_tokens: PositiveInt | None = key(None, "mean prompt length, tokens; null: data.max_prompt_tokens")
     response_tokens: PositiveInt | None = key(None, "mean tokens after the prompt; null: the most that may follow it")

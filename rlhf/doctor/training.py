@@ -188,7 +188,10 @@ async def _sample(engines: Engines, prompts: Sequence[Prompt], settings: Samplin
 
 
 async def check_update(patient: Patient) -> Finding:
-    """On sampled rollouts every ratio is exactly 1 before the update, and a learning rate of 0 moves nothing."""
+    """On sampled rollouts every ratio is exactly 1 before the update, and a learning rate of 0 moves nothing.
+
+    Where the engine's policy is the old one, the ratio has the engine's rounding and is not judged.
+    """
     from rlhf.doctor import on_rank
 
     engines, config = patient.engines, patient.config

@@ -59,6 +59,9 @@ class TrainedRank:
         self.training = training
         self.world = world
         self.device = join_world(device, world)
+        if training.section.offload_optimizer:
+            # Ray tells OpenMP to use one thread where an actor reserves less than two cores, and Adam would take one.
+            torch.set_num_threads(world.threads)
         self._model = model
         self._settings = training_settings(training.section, world, dtype=model.dtype, device=self.device.type)
         self.updates_done = 0  # u of the schedule: taken and skipped

@@ -13,24 +13,17 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.attention import varlen  # noqa: F401  # registers the operation of variable-length attention
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rlhf.learner.segments import checkpoint_contexts
 
 # Without batched products (bmm): most are scores of attention, which grow with the square of the length.
 KEPT = frozenset((
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._grouped_mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.torch_attn._varlen_attn.default,
+    "aten::mm", "aten::addmm", "aten::_grouped_mm",
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn",
 ))  # fmt: skip
 
 
@@ -38,7 +31,7 @@ class _Layer:
     """The kept operations of one layer's forward, in their order, each with its outputs; None: to be computed again."""
 
     def __init__(self) -> None:
-        self.outputs: list[tuple[Any, Any] | None] = []
+        self.outputs: list[tuple[Any, Any]] = []
         self.places: dict[int, int] = {}  # storage of an output -> its place in `outputs`
 
 
@@ -58,44 +51,50 @@ class _Keep(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, layer = kwargs or {}, self.layer
         out = func(*args, **kwargs)
-        if func in KEPT:
-            kept = tree_map_only(Tensor, Tensor.detach, out)
+        if func.name() in KEPT:
+            kept = tuple(map(_detached, out)) if isinstance(out, tuple) else _detached(out)
             layer.places |= {storage: len(layer.outputs) for storage in _storages(kept)}
             layer.outputs.append((func, kept))
         elif func._schema.is_mutable:
             for storage in _storages(_written(func, args, kwargs)):
                 if (place := layer.places.pop(storage, None)) is not None:
-                    layer.outputs[place] = None
+                    layer.outputs[place] = layer.outputs[place][0], None
         return out
 
 
 class _Reuse(_Mode):
     """Active in the recomputation of a layer."""
 
-    def __enter__(self) -> Any:
-        self.place = 0
-        return super().__enter__()
+    place = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in KEPT:
+        if func.name() in KEPT:
             place, self.place = self.place, self.place + 1
-            entry, self.layer.outputs[place] = self.layer.outputs[place], None
-            if entry is not None:
-                assert entry[0] is func, f"the recomputation calls {func} where the forward called {entry[0]}"
-                return entry[1]
+            called, kept = self.layer.outputs[place] if place < len(self.layer.outputs) else (None, None)
+            assert called is func, f"the recomputation calls {func} where the forward called {called}"
+            self.layer.outputs[place] = called, None  # its memory is free as soon as it is used
+            if kept is not None:
+                return kept
         return func(*args, **(kwargs or {}))
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operation changes."""
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """The arguments that an operation changes; of a list of tensors each."""
     arguments = func._schema.arguments
     written = {x.name for x in arguments if x.alias_info is not None and x.alias_info.is_write}
     by_name = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-    return [value for name, value in by_name.items() if name in written]
+    changed = [value for name, value in by_name.items() if name in written]
+    return tuple(x for value in changed for x in (value if isinstance(value, list | tuple) else (value,)))
 
 
 def _storages(tensors: Any) -> list[int]:
-    return [x.untyped_storage()._cdata for x in tree_leaves(tensors) if isinstance(x, Tensor)]
+    """A number for the memory of each; torch keeps one object for it as long as it is in use."""
+    each = tensors if isinstance(tensors, tuple) else (tensors,)
+    return [id(x.untyped_storage()) for x in each if isinstance(x, Tensor)]
 
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -95,12 +95,18 @@ def checkpoint_bytes(config: TrainingProgramConfig, policy: ModelShape | None) -
     """
     size = 0
     for role, _ in config.trained_roles():
-        if (shape := _shape_of(role, config, policy)) is None:
+        if (count := parameters_of(role, config, policy)) is None:
             return None
-        count = scalar_parameters(shape) if role.scalar else trained_parameters(shape, config.model.lora)
         moves = config.reference_moves and role.name == LEARNER
         size += (MASTER_BYTES + MOMENTS_BYTES) * count + MASTER_BYTES * count * moves
     return size
+
+
+def parameters_of(role: Role, config: TrainingProgramConfig, policy: ModelShape | None) -> int | None:
+    """Parameters that a trained role trains; None if the shape of its model is not known."""
+    if (shape := _shape_of(role, config, policy)) is None:
+        return None
+    return scalar_parameters(shape) if role.scalar else trained_parameters(shape, config.model.lora)
 
 
 def total(parts: Sequence[Part]) -> float:
@@ -254,6 +260,12 @@ def selective_bytes(shape: ModelShape, *, b: int) -> int:
     return b * (2 * queries + 2 * keys + 2 * shape.hidden + mlp) + 4 * shape.heads
 
 
+def adapter_product_bytes(shape: ModelShape, rank: int, *, b: int) -> int:
+    """Bytes per token of what adapters of all seven linear layers of a layer give: A x, and B A x."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return b * (queries + 2 * keys + 2 * shape.hidden + 2 * shape.intermediate + 7 * rank)
+
+
 def _activations(shape: ModelShape, config: GRPOConfig) -> Part:
     tokens, b = config.learner.max_tokens_per_microbatch, BYTES[config.model.dtype]
     # Attention keeps keys and values once more for each sequence that begins with them.
@@ -261,6 +273,8 @@ def _activations(shape: ModelShape, config: GRPOConfig) -> Part:
     layer = layer_activation_bytes(shape, b=b) + repeated
     if config.model.gradient_checkpointing == "selective":
         kept = selective_bytes(shape, b=b)
+        if config.model.lora is not None:
+            kept += adapter_product_bytes(shape, config.model.lora.rank, b=b)
         how = f"{tokens:,} tokens x ({shape.layers} layers x {_kib(kept)} + {_kib(layer)})"
         return Part("activations, selective", float(tokens * (shape.layers * kept + layer)), how)
     if config.model.gradient_checkpointing:

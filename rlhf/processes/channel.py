@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Sequence
@@ -18,10 +19,24 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
         self._rest = bytearray()  # of a message that has not arrived completely
+        self._unsent = bytearray()
+
+    def queue(self, message: Any) -> None:
+        """Leave a message to `flush`, for a peer that may itself be waiting to send."""
+        self._unsent += _encoded(message)
+
+    def flush(self) -> bool:
+        """Send what the peer has room for; whether that was everything. That the peer is gone is told by `receive`."""
+        if self._unsent:
+            self.socket.setblocking(False)
+            with contextlib.suppress(OSError):
+                while self._unsent:
+                    del self._unsent[: self.socket.send(self._unsent)]
+        return not self._unsent
 
     def send(self, message: Any, *, fds: Sequence[int] = ()) -> None:
         """Send a whole message. Raises OSError when the peer is gone or does not read."""
-        data = json.dumps(message, default=as_json).encode() + b"\n"
+        data = _encoded(message)
         self.socket.settimeout(SEND_S)
         sent = socket.send_fds(self.socket, [data], fds) if fds else 0
         self.socket.sendall(memoryview(data)[sent:])
@@ -51,6 +66,10 @@ class Channel:
             return [json.loads(line) for line in lines], True
         except (ValueError, RecursionError):
             return [], False
+
+
+def _encoded(message: Any) -> bytes:
+    return json.dumps(message, default=as_json).encode() + b"\n"
 
 
 def as_json(value: Any) -> Any:

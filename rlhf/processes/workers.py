@@ -6,13 +6,10 @@ Whoever uses it derives a class, as `rlhf.processes` says. All of it runs in one
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,12 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 from rlhf.processes.channel import Channel
 from rlhf.processes.code import changed_sources
 from rlhf.processes.confinement import Grants
+from rlhf.processes.forkers import START_S, Forker, KeeperProcess
 from rlhf.processes.output import OutputPipe, PrintedLines
 from rlhf.processes.outside import Stopwatch, count_below, is_running
 
@@ -38,75 +35,7 @@ LOST = "lost"  # what it was forked from has ended, so its work is not to blame
 POLL_S = 0.02  # how often limits are checked while work is done
 MAX_FAILED_STARTS = 5  # in a row; after more, every further start would fail too
 MAX_STARTING = 32  # fork commands at a time, so that sending them never blocks
-CLOSE_S = 5.0  # for the keeper to kill and reap every worker, before it is killed itself
-START_S = 120.0  # for the processes to load, other people's modules included
 RELOAD_EVERY_S = 1.0  # workers are started again so long after one could not load the code
-
-# Makes our package importable, and none of our site-packages.
-BOOT = """import sys
-sys.path[:] = filter(None, sys.path)
-from importlib.util import module_from_spec, spec_from_file_location
-spec = spec_from_file_location("rlhf", sys.argv[1] + "/__init__.py", submodule_search_locations=[sys.argv[1]])
-sys.modules["rlhf"] = module_from_spec(spec)
-from rlhf.processes.keeper import main
-main(int(sys.argv[2]))
-"""
-PACKAGE = str(Path(__file__).parents[1])
-
-
-class Forker:
-    """A process that forks workers, and answers pings: the keeper, or a template."""
-
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self._pinged = time.monotonic()
-        self.deadline = self._pinged + START_S  # of its next sign of life
-
-    def send(self, command: Mapping[str, Any], *, fds: Sequence[int] = ()) -> None:
-        """Send a command; that the process has ended is an event of its channel."""
-        with contextlib.suppress(OSError):
-            self.channel.send(command, fds=fds)
-
-    def is_silent(self, *, ping_s: float) -> bool:
-        """Ping it every `ping_s`; whether it has not answered in time."""
-        now = time.monotonic()
-        if now - self._pinged > ping_s:
-            self._pinged = now
-            self.send({"ping": True})
-        return now > self.deadline
-
-
-class KeeperProcess(Forker):
-    """A running keeper (`keeper.py`); it ends with the thread that starts it."""
-
-    def __init__(self, python: str, plan: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        ours, theirs = socket.socketpair()
-        super().__init__(Channel(ours))
-        self._process = subprocess.Popen(
-            [python, "-c", BOOT, PACKAGE, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
-        theirs.close()
-        self.pid = self._process.pid
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
-            stdin.write(json.dumps(plan).encode())
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-
-    def end(self) -> None:
-        """Have it kill every worker, and wait until it has ended; after CLOSE_S it is killed."""
-        self.channel.socket.close()
-        try:
-            self._process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            self._process.wait()
 
 
 @dataclass(eq=False)
@@ -274,11 +203,17 @@ class Workers:
     # --- the methods below run in the thread of the workers ---
 
     def send(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        """Send a message; a worker that is gone or does not read is killed."""
-        try:
-            worker.channel.send(message)
-        except OSError:
-            self.kill(worker, DIED)
+        """Send a message as fast as the worker reads, which may first have to send replies that wait to be read here.
+
+        That the worker is gone is an event of its channel.
+        """
+        worker.channel.queue(message)
+        if not worker.doomed:
+            self._flush(worker)
+
+    def _flush(self, worker: Worker) -> None:
+        events = selectors.EVENT_READ | (0 if worker.channel.flush() else selectors.EVENT_WRITE)
+        self._selector.modify(worker.channel.socket, events, partial(self._on_worker, worker))
 
     def kill(self, worker: Worker, why: str, detail: str = "the process died") -> None:
         """Have a worker killed by the process that forked it."""
@@ -397,6 +332,7 @@ class Workers:
     def _on_worker(self, worker: Worker) -> None:
         if worker.doomed:
             return
+        self._flush(worker)
         messages, is_open = worker.channel.receive()
         try:
             for message in messages:

@@ -123,7 +123,8 @@ class Pool(Workers):
     def on_gone(self, worker: Worker, why: str, detail: str) -> None:
         """The only job of a worker gets the status `why`; several are tried again in smaller and smaller parts.
 
-        One by one at once would take an hour where 200 calls that wait for half a minute were held with one that hangs.
+        One by one at once, 200 calls of half a minute that were held with one that hangs would take 50 minutes on two
+        workers.
         """
         jobs = list(worker.work.values())
         worker.work.clear()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -61,6 +63,21 @@ def test_a_phase_that_fails_or_hangs_is_named_and_ended(tmp_path: Path, monkeypa
     assert "| x/y | 0.25 |" in page
     assert "a note" in page
     assert "## hangs\n\nno result: not done within 3 s" in page
+
+
+@pytest.mark.slow
+def test_what_a_phase_has_started_is_ended_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is asked to end, and does not, would hold the GPU in the next phase."""
+    monkeypatch.setattr(gpu_report, "END_S", 1.0)
+    ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    child = ignores + "print('here', flush=True); time.sleep(99)"
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    process = subprocess.Popen([sys.executable, "-c", parent, child], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    with process.stdout as out:
+        assert out.readline() == b"here\n"
+        gpu_report.end_group(process)
+        assert out.read() == b""  # its last writer has ended
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

@@ -93,7 +93,9 @@ def test_rounding_that_has_grown_is_measured_again_and_allowed(colocated: bool) 
     sent = len(engines.sent)
     engines.trained.rounding, engines.served.rounding = 0.04, -0.04  # the weights are the same
     metrics = asyncio.run(canary.check(5))
-    assert metrics == {"sync/canary_difference": pytest.approx(0.04), "sync/canary_tolerance": pytest.approx(0.12)}
+    difference = 0.08 if colocated else 0.04  # compared again with the learner; or with its float32 pass
+    assert metrics["sync/canary_difference"] == pytest.approx(difference)
+    assert metrics["sync/canary_tolerance"] == pytest.approx(0.12)
     assert not engines.asleep
     assert engines.sent[sent:] == ([5] if colocated else [])
     assert canary.kl_bound == pytest.approx(9 * 0.04**2 / 2, rel=0.05)

@@ -65,10 +65,10 @@ def test_memory_of_an_actor_is_that_of_all_processes_below_it_and_of_its_gpus(
 
     engines, models = ActorGroup("engine", [], deadline_s=1.0), ActorGroup("reward model", [], deadline_s=1.0)
     engines.locations = [
-        Location("1", "a", "host", actor.pid, 1, ("0", "GPU-bb")),
-        Location("2", "b", "host", 7, 1, ("0",)),
+        Location("1", "a", "host", actor.pid, 1, ("0", "GPU-bb"), 2),
+        Location("2", "b", "host", 7, 1, ("0",), 2),
     ]
-    models.locations = [Location("3", "b", "host", 8, 1, ())]
+    models.locations = [Location("3", "b", "host", 8, 1, (), 2)]
     elsewhere = Look(resident={7: 2**30, 8: 2**31}, gpus={"0": 2**29})
     metrics = memory_metrics([engines, models], {"a": seen, "b": elsewhere}, {"driver": 2**28, "graders": 2**27})
     assert metrics.pop("memory/engine/0") == seen.resident[actor.pid] / 2**30

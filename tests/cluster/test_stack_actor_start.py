@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import os
+import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
 from ray.util import placement_group_table
 from ray_cluster import ray_folder
 
-from rlhf.cluster.actor_start import create, create_guest, shared_gpus
-from rlhf.cluster.actors import ClusterError
+from rlhf.cluster.actor_start import create, create_guest, shared_cores, shared_gpus
+from rlhf.cluster.actors import ClusterError, Location
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, Role, Training
 from rlhf.config.sections import ClusterConfig, TrainedConfig
+from rlhf.types import World
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
@@ -27,7 +32,7 @@ def cluster() -> Iterator[None]:
     with ray_folder() as folder:
         ray.init(
             address="local", num_cpus=CPUS, num_gpus=GPUS, include_dashboard=False, log_to_driver=False,
-            _temp_dir=folder,
+            _temp_dir=folder, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
         )  # fmt: skip
         yield
         ray.shutdown()
@@ -74,3 +79,45 @@ def test_a_role_that_finds_no_resources_in_time_leaves_no_reservation() -> None:
     with pytest.raises(ClusterError, match=r"resources for 3 learners of .* no answer within 2 s"):
         asyncio.run(create(learners(GPUS + 1), ClusterConfig(start_deadline_s=2.0)))
     assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}
+
+
+class OffloadedRank:
+    """Hosted by an actor: a rank on a GPU, but for the world that it would join."""
+
+    def __init__(self, threads: int) -> None:
+        import torch
+
+        from rlhf.config.sections import ModelConfig
+        from rlhf.learner import rank
+
+        self.by_default = os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
+        world = World(0, 1, 0, "127.0.0.1", 0, threads=threads)
+        training = dataclasses.replace(TRAINING, section=TrainedConfig(offload_optimizer=True))
+        with mock.patch.object(rank, "join_world", return_value=torch.device("cpu")):
+            rank.TrainedRank(world, name="policy", training=training, model=ModelConfig(path="m"), device="cuda")
+
+    def threads(self) -> tuple[tuple[str, int], int]:
+        import torch
+
+        return self.by_default, torch.get_num_threads()
+
+
+def test_an_optimizer_in_host_memory_gets_threads_although_ray_gives_its_actor_one() -> None:
+    hosted = f"{__name__}:{OffloadedRank.__name__}"
+    role = dataclasses.replace(learners(1), hosted=hosted, cpus=0.5, gpus=0)
+
+    async def threads() -> tuple[tuple[str, int], int]:
+        ranks = await create(role, ClusterConfig(start_deadline_s=60.0))
+        assert ranks.locations[0].cores == len(os.sched_getaffinity(0))
+        await ranks.build([({"DS_ACCELERATOR": "cpu"}, 3)], deadline_s=120.0)
+        (found,) = await ranks.call("threads")
+        ray.kill(ranks.actors[0])
+        ray.util.remove_placement_group(ranks.reservation)
+        return found
+
+    assert asyncio.run(threads()) == (("1", 1), 3)
+
+
+def test_the_cores_of_a_node_are_divided_among_the_ranks_of_all_trained_roles_there() -> None:
+    trained = [Location(str(i), node, "host", i, 1, (), 8) for i, node in enumerate("aaabcccccccccc")]
+    assert [shared_cores(trained[i], trained) for i in (0, 3, 4)] == [2, 8, 1]

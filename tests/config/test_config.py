@@ -310,6 +310,10 @@ CONTRADICTIONS = [
         ["algo.kl_place=reward with algo.advantage=maxrl", "algo.advantage=dr_grpo"],
     ),
     (
+        ["algo.advantage=maxrl", "reward=[{name: math, weight: -0.5}]"],
+        ["reward name=math with weight=-0.5 with algo.advantage=maxrl", "below 0"],
+    ),
+    (
         ["algo.advantage=maxrl", "reward=[{name: math}, {name: length, max_tokens: 20, buffer_tokens: 4}]"],
         ["reward name=length with algo.advantage=maxrl", "Use rewards of 0 and 1"],
     ),

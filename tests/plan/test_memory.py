@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rlhf.config.ppo import PPOConfig
 from rlhf.plan.memory import (
     GIB,
     Part,
+    adapter_product_bytes,
     critic_memory,
     engine_memory,
     kv_cache,
@@ -274,6 +276,17 @@ def test_a_teacher_is_counted_by_its_own_shape_and_divided_at_zero_3(
     assert (unknown.size, unknown.how) == (0, "not counted: its size is not known here")
 
 
+def test_products_of_adapters_are_kept_by_selective_checkpointing_too(make: Any) -> None:
+    shape = model_shape(LLAMA31_8B)
+    assert adapter_product_bytes(shape, 8, b=2) == 2 * (4096 + 2 * 1024 + 2 * 4096 + 2 * 14336 + 7 * 8)
+    keys = ("model.gradient_checkpointing=selective", "cluster.tensor_parallel=1")
+    plain, adapted = (
+        next(part.size for part in learner_memory(shape, make(*keys, *more)) if part.name == "activations, selective")
+        for more in ((), ("model.lora={rank: 8}",))
+    )
+    assert adapted - plain == 8192 * 32 * adapter_product_bytes(shape, 8, b=2)
+
+
 def test_an_offloaded_optimizer_takes_no_gpu_memory(make: Any) -> None:
     parts = gigabytes(learner_memory(model_shape(LLAMA31_8B), make("learner.offload_optimizer=true")))
     assert parts["optimizer"] == 0
@@ -363,6 +376,7 @@ def peak_bytes(kind: str, sizes: dict[str, Any], dtype: str, tokens: int) -> int
         parameter.grad = torch.zeros_like(parameter)
     ids, positions = torch.ones(1, tokens, dtype=torch.long), torch.arange(tokens)[None]
     segments = segments_of(np.array([0, tokens]), np.zeros(1, np.int64), torch.device("cpu"))
+    gc.collect()  # models of tests before this one would be freed in the middle, and count as less
     with torch.profiler.profile(profile_memory=True) as profile, row_of(segments):
         out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, segments=segments)
         out.last_hidden_state.backward(torch.ones_like(out.last_hidden_state))

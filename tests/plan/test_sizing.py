@@ -130,6 +130,13 @@ def test_the_time_of_ppo_is_the_critics_where_it_takes_more_passes(make: Any, tm
     assert time["update"].endswith("x 3 epochs / (8 learners x 4,000) = 192.0 s")
 
 
+def test_an_optimizer_in_host_memory_takes_time_that_its_threads_share(make: Any) -> None:
+    offload = ["learner.offload_optimizer=true", "cluster.threads_per_learner=4"]
+    time = dict(expected_time(make(LLAMA_8B, *SPEEDS, *SIZES, *offload)))
+    assert time["optimizer in host memory"] == "2 updates x 8.03 B / 8 learners x 3.8 ns / 4 threads = 1.9 s"
+    assert time["one step"].startswith("190.5 s, ")  # 188.6 s without
+
+
 def test_without_both_speeds_there_are_no_hours(make: Any) -> None:
     assert "Time, expected" not in plan_text(make(LLAMA_8B, *SPEEDS[1:]))
     text = plan_text(make(LLAMA_8B, *SPEEDS, *SIZES))

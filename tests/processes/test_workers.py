@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from waiting import WAIT_S, eventually, wait_full, worker_pids
 
-from rlhf.processes.workers import PACKAGE, Worker, Workers
+from rlhf.processes.forkers import PACKAGE
+from rlhf.processes.workers import Worker, Workers
 
 pytestmark = pytest.mark.slow  # they start processes
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 from waiting import WAIT_S, eventually, wait_full, worker_pids
 
 from rlhf.config.reward import RewardPart
-from rlhf.processes.outside import Stopwatch, children_of
+from rlhf.processes.outside import Stopwatch, children_of, is_running
 from rlhf.processes.workers import TIMEOUT
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.pool import Pool
@@ -87,6 +88,23 @@ def test_every_job_gets_its_own_grade(pool: Pool) -> None:
     grades = [future.result(timeout=WAIT_S) for future in futures]
     assert [grade.extracted for grade in grades] == [str(k) for k in range(200)]
     assert [grade.value for grade in grades].count(1.0) == 1
+
+
+def test_jobs_for_a_worker_that_has_just_ended_are_computed_by_another(pool: Pool) -> None:
+    assert wait_full(pool) == pool.size
+    submitted = threading.Event()
+
+    def end_first_worker() -> None:
+        """In the thread of the workers, which hears of the end only after it has given out the jobs."""
+        first = worker_pids(pool)[0]
+        os.kill(first, signal.SIGKILL)
+        assert eventually(lambda: not is_running(first))
+        submitted.wait()
+
+    pool.call_soon(end_first_worker)
+    futures = pool.submit_many([math_job(r"\boxed{5}")] * 8)
+    submitted.set()
+    assert {future.result(timeout=WAIT_S).value for future in futures} == {1.0}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from waiting import WAIT_S, wait_full
+from waiting import WAIT_S, wait_full, worker_pids
 from worlds import rollout_of
 
 from rlhf.config.reward import RewardConfig, RewardPart
@@ -93,6 +93,15 @@ def test_calls_whose_messages_arrive_together_run_at_the_same_time(monkeypatch: 
     assert {reply["number"]: reply["status"] for reply in replies} == dict.fromkeys(responses, "ok")
     ours.socket.close()
     theirs.socket.close()
+
+
+def test_a_worker_that_answers_many_calls_while_it_is_sent_large_ones_is_not_killed(pool: Pool) -> None:
+    wait_full(pool)
+    before = worker_pids(pool)
+    small, large = [job("x", seconds=0.0)] * 600, [job("x" * 50_000, seconds=0.0)] * 200
+    futures = pool.submit_many([*small, *large])  # neither direction of the socket has room for all
+    assert {future.result(timeout=WAIT_S).value for future in futures} == {0.5}
+    assert worker_pids(pool) == before
 
 
 def test_calls_that_wait_do_not_keep_others_from_being_computed(
