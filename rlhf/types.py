@@ -10,6 +10,7 @@ Arrays are numpy: they cross process boundaries without torch. `x[t]` describes 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -42,6 +43,42 @@ class VersionSpan(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Support:
+    """The vocabulary's tokens that each of T tokens was sampled from, where sampling was restricted.
+
+    Attributes:
+        ids: [K] int32; those of token t are ids[offsets[t]:offsets[t+1]]. If it has none there: the whole vocabulary.
+        offsets: [T+1] int64.
+    """
+
+    ids: np.ndarray
+    offsets: np.ndarray
+
+    @classmethod
+    def of(cls, ids: np.ndarray, sizes: np.ndarray) -> Support:
+        """Those of tokens that have `sizes` [T] of the ids [K]."""
+        return cls(ids.astype(np.int32, copy=False), np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[Support | None, int]]) -> Support | None:
+        """One after another, each with its number of tokens; None if no token has a support."""
+        given = [support for support, _ in parts if support is not None and len(support.ids)]
+        if not given:
+            return None
+        sizes = [np.zeros(count, np.int64) if support is None else support.sizes for support, count in parts]
+        return cls.of(np.concatenate([support.ids for support in given]), np.concatenate(sizes))
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """[T] int64, tokens of each support; 0: the whole vocabulary."""
+        return np.diff(self.offsets)
+
+    def take(self, index: np.ndarray) -> Support:
+        """Those of these tokens, in the order of `index`."""
+        return Support.of(self.ids[_ranges(self.offsets, index)], self.sizes[index])
+
+
+@dataclass(frozen=True)
 class TokenSequence:
     """What the engine saw and sampled in one context, id for id: one row of a batch.
 
@@ -50,12 +87,14 @@ class TokenSequence:
         response_mask: [L] bool, True where the policy sampled the token; may have holes.
         rollout_logprobs: [L] float32, as the engine reported them; 0 outside the mask.
         version_spans: cover the tokens of the mask, in order.
+        support: of all tokens; None where each was sampled from the whole vocabulary.
     """
 
     token_ids: np.ndarray
     response_mask: np.ndarray
     rollout_logprobs: np.ndarray
     version_spans: tuple[VersionSpan, ...]
+    support: Support | None = None
 
     @property
     def response_length(self) -> int:
@@ -184,6 +223,7 @@ class PackedTokens:
         cu_seqlens: [S+1] int64; sequence s is tokens cu_seqlens[s] to cu_seqlens[s+1].
         rollout_tokens: [S] int64, sampled tokens of the whole rollout that each sequence belongs to; its other
             sequences may be in another microbatch.
+        support: of all tokens; None where each was sampled from the whole vocabulary.
     """
 
     token_ids: np.ndarray
@@ -191,6 +231,7 @@ class PackedTokens:
     rollout_logprobs: np.ndarray
     cu_seqlens: np.ndarray
     rollout_tokens: np.ndarray
+    support: Support | None = None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -210,6 +251,7 @@ class PackedTokens:
             rollout_logprobs=self.rollout_logprobs[index],
             cu_seqlens=np.concatenate([[0], np.cumsum(self.lengths[rows])]),
             rollout_tokens=self.rollout_tokens[rows],
+            support=None if self.support is None else self.support.take(index),
         )
 
 

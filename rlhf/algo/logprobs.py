@@ -5,6 +5,9 @@ vocabulary; the backward pass computes each tile of logits again. The factors of
 weight (for tensor cores or AMX). The product is float32 on GPUs and has the weight's type on CPU; everything after it
 is float32, the sums of both gradients over tiles too. float64 stays float64.
 
+A token that was sampled from a part of the vocabulary, its support, is normalized over that part: in each tile the
+logits of all other tokens become MASKED before the softmax. That takes one tile of booleans.
+
 Only response tokens are computed. Positions shift in `response_states` and nowhere else: the state at t - 1 predicts
 token t.
 """
@@ -19,6 +22,25 @@ from torch.autograd.function import once_differentiable
 
 from rlhf.algo.numerics import add_rows, full_precision, has_kernels
 from rlhf.algo.sizes import HEAD_TILE
+
+# Logit of a token outside of the support: exp of it is 0, and 0 times it is 0, not NaN as for infinity. It stays finite
+# in float32 when it is divided by a small temperature and summed over a tile.
+MASKED = -1e30
+
+
+class TokenSupport(NamedTuple):
+    """As `rlhf.types.Support`, on the device: ids [K] int32, offsets [T+1] int64."""
+
+    ids: Tensor
+    offsets: Tensor
+
+    def take(self, index: Tensor) -> TokenSupport:
+        """Those of these tokens [T'], in their order."""
+        sizes = self.offsets.diff()[index]
+        ends = sizes.cumsum(0)
+        starts = (self.offsets[index] - ends + sizes).repeat_interleave(sizes)
+        offsets = torch.cat([ends.new_zeros(1), ends])
+        return TokenSupport(self.ids[starts + torch.arange(len(starts), device=starts.device)], offsets)
 
 
 class TokenLogprobs(NamedTuple):
@@ -41,14 +63,15 @@ def token_logprobs(
     logit_cap: float | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    support: TokenSupport | None = None,
     tiles: tuple[int, int] | None = None,
 ) -> TokenLogprobs:
     """Log-probability of each response token given the tokens before it in its segment, and the entropy there.
 
     With y = scale (hidden[t-1] W^T + b), the logits are z = y / temperature, or cap tanh(y / cap) / temperature. Then
-    logprobs[t] = z[token t] - logsumexp(z), and entropy[t] = logsumexp(z) - sum softmax(z) z, in nats. Both are
-    differentiable in hidden states, weight and bias; without gradients nothing is kept. The same inputs give the same
-    bits, with and without gradients.
+    logprobs[t] = z[token t] - logsumexp(z), and entropy[t] = logsumexp(z) - sum softmax(z) z, in nats, with sums over
+    the support of token t, which contains it. Both are differentiable in hidden states, weight and bias; without
+    gradients nothing is kept. The same inputs give the same bits, with and without gradients.
 
     Args:
         hidden: [T, H] of the packed row, as the transformer's last norm leaves them; [U, H] with `expand`.
@@ -59,6 +82,7 @@ def token_logprobs(
         expand: [T] int64, index of each token's state among the U states, if sequences share their beginnings.
         head_bias: [V].
         logit_scale, logit_cap: of the model, None without a cap. temperature: of the sampling, after the cap.
+        support: of all T tokens; None: the whole vocabulary.
         tiles: tokens and vocabulary of a tile, for memory and speed; results differ only by rounding. None: HEAD_TILE.
     """
     positions, states = response_states(response_mask, cu_seqlens)
@@ -68,7 +92,7 @@ def token_logprobs(
     logprobs, entropy = _FusedHead.apply(
         hidden, head_weight, head_bias, states, token_ids[positions].long(),
         logit_scale / temperature, None if logit_cap is None else logit_cap / temperature, with_entropy, tiles,
-        expand is not None,
+        expand is not None, None if support is None else support.take(positions),
     )  # fmt: skip
     empty = logprobs.new_zeros(len(token_ids))
     return TokenLogprobs(
@@ -101,18 +125,23 @@ class _Head:
 
     Logits are scale y, or limit tanh(scale y / limit), of a product y. With `kernels`, tiles are products that the
     kernels transform; otherwise they are transformed logits.
+
+    With a support, of the rows of `states`, other logits are MASKED. The transform of the kernels would take those to
+    -limit, so a limit is then computed without kernels.
     """
 
     def __init__(
-        self, states: Tensor, weight: Tensor, bias: Tensor | None, scale: float, limit: float | None,
-        tiles: tuple[int, int],
+        self, states: Tensor, weight: Tensor, bias: Tensor | None, support: TokenSupport | None, scale: float,
+        limit: float | None, tiles: tuple[int, int],
     ) -> None:  # fmt: skip
         self.states, self.weight, self.bias, self.scale, self.limit = states, weight, bias, scale, limit
-        self.kernels = has_kernels(weight)
+        self.on_gpu, self.support = has_kernels(weight), support
+        self.kernels = self.on_gpu and (support is None or limit is None)
         self.row_tiles, self.vocab_tiles = _spans(len(states), tiles[0]), _spans(len(weight), tiles[1])
         size = min(tiles[0], len(states)) * min(tiles[1], len(weight))
         self.product = weight.new_empty(size)
         self.logits = full_precision(self.product[:0]).new_empty(size)
+        self.offsets = None if support is None else support.offsets.tolist()
 
     def tile(self, rows: slice, vocab: slice) -> Tensor:
         """[rows, vocab] of states W^T + b, overwritten by the next call."""
@@ -120,17 +149,30 @@ class _Head:
         logits = self.multiply(self.states[rows], self.weight[vocab].t(), out=_view(self.logits, shape))
         if self.bias is not None:
             logits.add_(self.bias[vocab])
-        if self.kernels:
-            return logits
-        if self.limit is not None:
-            return logits.mul_(self.scale / self.limit).tanh_().mul_(self.limit)
-        return logits.mul_(self.scale) if self.scale != 1 else logits
+        if not self.kernels:
+            if self.limit is not None:
+                logits.mul_(self.scale / self.limit).tanh_().mul_(self.limit)
+            elif self.scale != 1:
+                logits.mul_(self.scale)
+        return logits if self.support is None else logits.masked_fill_(self.outside(self.support, rows, vocab), MASKED)
+
+    def outside(self, support: TokenSupport, rows: slice, vocab: slice) -> Tensor:
+        """[rows, vocab] bool, True for tokens outside of a row's support."""
+        assert self.offsets is not None
+        height, width = rows.stop - rows.start, vocab.stop - vocab.start
+        ids = support.ids[self.offsets[rows.start] : self.offsets[rows.stop]].long()
+        sizes = support.offsets[rows.start : rows.stop + 1].diff()
+        row = torch.arange(height, device=ids.device).repeat_interleave(sizes, output_size=len(ids))
+        places = torch.where((ids >= vocab.start) & (ids < vocab.stop), row * width + ids - vocab.start, height * width)
+        outside = ids.new_ones(height * width + 1, dtype=torch.bool)  # the last place takes ids of other tiles
+        outside = outside.index_fill_(0, places, False)[:-1].view(height, width)
+        return outside.logical_and_((sizes > 0)[:, None])
 
     def multiply(self, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
         """a b in accumulation precision; on CPU it is rounded to the weight's type first."""
         if self.product.dtype == self.logits.dtype:
             return torch.mm(a, b, out=out) if out is not None else a @ b
-        if self.kernels:
+        if self.on_gpu:
             options: dict[str, Any] = {} if out is None else {"out": out}
             product: Tensor = torch.mm(a, b, out_dtype=self.logits.dtype, **options)
             return product
@@ -167,7 +209,8 @@ class _Head:
             return grad, kernels.tile_gradient(
                 tile, column[:, 0], inside, lse, entropy, pull, push, grad, self.scale, self.limit
             ).unsqueeze(1)
-        slope = None if self.limit is None else (tile / self.limit).square_().neg_().add_(1)
+        # a masked logit has the slope 0 of the limit
+        slope = None if self.limit is None else (tile / self.limit).clamp_(min=-1).square_().neg_().add_(1)
         tile.sub_(lse[:, None])
         if entropy is None or push is None:
             grad = tile.exp_().mul_(-pull[:, None])
@@ -262,10 +305,10 @@ class _FusedHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, targets: Tensor, scale: float,
-        limit: float | None, with_entropy: bool, tiles: tuple[int, int], repeated: bool,
+        limit: float | None, with_entropy: bool, tiles: tuple[int, int], repeated: bool, support: TokenSupport | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ctx.form, ctx.repeated = (scale, limit, tiles), repeated
-        head = _Head(hidden[rows].to(weight.dtype), weight, bias, *ctx.form)
+        ctx.form, ctx.repeated, ctx.support = (scale, limit, tiles), repeated, support
+        head = _Head(hidden[rows].to(weight.dtype), weight, bias, support, *ctx.form)
         lse, chosen, entropy = _forward_tiles(head, targets, with_entropy)
         ctx.save_for_backward(hidden, weight, bias, rows, targets, lse, entropy)
         ctx.set_materialize_grads(False)
@@ -281,7 +324,8 @@ class _FusedHead(torch.autograd.Function):
         # A clipped token or one without an advantage has no gradient: it is left out of the backward pass.
         active = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
         used = active.nonzero().squeeze(1)
-        head = _Head(hidden[rows[used]].to(weight.dtype), weight, bias, *ctx.form)
+        support = None if ctx.support is None else ctx.support.take(used)
+        head = _Head(hidden[rows[used]].to(weight.dtype), weight, bias, support, *ctx.form)
         of_entropy = (None, None) if grad_entropy is None else (entropy[used], grad_entropy[used])
         grad_states, grad_weight, grad_bias = _backward_tiles(
             head, targets[used], lse[used], of_entropy[0], grad_logprobs[used], of_entropy[1], ctx.needs_input_grad[:3]
@@ -292,4 +336,4 @@ class _FusedHead(torch.autograd.Function):
                 grad_hidden = add_rows(grad_states, rows[used], len(hidden)).to(hidden.dtype)
             else:
                 grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows[used], grad_states.to(hidden.dtype))
-        return grad_hidden, grad_weight, grad_bias, *[None] * 7
+        return grad_hidden, grad_weight, grad_bias, *[None] * 8

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from rlhf.algo.sizes import WHOLE_TOKENS
-from rlhf.types import PackedTokens
+from rlhf.types import PackedTokens, Support
 
 # Attention costs as much as everything else in a transformer at a length of about six times its hidden size
 # (12 H^2 multiply-adds per token and layer against 2 L H): 8,192 stands for hidden sizes of 1,000 to 2,000.
@@ -171,15 +171,17 @@ def pack(
     sequences: Sequence[np.ndarray],
     response_masks: Sequence[np.ndarray] | None = None,
     rollout_logprobs: Sequence[np.ndarray] | None = None,
+    supports: Sequence[Support | None] | None = None,
 ) -> PackedTokens:
     """Put sequences of token ids one after another; each is a rollout of its own.
 
     Args:
         response_masks: [L] bool of each sequence; None: every token but its first.
         rollout_logprobs: [L] float32 of each sequence; None: zeros.
+        supports: of each sequence; None: every token was sampled from the whole vocabulary.
 
     Raises:
-        ValueError: a mask or log-probs are not as long as their sequence; they would shift against the tokens.
+        ValueError: mask, log-probs or support are not as long as their sequence; they would shift against the tokens.
     """
     lengths = [len(sequence) for sequence in sequences]
     if response_masks is None:
@@ -190,12 +192,17 @@ def pack(
         for row, (length, column) in enumerate(zip(lengths, columns, strict=True)):
             if len(column) != length:
                 raise ValueError(f"row {row}: {length} tokens, but {len(column)} values in {name}")
+    supports = [None] * len(lengths) if supports is None else supports
+    for row, (length, support) in enumerate(zip(lengths, supports, strict=True)):
+        if support is not None and len(support.sizes) != length:
+            raise ValueError(f"row {row}: {length} tokens, but {len(support.sizes)} values in support")
     return PackedTokens(
         token_ids=np.concatenate(sequences).astype(np.int32, copy=False),
         response_mask=np.concatenate(response_masks),
         rollout_logprobs=np.concatenate(rollout_logprobs).astype(np.float32, copy=False),
         cu_seqlens=np.cumsum([0, *lengths]),
         rollout_tokens=np.array([np.count_nonzero(mask) for mask in response_masks], np.int64),
+        support=Support.joined(list(zip(supports, lengths, strict=True))),
     )
 
 

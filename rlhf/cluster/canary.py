@@ -32,6 +32,9 @@ from rlhf.types import Prompt
 SEQUENCES = 8
 CANDIDATES = 64  # prompts; the shortest of them are taken
 PROMPT_TOKENS, RESPONSE_TOKENS = 128, 64
+# The responses come from this many most probable tokens where engines return what they sampled from: of the whole
+# vocabulary that would be 0.6 MB per token. The log-probs that are compared are those of the whole vocabulary.
+TOP_K = 64
 # An engine's distance from the float32 pass divided by the learner's, on SmolLM2-135M in bfloat16: 0.8 to 1.2 measured
 # for a correct engine, 4.7 or more for one with a single old tensor, 4 or more at temperature 0.9 or 1.1.
 NOISE_FACTOR = 2.5
@@ -60,6 +63,7 @@ class Canary:
     Args:
         own_options: the engines have arguments of rollout.engine, such as fp8, whose rounding is measured at the start
             and added to what an engine may differ by.
+        return_support: the engines return the tokens that each token was sampled from.
     """
 
     def __init__(
@@ -71,11 +75,13 @@ class Canary:
         max_tokens: int,
         noise_seed: int | None = None,
         own_options: bool = False,
+        return_support: bool = False,
     ) -> None:
         self.sequences: list[np.ndarray] = []
         self.tolerance = TOLERANCE  # after transfers
         self.kl_bound = TOLERANCE**2  # of rollouts at temperature 1
         self._engines, self._rounds, self._noise_seed = engines, dtype != "float32", noise_seed
+        self._top_k = TOP_K if return_support else None
         self._limit = ENGINE_LIMIT if own_options else 0.0
         self._engine_noise = 0.0  # what the options of rollout.engine cost
         self._rollouts: StepMetrics = {}  # KL by position, collected until there are MIN_TOKENS
@@ -188,7 +194,8 @@ class Canary:
     async def _written(self, prompt: Prompt) -> tuple[np.ndarray, Completion]:
         """A prompt's beginning, and what the first engine samples after it."""
         beginning = prompt.token_ids[: min(PROMPT_TOKENS, self._max_tokens - 1)]
-        settings = SamplingSettings(1.0, min(RESPONSE_TOKENS, self._max_tokens - len(beginning)))
+        length = min(RESPONSE_TOKENS, self._max_tokens - len(beginning))
+        settings = SamplingSettings(1.0, length, top_k=self._top_k)
         seed = request_seed(self._noise_seed, prompt)
         (written,) = await self._engines.generate(beginning, settings, seed=seed, what=prompt.id, engine=0)
         return beginning, written

@@ -99,6 +99,7 @@ class SourceConfig(DatasetConfig):
     temperature: NonNegative | None = key(None, "data.eval: its own; null: evaluation.temperature")
     top_p: float | None = key(None, "data.eval: its own; null: evaluation.top_p", gt=0, le=1)
     top_k: PositiveInt | None = key(None, "data.eval: its own; null: evaluation.top_k")
+    min_p: float | None = key(None, "data.eval: its own; null: evaluation.min_p", ge=0, lt=1)
     max_response_tokens: PositiveInt | None = key(None, "data.eval: its own; null: evaluation.max_response_tokens")
 
     @property
@@ -109,7 +110,7 @@ class SourceConfig(DatasetConfig):
     @property
     def sampling(self) -> dict[str, float]:
         """The keys of `evaluation` that this evaluation set replaces with its own."""
-        names = {"samples_per_prompt", "temperature", "top_p", "top_k", "max_response_tokens"}
+        names = {"samples_per_prompt", "temperature", "top_p", "top_k", "min_p", "max_response_tokens"}
         return self.model_dump(include=names, exclude_none=True)
 
     @model_validator(mode="after")
@@ -205,9 +206,8 @@ class DataConfig(DatasetsConfig[SourceConfig]):
             )
         for source in self.train:
             for name, value in source.sampling.items():
-                in_training = name not in ("top_p", "top_k")
-                remedy = f"Remove it, or set rollout.{name}" if in_training else "Remove it"
-                raise ValueError(f"data.train: {source.path} has {name}={value:g}, only for evaluation sets. {remedy}.")
+                reason = f"only for evaluation sets. Remove it, or set rollout.{name}."
+                raise ValueError(f"data.train: {source.path} has {name}={value:g}, {reason}")
         for source in self.eval:
             if source.weight is not None:
                 reason = "but evaluation sets are not mixed. Remove it, or use rows."

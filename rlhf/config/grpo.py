@@ -177,6 +177,7 @@ class GRPOConfig(TrainingProgramConfig):
                 f"{rollout.max_rollout_tokens=} with {rollout.max_response_tokens=}: one turn may be longer than the "
                 "whole rollout. Raise the former to at least the latter, or set it to null."
             )
+        yield from _support_problems(self)
         if self.run.deterministic and "enable_chunked_prefill" in rollout.engine:
             reason = "a prompt that is computed in pieces is rounded by where they end"
             yield f"rollout.engine.enable_chunked_prefill with run.deterministic=true: {reason}. Remove it."
@@ -272,6 +273,22 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
             f"run.deterministic=true with {reward_model.endpoint=!s}: nothing here can make its scores the same in a "
             "second run. Set reward_model.path instead, or deterministic=false."
         )
+
+
+def _support_problems(config: GRPOConfig) -> Iterator[str]:
+    """What cannot be where rollouts are sampled from a part of the vocabulary, and engines return which."""
+    cluster, restriction = config.cluster, config.rollout.restriction
+    if not restriction:
+        return
+    given = " and ".join(f"rollout.{name}={value:g}" for name, value in restriction.items())
+    if cluster.device == "cpu":
+        reason = "vLLM's engine for CPU cannot return the tokens that it sampled from, which the learner needs"
+        yield f"{given} with {cluster.device=!s}: {reason}. Sample from all tokens, or use GPUs."
+    for label, evaluation in config.evaluations.items():
+        if evaluation.temperature > 0 and not evaluation.restriction:
+            reason = "the engines would return the whole vocabulary for each sampled token"
+            remedy = "Set evaluation.top_p, top_k or min_p too, or evaluation.temperature=0"
+            yield f"{given}, and nothing restricts the evaluation of {label}: {reason}. {remedy}."
 
 
 def _rewards_below_zero(config: GRPOConfig) -> Iterator[str]:

@@ -32,6 +32,7 @@ OWN_KEYS = {
     "enforce_eager": "rollout.enforce_eager",
     "enable_prefix_caching": "rollout.on_weight_update",
     "enable_sleep_mode": "cluster.placement",
+    "return_sampling_mask": "rollout.top_p and rollout.top_k and rollout.min_p",
     **dict.fromkeys(_LORA, "model.lora"),
 }
 # Options that change log-probs; all others are held to the bounds of an engine without options.
@@ -59,7 +60,6 @@ DEEPSPEED_KEYS = {
 _ENGINE_IS_ONE_GROUP = "an engine is one group of cluster.tensor_parallel GPUs"
 # Measured with n-grams on vLLM 0.32's CPU engine: in 7 of 128 responses a log-prob was not finite.
 _SPECULATION = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
-_WHOLE_DISTRIBUTION = "the learner computes the probabilities of all tokens and all experts"
 _ONE_MODEL = "engine, learner and driver use one model, that of model.path"
 REFUSED = {
     "logprobs_mode": "the learner needs the log-probs of the distribution that is sampled from",
@@ -80,8 +80,7 @@ REFUSED = {
     "generation_config": _ONE_MODEL,
     "skip_tokenizer_init": "stop strings and messages need the tokenizer",
     **dict.fromkeys(_SPECULATION, "vLLM's log-probs of speculated tokens are not always those of the sampled tokens"),
-    "return_sampling_mask": _WHOLE_DISTRIBUTION,
-    "enable_return_routed_experts": _WHOLE_DISTRIBUTION,
+    "enable_return_routed_experts": "the learner chooses the experts by itself",
 }
 
 

@@ -96,6 +96,12 @@ class RolloutConfig(Section):
     max_turns: PositiveInt | None = key(None, "responses of one rollout with tools or an environment; null: no limit")
     max_rollout_s: PositiveFloat | None = key(None, "seconds after which a rollout gets no further turn; null: never")
     temperature: PositiveFloat = key(1.0, "sampling temperature; the learner divides its logits by it too")
+    top_p: float = key(
+        1.0, "sample from the most probable tokens of together this probability, as the learner then does; 1: all",
+        gt=0, le=1,
+    )  # fmt: skip
+    top_k: int | None = key(None, "sample from this many most probable tokens, at least 2; null: all", ge=2)
+    min_p: float = key(0.0, "sample from tokens of at least this share of the highest probability; 0: all", ge=0, lt=1)
     stop: tuple[str, ...] = key((), "strings that end a response, in addition to the model's eos ids")
     truncate_token: str | None = key(None, "token that also ends a response, as a stop that is kept; null: none")
     truncate_after: NonNegativeInt = key(0, "first tokens of a response in which truncate_token does not end it")
@@ -130,6 +136,11 @@ class RolloutConfig(Section):
     def _is_a_parser(cls, value: str) -> str:
         check_tool_parser(value)
         return value
+
+    @property
+    def restriction(self) -> dict[str, Any]:
+        """What restricts sampling to a part of the vocabulary, by name; {} if nothing does."""
+        return _restriction(self)
 
     @property
     def longest(self) -> int:
@@ -311,7 +322,18 @@ class EvaluationConfig(AnyEvaluationConfig):
     temperature: NonNegative = key(1.0, "sampling temperature; 0 is greedy")
     top_p: float = key(1.0, "sample from the most probable tokens of together this probability; 1: all", gt=0, le=1)
     top_k: PositiveInt | None = key(None, "sample from this many most probable tokens; null: all")
+    min_p: float = key(0.0, "sample from tokens of at least this share of the highest probability; 0: all", ge=0, lt=1)
     max_response_tokens: PositiveInt | None = key(None, "tokens; null is rollout.max_response_tokens")
+
+    @property
+    def restriction(self) -> dict[str, Any]:
+        """As that of `rollout`."""
+        return _restriction(self)
+
+
+def _restriction(section: RolloutConfig | EvaluationConfig) -> dict[str, Any]:
+    unrestricted = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
+    return {name: getattr(section, name) for name, all_ in unrestricted.items() if getattr(section, name) != all_}
 
 
 class WandbConfig(Section):

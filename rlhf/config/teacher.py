@@ -88,6 +88,9 @@ def teacher_problems(config: Any) -> Iterator[str]:
             f"{rollout.temperature=} with algo.teacher: a teacher judges at temperature 1. If the student samples at "
             "another, the difference of their log-probs is not 0 even for two equal models. Set temperature=1."
         )
+    for name in rollout.restriction:
+        reason = "a teacher judges among all tokens, and the student would sample from a part of them"
+        yield f"rollout.{name}={getattr(rollout, name):g} with algo.teacher: {reason}. Remove one of them."
     if any(each.own == "average" for each in teacher.all.values()) and not config.averages:
         remedy = "Set algo.ref_update=average, and algo.log_kl=true or a kl_coef."
         yield f"algo.teacher.own=average with {algo.ref_update=!s}: there is no average. {remedy}"

@@ -117,6 +117,7 @@ async def check_agreement(patient: Patient) -> Finding:
     canary = Canary(
         patient.engines, patient.prompts, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens,
         noise_seed=config.noise_seed, own_options=changes_numbers(config.rollout.engine),
+        return_support=bool(config.rollout.restriction),
     )  # fmt: skip
     await canary.measure_noise()
     metrics = await canary.check_start(0)
@@ -194,7 +195,8 @@ async def check_update(patient: Patient) -> Finding:
     from rlhf.doctor import on_rank
 
     engines, config = patient.engines, patient.config
-    settings = SamplingSettings(config.rollout.temperature, min(RESPONSE_TOKENS, config.rollout.max_response_tokens))
+    length = min(RESPONSE_TOKENS, config.rollout.max_response_tokens)
+    settings = SamplingSettings(config.rollout.temperature, length, **config.rollout.restriction)
     batch = _batch([rollout for group in await _sample(engines, patient.prompts, settings) for rollout in group])
     await engines.sleep_if_colocated()
     await engines.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
@@ -310,7 +312,8 @@ async def check_sampling(patient: Patient) -> Finding:
     count, tokens = SAMPLED_ON_CPU
     if config.cluster.device == "cuda":
         count, tokens = config.rollout.max_concurrent_sequences, SAMPLED_TOKENS
-    settings = SamplingSettings(config.rollout.temperature, min(tokens, config.rollout.max_response_tokens))
+    length = min(tokens, config.rollout.max_response_tokens)
+    settings = SamplingSettings(config.rollout.temperature, length, **config.rollout.restriction)
     prompts = list(itertools.islice(itertools.cycle(patient.prompts), max(1, count // SAMPLES)))
     began = time.monotonic()
     groups = await _sample(engines, prompts * config.cluster.engines, settings)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from rlhf.algo.logprobs import token_logprobs
+from rlhf.algo.logprobs import TokenSupport, token_logprobs
 from rlhf.algo.lora import adapt, linear_names
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.config.sections import Checkpointing, ModelConfig
@@ -32,7 +32,10 @@ from rlhf.types import PackedTokens
 
 @dataclass(frozen=True)
 class DeviceTokens:
-    """A microbatch on the device: columns [T], with positions in each sequence, `rollout_tokens` [S], its segments."""
+    """A microbatch on the device: columns [T], with positions in each sequence, `rollout_tokens` [S], its segments.
+
+    `support`: None where every token was sampled from the whole vocabulary.
+    """
 
     token_ids: Tensor
     position_ids: Tensor
@@ -41,6 +44,7 @@ class DeviceTokens:
     cu_seqlens: Tensor
     rollout_tokens: Tensor
     segments: Segments
+    support: TokenSupport | None = None
 
     @classmethod
     def of(cls, tokens: PackedTokens, device: torch.device) -> DeviceTokens:
@@ -51,7 +55,10 @@ class DeviceTokens:
         position_ids = put(np.arange(len(tokens.token_ids)) - np.repeat(tokens.cu_seqlens[:-1], tokens.lengths))
         mask, logprobs = put(tokens.response_mask, torch.bool), put(tokens.rollout_logprobs, torch.float32)
         ids, rollout_tokens = put(tokens.token_ids), put(tokens.rollout_tokens)
-        return cls(ids, position_ids, mask, logprobs, segments.cu_seqlens, rollout_tokens, segments)
+        support = None
+        if (given := tokens.support) is not None:
+            support = TokenSupport(put(given.ids, torch.int32), put(given.offsets))
+        return cls(ids, position_ids, mask, logprobs, segments.cu_seqlens, rollout_tokens, segments, support)
 
 
 def transformer_outputs(transformer: PreTrainedModel, tokens: DeviceTokens, **options: Any) -> Any:
@@ -74,8 +81,9 @@ class PolicyOutput(NamedTuple):
 class PolicyModel(nn.Module):
     """A causal language model as a policy: packed tokens -> log-probability of each response token.
 
-    `temperature` divides the logits, as in the engine that sampled. `in_float32` computes in float32 from the same
-    weights, module by module, to measure the error that the model's own type causes.
+    `temperature` divides the logits, as in the engine that sampled; the log-probability of a token is that among the
+    tokens of its support. `in_float32` computes in float32 from the same weights, module by module, to measure the
+    error that the model's own type causes.
     """
 
     def __init__(self, transformer: PreTrainedModel, *, temperature: float) -> None:
@@ -102,6 +110,7 @@ class PolicyModel(nn.Module):
             outputs.last_hidden_state[0], weight, tokens.token_ids, tokens.response_mask, tokens.cu_seqlens,
             expand=tokens.segments.expand, head_bias=bias, logit_scale=self.logit_scale, logit_cap=self.logit_cap,
             temperature=self.temperature if temperature is None else temperature, with_entropy=for_update,
+            support=tokens.support,
         )  # fmt: skip
         return PolicyOutput(logprobs, entropy, routing)
 

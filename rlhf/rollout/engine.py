@@ -31,7 +31,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from rlhf.config.grpo import GRPOConfig
 from rlhf.rollout import vllm_process
 from rlhf.rollout.messages import MessageReader
-from rlhf.rollout.requests import Completion, Parsing, SamplingSettings, engine_arguments, engine_seed
+from rlhf.rollout.requests import Completion, Parsing, SamplingSettings, engine_arguments, engine_seed, support_of
 from rlhf.types import VersionSpan, World
 from rlhf.weights.adapter import WEIGHTS, write_for_engine
 from rlhf.weights.client import Loaded
@@ -75,6 +75,8 @@ class RolloutEngine:
         started = self._engine.vllm_config
         assert not (self._keep_kv and started.cache_config.enable_prefix_caching), "new requests would get old keys"
         assert started.model_config.logprobs_mode == "processed_logprobs", "not those of the sampled distribution"
+        # size of the vocabulary, if the engine returns the support of each token
+        self._supported = started.model_config.get_vocab_size() if config.rollout.restriction else None
         if config.run.deterministic:
             self._check_cache(config)
 
@@ -106,9 +108,7 @@ class RolloutEngine:
         params = SamplingParams(
             n=samples,
             seed=seed,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k or 0,
+            **settings.request_arguments(self._supported),
             max_tokens=settings.max_tokens,
             stop=list(settings.stop) or None,
             stop_token_ids=None if token is None else [token],
@@ -119,7 +119,7 @@ class RolloutEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         final = await self._run(token_ids, params, priority=ROLLOUT_PRIORITY)
-        completions = [settings.truncated(_completion(output, self._rank)) for output in final.outputs]
+        completions = [settings.truncated(_completion(output, self._rank, self._supported)) for output in final.outputs]
         assert len(completions) == samples, f"asked for {samples} samples, the engine returned {len(completions)}"
         if settings.parsing is None:
             return completions
@@ -146,8 +146,12 @@ class RolloutEngine:
         return outputs[-1]
 
     async def canary(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        """Log-probs of given sequences at temperature 1: [L] for each; the first token has none, entry 0 is 0."""
-        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        """Log-probs of given sequences at temperature 1: [L] for each; the first token has none, entry 0 is 0.
+
+        They are those of the whole vocabulary, also where rollouts have a support: top_k concerns sampled tokens alone.
+        """
+        top_k = 1 if self._supported else 0
+        params = SamplingParams(max_tokens=1, temperature=1.0, top_k=top_k, prompt_logprobs=0, detokenize=False)
         runs = (self._run(sequence, params, priority=CANARY_PRIORITY) for sequence in sequences)
         by_sequence = []
         for sequence, output in zip(sequences, await asyncio.gather(*runs), strict=True):
@@ -256,8 +260,11 @@ def _started(config: GRPOConfig, world: World, adapted_layers: Sequence[str]) ->
     return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
 
 
-def _completion(output: CompletionOutput, engine: int) -> Completion:
-    """What the engine returned for one sample; raises RuntimeError unless every token has its own log-prob."""
+def _completion(output: CompletionOutput, engine: int, supported: int | None) -> Completion:
+    """What the engine returned for one sample; raises RuntimeError unless every token has its own log-prob.
+
+    `supported`: as in `SamplingSettings.request_arguments`; every token then has its support.
+    """
     logprobs: Any = output.logprobs
     token_ids, starts = np.asarray(output.token_ids, np.int32), np.asarray(logprobs.start_indices, np.int64)
     # flat_logprobs holds the sampled token first at every position
@@ -275,4 +282,9 @@ def _completion(output: CompletionOutput, engine: int) -> Completion:
         finish_reason=output.finish_reason or "abort",
         version_spans=tuple(VersionSpan(span.start, span.end, version) for span, version in versions),
         engine=engine,
+        support=None if supported is None else support_of(token_ids, _kept_ids(output), supported),
     )
+
+
+def _kept_ids(output: CompletionOutput) -> list[list[int]] | None:
+    return None if output.sampling_mask is None else output.sampling_mask.token_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.types import Prompt, VersionSpan
+from rlhf.types import Prompt, Support, VersionSpan
 from rlhf.weights.adapter import slot_arguments
 
 
@@ -22,6 +23,7 @@ class Completion:
         engine: the one that sampled it; its cache holds the beginning of what a later turn asks for.
         message: the response as an assistant message with `content` and, where there are any, `reasoning_content` and
             `tool_calls` (`arguments` is text, in JSON if the model wrote JSON); None unless `SamplingSettings.parsing`.
+        support: of the R tokens; None where each was sampled from the whole vocabulary.
     """
 
     token_ids: np.ndarray
@@ -30,6 +32,7 @@ class Completion:
     version_spans: tuple[VersionSpan, ...]
     engine: int = 0
     message: dict[str, Any] | None = None
+    support: Support | None = None
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ class SamplingSettings:
         stop: strings that end a response, in addition to the eos ids of the generation config.
         truncate_token: id of the token after which responses are cut, from position `truncate_after` on; None: never.
         whole: nothing ends a response before max_tokens, and nothing is cut: the token only says whether it stopped.
-        top_p, top_k: probability, and number (None: all), of the most probable tokens that are sampled from; in
-            evaluations alone, because the learner's log-probs are those of all tokens.
+        top_p, top_k, min_p: probability, number (None: all), and smallest share of the highest probability, of the
+            tokens that are sampled from.
         parsing: how `Completion.message` is made; None: it is not.
     """
 
@@ -69,6 +72,7 @@ class SamplingSettings:
     whole: bool = False
     top_p: float = 1.0
     top_k: int | None = None
+    min_p: float = 0.0
     parsing: Parsing | None = None
 
     def truncated(self, completion: Completion) -> Completion:
@@ -84,9 +88,23 @@ class SamplingSettings:
             return replace(completion, finish_reason="stop")
         spans = (VersionSpan(s, min(e, end), version) for s, e, version in completion.version_spans if s < end)
         token_ids, logprobs = completion.token_ids[:end], completion.logprobs[:end]
+        support = None if completion.support is None else completion.support.take(np.arange(end))
         return replace(
-            completion, token_ids=token_ids, logprobs=logprobs, finish_reason="stop", version_spans=tuple(spans)
-        )
+            completion, token_ids=token_ids, logprobs=logprobs, finish_reason="stop", version_spans=tuple(spans),
+            support=support,
+        )  # fmt: skip
+
+    def request_arguments(self, supported: int | None) -> dict[str, Any]:
+        """Arguments of vLLM's SamplingParams that say which token is sampled.
+
+        Args:
+            supported: size of the vocabulary, for an engine that returns supports; None for others. The former wants a
+                temperature and a top_k: greedy sampling is from the one most probable token.
+        """
+        temperature, top_k = self.temperature, self.top_k or supported or 0
+        if supported and not temperature:
+            temperature, top_k = 1.0, 1
+        return {"temperature": temperature, "top_p": self.top_p, "top_k": top_k, "min_p": self.min_p}
 
     def graded(self, token_ids: np.ndarray) -> np.ndarray:
         """The part of a trained response [R] that is graded."""
@@ -96,6 +114,25 @@ class SamplingSettings:
         """The number of tokens up to and with the first `truncate_token` at `truncate_after` or later; None without."""
         positions = np.flatnonzero(token_ids[self.truncate_after :] == self.truncate_token)
         return self.truncate_after + int(positions[0]) + 1 if len(positions) else None
+
+
+def support_of(token_ids: np.ndarray, kept_ids: Sequence[Sequence[int]] | None, vocabulary: int) -> Support | None:
+    """The support of sampled tokens [R] from the ids that an engine kept for each; None if each kept all of them.
+
+    Raises:
+        RuntimeError: a token has no support, or one that does not contain it.
+    """
+    kept_ids = kept_ids or ()
+    sizes = np.array([len(ids) for ids in kept_ids], np.int64)
+    ids = np.fromiter(itertools.chain.from_iterable(kept_ids), np.int32, int(sizes.sum()))
+    tokens = np.repeat(np.arange(len(sizes)), sizes)
+    if len(sizes) != len(token_ids) or len(np.unique(tokens[ids == token_ids[tokens]])) < len(token_ids):
+        raise RuntimeError(
+            f"the engine returned {len(token_ids)} tokens and the supports of {len(sizes)}, or of other tokens: a "
+            "token would be trained with its probability among tokens that it was not sampled from"
+        )
+    part = sizes < vocabulary
+    return Support.of(ids[part[tokens]], np.where(part, sizes, 0)) if part.any() else None
 
 
 def request_seed(noise_seed: int | None, prompt: Prompt, *, sample: int = 0, turn: int = 0) -> int | None:
@@ -122,6 +159,8 @@ def engine_arguments(config: GRPOConfig, seed: int, adapted_layers: Sequence[str
     # A prompt that two runs compute in different pieces is rounded differently. On CPU a piece would even end the
     # engine: vLLM takes back a request's random number, which torch's CPU generators cannot do.
     optional: dict[str, Any] = {"enable_chunked_prefill": False} if config.run.deterministic else {}
+    if rollout.restriction:
+        optional["return_sampling_mask"] = True
     if lora is not None:
         optional |= slot_arguments(lora, adapted_layers)
     ours = optional | {

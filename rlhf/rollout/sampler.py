@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Awaitable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -71,7 +71,7 @@ class Sampler:
         """Sample a group by the settings of its evaluation set. The verifiers, or else the reward model, grade it."""
         evaluation = self._config.evaluations[prompt.source]
         longest = evaluation.max_response_tokens or self._config.rollout.max_response_tokens
-        settings = self._settings(evaluation.temperature, longest, top_p=evaluation.top_p, top_k=evaluation.top_k)
+        settings = self._settings(evaluation.temperature, longest, evaluation.restriction)
         prompt, rollouts = await self.rollouts(prompt, evaluation.samples_per_prompt, settings)
         return RolloutGroup(prompt, await self._grade(prompt, rollouts, settings, trains=False))
 
@@ -90,15 +90,13 @@ class Sampler:
     @property
     def training_settings(self) -> SamplingSettings:
         rollout = self._config.rollout
-        return self._settings(rollout.temperature, rollout.max_response_tokens)
+        return self._settings(rollout.temperature, rollout.max_response_tokens, rollout.restriction)
 
-    def _settings(
-        self, temperature: float, max_tokens: int, *, top_p: float = 1.0, top_k: int | None = None
-    ) -> SamplingSettings:
+    def _settings(self, temperature: float, max_tokens: int, restriction: dict[str, Any]) -> SamplingSettings:
         rollout, token = self._config.rollout, self._truncate_token
         whole = rollout.truncate == "graded_text"
         return SamplingSettings(
-            temperature, max_tokens, rollout.stop, token, rollout.truncate_after, whole, top_p=top_p, top_k=top_k
+            temperature, max_tokens, rollout.stop, token, rollout.truncate_after, whole, **restriction
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlhf.rollout.requests import Completion
-from rlhf.types import TokenSequence, VersionSpan
+from rlhf.types import Support, TokenSequence, VersionSpan
 
 
 class TokenLog:
@@ -20,6 +20,7 @@ class TokenLog:
         self._ids = [np.asarray(prompt_ids, np.int32)]
         self._logprobs = [np.zeros(len(prompt_ids), np.float32)]
         self._mask = [np.zeros(len(prompt_ids), bool)]
+        self._supports: list[tuple[Support | None, int]] = [(None, len(prompt_ids))]
         self._spans: list[VersionSpan] = []
         self._prompt_length = self._length = len(prompt_ids)
 
@@ -42,10 +43,10 @@ class TokenLog:
         return max(0, limit - (self._length - self._prompt_length))
 
     def add_sampled(self, completion: Completion) -> None:
-        """Append a turn of the policy, with its log-probs and versions."""
+        """Append a turn of the policy, with its log-probs, versions and support."""
         spans = (VersionSpan(s + self._length, e + self._length, v) for s, e, v in completion.version_spans)
         self._spans += spans
-        self._append(completion.token_ids, completion.logprobs, sampled=True)
+        self._append(completion.token_ids, completion.logprobs, sampled=True, support=completion.support)
 
     def add_said(self, token_ids: np.ndarray) -> None:
         """Append tokens [N] that the policy did not sample; their log-prob is 0, and they are never trained."""
@@ -54,10 +55,13 @@ class TokenLog:
     def sequence(self) -> TokenSequence:
         """Everything so far."""
         logprobs, mask = np.concatenate(self._logprobs), np.concatenate(self._mask)
-        return TokenSequence(self.token_ids, mask, logprobs, tuple(self._spans))
+        return TokenSequence(self.token_ids, mask, logprobs, tuple(self._spans), Support.joined(self._supports))
 
-    def _append(self, token_ids: np.ndarray, logprobs: np.ndarray, *, sampled: bool) -> None:
+    def _append(
+        self, token_ids: np.ndarray, logprobs: np.ndarray, *, sampled: bool, support: Support | None = None
+    ) -> None:
         self._ids.append(np.asarray(token_ids, np.int32))
         self._logprobs.append(np.asarray(logprobs, np.float32))
         self._mask.append(np.full(len(token_ids), sampled))
+        self._supports.append((support, len(token_ids)))
         self._length += len(token_ids)

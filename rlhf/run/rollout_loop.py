@@ -146,6 +146,7 @@ class RolloutLoop(Generic[C]):
             max_tokens=config.max_sequence_tokens,
             noise_seed=config.noise_seed,
             own_options=changes_numbers(config.rollout.engine),
+            return_support=bool(config.rollout.restriction),
         )
         self.buffer = RolloutBuffer(
             self.sampler.for_training,

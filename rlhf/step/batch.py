@@ -27,6 +27,7 @@ def make_batch(groups: Sequence[RolloutGroup], *, mask_truncated: bool) -> StepB
         [sequence.token_ids for sequence in sequences],
         [sequence.response_mask for sequence in sequences],
         [sequence.rollout_logprobs for sequence in sequences],
+        [sequence.support for sequence in sequences],
     )
     batch = StepBatch(
         tokens=tokens,

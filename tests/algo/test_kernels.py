@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlhf.algo import numerics
-from rlhf.algo.logprobs import TokenLogprobs, token_logprobs
+from rlhf.algo.logprobs import TokenLogprobs, TokenSupport, token_logprobs
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +104,7 @@ def products_in_float32() -> Iterator[None]:
     library._destroy()
 
 
-def head(dtype: torch.dtype, options: dict[str, Any], *, bias: bool) -> list[Tensor]:
+def head(dtype: torch.dtype, options: dict[str, Any], *, bias: bool, restricted: bool = False) -> list[Tensor]:
     """Log-probs, entropies and gradients of two sequences, over several tiles; the same numbers for each type."""
     torch.manual_seed(0)
     drawn = [torch.randn(14, 16), torch.randn(150, 16) / 4, torch.randn(150)]
@@ -112,6 +112,10 @@ def head(dtype: torch.dtype, options: dict[str, Any], *, bias: bool) -> list[Ten
     ids = torch.randint(0, 150, (14,), device=DEVICE)
     mask = (torch.arange(14, device=DEVICE) % 7) > 1
     bounds = torch.tensor([0, 7, 14], device=DEVICE)
+    if restricted:  # every other token has a support, of four tokens
+        kept = (ids[::2, None] + torch.tensor([0, 3, 40, 90], device=DEVICE)) % 150
+        offsets = 4 * torch.arange(15, device=DEVICE).add(1).div(2, rounding_mode="floor")
+        options = options | {"support": TokenSupport(kept.flatten().int(), offsets)}
     out: TokenLogprobs = token_logprobs(
         inputs[0], inputs[1], ids, mask, bounds, head_bias=inputs[2] if bias else None, tiles=(6, 64),
         **options,
@@ -125,13 +129,15 @@ def head(dtype: torch.dtype, options: dict[str, Any], *, bias: bool) -> list[Ten
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.usefixtures("on_kernels", "products_in_float32")
-def test_the_head_by_kernels_is_the_one_of_float64(with_entropy: bool, cap: float | None) -> None:
+def test_the_head_by_kernels_is_the_one_of_float64(with_entropy: bool, cap: float | None, restricted: bool) -> None:
     options = {"with_entropy": with_entropy, "logit_cap": cap, "logit_scale": 1.3, "temperature": 0.8}
-    expected = head(torch.float64, options, bias=with_entropy)
-    for value, exact in zip(head(torch.float32, options, bias=with_entropy), expected, strict=True):
+    sizes = {"bias": with_entropy, "restricted": restricted}
+    expected = head(torch.float64, options, **sizes)
+    for value, exact in zip(head(torch.float32, options, **sizes), expected, strict=True):
         assert relative_error(value, exact) < 1e-6
-    in_half = head(torch.float16, options, bias=with_entropy)
+    in_half = head(torch.float16, options, **sizes)
     for value, exact in zip(in_half[: 1 + with_entropy], expected, strict=False):
         assert relative_error(value, exact) < 1e-6  # products are not rounded to half precision
     for value, exact in zip(in_half[1 + with_entropy :], expected[1 + with_entropy :], strict=True):

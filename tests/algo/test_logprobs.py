@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from rlhf.algo.logprobs import token_logprobs
+from rlhf.algo.logprobs import TokenSupport, token_logprobs
 
 V, H = 37, 8
 BOUNDS = torch.tensor([0, 5, 5, 13], dtype=torch.int32)  # one segment is empty
@@ -33,27 +33,46 @@ def inputs(dtype: torch.dtype, *, bias: bool = False, seed: int = 0) -> tuple[Te
 
 
 def full_logits(
-    hidden, weight, bias, token_ids, mask, bounds, temperature=1.0, scale=1.0, cap=None
+    hidden, weight, bias, token_ids, mask, bounds, temperature=1.0, scale=1.0, cap=None, kept=None
 ) -> tuple[Tensor, Tensor]:
-    """The plain way, segment by segment: logits of all but the last token, log-softmax, choose, entropy."""
+    """The plain way, segment by segment: logits of all but the last token, log-softmax, choose, entropy.
+
+    `kept` [T, V] bool: the support of each token; the logits of all others are -inf.
+    """
     logprobs, entropy = hidden.new_zeros(len(token_ids)), hidden.new_zeros(len(token_ids))
     for start, end in itertools.pairwise(bounds.tolist()):
         logits = scale * (hidden[start:end][:-1] @ weight.T + (0 if bias is None else bias))
         if cap is not None:
             logits = cap * torch.tanh(logits / cap)
-        log_pi = (logits / temperature).log_softmax(-1)
         where = torch.arange(start, end)[1:]
+        if kept is not None:
+            logits = logits.masked_fill(~kept[where], float("-inf"))
+        log_pi = (logits / temperature).log_softmax(-1)
         logprobs = logprobs.index_copy(0, where, log_pi.gather(1, token_ids[where, None]).squeeze(1))
-        entropy = entropy.index_copy(0, where, -(log_pi.exp() * log_pi).sum(-1))
+        entropy = entropy.index_copy(0, where, -(log_pi.exp() * log_pi.clamp(min=-1e9)).sum(-1))
     return torch.where(mask, logprobs, 0.0), torch.where(mask, entropy, 0.0)
+
+
+def supports(token_ids: Tensor) -> tuple[Tensor, TokenSupport]:
+    """Supports of 1 to V tokens, as [T, V] bool and as ids; some tokens have the whole vocabulary, and no ids."""
+    generator = torch.Generator().manual_seed(1)
+    share = torch.tensor([0.0, 0.1, 0.5])[torch.arange(T) % 3]
+    kept = torch.rand(T, V, generator=generator) < share[:, None]
+    kept.scatter_(1, token_ids[:, None], True)
+    whole = torch.arange(T) % 4 == 0
+    ids = [row.nonzero().squeeze(1)[: 0 if all_ else None] for row, all_ in zip(kept, whole, strict=True)]
+    offsets = torch.tensor([0, *itertools.accumulate(map(len, ids))])
+    return kept | whole[:, None], TokenSupport(torch.cat(ids).int(), offsets)
 
 
 @pytest.mark.parametrize("tiles", [(3, 10), (4, 37), (100, 100), None])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.25, None), (1.5, 3.0)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
-def test_values_and_gradients_equal_those_of_full_logits(tiles, bias, scale, cap, dtype, tolerance):
+@pytest.mark.parametrize("restricted", [False, True])
+def test_values_and_gradients_equal_those_of_full_logits(tiles, bias, scale, cap, dtype, tolerance, restricted):
     hidden, weight, offset, token_ids = inputs(dtype, bias=bias)
+    kept, support = supports(token_ids) if restricted else (None, None)
     leaves = [leaf for leaf in (hidden, weight, offset) if leaf is not None]
     pull, push = torch.randn(2, T, dtype=dtype)
     ours = token_logprobs(
@@ -67,9 +86,10 @@ def test_values_and_gradients_equal_those_of_full_logits(tiles, bias, scale, cap
         logit_cap=cap,
         temperature=0.7,
         with_entropy=True,
+        support=support,
         tiles=tiles,
     )
-    logprobs, entropy = full_logits(hidden, weight, offset, token_ids, MASK, BOUNDS, 0.7, scale, cap)
+    logprobs, entropy = full_logits(hidden, weight, offset, token_ids, MASK, BOUNDS, 0.7, scale, cap, kept)
     assert (ours.logprobs - logprobs).abs().max() < tolerance
     assert (ours.entropy - entropy).abs().max() < tolerance
     for loss, reference in (
@@ -151,18 +171,46 @@ def test_in_bf16_the_error_is_no_larger_than_that_of_full_float32_logits():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradient_mode_and_entropy_change_no_bit_of_the_logprobs(dtype):
+@pytest.mark.parametrize("restricted", [False, True])
+def test_gradient_mode_and_entropy_change_no_bit_of_the_logprobs(dtype, restricted):
     hidden, weight, offset, token_ids = inputs(dtype, bias=True)
     arguments = (hidden, weight, token_ids, MASK, BOUNDS)
-    with_gradient = token_logprobs(*arguments, head_bias=offset, temperature=0.7).logprobs
-    with_entropy = token_logprobs(*arguments, head_bias=offset, temperature=0.7, with_entropy=True).logprobs
+    options: dict[str, Any] = {"head_bias": offset, "temperature": 0.7}
+    options["support"] = supports(token_ids)[1] if restricted else None
+    with_gradient = token_logprobs(*arguments, **options).logprobs
+    with_entropy = token_logprobs(*arguments, **options, with_entropy=True).logprobs
     with torch.no_grad():
-        without = token_logprobs(*arguments, head_bias=offset, temperature=0.7)
+        without = token_logprobs(*arguments, **options)
     assert torch.equal(with_gradient, without.logprobs)
     assert torch.equal(with_gradient, with_entropy)
     assert with_gradient.dtype == torch.float32
     assert without.entropy is None
     assert not without.logprobs.requires_grad
+
+
+def test_states_weights_and_supports_of_what_was_not_sampled_change_nothing():
+    """Logits outside of a support may even overflow; supports where the mask is False are not read."""
+    hidden, weight, _, token_ids = inputs(torch.float32)
+    mask = MASK & (torch.arange(T) == 3)  # its state is hidden[2]
+    offsets = torch.zeros(T + 1, dtype=torch.int64)
+    offsets[4:] = 3
+
+    def outcome(weight: Tensor, support: TokenSupport) -> list[Tensor]:
+        out = token_logprobs(hidden, weight, token_ids, mask, BOUNDS, with_entropy=True, support=support, tiles=(2, 7))
+        loss = out.logprobs.sum() + out.entropy.sum()
+        return [out.logprobs, out.entropy, *torch.autograd.grad(loss, (hidden, weight))]
+
+    kept = torch.tensor([token_ids[3], (token_ids[3] + 5) % V, (token_ids[3] + 20) % V], dtype=torch.int32)
+    expected = outcome(weight, TokenSupport(kept, offsets))
+    assert torch.isfinite(expected[1]).all()
+    outside = torch.ones(V, dtype=torch.bool).index_fill(0, kept.long(), False)
+    garbage = weight.detach().clone()
+    garbage[outside] = 1e4 * torch.randn(int(outside.sum()), H)
+    elsewhere = offsets + torch.cat([torch.zeros(6), torch.full((T - 5,), 2.0)]).long()
+    with_more = TokenSupport(torch.cat([kept, torch.tensor([V + 9, -1], dtype=torch.int32)]), elsewhere)
+    for value, exact in zip(outcome(garbage.requires_grad_(), with_more), expected, strict=True):
+        assert torch.equal(value, exact)
+    assert not expected[3][outside].any()
 
 
 def test_a_frozen_head_or_frozen_states_get_no_gradient_and_the_other_its_own():

@@ -121,6 +121,21 @@ class Quantized(FakeEngines):
         self.served.rounding = error
 
 
+def test_where_engines_return_what_they_sampled_from_the_texts_come_from_few_tokens() -> None:
+    asked: list[int | None] = []
+
+    class Recorded(FakeEngines):
+        async def generate(self, token_ids: Any, settings: Any, **more: Any) -> Any:
+            asked.append(settings.top_k)
+            return await super().generate(token_ids, settings, **more)
+
+    for return_support in (False, True):
+        engines = Recorded(lambda trained, served: None)
+        canary = Canary(engines, PROMPTS[:1], dtype="float32", max_tokens=40, return_support=return_support)
+        asyncio.run(canary.measure_noise())
+    assert asked == [None, 64]
+
+
 @pytest.mark.parametrize("own_options", [False, True])
 def test_what_the_engines_own_options_cost_is_measured_at_the_start_and_allowed_later(own_options: bool) -> None:
     engines: Any = Quantized(everything, error=0.1)

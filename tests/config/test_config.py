@@ -247,6 +247,17 @@ CONTRADICTIONS = [
         ["algo.teacher={path: t}", "rollout.temperature=0.7"],
         ["rollout.temperature=0.7 with algo.teacher", "two equal models", "temperature=1"],
     ),
+    (["rollout.top_p=0.9", "cluster.device=cpu"], ["rollout.top_p=0.9 with cluster.device=cpu", "vLLM", "use GPUs"]),
+    (
+        ["rollout.top_k=9", "rollout.min_p=0.1", "cluster.device=cpu"],
+        ["rollout.top_k=9 and rollout.min_p=0.1 with cluster.device=cpu"],
+    ),
+    (["rollout.top_k=1"], ["rollout.top_k", "greater than or equal to 2"]),
+    (["rollout.top_p=0.9", "algo.teacher={path: t}"], ["rollout.top_p=0.9 with algo.teacher", "among all tokens"]),
+    (
+        ["rollout.top_p=0.9", "data.eval=[a.jsonl, {path: b.jsonl, top_k: 9}, {path: c.jsonl, temperature: 0}]"],
+        ["nothing restricts the evaluation of a: ", "whole vocabulary", "evaluation.temperature=0"],
+    ),
     (
         ["algo.teacher={path: t, by_source: {other: {path: u}}}"],
         ["algo.teacher.by_source.other: data.train has no such source"],
@@ -471,9 +482,10 @@ def test_each_evaluation_set_has_the_sampling_of_the_section_or_its_own(base: st
     assert drawn == {"a": (1, 0.0, None), "b": (8, 0.6, 7)}
     assert config.evaluation_groups_at_once == 2 * config.rollout.max_concurrent_sequences // 8
     assert list(config.warnings()) == []
-    assert config.evaluations["a"].top_p == 1
+    assert config.evaluations["a"].restriction == {}
     refused = refusal(base, "data.train={path: a.jsonl, top_p: 0.5}")
     assert "a.jsonl has top_p=0.5" in refused
+    assert "rollout.top_p" in refused
     refused = refusal(base, "data.eval={path: a.jsonl, temperature: 0}", "evaluation.samples_per_prompt=4")
     assert "evaluation.samples_per_prompt=4 with evaluation.temperature=0" in refused
     refused = refusal(base, "data.train={path: a.jsonl, temperature: 0.5}")

@@ -25,7 +25,7 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "run.step=3": ("run.step", "=3", "run.steps?"),
     "batch_size=8": ("batch_size", "=8", "It is rollout.prompts_per_step"),
     "algo.beta=0.1": ("algo.beta", "=0.1", "It is algo.kl_coef"),
-    "rollout.top_p=0.9": ("rollout.top_p", "=0.9", "evaluation.top_p?"),
+    "rollout.topp=0.9": ("rollout.topp", "=0.9", "rollout.top_p?"),
     "data.train={pth: x.jsonl}": ("data.train.0.pth", "=x.jsonl", "data.train.0.path?"),
     "reward=[{name: maths}]": ("reward.parts.0.name", "'maths'", "math?"),
     "reward=[{name: math, mod: strict}]": ("reward.parts.0.mod", "=strict", "reward.parts.0.mode?"),

@@ -1,4 +1,4 @@
-"""An engine's answers: each token has its own log-prob, and a failed update of the weights is remembered."""
+"""An engine's answers: a token has its own log-prob and support, and a failed update of the weights is remembered."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ pytestmark = pytest.mark.slow
 
 PROMPT = np.arange(5, dtype=np.int32)
 SETTINGS = SamplingSettings(1.0, 8)
+VOCABULARY = 12
+ON_GPU = {"model": {"dtype": "bfloat16"}, "cluster": {"device": "cuda"}}
 
 
 class FakeVLLM:
@@ -27,11 +29,14 @@ class FakeVLLM:
         self.outputs = outputs
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(enable_prefix_caching=False),
-            model_config=SimpleNamespace(logprobs_mode="processed_logprobs"),
+            model_config=SimpleNamespace(logprobs_mode="processed_logprobs", get_vocab_size=lambda: VOCABULARY),
         )
+        self.asked: list[Any] = []
 
-    async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
-        yield SimpleNamespace(outputs=self.outputs)
+    async def generate(self, _: Any, params: Any, **__: Any) -> AsyncIterator[Any]:
+        self.asked.append(params)
+        prompt_logprobs = [{int(token): SimpleNamespace(logprob=-1.0)} for token in PROMPT]
+        yield SimpleNamespace(outputs=self.outputs, prompt_logprobs=prompt_logprobs)
 
     async def update_weights(self, _: Any) -> None:
         raise RuntimeError("no memory is left for the weights")
@@ -44,22 +49,27 @@ class FakeVLLM:
 def engine_with(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any]], Any]:
     from rlhf.rollout import engine
 
-    def make(outputs: list[Any]) -> Any:
+    def make(outputs: list[Any], **rollout: Any) -> Any:
+        sections: dict[str, Any] = {"rollout": rollout, **ON_GPU} if rollout else {}
         monkeypatch.setattr(engine.AsyncLLM, "from_engine_args", lambda *_, **__: FakeVLLM(outputs))
-        return engine.RolloutEngine(make_config(tiny_model_dir / "model"), ALONE)
+        return engine.RolloutEngine(make_config(tiny_model_dir / "model", **sections), ALONE)
 
     return make
 
 
-def answer(token_ids: list[int], logprobs_of: list[int | None]) -> Any:
-    """A sampled response, whose log-probs are -1, -2, ... and belong to these tokens; None: a place without any."""
+def answer(token_ids: list[int], logprobs_of: list[int | None], kept: list[list[int]] | None = None) -> Any:
+    """A sampled response, whose log-probs are -1, -2, ... and belong to these tokens; None: a place without any.
+
+    `kept`: the ids that each token was sampled from.
+    """
     from vllm.logprobs import FlatLogprobs, Logprob
-    from vllm.outputs import CompletionOutput
+    from vllm.outputs import CompletionOutput, SamplingMask
 
     logprobs = FlatLogprobs()
     for place, token in enumerate(logprobs_of, 1):
         logprobs.append(None if token is None else {token: Logprob(-float(place))})
-    return CompletionOutput(0, "", token_ids, None, logprobs, finish_reason="stop")
+    mask = None if kept is None else SamplingMask(kept)
+    return CompletionOutput(0, "", token_ids, None, logprobs, finish_reason="stop", sampling_mask=mask)
 
 
 def test_each_token_gets_its_own_logprob(engine_with: Callable[[list[Any]], Any]) -> None:
@@ -79,6 +89,43 @@ def test_tokens_without_their_own_logprobs_are_refused(
     engine = engine_with([answer([7, 8, 9], logprobs_of)])
     with pytest.raises(RuntimeError, match=rf"\b3 tokens and log-probs of {count}\b"):
         asyncio.run(engine.generate(PROMPT, SETTINGS, 1, None))
+
+
+def test_each_token_gets_its_own_support_and_none_where_that_is_the_vocabulary(
+    engine_with: Callable[..., Any],
+) -> None:
+    output = answer([7, 8, 9], [7, 8, 9], [[3, 7], list(range(VOCABULARY)), [9]])
+    (completion,) = asyncio.run(engine_with([output], top_p=0.9).generate(PROMPT, SETTINGS, 1, None))
+    assert completion.support.ids.tolist() == [3, 7, 9]
+    assert completion.support.offsets.tolist() == [0, 2, 2, 3]
+    everything = answer([7], [7], [list(range(VOCABULARY))])
+    (completion,) = asyncio.run(engine_with([everything], top_p=0.9).generate(PROMPT, SETTINGS, 1, None))
+    assert completion.support is None
+
+
+@pytest.mark.parametrize("kept", [None, [[7]], [[7], [9, 10]]], ids=["no supports", "one too few", "of another token"])
+def test_a_token_without_its_own_support_is_refused(engine_with: Callable[..., Any], kept: Any) -> None:
+    engine = engine_with([answer([7, 8], [7, 8], kept)], top_k=4)
+    with pytest.raises(RuntimeError, match=r"2 tokens and the supports of \d, or of other tokens"):
+        asyncio.run(engine.generate(PROMPT, SETTINGS, 1, None))
+
+
+def test_an_engine_that_returns_supports_is_asked_with_a_top_k_and_the_canary_is_not_restricted(
+    engine_with: Callable[..., Any],
+) -> None:
+    def asked(settings: SamplingSettings, **rollout: Any) -> list[tuple[float, float, int, float]]:
+        engine = engine_with([answer([7], [7], [[7]])], **rollout)
+        asyncio.run(engine.generate(PROMPT, settings, 1, None))
+        asyncio.run(engine.canary([PROMPT]))
+        return [(p.temperature, p.top_p, p.top_k, p.min_p) for p in engine._engine.asked]
+
+    assert asked(SETTINGS) == [(1.0, 1.0, 0, 0.0), (1.0, 1.0, 0, 0.0)]
+    nucleus = SamplingSettings(0.7, 8, top_p=0.9, min_p=0.1)
+    assert asked(nucleus, top_p=0.9, min_p=0.1) == [(0.7, 0.9, VOCABULARY, 0.1), (1.0, 1.0, 1, 0.0)]
+    assert asked(SamplingSettings(1.0, 8, top_k=5), top_k=5)[0] == (1.0, 1.0, 5, 0.0)
+    greedy = SamplingSettings(0.0, 8)
+    assert asked(greedy)[0][0] == 0.0
+    assert asked(greedy, top_p=0.9)[0] == (1.0, 1.0, 1, 0.0)
 
 
 def test_an_engine_that_has_failed_to_load_weights_is_not_healthy(engine_with: Callable[[list[Any]], Any]) -> None:

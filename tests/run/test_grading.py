@@ -40,24 +40,30 @@ def test_an_evaluation_set_is_sampled_as_it_asks(tmp_path: Path) -> None:
     sets = [
         {"path": "a.jsonl"},
         {"path": "b.jsonl", "samples_per_prompt": 4, "max_response_tokens": 9, "top_p": 0.9, "top_k": 7},
+        {"path": "c.jsonl", "min_p": 0.2},
     ]
     config = make_config(tmp_path / "model", data={"eval": sets}, evaluation={"temperature": 0.5, "top_p": 0.95})
-    asked: list[tuple[int, float, float, int | None, int]] = []
+    asked: list[tuple[int, float, float, int | None, float, int]] = []
 
     async def generate(_: Any, settings: SamplingSettings, *, samples: int, **__: Any) -> list[Completion]:
-        asked.append((samples, settings.temperature, settings.top_p, settings.top_k, settings.max_tokens))
+        restriction = settings.top_p, settings.top_k, settings.min_p
+        asked.append((samples, settings.temperature, *restriction, settings.max_tokens))
         return []
 
     async def grade(*_: Any, **__: Any) -> tuple[ScoredRollout, ...]:
         return ()
 
     sampler = Sampler(config, None, generate, grade)
-    for source in ("a", "b"):
+    for source in ("a", "b", "c"):
         asyncio.run(sampler.for_evaluation(Prompt(f"{source}/1", 0, np.ones(1, np.int32), (), "", source)))
     longest = config.rollout.max_response_tokens
-    assert asked == [(1, 0.5, 0.95, None, longest), (4, 0.5, 0.9, 7, 9)]
+    assert asked == [
+        (1, 0.5, 0.95, None, 0.0, longest),
+        (4, 0.5, 0.9, 7, 0.0, 9),
+        (1, 0.5, 0.95, None, 0.2, longest),
+    ]
     asyncio.run(sampler.for_training(Prompt("a/1", 0, np.ones(1, np.int32), (), "", "a")))
-    assert asked[-1] == (config.rollout.samples_per_prompt, config.rollout.temperature, 1.0, None, longest)
+    assert asked[-1] == (config.rollout.samples_per_prompt, config.rollout.temperature, 1.0, None, 0.0, longest)
 
 
 # --- as the original RLHF code: the reward model reads up to the first ".", and its scores are normalized ---
