@@ -26,8 +26,8 @@ from rlhf.answers.thoughts import after_thinking
 from rlhf.config.reward import CodeOptions
 from rlhf.processes.attributes import from_json
 from rlhf.processes.channel import Channel
-from rlhf.processes.outside import Stopwatch
 from rlhf.processes.forkers import BOOT, PACKAGE
+from rlhf.processes.outside import Stopwatch
 from rlhf.rewards.code_tests import CallTest, ProgramTest, Tests, read_tests
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, UNSCORABLE, Grade
 
