@@ -20,6 +20,9 @@ CONFIG = "configs/quickstart.yaml"
 QUICK = ("grpo", "dapo")
 ENDS = 5  # the first and the last steps, over which means are taken
 
+MORE_UPDATES = ("learner.minibatches_per_epoch=4",)  # what clipping and its like do shows away from the old policy
+LAG = ("rollout.max_policy_lag=2",)
+
 # name -> (label, overrides of configs/quickstart.yaml); the sources are those of docs/algorithms.md
 ALGORITHMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "grpo": (
@@ -58,6 +61,23 @@ ALGORITHMS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "cispo": ("CISPO", ("algo.advantage=grpo", "algo.policy_loss=cispo", "algo.clip_low=1.0", "algo.clip_high=4.0")),
+    "maxrl": ("MaxRL", ("algo.advantage=maxrl",)),
+    "sapo": ("SAPO", ("algo.policy_loss=sapo", *MORE_UPDATES)),
+    "dppo": ("DPPO (total variation)", ("algo.policy_loss=dppo_tv", *MORE_UPDATES)),
+    "engine": ("GRPO, the engine as old policy, lag 2", ("algo.old_policy=engine", *LAG)),
+    "icepop": (
+        "GRPO, masked between 0.5 and 5, lag 2",
+        ("algo.importance_correction=masked", "algo.importance_floor=0.5", "algo.importance_cap=5.0", *LAG),
+    ),
+    "geometric": (
+        "GRPO, geometric mask, lag 2",
+        ("algo.importance_correction=truncated", "algo.geometric_mask=[0.97, 1.03]", *LAG),
+    ),
+    "off_policy": (
+        "GRPO, DeepSeek-V3.2's mask, lag 2",
+        ("algo.importance_correction=truncated", "algo.off_policy_mask=0.02", *LAG),
+    ),
+    "own": ("a loss of one's own", ("algo.policy_loss=benchmarks/studies/own_loss.py:reinforce",)),
 }  # fmt: skip
 
 EVERY_STEP = ("reward/mean", "policy/loss", "policy/kl_k3", "policy/entropy", "learner/grad_norm")

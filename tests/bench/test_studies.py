@@ -465,10 +465,14 @@ def test_the_table_of_batch_sizes_has_the_largest_distance_over_steps_and_seeds(
 def test_the_command_of_an_algorithm_is_a_run_of_the_quickstart_with_its_choices(name: str) -> None:
     config = config_of_run(GRPOConfig, "grpo", algorithms.CONFIG, algorithms.overrides(name, seed=3))
     assert (config.run.steps, config.run.seed, config.algo.log_kl, config.model.path) == (30, 3, True, "data/model")
-    assert config.algo.importance_correction == "none"  # of all these papers
-    kind = {"dapo": "grpo", "gspo": "grpo", "cispo": "grpo"}.get(name, name)
-    assert config.algo.advantage == kind
-    assert config.algo.policy_loss == (name if name in ("gspo", "cispo") else "ppo")
+    corrections = {"icepop": "masked", "geometric": "truncated", "off_policy": "truncated"}
+    assert config.algo.importance_correction == corrections.get(name, "none")
+    assert config.rollout.max_policy_lag == (2 if name in ("engine", *corrections) else 0)
+    own_advantage = ("dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl")
+    assert config.algo.advantage == (name if name in own_advantage else "grpo")
+    losses = {"dppo": "dppo_tv", "own": "benchmarks/studies/own_loss.py:reinforce"}
+    own_loss = ("gspo", "cispo", "sapo", *losses)
+    assert config.algo.policy_loss == (losses.get(name, name) if name in own_loss else "ppo")
 
 
 def test_what_did_not_reach_the_log_counts_as_not_finite() -> None:
