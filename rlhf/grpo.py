@@ -52,6 +52,8 @@ async def train(run: Run[GRPOConfig]) -> None:
 async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: int) -> None:
     """One training step: all rollouts of the step, epochs_per_step x minibatches_per_epoch optimizer updates."""
     # imported here, so that --help and --plan need neither torch nor ray
+    import numpy as np
+
     from rlhf.step.advantages import mean_over_responses, penalize_kl, step_advantages, teach
     from rlhf.step.batch import broadcast_to_tokens, make_batch, non_finite_rollouts
     from rlhf.step.minibatches import plan_epochs, rows_with_gradient
@@ -82,6 +84,8 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
         rewards = penalize_kl(batch, rows_to_compute, old, ref, algo)
         advantages = step_advantages(batch, rewards, algo.advantage, algo.normalize_over)
 
+    if algo.teacher is not None and algo.teacher.in_loss and algo.teacher.reward == "replace":
+        advantages = np.zeros_like(advantages)
     token_advantages = broadcast_to_tokens(batch, advantages)
     teacher_metrics: dict[str, float] = {}
     if taught is not None and not non_finite:

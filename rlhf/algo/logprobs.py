@@ -120,7 +120,7 @@ def _spans(length: int, tile: int) -> list[slice]:
     return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
 
 
-class _Head:
+class Head:
     """Tiles of logits in accumulation precision, made in two buffers that every tile of a pass shares.
 
     Logits are scale y, or limit tanh(scale y / limit), of a product y. With `kernels`, tiles are products that the
@@ -132,11 +132,11 @@ class _Head:
 
     def __init__(
         self, states: Tensor, weight: Tensor, bias: Tensor | None, support: TokenSupport | None, scale: float,
-        limit: float | None, tiles: tuple[int, int],
+        limit: float | None, tiles: tuple[int, int], *, kernels: bool = True,
     ) -> None:  # fmt: skip
         self.states, self.weight, self.bias, self.scale, self.limit = states, weight, bias, scale, limit
         self.on_gpu, self.support = has_kernels(weight), support
-        self.kernels = self.on_gpu and (support is None or limit is None)
+        self.kernels = kernels and self.on_gpu and (support is None or limit is None)
         self.row_tiles, self.vocab_tiles = _spans(len(states), tiles[0]), _spans(len(weight), tiles[1])
         size = min(tiles[0], len(states)) * min(tiles[1], len(weight))
         self.product = weight.new_empty(size)
@@ -237,7 +237,7 @@ def _in_tile(targets: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:
     return inside, torch.where(inside, targets - vocab.start, 0).unsqueeze(1)
 
 
-def _forward_tiles(head: _Head, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_tiles(head: Head, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """-> log-sum-exp [N], the targets' logits [N], entropy [N] (empty unless asked for)."""
     partial = head.logits.new_empty(len(head.vocab_tiles), len(targets))
     expected = torch.empty_like(partial) if with_entropy else partial[:0]
@@ -258,7 +258,7 @@ def _forward_tiles(head: _Head, targets: Tensor, with_entropy: bool) -> tuple[Te
 
 
 def _backward_tiles(
-    head: _Head, targets: Tensor, lse: Tensor, entropy: Tensor | None, grad_logprobs: Tensor,
+    head: Head, targets: Tensor, lse: Tensor, entropy: Tensor | None, grad_logprobs: Tensor,
     grad_entropy: Tensor | None, wants: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """-> gradients of states [N, H] in accumulation precision, weight [V, H] and bias [V] in their own types."""
@@ -308,7 +308,7 @@ class _FusedHead(torch.autograd.Function):
         limit: float | None, with_entropy: bool, tiles: tuple[int, int], repeated: bool, support: TokenSupport | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.form, ctx.repeated, ctx.support = (scale, limit, tiles), repeated, support
-        head = _Head(hidden[rows].to(weight.dtype), weight, bias, support, *ctx.form)
+        head = Head(hidden[rows].to(weight.dtype), weight, bias, support, *ctx.form)
         lse, chosen, entropy = _forward_tiles(head, targets, with_entropy)
         ctx.save_for_backward(hidden, weight, bias, rows, targets, lse, entropy)
         ctx.set_materialize_grads(False)
@@ -325,7 +325,7 @@ class _FusedHead(torch.autograd.Function):
         active = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
         used = active.nonzero().squeeze(1)
         support = None if ctx.support is None else ctx.support.take(used)
-        head = _Head(hidden[rows[used]].to(weight.dtype), weight, bias, support, *ctx.form)
+        head = Head(hidden[rows[used]].to(weight.dtype), weight, bias, support, *ctx.form)
         of_entropy = (None, None) if grad_entropy is None else (entropy[used], grad_entropy[used])
         grad_states, grad_weight, grad_bias = _backward_tiles(
             head, targets[used], lse[used], of_entropy[0], grad_logprobs[used], of_entropy[1], ctx.needs_input_grad[:3]

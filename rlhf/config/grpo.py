@@ -129,7 +129,8 @@ class GRPOConfig(TrainingProgramConfig):
     def needs_old_logprobs_pass(self) -> bool:
         """Whether a pass before the update computes log-probs: for later updates, a teacher, a KL in the reward."""
         for_updates = self.training.updates_per_step > 1 and self.algo.old_policy == "learner"
-        return for_updates or self.kl_in_reward or self.algo.teacher is not None
+        teacher = self.algo.teacher
+        return for_updates or self.kl_in_reward or (teacher is not None and not teacher.in_loss)
 
     def warnings(self) -> Iterator[str]:
         yield from super().warnings()

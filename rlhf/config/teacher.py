@@ -38,7 +38,10 @@ class TeacherModel(Section):
 class TeacherConfig(TeacherModel):
     """The teachers of a run, and what their judgement weighs."""
 
-    coef: PositiveFloat = key(1.0, "factor of log pi_teacher - log pi_old in the advantage of a token")
+    over: Literal["sampled", "vocabulary"] = key(
+        "sampled", "what is compared: the sampled tokens, in the advantage; or all tokens at each place, in the loss"
+    )
+    coef: PositiveFloat = key(1.0, "factor of log pi_teacher - log pi_old in the advantage, or of the KL in the loss")
     reward: Literal["add", "replace"] = key("replace", "add that to the advantage of the reward, or replace it")
     by_source: dict[str, TeacherModel] = key({}, "teachers of single sources of data.train; others have the one above")
     concurrent_requests: PositiveInt = key(32, "sequences that an endpoint is asked for at once")
@@ -54,6 +57,11 @@ class TeacherConfig(TeacherModel):
         """Every teacher by its key."""
         own = {"algo.teacher": self} if self.named else {}
         return {**own, **{f"algo.teacher.by_source.{name}": each for name, each in self.by_source.items()}}
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether the teacher's KL over the vocabulary is a part of the loss, computed in each update."""
+        return self.over == "vocabulary"
 
     @property
     def computed(self) -> bool:
@@ -100,8 +108,26 @@ def teacher_problems(config: Any) -> Iterator[str]:
     if config.run.deterministic and any(each.endpoint for each in teacher.all.values()):
         reason = "nothing here can make its log-probs the same in a second run. Name a path, or deterministic=false."
         yield f"run.deterministic=true with algo.teacher.endpoint: {reason}"
+    if teacher.in_loss:
+        yield from _vocabulary_problems(config, teacher)
     if teacher.reward == "replace":
         yield from _replaced_problems(config, teacher, sources)
+
+
+def _vocabulary_problems(config: Any, teacher: TeacherConfig) -> Iterator[str]:
+    """What cannot be where the learners compare whole distributions."""
+    given, remedy = "algo.teacher.over=vocabulary", "Remove it, or set over=sampled."
+    if teacher.by_source:
+        yield f"algo.teacher.by_source with {given}: all rows have one teacher there. {remedy}"
+    if teacher.endpoint is not None:
+        reason = "a server does not give the log-probs of all tokens"
+        yield f"algo.teacher.endpoint={teacher.endpoint} with {given}: {reason}. Name a path, or set over=sampled."
+    if teacher.hint_column is not None:
+        reason = "policy and teacher would read rows of other lengths in one update"
+        yield f"algo.teacher.hint_column={teacher.hint_column} with {given}: {reason}. {remedy}"
+    if config.learner.zero_stage == 3:
+        reason = "a learner has only a share of the teacher's head. Use a lower stage, or over=sampled."
+        yield f"learner.zero_stage=3 with {given}: {reason}"
 
 
 def _replaced_problems(config: Any, teacher: TeacherConfig, sources: Collection[str]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from rlhf.config.teacher import TeacherModel
 from rlhf.learner.hub_format import hub_shapes, hub_tensors
 from rlhf.learner.policy_model import DeviceTokens, check_packed, load_policy
 from rlhf.learner.rank_checkpoint import REFERENCE, Slice
-from rlhf.learner.reference import MovingCopy, Reference, make_reference, make_teachers
+from rlhf.learner.reference import FrozenCopy, MovingCopy, Reference, make_reference, make_teachers
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch
 from rlhf.log.reductions import UpdateOutcome
@@ -77,7 +77,14 @@ class Learner(StepRank):
 
     def update(self, targets: PolicyTargets) -> list[UpdateOutcome]:
         """Take every optimizer step of the training step."""
-        return self.updates(targets, functools.partial(policy_microbatch, self.deepspeed, config=self.config))
+        teacher = None
+        if (config := self.config.algo.teacher) is not None and config.in_loss:
+            self._offload.come_back()
+            model = self.reference if config.path is None else self.teachers[config.path]
+            assert isinstance(model, FrozenCopy), "own=average needs the average"
+            teacher = model.as_teacher
+        microbatch = functools.partial(policy_microbatch, self.deepspeed, config=self.config, teacher=teacher)
+        return self.updates(targets, microbatch)
 
     @torch.no_grad()
     def canary(self, sequences: list[np.ndarray], in_float32: bool = False) -> list[np.ndarray]:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from rlhf.algo.logprobs import TokenSupport, token_logprobs
+from rlhf.algo.distillation import HeadInput, teacher_kl
+from rlhf.algo.logprobs import TokenSupport, response_states, token_logprobs
 from rlhf.algo.lora import adapt, linear_names
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.config.sections import Checkpointing, ModelConfig
@@ -71,11 +72,15 @@ def transformer_outputs(transformer: PreTrainedModel, tokens: DeviceTokens, **op
 
 
 class PolicyOutput(NamedTuple):
-    """`logprobs` and `entropy` as in `TokenLogprobs`; the entropy and the routing of experts only for an update."""
+    """`logprobs` and `entropy` as in `TokenLogprobs`; the entropy and the routing of experts only for an update.
+
+    `teacher_kl`: [T], as the function of this name; None without a teacher.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None
     routing: Routing | None
+    teacher_kl: Tensor | None
 
 
 class PolicyModel(nn.Module):
@@ -94,8 +99,9 @@ class PolicyModel(nn.Module):
         self.has_balancing_loss = has_balancing_loss(transformer)
 
     def forward(
-        self, tokens: DeviceTokens, for_update: bool = False, temperature: float | None = None, in_float32: bool = False
-    ) -> PolicyOutput:
+        self, tokens: DeviceTokens, for_update: bool = False, temperature: float | None = None,
+        in_float32: bool = False, teacher: HeadInput | None = None,
+    ) -> PolicyOutput:  # fmt: skip
         head = self.transformer.get_output_embeddings()
         options = {"output_router_logits": True} if for_update and self.has_balancing_loss else {}
         with (
@@ -112,7 +118,26 @@ class PolicyModel(nn.Module):
             temperature=self.temperature if temperature is None else temperature, with_entropy=for_update,
             support=tokens.support,
         )  # fmt: skip
-        return PolicyOutput(logprobs, entropy, routing)
+        kl = None
+        if teacher is not None:
+            hidden = outputs.last_hidden_state[0]
+            kl = teacher_kl(
+                hidden, self._head_input(hidden[:0]), teacher, tokens.response_mask, tokens.cu_seqlens,
+                expand=tokens.segments.expand,
+            )  # fmt: skip
+        return PolicyOutput(logprobs, entropy, routing, kl)
+
+    @torch.no_grad()
+    def as_teacher(self, tokens: DeviceTokens) -> HeadInput:
+        """From what its logits at temperature 1 follow at the response tokens."""
+        hidden = transformer_outputs(self.transformer, tokens).last_hidden_state[0]
+        _, rows = response_states(tokens.response_mask, tokens.cu_seqlens)
+        expand = tokens.segments.expand
+        return self._head_input(hidden[rows if expand is None else expand[rows]])
+
+    def _head_input(self, states: Tensor) -> HeadInput:
+        head = self.transformer.get_output_embeddings()
+        return HeadInput(states, head.weight, head.bias, self.logit_scale, self.logit_cap)
 
 
 @contextlib.contextmanager

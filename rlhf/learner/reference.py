@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf.algo.distillation import HeadInput
 from rlhf.algo.lora import adapters_off
 from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.partition import whole_shape
@@ -82,6 +83,11 @@ class FrozenCopy:
 
     def logprobs(self, tokens: DeviceTokens) -> Tensor:
         return self._model(tokens).logprobs
+
+    def as_teacher(self, tokens: DeviceTokens) -> HeadInput:
+        """As in `PolicyModel`; not at ZeRO-3, where a rank has only a share of the head."""
+        given: HeadInput = self._model.as_teacher(tokens)
+        return given
 
     def movable(self) -> list[Tensor]:
         """Its parameters; none at ZeRO-3, where a rank has only a share of them."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.algo import kl, losses
+from rlhf.algo.distillation import HeadInput
 from rlhf.algo.numerics import masked, segment_counts, segment_ids
 from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.policy_model import DeviceTokens
@@ -38,12 +39,13 @@ HEALTH_KL = "k3"  # the estimator of kl_old and engine_kl; its first argument is
 
 
 def policy_microbatch(
-    model: nn.Module, tokens: DeviceTokens, targets: PolicyTargets, denominators: Denominators, config: GRPOConfig
-) -> tuple[Tensor, StepMetrics]:
+    model: nn.Module, tokens: DeviceTokens, targets: PolicyTargets, denominators: Denominators, config: GRPOConfig,
+    teacher: Callable[[DeviceTokens], HeadInput] | None = None,
+) -> tuple[Tensor, StepMetrics]:  # fmt: skip
     """This microbatch's share of the minibatch loss, under the global denominators, and its metrics.
 
-    The shares of all microbatches of all ranks add up to the loss of the minibatch. A KL in the loss is added to each
-    token before aggregation, and its gradient flows.
+    The shares of all microbatches of all ranks add up to the loss of the minibatch. A KL in the loss, to the reference
+    or over the whole vocabulary to a `teacher`, is added to each token before aggregation, and its gradient flows.
     """
     algo, mask = config.algo, tokens.response_mask
 
@@ -54,7 +56,8 @@ def policy_microbatch(
     given_logprobs = None if targets.old_logprobs is None else column(targets.old_logprobs)
     ref_logprobs = None if targets.ref_logprobs is None else column(targets.ref_logprobs)
     rollout_logprobs = masked(tokens.rollout_logprobs, mask)
-    logprobs, entropy, routing = model(tokens, for_update=True)
+    given = {} if teacher is None else {"teacher": teacher(tokens)}
+    logprobs, entropy, routing, teacher_kl = model(tokens, for_update=True, **given)
     learner_logprobs = logprobs.detach() if given_logprobs is None else given_logprobs
     old_logprobs = rollout_logprobs if algo.old_policy == "engine" else learner_logprobs
 
@@ -103,6 +106,10 @@ def policy_microbatch(
         for estimator in kl.KL_ESTIMATORS:
             values = kl.kl_per_token(old_logprobs, ref_logprobs, estimator=estimator, old_logprobs=old_logprobs)
             metrics[f"policy/kl_{estimator}"] = masked_mean(values, mask)
+    if teacher_kl is not None:
+        assert algo.teacher is not None
+        per_token = per_token + algo.teacher.coef * teacher_kl
+        metrics["policy/teacher_kl"] = masked_mean(teacher_kl.detach(), mask)
     if algo.entropy_coef:
         per_token = per_token - algo.entropy_coef * entropy
     if algo.clips:

@@ -28,7 +28,9 @@ def expected_time(config: GRPOConfig) -> list[tuple[str, str]]:
     roles = config.roles()
     epochs = max(training.epochs_per_step for _, training in config.trained_roles())
     teacher = config.algo.teacher
-    passes = config.needs_old_logprobs_pass + config.needs_reference + (teacher is not None and teacher.computed)
+    passes = config.needs_old_logprobs_pass + config.needs_reference
+    if teacher is not None and teacher.computed:
+        passes += epochs if teacher.in_loss else 1
     if any(role.name == CRITIC for role in roles):
         passes = max(passes, 1)  # the critic's pass, for its values
     epoch = tokens / (cluster.learners * plan.learner_tokens_per_second)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rlhf.types import GPUMemory
 
 GIB = 2**30
+TEACHER_TILES = 6  # float32 tiles at a time: both logits, both log-probs, the difference, the gradient
 BYTES = {"bfloat16": 2, "float32": 4}
 MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
 
@@ -292,6 +293,8 @@ def _head(shape: ModelShape, config: GRPOConfig) -> Part:
     rows, columns = min(tile_tokens, tokens), min(tile_vocabulary, shape.vocabulary)
     # On GPU float32 products and their gradient; on CPU the product, and float32 logits, scratch and gradient.
     buffers = b + 4 * (1 if config.cluster.device == "cuda" else 3)
+    if (teacher := config.algo.teacher) is not None and teacher.in_loss:  # its tiles too, and the steps between them
+        buffers += b + 4 * TEACHER_TILES
     states = tokens * shape.hidden * (2 * b + 8)  # chosen states, the norm's output, float32 gradients, added up
     states += rows * shape.hidden * 4  # a tile's share of the gradients
     weight = 0 if config.model.lora else shape.embedding_parameters * b + columns * shape.hidden * 4

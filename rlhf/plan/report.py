@@ -154,7 +154,8 @@ def _batches(config: GRPOConfig, prompts: int | str) -> list[str]:
     by_role = [_updates(role.name, training) for role, training in config.trained_roles()]
     response = "response" if rollout.max_rollout_tokens is None else "rollout"
     passes = [name for name, on in (("old", config.needs_old_logprobs_pass), ("ref", config.needs_reference)) if on]
-    passes += ["teacher"] if config.algo.teacher is not None and config.algo.teacher.computed else []
+    if (teacher := config.algo.teacher) is not None and teacher.computed:
+        passes.append("teacher in each epoch" if teacher.in_loss else "teacher")
     return rows(
         ("rollouts per step", f"{rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt} = {per_step:,}"),
         ("rollouts in total", f"{counted(config.run.steps, 'step')} x {per_step:,} = {config.run.steps * per_step:,}"),

@@ -165,8 +165,10 @@ class RolloutLoop(Generic[C]):
             # the call of an engine has step_deadline_s; another engine may then take its place
             deadline_s=2 * config.cluster.step_deadline_s,
         )
+        teacher = config.algo.teacher
+        loss_teaches = config.algo.has_own_loss or (teacher is not None and teacher.in_loss)
         self.useless_steps = UselessSteps(
-            config.run, run.diagnosis, teachers=config.algo.teacher is not None, own_loss=config.algo.has_own_loss
+            config.run, run.diagnosis, teachers=teacher is not None, loss_teaches=loss_teaches
         )
         self.skipped_updates = SkippedUpdates(lambda: run.folder.path / "skipped", run.log.warn)
         self._run = run

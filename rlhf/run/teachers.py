@@ -104,8 +104,10 @@ class Teachers:
         self._of: dict[str, TeacherModel] = {}
         self._hinted: dict[str, np.ndarray] = {}
         for source, rows in prompts.items():
-            teacher = None if config.algo.teacher is None else config.algo.teacher.of(source)
-            if teacher is not None:
+            teachers = config.algo.teacher
+            if teachers is None or teachers.in_loss:  # in the loss the learners compare for themselves
+                break
+            if (teacher := teachers.of(source)) is not None:
                 self._of[source] = teacher
                 self._hinted |= with_hints(config, teacher, rows, tokenizer) if teacher.hint_column else {}
         self._servers: dict[str, Server] = {}

@@ -19,14 +19,14 @@ class UselessSteps:
 
     Args:
         teachers: whether there are other signals than the rewards.
-        own_loss: whether a loss of the user may teach where advantages are 0.
+        loss_teaches: whether a loss of the user, or a teacher in it, may teach where advantages are 0.
     """
 
     def __init__(
-        self, config: RunConfig, diagnosis: Diagnosis, *, teachers: bool = False, own_loss: bool = False
+        self, config: RunConfig, diagnosis: Diagnosis, *, teachers: bool = False, loss_teaches: bool = False
     ) -> None:
         self._allowed, self._diagnosis = config.max_useless_steps, diagnosis
-        self._teachers, self._own_loss = teachers, own_loss
+        self._teachers, self._loss_teaches = teachers, loss_teaches
         self._budget = None if self._allowed is None else min(self._allowed, config.steps)
         self._useless: list[str] = []  # the reason of each
 
@@ -39,7 +39,7 @@ class UselessSteps:
             self._useless.append("no rollout was trained on")
         elif not any(update.taken for update in policy or updates):  # a critic may learn alone
             self._useless.append("every optimizer step was skipped")
-        elif not self._own_loss and not (advantages.any() and (self._teachers or _rewards_differ(groups))):
+        elif not self._loss_teaches and not (advantages.any() and (self._teachers or _rewards_differ(groups))):
             self._useless.append("no group had a signal")
         else:
             self._useless.clear()

@@ -68,10 +68,13 @@ async def sample_across_an_update(config: Any) -> Sampled:
     return Sampled(rollouts, old, new, by_settings, spoken)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "keep_kv"])
-def test_a_response_continues_with_new_weights_and_every_token_has_its_version(tiny_model_dir: Path, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "lora"), [("recompute", None), ("keep_kv", None), ("keep_kv", {"rank": 8})])
+def test_a_response_continues_with_new_weights_and_every_token_has_its_version(
+    tiny_model_dir: Path, mode: str, lora: dict[str, Any] | None
+) -> None:
     config = make_config(
         tiny_model_dir / "model",
+        model={"lora": lora},
         rollout={"max_response_tokens": LONGEST, "max_policy_lag": 1, "on_weight_update": mode},
         learner={"max_tokens_per_microbatch": 2048},
     )
