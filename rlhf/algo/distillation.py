@@ -40,10 +40,10 @@ def teacher_kl(
     expand: Tensor | None = None,
     tiles: tuple[int, int] | None = None,
 ) -> Tensor:
-    """[T] sum_j p_j (log p_j - log q_j) for each response token, with p of the policy and q of the teacher; 0 elsewhere.
+    """[T] sum_j p_j (log p_j - log q_j) of each response token, p of the policy and q of the teacher; 0 elsewhere.
 
-    Differentiable in the policy's hidden states, weight and bias. Where one of the two vocabularies is longer (rows that
-    only pad it), both are normalized over the ids that both have.
+    Differentiable in the policy's hidden states, weight and bias. Where one of the two vocabularies is longer (rows
+    that only pad it), both are normalized over the ids that both have.
 
     Args:
         hidden: [T, H], or [U, H] with `expand`, as in `token_logprobs`. head: of the policy; its states are not read.

@@ -78,10 +78,8 @@ def test_bfloat16_weights_lose_no_more_than_their_own_rounding() -> None:
     weight.requires_grad_()
     teacher = HeadInput(torch.randn(len(rows), 64).bfloat16(), (torch.randn(300, 64) / 8).bfloat16(), None, 1.0, None)
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    of_wide = teacher_kl(
-        wide[0], HeadInput(wide[0], wide[1], None, 1.0, None), HeadInput(*(x.double() for x in teacher[:2]), *teacher[2:]),
-        mask, CU_SEQLENS,
-    )  # fmt: skip
+    wide_teacher = HeadInput(teacher.states.double(), teacher.weight.double(), None, 1.0, None)
+    of_wide = teacher_kl(wide[0], HeadInput(wide[0], wide[1], None, 1.0, None), wide_teacher, mask, CU_SEQLENS)
     kl = teacher_kl(hidden, HeadInput(hidden, weight, None, 1.0, None), teacher, mask, CU_SEQLENS, tiles=(3, 128))
     torch.testing.assert_close(kl.double(), of_wide, rtol=0.02, atol=0.02)
     for grad, other in zip(

@@ -262,6 +262,18 @@ CONTRADICTIONS = [
         ["algo.teacher={path: t, by_source: {other: {path: u}}}"],
         ["algo.teacher.by_source.other: data.train has no such source"],
     ),
+    (
+        ["algo.teacher={endpoint: 'http://x', over: vocabulary}"],
+        ["algo.teacher.endpoint=http://x with algo.teacher.over=vocabulary", "over=sampled"],
+    ),
+    (
+        ["algo.teacher={path: t, over: vocabulary, hint_column: h}", "learner.zero_stage=3"],
+        ["algo.teacher.hint_column=h with algo.teacher.over=vocabulary", "learner.zero_stage=3 with algo.teacher.over"],
+    ),
+    (
+        ["algo.teacher={over: vocabulary, reward: add, by_source: {train: {path: t}}}"],
+        ["algo.teacher.by_source with algo.teacher.over=vocabulary: all rows have one teacher"],
+    ),
     (["algo.teacher={path: t}", "rollout.dynamic_sampling=true"], ["rollout.dynamic_sampling=true", "reward=add"]),
     (
         ["algo.teacher={path: t}", "algo.kl_place=reward", "algo.kl_coef=0.1", "algo.kl_estimator=k1"],

@@ -109,7 +109,7 @@ def scored_by_teachers(world: World, model: Path, teacher: Path, stage: int) -> 
     """A rank's columns by the teacher and by the policy itself, before and after an update."""
     from rlhf.learner.policy import Learner
 
-    settings = {"teacher": {"path": str(teacher)}}
+    settings = {"teacher": {"path": str(teacher), "over": "sampled" if stage == 3 else "vocabulary"}}
     section = {"zero_stage": stage, "optimizer": {"lr": 1e-2}}
     config = make_config(model, algo=settings, learner=section, cluster={"learners": world.size})
     learner = Learner(config, world)
@@ -122,8 +122,10 @@ def scored_by_teachers(world: World, model: Path, teacher: Path, stage: int) -> 
 
     assert config.algo.teacher is not None
     seen = {"teacher": column(config.algo.teacher), "policy": column(own)}
-    learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), None, None))
+    updates = learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), None, None))
     learner.leave_gpu(offload=True)
+    if stage < 3:
+        seen["kl"] = np.array(updates[0].metrics["policy/teacher_kl"].value())
     seen |= {"teacher after": column(config.algo.teacher), "policy after": column(own)}
     learner.close()
     return seen
@@ -144,6 +146,7 @@ def test_a_teacher_gives_the_log_probs_of_its_own_model_which_updates_do_not_mov
     seen = {name: sum(part[name] for part in parts) for name in parts[0]}
     config = make_config(tiny_model_dir / "model")
     tokens = plan_first_epoch(config, make_groups(**GROUPS))[0].tokens
+    policy, kls = AutoModelForCausalLM.from_pretrained(tiny_model_dir / "model", dtype=torch.float32), []
     for start, end in itertools.pairwise(tokens.cu_seqlens):
         ids = torch.from_numpy(tokens.token_ids[start:end]).long()
         with torch.no_grad():
@@ -151,6 +154,12 @@ def test_a_teacher_gives_the_log_probs_of_its_own_model_which_updates_do_not_mov
         expected = logits.gather(1, ids[1:, None])[:, 0].numpy()
         sampled = tokens.response_mask[start + 1 : end]
         np.testing.assert_allclose(seen["teacher"][start + 1 : end][sampled], expected[sampled], atol=1e-4)
+        if stage < 3:
+            with torch.no_grad():
+                own = policy(ids[None]).logits[0, :-1].log_softmax(-1)
+            kls.append((own.exp() * (own - logits)).sum(1)[sampled])
+    if stage < 3:  # the loss has the KL over the vocabulary: before the first update it is that of the two models
+        np.testing.assert_allclose(seen["kl"], torch.cat(kls).mean(), rtol=1e-4)
     mask = tokens.response_mask
     assert (seen["teacher after"] == seen["teacher"])[mask].all()
     assert np.abs(seen["policy after"] - seen["policy"])[mask].max() > 1e-3
