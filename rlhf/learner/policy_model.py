@@ -80,7 +80,7 @@ class PolicyOutput(NamedTuple):
     logprobs: Tensor
     entropy: Tensor | None
     routing: Routing | None
-    teacher_kl: Tensor | None
+    teacher_kl: Tensor | None = None
 
 
 class PolicyModel(nn.Module):
