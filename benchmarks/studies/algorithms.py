@@ -27,7 +27,10 @@ LAG = ("rollout.max_policy_lag=2",)
 ALGORITHMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "grpo": (
         "GRPO",
-        ("algo.advantage=grpo", "algo.loss_aggregation=sequence_mean", "algo.kl_estimator=k3", "algo.kl_coef=0.04"),
+        (
+            "algo.advantage=grpo", "algo.loss_aggregation=sequence_mean", "algo.kl_estimator=k3", "algo.kl_coef=0.04",
+            "algo.kl_ratio_weighted=false",
+        ),
     ),
     "dr_grpo": ("Dr. GRPO", ("algo.advantage=dr_grpo", "algo.loss_aggregation=constant")),
     "rloo": (

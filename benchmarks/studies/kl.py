@@ -78,7 +78,7 @@ class Run:
     def config(self, base: GRPOConfig) -> GRPOConfig:
         algo: dict[str, Any] = {"kl_coef": self.beta}
         if self.estimator != "none":
-            algo |= {"kl_estimator": self.estimator, "kl_place": self.place}
+            algo |= {"kl_estimator": self.estimator, "kl_place": self.place, "kl_ratio_weighted": False}
         return base.model_copy(
             update={
                 "run": base.run.model_copy(update={"seed": self.seed}),

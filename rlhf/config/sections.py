@@ -182,7 +182,9 @@ class AlgoConfig(Section):
     kl_estimator: KLEstimator = key("k3", "estimator of KL(policy || reference)")
     kl_place: Literal["loss", "reward"] = key("loss", "where the KL penalty goes")
     kl_coef: NonNegative = key(0.0, "beta; 0 loads no reference model")
-    kl_ratio_weighted: bool = key(False, "multiply k3 in the loss by the ratio, for the gradient of the reverse KL")
+    kl_ratio_weighted: bool | None = key(
+        None, "multiply k3 in the loss by the ratio, for the gradient of the reverse KL; null: true for k3 in the loss"
+    )
     ref_update: Literal["fixed", "replace", "average"] = key(
         "fixed", "reference: the fixed start model, replaced by the policy every ref_every steps, or an average"
     )
@@ -210,6 +212,13 @@ class AlgoConfig(Section):
     )
     mask_truncated: bool = key(False, "leave responses that did not stop out of the loss")
     teacher: TeacherConfig | None = key(None, "a model to learn from token by token; null: rewards alone teach")
+
+    @property
+    def weights_kl(self) -> bool:
+        """Whether the KL in the loss is multiplied by the ratio."""
+        if self.kl_ratio_weighted is None:
+            return self.kl_estimator == "k3" and self.kl_place == "loss"
+        return self.kl_ratio_weighted
 
     @property
     def has_own_loss(self) -> bool:

@@ -30,6 +30,7 @@ from rlhf.log.reductions import (
     Mean,
     StepMetrics,
     Sum,
+    Variance,
 )
 from rlhf.processes.code import load_function
 from rlhf.types import Denominators, PolicyTargets
@@ -99,7 +100,7 @@ def policy_microbatch(
         if config.kl_in_loss:
             penalty = kl.kl_per_token(
                 logprobs, ref_logprobs,
-                estimator=algo.kl_estimator, old_logprobs=old_logprobs, ratio_weighted=algo.kl_ratio_weighted,
+                estimator=algo.kl_estimator, old_logprobs=old_logprobs, ratio_weighted=algo.weights_kl,
             )  # fmt: skip
             per_token = per_token + algo.kl_coef * penalty
         # On-policy at a lag of 0, since the old policy sampled the tokens; every epoch of a step repeats the same sums.
@@ -136,6 +137,7 @@ def policy_microbatch(
         "policy/loss": Sum(loss.detach().double()),
         "policy/entropy": masked_mean(entropy.detach(), mask),
         "policy/ratio": masked_mean(terms.ratio.detach(), mask),
+        "policy/ratio_variance": _variance_around_1(terms.ratio.detach(), mask),
         "policy/ratio/histogram": _binned_ratios(terms.ratio.detach(), mask),
         "policy/ratio_max": Max(torch.where(mask, terms.ratio.detach(), float("-inf")).max()),
         "policy/kl_old": masked_mean(kl.kl_per_token(old_logprobs, logprobs.detach(), estimator=HEALTH_KL), mask),
@@ -181,6 +183,11 @@ def _routing_metrics(routing: Routing, trained: Tensor) -> StepMetrics:
 def masked_mean(values: Tensor, mask: Tensor) -> Mean:
     """The mean over masked positions as a metric that merges exactly across microbatches and ranks."""
     return Mean(torch.where(mask, values, torch.zeros_like(values)).double().sum(), mask.sum())
+
+
+def _variance_around_1(ratio: Tensor, mask: Tensor) -> Variance:
+    differences = torch.where(mask, ratio - 1, 0.0).double()
+    return Variance(differences.sum(), differences.square().sum(), mask.sum())
 
 
 def _binned_ratios(ratio: Tensor, mask: Tensor) -> Binned:

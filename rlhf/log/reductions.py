@@ -92,6 +92,18 @@ class EffectiveSampleFraction(Metric):
 
 
 @dataclass(frozen=True)
+class Variance(Metric):
+    """Of values whose differences to a number near them add up to `total`, and their squares to `squares`."""
+
+    total: Scalar
+    squares: Scalar
+    count: Scalar
+
+    def value(self) -> float:
+        return self.squares / self.count - (self.total / self.count) ** 2 if self.count else float("nan")
+
+
+@dataclass(frozen=True)
 class Histogram(Metric):
     """All values; logged as their mean and four quantiles."""
 

@@ -106,7 +106,8 @@ CHOICES: dict[str, tuple[dict[str, Any], float]] = {
     "constant_length": ({"loss_aggregation": "constant", "constant_length": 1}, 2.6 / 2),
     "k1": ({"kl_coef": 0.1, "kl_estimator": "k1"}, (LOSSES + 0.1 * D).mean()),
     "k2": ({"kl_coef": 0.1, "kl_estimator": "k2"}, (LOSSES + 0.1 * K2).mean()),
-    "k3": ({"kl_coef": 0.1, "kl_estimator": "k3"}, (LOSSES + 0.1 * K3).mean()),
+    "k3": ({"kl_coef": 0.1, "kl_estimator": "k3", "kl_ratio_weighted": False}, (LOSSES + 0.1 * K3).mean()),
+    "k3 by default": ({"kl_coef": 0.1, "kl_estimator": "k3"}, (LOSSES + 0.1 * RATIO * K3).mean()),
     "k4": ({"kl_coef": 0.1, "kl_estimator": "k4"}, (LOSSES + 0.1 * RATIO * D).mean()),
     "kl_ratio_weighted": (
         {"kl_coef": 0.1, "kl_estimator": "k3", "kl_ratio_weighted": True},
@@ -171,6 +172,7 @@ def test_entropy_ratio_clipping_and_the_distance_to_the_engine_are_logged_whatev
     assert values["policy/entropy"] == pytest.approx(1.0)
     assert values["policy/ratio"] == pytest.approx(5.1 / 4)
     assert values["policy/ratio_max"] == pytest.approx(2.0)
+    assert values["policy/ratio_variance"] == pytest.approx(RATIO.var())
     assert values["policy/clip_fraction"] == pytest.approx(2 / 4)  # 1.5 with A > 0, and 0.6 with A < 0
     # The engine's distribution against the learner's at its own samples: k3 of log(pi_rollout / pi_old).
     assert values["policy/engine_kl"] == pytest.approx((IMPORTANCE - 1 - np.log(IMPORTANCE)).mean(), rel=1e-5)
