@@ -1,8 +1,9 @@
-"""The curriculum: prompts that the policy always or never solves are drawn less.
+"""The curriculum: prompts that the policy nearly always or never solves are drawn less.
 
-The order of the data proposes a row for each position of the stream. Where the recent pass rate of that row is outside
-of the bounds, another row of its source is drawn in its place, KEPT_FRACTION of the times excepted, so that its rate is
-measured again. Shares by source stay as they are. A choice depends on the seed, the position and the rates alone.
+The order of the data proposes a row for each position of the stream. With r, the pass rate of its last group, it is kept
+with a probability of 4 r (1 - r): 1 for a rate of a half, 0 outside of the bounds, but at least KEPT_FRACTION, so that
+its rate is measured again. Else another row of its source is drawn in its place, each in proportion to its 4 r (1 - r).
+Shares by source stay as they are. A choice depends on the seed, the position and the rates alone.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import numpy as np
 
 from rlhf.config.data import CurriculumConfig
 
-KEPT_FRACTION = 0.25  # of the draws of a row outside of the bounds
-DRAWS_PER_EPOCH = 8  # of one row at most: where few are inside, a step must not consist of them
+KEPT_FRACTION = 0.25  # of the draws of a row, at least
+DRAWS_PER_EPOCH = 8  # of one row at most: where few are useful, a step must not consist of them
 CHOICE_SEED = 1  # the generators of choices are others than those of the orders of epochs
 
 
@@ -43,22 +44,23 @@ class Curriculum:
             row: that the order proposes; one of `source`, the rows of its source.
         """
         if position not in self._chosen:  # else a resumed run repeats it
-            if position >= self._config.warmup_epochs * self._epoch_size and self._outside(row):
-                row = self._replacement(position, row, source)
+            if position >= self._config.warmup_epochs * self._epoch_size:
+                row = self._kept_or_replaced(position, row, source)
             self._chosen[position] = row, int(self._times[row])
             self._times[row] += 1
             self._last[row] = position
         return self._chosen[position]
 
-    def _replacement(self, position: int, row: int, source: range) -> int:
-        kept, pick = np.random.PCG64([self._seed, position, CHOICE_SEED]).random_raw(2).tolist()
-        gap = self._epoch_size // DRAWS_PER_EPOCH
-        rows = slice(source.start, source.stop)
-        candidates = np.flatnonzero(~self._outside(rows) & (self._last[rows] < position - gap))
-        if kept < KEPT_FRACTION * 2**64 or not len(candidates):
+    def _kept_or_replaced(self, position: int, row: int, source: range) -> int:
+        kept, pick = np.random.default_rng([self._seed, position, CHOICE_SEED]).random(2)
+        if kept < max(KEPT_FRACTION, self._usefulness(slice(row, row + 1))[0]):
+            return row
+        rows, gap = slice(source.start, source.stop), self._epoch_size // DRAWS_PER_EPOCH
+        upper = np.where(self._last[rows] < position - gap, self._usefulness(rows), 0.0).cumsum()
+        if not upper[-1]:
             return row
         self._replaced += 1
-        return source.start + int(candidates[pick % len(candidates)])
+        return source.start + int(np.searchsorted(upper, pick * upper[-1], side="right"))
 
     def record(self, position: int, pass_rate: float) -> None:
         """The pass rate of the group that was drawn at a position."""
@@ -66,9 +68,11 @@ class Curriculum:
         if position >= self._measured[row]:  # groups end in any order
             self._rates[row], self._measured[row] = pass_rate, position
 
-    def _outside(self, rows: int | slice) -> Any:
+    def _usefulness(self, rows: slice) -> np.ndarray:
+        """Of each row, from 0 to 1: how far the responses of its next group may differ. 1 if it has had none yet."""
         rates = self._rates[rows]
-        return (rates <= self._config.min_pass_rate) | (rates >= self._config.max_pass_rate)
+        outside = (rates <= self._config.min_pass_rate) | (rates >= self._config.max_pass_rate)
+        return np.where(outside, 0.0, np.where(np.isnan(rates), 1.0, 4 * rates * (1 - rates)))
 
     def metrics(self) -> dict[str, float]:
         """Shares of the prompts with a pass rate that are outside of the bounds, and draws that were replaced."""

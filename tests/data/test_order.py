@@ -178,6 +178,22 @@ def test_the_first_pass_is_that_without_a_curriculum_then_solved_prompts_come_le
     assert metrics["data/curriculum/replaced"] == 200 - solved
 
 
+def test_prompts_come_the_more_often_the_more_their_responses_may_differ() -> None:
+    rates = {"easy": 0.875, "half": 0.5, "hard": 0.25}
+    stream = with_curriculum({"a": prompts("a", 120)}, max_pass_rate=0.9)
+
+    def solved(prompt: str) -> float:
+        return rates[list(rates)[int(prompt.split("/")[1]) % 3]]
+
+    train(stream, 120, solved)
+    times = Counter(solved(prompt.id) for prompt in train(stream, 3000, solved))
+    # Kept with 4 r (1 - r), which is 0.44, 1 and 0.75; the replacements are shared in the same proportion.
+    replaced = 1000 * ((1 - 0.4375) + (1 - 0.75))
+    for rate, count in times.items():
+        useful = 4 * rate * (1 - rate)
+        assert count == pytest.approx(1000 * useful + replaced * useful / (0.4375 + 1 + 0.75), rel=0.1)
+
+
 def test_shares_by_source_hold_whatever_is_solved() -> None:
     stream = with_curriculum({"a": prompts("a", 40), "b": prompts("b", 20)}, warmup_epochs=0)
     for _ in range(5):
