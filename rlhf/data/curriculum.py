@@ -1,9 +1,9 @@
 """The curriculum: prompts that the policy nearly always or never solves are drawn less.
 
-The order of the data proposes a row for each position of the stream. With r, the pass rate of its last group, it is kept
-with a probability of 4 r (1 - r): 1 for a rate of a half, 0 outside of the bounds, but at least KEPT_FRACTION, so that
-its rate is measured again. Else another row of its source is drawn in its place, each in proportion to its 4 r (1 - r).
-Shares by source stay as they are. A choice depends on the seed, the position and the rates alone.
+The order of the data proposes a row for each position of the stream. With r, the pass rate of its last group, it is
+kept with a probability of 4 r (1 - r): 1 for a rate of a half, 0 outside of the bounds, but at least KEPT_FRACTION, so
+that its rate is measured again. Else another row of its source is drawn in its place, each in proportion to its own
+4 r (1 - r). Shares by source stay as they are. A choice depends on the seed, the position and the rates alone.
 """
 
 from __future__ import annotations
