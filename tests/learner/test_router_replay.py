@@ -260,12 +260,14 @@ def test_a_record_of_another_model_is_noticed(change: Any, problem: str) -> None
     )
 
 
-def train_with_records(world: World, model: Path) -> dict[str, Any]:
+def train_with_records(world: World, model: Path, zero_stage: int) -> dict[str, Any]:
     """Old and reference log-probs and the first updates of a real learner whose rollouts bring random experts."""
     from rlhf.learner.policy import Learner
 
     algo = {"kl_coef": 0.1, "kl_estimator": "k2"}
-    config = make_config(model, algo=algo, learner={"epochs_per_step": 2, "optimizer": {"lr": 1e-2}})
+    config = make_config(
+        model, algo=algo, learner={"epochs_per_step": 2, "zero_stage": zero_stage, "optimizer": {"lr": 1e-2}}
+    )
     # no config of a run says this on CPU, where no engine returns experts
     config = config.model_copy(update={"learner": config.learner.model_copy(update={"router_replay": "rollout"})})
     learner = Learner(config, world)
@@ -297,11 +299,14 @@ def train_with_records(world: World, model: Path) -> dict[str, Any]:
 
 
 @pytest.mark.stack
-def test_on_the_first_step_the_ratio_is_exactly_1_and_the_kl_exactly_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 2), (2, 3)])
+def test_on_the_first_step_the_ratio_is_exactly_1_and_the_kl_exactly_0(
+    ranks: int, zero_stage: int, tmp_path: Path
+) -> None:
     make_family("qwen3_moe").save_pretrained(tmp_path)
-    (seen,) = run_world(train_with_records, 1, tmp_path)
-    assert seen["replayed"] > 1e-4
-    assert seen["kl"] == 0.0
-    assert seen["ratio_max"] == 1.0
-    assert seen["later"] > 1.001
-    assert "recorded 1 layers" in seen["error"]
+    for seen in run_world(train_with_records, ranks, tmp_path, zero_stage):
+        assert seen["replayed"] > 1e-4
+        assert seen["kl"] == 0.0
+        assert seen["ratio_max"] == 1.0
+        assert seen["later"] > 1.001
+        assert "recorded 1 layers" in seen["error"]
