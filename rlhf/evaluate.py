@@ -112,6 +112,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "rlhf.evaluate", DESCRIPTION, cli.program_schema(argv), argv, add_flags=add_flags,
         contradictions=lambda config: config.sampling_contradictions(), check=problems, complete=complete,
     )  # fmt: skip
+    # engines that train nothing need not return experts
+    config = config.model_copy(update={"learner": config.learner.model_copy(update={"router_replay": "none"})})
     from rich.console import Console
 
     from rlhf.log.sinks import evaluation_table

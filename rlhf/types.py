@@ -73,7 +73,10 @@ class Support:
         """[T] int64, tokens of each support; 0: the whole vocabulary."""
         return np.diff(self.offsets)
 
-    def take(self, index: np.ndarray) -> Support:
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: np.ndarray) -> Support:
         """Those of these tokens, in the order of `index`."""
         return Support.of(self.ids[_ranges(self.offsets, index)], self.sizes[index])
 
@@ -88,6 +91,9 @@ class TokenSequence:
         rollout_logprobs: [L] float32, as the engine reported them; 0 outside the mask.
         version_spans: cover the tokens of the mask, in order.
         support: of all tokens; None where each was sampled from the whole vocabulary.
+        experts: [L, layers, k] uint8 or uint16, those that computed each token in the engine (`learner.router_replay`);
+            None if they were not recorded. The engine never computes the last token, nor what was said after it; they
+            repeat the last record, and nothing that is sampled comes after them.
     """
 
     token_ids: np.ndarray
@@ -95,6 +101,7 @@ class TokenSequence:
     rollout_logprobs: np.ndarray
     version_spans: tuple[VersionSpan, ...]
     support: Support | None = None
+    experts: np.ndarray | None = None
 
     @property
     def response_length(self) -> int:
@@ -224,6 +231,7 @@ class PackedTokens:
         rollout_tokens: [S] int64, sampled tokens of the whole rollout that each sequence belongs to; its other
             sequences may be in another microbatch.
         support: of all tokens; None where each was sampled from the whole vocabulary.
+        experts: [T, layers, k], as those of `TokenSequence`; None: the routers of the learner choose.
     """
 
     token_ids: np.ndarray
@@ -232,6 +240,7 @@ class PackedTokens:
     cu_seqlens: np.ndarray
     rollout_tokens: np.ndarray
     support: Support | None = None
+    experts: np.ndarray | None = None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -251,7 +260,8 @@ class PackedTokens:
             rollout_logprobs=self.rollout_logprobs[index],
             cu_seqlens=np.concatenate([[0], np.cumsum(self.lengths[rows])]),
             rollout_tokens=self.rollout_tokens[rows],
-            support=None if self.support is None else self.support.take(index),
+            support=None if self.support is None else self.support[index],
+            experts=None if self.experts is None else self.experts[index],
         )
 
 

@@ -62,7 +62,7 @@ class Script:
     asked: list[str] = field(default_factory=list)
     budgets: list[int] = field(default_factory=list)
 
-    async def __call__(self, token_ids: np.ndarray, *, max_tokens: int, turn: int) -> Completion:
+    async def __call__(self, token_ids: np.ndarray, *, max_tokens: int, turn: int, recorded: int) -> Completion:
         self.asked.append(text(token_ids))
         self.budgets.append(max_tokens)
         return completion(self.turns.pop(0), max_tokens, version=turn)

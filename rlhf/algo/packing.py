@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Sized
 
 import numpy as np
 
@@ -172,6 +172,7 @@ def pack(
     response_masks: Sequence[np.ndarray] | None = None,
     rollout_logprobs: Sequence[np.ndarray] | None = None,
     supports: Sequence[Support | None] | None = None,
+    experts: Sequence[np.ndarray | None] | None = None,
 ) -> PackedTokens:
     """Put sequences of token ids one after another; each is a rollout of its own.
 
@@ -179,23 +180,25 @@ def pack(
         response_masks: [L] bool of each sequence; None: every token but its first.
         rollout_logprobs: [L] float32 of each sequence; None: zeros.
         supports: of each sequence; None: every token was sampled from the whole vocabulary.
+        experts: [L, layers, k] of each sequence; None: they were not recorded.
 
     Raises:
-        ValueError: mask, log-probs or support are not as long as their sequence; they would shift against the tokens.
+        ValueError: a column is not as long as its sequence; it would shift against the tokens.
     """
     lengths = [len(sequence) for sequence in sequences]
     if response_masks is None:
         response_masks = [np.arange(length) > 0 for length in lengths]
     if rollout_logprobs is None:
         rollout_logprobs = [np.zeros(length, np.float32) for length in lengths]
-    for name, columns in (("response_mask", response_masks), ("rollout_logprobs", rollout_logprobs)):
-        for row, (length, column) in enumerate(zip(lengths, columns, strict=True)):
-            if len(column) != length:
-                raise ValueError(f"row {row}: {length} tokens, but {len(column)} values in {name}")
     supports = [None] * len(lengths) if supports is None else supports
-    for row, (length, support) in enumerate(zip(lengths, supports, strict=True)):
-        if support is not None and len(support.sizes) != length:
-            raise ValueError(f"row {row}: {length} tokens, but {len(support.sizes)} values in support")
+    experts = [None] * len(lengths) if experts is None else experts
+    columns_of: dict[str, Sequence[Sized | None]] = {
+        "response_mask": response_masks, "rollout_logprobs": rollout_logprobs, "support": supports, "experts": experts
+    }  # fmt: skip
+    for name, columns in columns_of.items():
+        for row, (length, column) in enumerate(zip(lengths, columns, strict=True)):
+            if column is not None and len(column) != length:
+                raise ValueError(f"row {row}: {length} tokens, but {len(column)} values in {name}")
     return PackedTokens(
         token_ids=np.concatenate(sequences).astype(np.int32, copy=False),
         response_mask=np.concatenate(response_masks),
@@ -203,7 +206,20 @@ def pack(
         cu_seqlens=np.cumsum([0, *lengths]),
         rollout_tokens=np.array([np.count_nonzero(mask) for mask in response_masks], np.int64),
         support=Support.joined(list(zip(supports, lengths, strict=True))),
+        experts=_joined_experts(experts, lengths),
     )
+
+
+def _joined_experts(experts: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndarray | None:
+    """[T, layers, k]; None if no sequence has a record. A sequence without one has nothing sampled: any experts do."""
+    like = next((recorded for recorded in experts if recorded is not None), None)
+    if like is None:
+        return None
+    first = np.arange(like.shape[2], dtype=like.dtype)
+    return np.concatenate([
+        np.broadcast_to(first, (length, *like.shape[1:])) if recorded is None else recorded
+        for recorded, length in zip(experts, lengths, strict=True)
+    ])  # fmt: skip
 
 
 def filler() -> PackedTokens:

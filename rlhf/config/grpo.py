@@ -206,6 +206,7 @@ class GRPOConfig(TrainingProgramConfig):
         yield from super().contradictions()
         yield from self.step_problems()
         yield from _learner_problems(self)
+        yield from _replay_problems(self)
         yield from _cluster_problems(self)
 
 
@@ -290,6 +291,24 @@ def _support_problems(config: GRPOConfig) -> Iterator[str]:
             reason = "the engines would return the whole vocabulary for each sampled token"
             remedy = "Set evaluation.top_p, top_k or min_p too, or evaluation.temperature=0"
             yield f"{given}, and nothing restricts the evaluation of {label}: {reason}. {remedy}."
+
+
+def _replay_problems(config: GRPOConfig) -> Iterator[str]:
+    """What cannot be where engines return the experts of each token."""
+    learner, cluster, rollout = config.learner, config.cluster, config.rollout
+    if not learner.replays_experts:
+        return
+    if cluster.device == "cpu":
+        reason = "vLLM's engine for CPU cannot return the experts of a token. Set it to none, or use GPUs."
+        yield f"{learner.router_replay=!s} with {cluster.device=!s}: {reason}"
+    without_cache = {
+        f"{rollout.on_weight_update=!s}": rollout.on_weight_update == "keep_kv",
+        "run.deterministic=true": config.run.deterministic,
+    }
+    for given, is_set in without_cache.items():
+        if is_set:
+            reason = "vLLM returns experts only with its prefix cache, which is then off. Remove one of them."
+            yield f"{learner.router_replay=!s} with {given}: {reason}"
 
 
 def _rewards_below_zero(config: GRPOConfig) -> Iterator[str]:

@@ -32,6 +32,7 @@ OWN_KEYS = {
     "enforce_eager": "rollout.enforce_eager",
     "enable_prefix_caching": "rollout.on_weight_update",
     "enable_sleep_mode": "cluster.placement",
+    "enable_return_routed_experts": "learner.router_replay",
     "return_sampling_mask": "rollout.top_p and rollout.top_k and rollout.min_p",
     **dict.fromkeys(_LORA, "model.lora"),
 }
@@ -80,7 +81,6 @@ REFUSED = {
     "generation_config": _ONE_MODEL,
     "skip_tokenizer_init": "stop strings and messages need the tokenizer",
     **dict.fromkeys(_SPECULATION, "vLLM's log-probs of speculated tokens are not always those of the sampled tokens"),
-    "enable_return_routed_experts": "the learner chooses the experts by itself",
 }
 
 

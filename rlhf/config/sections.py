@@ -286,6 +286,13 @@ class LearnerConfig(AnyLearnerConfig):
     epochs_per_step: PositiveInt = key(1, "passes over the rollouts of a step (GRPO's mu)")
     minibatches_per_epoch: PositiveInt = key(1, "optimizer steps in a pass")
     router_balance_coef: NonNegative = key(0.0, "weight of the loss that balances a mixture of experts, per sequence")
+    router_replay: Literal["none", "rollout"] = key(
+        "none", "which experts compute the tokens of rollouts: those that the router chooses, or those of the engine"
+    )
+
+    @property
+    def replays_experts(self) -> bool:
+        return self.router_replay == "rollout"
 
 
 class CheckpointConfig(Section):

@@ -15,7 +15,14 @@ from rlhf.config.model_folder import looks_local
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.reward_model import RewardModelConfig, reward_model_record
 from rlhf.config.roles import REWARD_MODEL, Role
-from rlhf.data.model_files import check_weights, class_problem, lacks_chat_template, local_model_config, reward_template
+from rlhf.data.model_files import (
+    EXPERT_KEYS,
+    check_weights,
+    class_problem,
+    lacks_chat_template,
+    local_model_config,
+    reward_template,
+)
 
 
 def check_model_files(path: str, *, key: str = "model.path", generates: bool = True) -> None:
@@ -50,6 +57,11 @@ def model_problems(
             f"{config.sequence_keys}: {config.max_sequence_tokens} tokens exceed the context of model.path="
             f"{config.model.path}, which is {context}. Shorten the sequences."
         )
+    replays = trains and isinstance(config, GRPOConfig) and config.learner.replays_experts
+    text = policy.get("text_config") or policy
+    if replays and text and not any(text.get(key) for key in EXPERT_KEYS):
+        given = f"learner.router_replay=rollout with model.path={config.model.path}"
+        problems.append(f"{given}: the model has no experts. Set it to none.")
     for key, path in config.further_models.items() if trains else ():
         if config.max_sequence_tokens > (
             context := (local_model_config(path) or {}).get("max_position_embeddings", math.inf)

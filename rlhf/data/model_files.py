@@ -21,6 +21,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.jso
 CHAT_TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates/*", "tekken.json")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # the number of experts
 USUAL_MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")  # known without a look
 
 

@@ -123,7 +123,7 @@ class Branches:
         self.played.turns += 1
         self.promised += budget
         try:
-            completion = await self.generate(log.token_ids, max_tokens=budget, turn=turn)
+            completion = await self.generate(log.token_ids, max_tokens=budget, turn=turn, recorded=log.recorded)
             log.add_sampled(completion)
             self.sampled += len(completion.token_ids)
         finally:

@@ -173,11 +173,12 @@ def next_turn(
     """The requests of one rollout: each with its own noise, on the engine that has its prefix, while that lives."""
     engine: int | None = None
 
-    async def continue_ids(token_ids: np.ndarray, *, max_tokens: int, turn: int) -> Completion:
+    async def continue_ids(token_ids: np.ndarray, *, max_tokens: int, turn: int, recorded: int) -> Completion:
         nonlocal engine
         seed = request_seed(config.noise_seed, prompt, sample=sample, turn=turn)
         what = f"{prompt.id}, sample {sample}, turn {turn + 1}"
-        turn_settings = replace(settings, max_tokens=max_tokens)
+        experts_from = None if settings.experts_from is None else recorded
+        turn_settings = replace(settings, max_tokens=max_tokens, experts_from=experts_from)
         (completion,) = await generate(token_ids, turn_settings, samples=1, seed=seed, what=what, prefer=engine)
         engine = completion.engine
         return completion

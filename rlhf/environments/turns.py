@@ -76,9 +76,14 @@ class Templates(Protocol):
 
 
 class NextTurn(Protocol):
-    """Continues ids [L] by at most `max_tokens`; `turn` counts the requests of the rollout from 0."""
+    """Continues ids [L] by at most `max_tokens`; `turn` counts the requests of the rollout from 0.
 
-    def __call__(self, token_ids: np.ndarray, *, max_tokens: int, turn: int) -> Awaitable[Completion]: ...
+    `recorded`: the first tokens whose experts are known (`TokenLog.recorded`).
+    """
+
+    def __call__(
+        self, token_ids: np.ndarray, *, max_tokens: int, turn: int, recorded: int
+    ) -> Awaitable[Completion]: ...
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,7 @@ async def _turns(
     while True:
         left = log.room(limits.max_rollout_tokens)
         budget = min(limits.max_response_tokens, left)
-        completion = await generate(log.token_ids, max_tokens=budget, turn=played.turns)
+        completion = await generate(log.token_ids, max_tokens=budget, turn=played.turns, recorded=log.recorded)
         log.add_sampled(completion)
         played.turns += 1
         message = _message(completion)

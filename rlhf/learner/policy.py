@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,12 @@ from rlhf.learner.hub_format import hub_shapes, hub_tensors
 from rlhf.learner.policy_model import DeviceTokens, check_packed, load_policy
 from rlhf.learner.rank_checkpoint import REFERENCE, Slice
 from rlhf.learner.reference import FrozenCopy, MovingCopy, Reference, make_reference, make_teachers
+from rlhf.learner.replay import RecordShape, check_replay, replay_recorded
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch
 from rlhf.log.reductions import UpdateOutcome
 from rlhf.processes.code import load_function
-from rlhf.types import PolicyTargets, World
+from rlhf.types import Minibatch, PackedTokens, PolicyTargets, World
 from rlhf.weights.adapter import AdapterSender
 from rlhf.weights.client import EngineClient
 from rlhf.weights.transfer import CPUSender, ParameterMeta, Rendezvous, VLLMSender, make_sender
@@ -49,12 +50,22 @@ class Learner(StepRank):
         if coef and not model.has_balancing_loss:
             why = f"the routers of {path} have no balancing loss (it is dense, or a bias balances them)"
             raise ValueError(f"learner.router_balance_coef={coef}: {why}. Set it to 0.")
+        if config.learner.replays_experts:
+            replay_recorded(model.transformer)
         self.wrap(model)
         check_packed(self.deepspeed, self.device, dtype=config.model.dtype, key="model.path", path=path)
+        self._record: RecordShape | None = None
+        if config.learner.replays_experts:
+            self._record = check_replay(self.deepspeed, self.transformer, self.device, path=path)
         self.reference = make_reference(config, self)
         self.teachers = make_teachers(config, self)
 
     # --- a training step ---
+
+    def start_step(self, tokens: PackedTokens, epochs: Sequence[Sequence[Minibatch]]) -> np.ndarray:
+        if self._record is not None:
+            self._record.check(tokens)
+        return super().start_step(tokens, epochs)
 
     def logprobs(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Old and reference log-probs on the microbatches of the first epoch; None if the config does not need them."""

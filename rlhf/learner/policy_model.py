@@ -59,6 +59,8 @@ class DeviceTokens:
         support = None
         if (given := tokens.support) is not None:
             support = TokenSupport(put(given.ids, torch.int32), put(given.offsets))
+        if (experts := tokens.experts) is not None:
+            segments.experts = put(experts[segments.computed.cpu().numpy()], torch.int16)
         return cls(ids, position_ids, mask, logprobs, segments.cu_seqlens, rollout_tokens, segments, support)
 
 

@@ -20,6 +20,7 @@ from rlhf.learner.partition import whole_shape
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, check_packed, load_policy
 from rlhf.learner.rank import TrainedRank
 from rlhf.learner.rank_checkpoint import REFERENCE, LearnerIndex, Slice, SliceReader, file_name, share
+from rlhf.learner.replay import replay_recorded
 
 
 class Reference(Protocol):
@@ -41,6 +42,8 @@ def make_reference(config: GRPOConfig, rank: TrainedRank) -> Reference | None:
     frozen = config.model.model_copy(update={"gradient_checkpointing": False})
     with rank.loading():
         model = load_policy(frozen, temperature=config.rollout.temperature)
+    if config.learner.replays_experts:  # the KL compares weights, not choices of experts
+        replay_recorded(model.transformer)
     if config.algo.ref_update == "fixed":
         return FrozenCopy(model, rank)
     return MovingCopy(model, rank, averages=config.algo.ref_update == "average")

@@ -30,9 +30,14 @@ class Routing(NamedTuple):
     balance: Tensor | None  # [S], the balancing loss of each sequence, 1 if balanced; None for routers without one
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is all experts of a layer."""
+    return type(module).__name__.endswith("Experts")
+
+
 def experts_of(model: nn.Module) -> list[Any]:
     """The experts of each layer, one module for all of them; they are called with states, indices and weights."""
-    return [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+    return [module for module in model.modules() if is_experts(module)]
 
 
 def has_balancing_loss(transformer: PreTrainedModel) -> bool:

@@ -66,7 +66,10 @@ class Segments:
         source: [T] int64 on the host, the index among the U of each token of the row.
         expand: the same on the device; None if all tokens are computed.
         block_masks: a cache of flex attention, by window.
+        experts: [U, layers, k] int16, recorded for the computed tokens; None: the routers choose.
     """
+
+    experts: Tensor | None = None
 
     def __init__(
         self, bounds: np.ndarray, shared: np.ndarray, source: np.ndarray, computed: Tensor, expand: Tensor | None

@@ -127,6 +127,11 @@ def learner_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
         else _divided(f"{of}, {dtype}", frozen.parameters, BYTES[dtype], ranks, use=use)
         for of, frozen in frozen_models.items()
     ]
+    if config.learner.replays_experts:
+        tokens = -(-config.rollouts_per_step * config.max_sequence_tokens // config.cluster.learners)
+        held, epochs = 2 * shape.layers * shape.active_experts, config.learner.epochs_per_step
+        how = f"{tokens:,} tokens at most x {held:,} bytes" + (f" x {epochs} epochs" if epochs > 1 else "")
+        others.append(Part("recorded experts, int16", float(tokens * held * epochs), how))
     count, kept = trained_parameters(shape, lora), 0 if lora is None else shape.parameters
     return _trained(config.learner, shape, config, count, others, _head(shape, config), frozen=kept)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf.config.model_folder import local_model_folder, looks_local
-from rlhf.data.model_files import USUAL_MODEL_TYPES, local_model_config, tensor_shapes, weight_files
+from rlhf.data.model_files import EXPERT_KEYS, USUAL_MODEL_TYPES, local_model_config, tensor_shapes, weight_files
 
 # Sizes of the models that configs/ names, as their config.json on the hub has them, so that plans need no download.
 KNOWN_KEYS = (
@@ -174,7 +174,6 @@ def _sizes(kind: str, config: Mapping[str, Any], stored: Stored | None) -> Model
     hidden, heads = _first(config, "hidden_size", "n_embd"), _first(config, "num_attention_heads", "n_head")
     layers, attention_layers = _layers(config)
     sparse = kind in EXPERT_SIZES
-    expert_keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     active_keys = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
     every, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
     rotary = config.get("qk_rope_head_dim", 0)
@@ -192,7 +191,7 @@ def _sizes(kind: str, config: Mapping[str, Any], stored: Stored | None) -> Model
         intermediate=_first(
             config, "intermediate_size", missing=None if kind in USUAL_MODEL_TYPES and not sparse else 4 * hidden
         ),
-        experts=_first(config, *expert_keys, missing=None if sparse else 0),
+        experts=_first(config, *EXPERT_KEYS, missing=None if sparse else 0),
         active_experts=_first(config, *active_keys, missing=None if sparse else 0),
         expert_intermediate=config[EXPERT_SIZES[kind]] if sparse else 0,
         sparse_layers=sum((i + 1) % every == 0 and i not in dense for i in range(layers)) if sparse else 0,

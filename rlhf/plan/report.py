@@ -282,10 +282,22 @@ def _memory(config: GRPOConfig, shape: ModelShape, estimates: Sequence[RoleMemor
             lines.append(f"  {title}: no estimate, its config.json is not found or not supported")
     per_token, tokens = kv_cache(shape, config)
     at_once = min(config.rollout.max_concurrent_sequences, -(-config.rollouts_per_step // cluster.engines))
+    if config.learner.replays_experts:
+        lines += rows(("recorded experts", _recorded_experts(config, shape)))
     return [*lines, *rows(
         ("the KV cache holds", f"{tokens:,} tokens of {per_token / 1024:,.1f} KiB = {tokens // longest:,} sequences of "
          f"{longest:,}; {at_once:,} at once"),
     )]  # fmt: skip
+
+
+def _recorded_experts(config: GRPOConfig, shape: ModelShape) -> str:
+    """What `learner.router_replay` sends from the engines to the learners; vLLM writes ids up to 255 as one byte."""
+    width = 1 if shape.experts <= 256 else 2
+    size, tokens = shape.layers * shape.active_experts * width, config.rollouts_per_step * config.max_sequence_tokens
+    return (
+        f"{shape.layers} layers x {shape.active_experts} experts x {counted(width, 'byte')} = {size:,} bytes per "
+        f"token, at most {tokens * size / GIB:.1f} GiB per step from engines to learners"
+    )
 
 
 def _checkpoint(config: GRPOConfig, policy: ModelShape) -> str:

@@ -31,7 +31,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from rlhf.config.grpo import GRPOConfig
 from rlhf.rollout import vllm_process
 from rlhf.rollout.messages import MessageReader
-from rlhf.rollout.requests import Completion, Parsing, SamplingSettings, engine_arguments, engine_seed, support_of
+from rlhf.rollout.requests import (
+    Completion,
+    Parsing,
+    SamplingSettings,
+    check_experts,
+    engine_arguments,
+    engine_seed,
+    support_of,
+)
 from rlhf.types import VersionSpan, World
 from rlhf.weights.adapter import WEIGHTS, write_for_engine
 from rlhf.weights.client import Loaded
@@ -117,9 +125,13 @@ class RolloutEngine:
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            routed_experts_prompt_start=len(token_ids) if settings.experts_from is None else settings.experts_from,
         )
         final = await self._run(token_ids, params, priority=ROLLOUT_PRIORITY)
-        completions = [settings.truncated(_completion(output, self._rank, self._supported)) for output in final.outputs]
+        asked = None if settings.experts_from is None else len(token_ids) - settings.experts_from
+        completions = [
+            settings.truncated(_completion(output, self._rank, self._supported, asked)) for output in final.outputs
+        ]
         assert len(completions) == samples, f"asked for {samples} samples, the engine returned {len(completions)}"
         if settings.parsing is None:
             return completions
@@ -260,10 +272,12 @@ def _started(config: GRPOConfig, world: World, adapted_layers: Sequence[str]) ->
     return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
 
 
-def _completion(output: CompletionOutput, engine: int, supported: int | None) -> Completion:
+def _completion(output: CompletionOutput, engine: int, supported: int | None, routed: int | None) -> Completion:
     """What the engine returned for one sample; raises RuntimeError unless every token has its own log-prob.
 
-    `supported`: as in `SamplingSettings.request_arguments`; every token then has its support.
+    Args:
+        supported: as in `SamplingSettings.request_arguments`; every token then has its support.
+        routed: the tokens of the context whose experts were asked for; None: those of no token were.
     """
     logprobs: Any = output.logprobs
     token_ids, starts = np.asarray(output.token_ids, np.int32), np.asarray(logprobs.start_indices, np.int64)
@@ -283,6 +297,10 @@ def _completion(output: CompletionOutput, engine: int, supported: int | None) ->
         version_spans=tuple(VersionSpan(span.start, span.end, version) for span, version in versions),
         engine=engine,
         support=None if supported is None else support_of(token_ids, _kept_ids(output), supported),
+        experts=None
+        if routed is None or not len(token_ids)
+        # the engine has not computed the last token
+        else check_experts(output.routed_experts, routed + len(token_ids) - 1),
     )
 
 

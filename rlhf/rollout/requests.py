@@ -24,6 +24,8 @@ class Completion:
         message: the response as an assistant message with `content` and, where there are any, `reasoning_content` and
             `tool_calls` (`arguments` is text, in JSON if the model wrote JSON); None unless `SamplingSettings.parsing`.
         support: of the R tokens; None where each was sampled from the whole vocabulary.
+        experts: as in `TokenSequence`, of the tokens from `SamplingSettings.experts_from` of the context to the last
+            but one of the R; None: they were not asked for, or nothing was sampled.
     """
 
     token_ids: np.ndarray
@@ -33,6 +35,7 @@ class Completion:
     engine: int = 0
     message: dict[str, Any] | None = None
     support: Support | None = None
+    experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class SamplingSettings:
         top_p, top_k, min_p: probability, number (None: all), and smallest share of the highest probability, of the
             tokens that are sampled from.
         parsing: how `Completion.message` is made; None: it is not.
+        experts_from: the first token of the context whose experts are returned; None: none are.
     """
 
     temperature: float
@@ -74,6 +78,7 @@ class SamplingSettings:
     top_k: int | None = None
     min_p: float = 0.0
     parsing: Parsing | None = None
+    experts_from: int | None = None
 
     def truncated(self, completion: Completion) -> Completion:
         """The completion as it is trained on: cut after its `truncate_token` (as the code of arXiv:1909.08593 does).
@@ -88,10 +93,12 @@ class SamplingSettings:
             return replace(completion, finish_reason="stop")
         spans = (VersionSpan(s, min(e, end), version) for s, e, version in completion.version_spans if s < end)
         token_ids, logprobs = completion.token_ids[:end], completion.logprobs[:end]
-        support = None if completion.support is None else completion.support.take(np.arange(end))
+        support = None if completion.support is None else completion.support[np.arange(end)]
+        cut = len(completion.token_ids) - end
+        experts = None if completion.experts is None else completion.experts[: len(completion.experts) - cut]
         return replace(
             completion, token_ids=token_ids, logprobs=logprobs, finish_reason="stop", version_spans=tuple(spans),
-            support=support,
+            support=support, experts=experts,
         )  # fmt: skip
 
     def request_arguments(self, supported: int | None) -> dict[str, Any]:
@@ -135,6 +142,16 @@ def support_of(token_ids: np.ndarray, kept_ids: Sequence[Sequence[int]] | None, 
     return Support.of(ids[part[tokens]], np.where(part, sizes, 0)) if part.any() else None
 
 
+def check_experts(experts: np.ndarray | None, tokens: int) -> np.ndarray:
+    """The experts [tokens, layers, k] that an engine returned; RuntimeError if they are those of other tokens."""
+    if experts is None or experts.ndim != 3 or len(experts) != tokens:
+        given = "no experts" if experts is None else f"experts of shape {experts.shape}"
+        raise RuntimeError(
+            f"the engine returned {given} for {tokens} tokens: a token would be trained with the experts of another one"
+        )
+    return experts
+
+
 def request_seed(noise_seed: int | None, prompt: Prompt, *, sample: int = 0, turn: int = 0) -> int | None:
     """The seed of a request, from which its noise follows alone; that of a request's sample i is i more.
 
@@ -161,6 +178,8 @@ def engine_arguments(config: GRPOConfig, seed: int, adapted_layers: Sequence[str
     optional: dict[str, Any] = {"enable_chunked_prefill": False} if config.run.deterministic else {}
     if rollout.restriction:
         optional["return_sampling_mask"] = True
+    if config.learner.replays_experts:
+        optional["enable_return_routed_experts"] = True
     if lora is not None:
         optional |= slot_arguments(lora, adapted_layers)
     ours = optional | {

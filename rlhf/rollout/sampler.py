@@ -90,7 +90,8 @@ class Sampler:
     @property
     def training_settings(self) -> SamplingSettings:
         rollout = self._config.rollout
-        return self._settings(rollout.temperature, rollout.max_response_tokens, rollout.restriction)
+        settings = self._settings(rollout.temperature, rollout.max_response_tokens, rollout.restriction)
+        return dataclasses.replace(settings, experts_from=0) if self._config.learner.replays_experts else settings
 
     def _settings(self, temperature: float, max_tokens: int, restriction: dict[str, Any]) -> SamplingSettings:
         rollout, token = self._config.rollout, self._truncate_token

@@ -21,6 +21,7 @@ class TokenLog:
         self._logprobs = [np.zeros(len(prompt_ids), np.float32)]
         self._mask = [np.zeros(len(prompt_ids), bool)]
         self._supports: list[tuple[Support | None, int]] = [(None, len(prompt_ids))]
+        self._experts: list[np.ndarray] = []
         self._spans: list[VersionSpan] = []
         self._prompt_length = self._length = len(prompt_ids)
 
@@ -42,11 +43,23 @@ class TokenLog:
         """Tokens that may still be added if at most `limit` follow the prompt; 0 if there are as many or more."""
         return max(0, limit - (self._length - self._prompt_length))
 
+    @property
+    def recorded(self) -> int:
+        """The first tokens whose experts are known; an engine need not return them again."""
+        return sum(map(len, self._experts))
+
     def add_sampled(self, completion: Completion) -> None:
-        """Append a turn of the policy, with its log-probs, versions and support."""
+        """Append a turn of the policy, with its log-probs, versions, support and experts.
+
+        Of tokens that two turns have experts for, those of the earlier one count: it sampled with them.
+        """
         spans = (VersionSpan(s + self._length, e + self._length, v) for s, e, v in completion.version_spans)
         self._spans += spans
         self._append(completion.token_ids, completion.logprobs, sampled=True, support=completion.support)
+        if completion.experts is not None:
+            new = len(self) - 1 - self.recorded
+            assert len(completion.experts) >= new, "the experts of some tokens would be those of others"
+            self._experts.append(completion.experts[len(completion.experts) - new :])
 
     def add_said(self, token_ids: np.ndarray) -> None:
         """Append tokens [N] that the policy did not sample; their log-prob is 0, and they are never trained."""
@@ -55,7 +68,11 @@ class TokenLog:
     def sequence(self) -> TokenSequence:
         """Everything so far."""
         logprobs, mask = np.concatenate(self._logprobs), np.concatenate(self._mask)
-        return TokenSequence(self.token_ids, mask, logprobs, tuple(self._spans), Support.joined(self._supports))
+        support, experts = Support.joined(self._supports), None
+        if self._experts:
+            self._experts = [np.concatenate(self._experts)]
+            experts = self._experts[0][np.minimum(np.arange(len(self)), self.recorded - 1)]
+        return TokenSequence(self.token_ids, mask, logprobs, tuple(self._spans), support, experts)
 
     def _append(
         self, token_ids: np.ndarray, logprobs: np.ndarray, *, sampled: bool, support: Support | None = None

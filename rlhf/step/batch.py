@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlhf.algo.packing import pack
+from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.types import RolloutGroup, StepBatch
 
 
@@ -28,7 +28,14 @@ def make_batch(groups: Sequence[RolloutGroup], *, mask_truncated: bool) -> StepB
         [sequence.response_mask for sequence in sequences],
         [sequence.rollout_logprobs for sequence in sequences],
         [sequence.support for sequence in sequences],
+        [sequence.experts for sequence in sequences],
     )
+    if tokens.experts is not None:
+        # What sequences share is computed once. Engines round a prompt differently in each request: the first record
+        # stands for all, so that the result does not depend on which sequence comes first in a microbatch.
+        starts = tokens.cu_seqlens[:-1].tolist()
+        for before, start, count in zip(starts, starts[1:], shared_beginnings(tokens)[1:].tolist(), strict=False):
+            tokens.experts[start : start + count] = tokens.experts[before : before + count]
     batch = StepBatch(
         tokens=tokens,
         rollouts=np.repeat(np.arange(len(rollouts)), [len(rollout.sequences) for rollout in rollouts]),

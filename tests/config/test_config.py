@@ -253,6 +253,18 @@ CONTRADICTIONS = [
         ["rollout.top_k=9 and rollout.min_p=0.1 with cluster.device=cpu"],
     ),
     (["rollout.top_k=1"], ["rollout.top_k", "greater than or equal to 2"]),
+    (
+        ["learner.router_replay=rollout", "cluster.device=cpu"],
+        ["learner.router_replay=rollout with cluster.device=cpu", "vLLM", "use GPUs"],
+    ),
+    (
+        ["learner.router_replay=rollout", "cluster.device=cuda", "rollout.on_weight_update=keep_kv"],
+        ["learner.router_replay=rollout with rollout.on_weight_update=keep_kv", "prefix cache"],
+    ),
+    (
+        ["learner.router_replay=rollout", "cluster.device=cuda", "run.deterministic=true"],
+        ["learner.router_replay=rollout with run.deterministic=true", "prefix cache"],
+    ),
     (["rollout.top_p=0.9", "algo.teacher={path: t}"], ["rollout.top_p=0.9 with algo.teacher", "among all tokens"]),
     (
         ["rollout.top_p=0.9", "data.eval=[a.jsonl, {path: b.jsonl, top_k: 9}, {path: c.jsonl, temperature: 0}]"],

@@ -181,8 +181,8 @@ def test_a_context_that_has_grown_to_the_whole_sequence_gets_no_further_turn() -
 @pytest.mark.parametrize("fails", [False, True])
 def test_turns_that_the_coroutine_does_not_wait_for_end_before_the_rollout_does(fails: bool) -> None:
     class Slow(Script):
-        async def __call__(self, token_ids: np.ndarray, *, max_tokens: int, turn: int) -> Completion:
-            completed = await super().__call__(token_ids, max_tokens=max_tokens, turn=turn)
+        async def __call__(self, token_ids: np.ndarray, *, max_tokens: int, turn: int, recorded: int) -> Completion:
+            completed = await super().__call__(token_ids, max_tokens=max_tokens, turn=turn, recorded=recorded)
             await asyncio.sleep(0.01 * turn)
             return completed
 

@@ -57,7 +57,12 @@ def engine_with(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     return make
 
 
-def answer(token_ids: list[int], logprobs_of: list[int | None], kept: list[list[int]] | None = None) -> Any:
+def answer(
+    token_ids: list[int],
+    logprobs_of: list[int | None],
+    kept: list[list[int]] | None = None,
+    experts: np.ndarray | None = None,
+) -> Any:
     """A sampled response, whose log-probs are -1, -2, ... and belong to these tokens; None: a place without any.
 
     `kept`: the ids that each token was sampled from.
@@ -69,7 +74,9 @@ def answer(token_ids: list[int], logprobs_of: list[int | None], kept: list[list[
     for place, token in enumerate(logprobs_of, 1):
         logprobs.append(None if token is None else {token: Logprob(-float(place))})
     mask = None if kept is None else SamplingMask(kept)
-    return CompletionOutput(0, "", token_ids, None, logprobs, finish_reason="stop", sampling_mask=mask)
+    return CompletionOutput(
+        0, "", token_ids, None, logprobs, finish_reason="stop", sampling_mask=mask, routed_experts=experts
+    )
 
 
 def test_each_token_gets_its_own_logprob(engine_with: Callable[[list[Any]], Any]) -> None:
@@ -126,6 +133,25 @@ def test_an_engine_that_returns_supports_is_asked_with_a_top_k_and_the_canary_is
     greedy = SamplingSettings(0.0, 8)
     assert asked(greedy)[0][0] == 0.0
     assert asked(greedy, top_p=0.9)[0] == (1.0, 1.0, 1, 0.0)
+
+
+def test_experts_are_those_of_the_asked_tokens_without_the_last_and_the_engine_is_asked_for_no_others(
+    engine_with: Callable[..., Any],
+) -> None:
+    def generated(experts: np.ndarray | None, experts_from: int | None) -> tuple[Any, int]:
+        engine = engine_with([answer([7, 8], [7, 8], experts=experts)])
+        settings = SamplingSettings(1.0, 8, experts_from=experts_from)
+        (completion,) = asyncio.run(engine.generate(PROMPT, settings, 1, None))
+        return completion.experts, engine._engine.asked[0].routed_experts_prompt_start
+
+    six = np.zeros((6, 4, 2), np.uint8)
+    assert generated(six, None) == (None, len(PROMPT))
+    experts, start = generated(six, 0)
+    assert (len(experts), start) == (6, 0)
+    experts, start = generated(six[:3], 3)
+    assert (len(experts), start) == (3, 3)
+    with pytest.raises(RuntimeError, match=r"experts of shape \(6, 4, 2\) for 3 tokens"):
+        generated(six, 3)
 
 
 def test_an_engine_that_has_failed_to_load_weights_is_not_healthy(engine_with: Callable[[list[Any]], Any]) -> None:
