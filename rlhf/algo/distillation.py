@@ -106,7 +106,7 @@ class _TeacherKL(torch.autograd.Function):
                 if part is not None:
                     part += own.multiply(rounded.t(), own.states[span])
                 grad_states[span] += own.multiply(rounded, own.weight[vocab])
-            if grad_weight is not None:
+            if grad_weight is not None and part is not None:
                 grad_weight[vocab] = part
         grad_hidden = None
         if wants_states and ctx.repeated:

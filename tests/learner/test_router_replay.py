@@ -265,9 +265,8 @@ def train_with_records(world: World, model: Path, zero_stage: int) -> dict[str, 
     from rlhf.learner.policy import Learner
 
     algo = {"kl_coef": 0.1, "kl_estimator": "k2"}
-    config = make_config(
-        model, algo=algo, learner={"epochs_per_step": 2, "zero_stage": zero_stage, "optimizer": {"lr": 1e-2}}
-    )
+    section = {"epochs_per_step": 2, "zero_stage": zero_stage, "optimizer": {"lr": 1e-2}}
+    config = make_config(model, algo=algo, learner=section, cluster={"learners": world.size})
     # no config of a run says this on CPU, where no engine returns experts
     config = config.model_copy(update={"learner": config.learner.model_copy(update={"router_replay": "rollout"})})
     learner = Learner(config, world)
