@@ -14,9 +14,9 @@ import pytest
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
-from rlhf.plan.hours import expected_time
+from rlhf.plan import hours
 from rlhf.plan.memory import GIB, kv_cache, learner_memory, total
-from rlhf.plan.model_shape import model_shape
+from rlhf.plan.model_shape import model_shape, shape_at
 from rlhf.plan.report import example_layout, plan_text
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +106,10 @@ SPEEDS = ["plan.engine_tokens_per_second=2500", "plan.learner_tokens_per_second=
 SIZES = ["cluster.learners=8", "cluster.engines=8", "plan.response_tokens=800", "learner.minibatches_per_epoch=2"]
 
 
+def expected_time(config: GRPOConfig) -> list[tuple[str, str]]:
+    return hours.expected_time(config, shape_at(config.model.path))
+
+
 def test_the_hours_of_a_run_by_hand(make: Any) -> None:
     assert dict(expected_time(make(LLAMA_8B, *SPEEDS, *SIZES))) == {
         "tokens per step": "2,048,000, of which sampled 1,638,400",  # 2,048 rollouts of 200 + 800 tokens
@@ -137,8 +141,11 @@ def test_an_optimizer_in_host_memory_takes_time_that_its_threads_share(make: Any
     assert time["one step"].startswith("190.5 s, ")  # 188.6 s without
 
 
-def test_without_both_speeds_there_are_no_hours(make: Any) -> None:
-    assert "Time, expected" not in plan_text(make(LLAMA_8B, *SPEEDS[1:]))
+def test_without_a_speed_the_account_has_it_but_on_cpu_there_are_no_hours(make: Any) -> None:
+    assert "Time, expected" not in plan_text(make(LLAMA_8B, *SPEEDS[1:], "cluster.device=cpu"))
+    time = dict(expected_time(make(LLAMA_8B, *SPEEDS[1:], *SIZES)))
+    assert time["speeds"].endswith("plan.engine_tokens_per_second")
+    assert time["update"].endswith("(8 learners x 4,000) = 64.0 s")  # the one that is given
     text = plan_text(make(LLAMA_8B, *SPEEDS, *SIZES))
     assert "Time, expected" in text
     assert max(map(len, text.splitlines())) <= 100
