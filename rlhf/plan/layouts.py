@@ -1,8 +1,8 @@
 """Layouts of the GPUs that a run has, by the seconds of a step: separate, separate with a lag of 1, and colocated.
 
-Of each kind the fastest that fits. Free are the split of the GPUs, ZeRO's stage, checkpointing and the GPUs of an engine;
-an optimizer in host memory is tried where nothing fits without. Where nothing fits on the GPUs of the run at all, one
-and two whole nodes are tried.
+Of each kind the fastest that fits. Free are the split of the GPUs, ZeRO's stage, checkpointing and the GPUs of an
+engine; an optimizer in host memory is tried where nothing fits without. Where nothing fits on the GPUs of the run at
+all, one and two whole nodes are tried.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def with_fewest_bytes(config: GRPOConfig, shape: ModelShape) -> tuple[GRPOConfig
     """
     most = config.rollout.gpu_memory_utilization
     shared = config.cluster.placement == "colocated"
-    for stage in STAGES:
+    for stage in STAGES if config.cluster.learners > 1 else (config.learner.zero_stage,):
         for share in (most, *(share for share in SHARES if shared and share < most)):
             candidate = changed(trained(config, zero_stage=stage), rollout={"gpu_memory_utilization": share})
             estimates = memory_of_roles(candidate, shape)

@@ -134,7 +134,7 @@ def communicated_bytes(
         training.updates_per_step,
         training.updates_per_step * microbatches_per_update(config, training),
     )
-    gradient, weights = count * b, count * b
+    gradient, weights = count * (BYTES[training.section.reduce_dtype] if b == 2 else b), count * b
     if stage == 3:
         frozen = b * policy.parameters if config.model.lora else 0
         passes = forward_passes(config) * microbatches_per_update(config, training) * training.minibatches_per_epoch
