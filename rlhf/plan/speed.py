@@ -200,5 +200,6 @@ def turns_s(shape: ModelShape, config: GRPOConfig) -> float:
                 moved += (MASTER_BYTES + MOMENTS_BYTES) * count / role.count
         if config.needs_reference and not config.model.lora and config.learner.zero_stage < 3:
             moved += BYTES[config.model.dtype] * shape.parameters
-    moved += BYTES[config.model.dtype] * shape.parameters / cluster.tensor_parallel
+    if config.engine_sleep_level == 1:
+        moved += BYTES[config.model.dtype] * shape.parameters / cluster.tensor_parallel
     return 2 * moved / PCIE
