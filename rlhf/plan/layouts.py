@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rlhf.config.grpo import GRPOConfig
 from rlhf.plan.fit import memory_warnings
 from rlhf.plan.hours import Scale, step_time
-from rlhf.plan.memory import memory_of_roles
+from rlhf.plan.memory import GIB, GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, memory_of_roles, parameters_of
 from rlhf.plan.model_shape import ModelShape
 from rlhf.plan.resources import count_gpus, counted
 from rlhf.plan.speed import communicated_bytes
@@ -23,6 +23,7 @@ STAGES = (1, 2, 3)  # of ZeRO: from the fewest bytes that are sent to the least 
 SHARES = (0.75, 0.65, 0.55, 0.45, 0.35, 0.25)  # of a GPU, for an engine beside a learner's weights
 KINDS = {"separate": ("separate", 0), "separate, lag 1": ("separate", 1), "colocated": ("colocated", 0)}
 NODES = (1, 2)
+HOST_BYTES = MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES  # per parameter whose optimizer is in host memory
 NAMED = (  # keys that a row has in words
     "cluster.placement", "cluster.learners", "cluster.engines", "cluster.tensor_parallel", "learner.zero_stage",
     "rollout.max_policy_lag",
@@ -76,15 +77,14 @@ def splits(config: GRPOConfig, gpus: int) -> Iterator[GRPOConfig]:
             yield changed(one, cluster={"engines": 1 + free // width})
 
 
-def settings(config: GRPOConfig) -> Iterator[GRPOConfig]:
-    """The config, and with what saves memory, the cheapest first."""
+def settings(config: GRPOConfig, *, offload: bool) -> Iterator[GRPOConfig]:
+    """The config, and with what saves memory."""
     kinds = {False: (False, "selective", True), "selective": ("selective", True), True: (True,)}
     width, most = config.cluster.tensor_parallel, 1 if config.model.lora else config.cluster.gpus_per_node
-    for offload in dict.fromkeys((config.learner.offload_optimizer, True)):
-        for kind in kinds[config.model.gradient_checkpointing]:
-            for each in dict.fromkeys((width, *(w for w in (2, 4, 8) if width < w <= most))):
-                model, cluster = {"gradient_checkpointing": kind}, {"tensor_parallel": each}
-                yield changed(trained(config, offload_optimizer=offload), model=model, cluster=cluster)
+    for kind in kinds[config.model.gradient_checkpointing]:
+        for each in dict.fromkeys((width, *(w for w in (2, 4, 8) if width < w <= most))):
+            model, cluster = {"gradient_checkpointing": kind}, {"tensor_parallel": each}
+            yield changed(trained(config, offload_optimizer=offload), model=model, cluster=cluster)
 
 
 def fastest(config: GRPOConfig, shape: ModelShape, gpus: int, kind: str, scale: Scale) -> Layout | str:
@@ -93,10 +93,10 @@ def fastest(config: GRPOConfig, shape: ModelShape, gpus: int, kind: str, scale: 
     base = changed(config, cluster={"placement": placement}, rollout={"max_policy_lag": lag})
     found: list[Layout] = []
     reason = f"{counted(gpus, 'GPU')} cannot be divided so"
-    for setting in settings(base):
-        if found and setting.learner.offload_optimizer and not config.learner.offload_optimizer:
+    for offload in dict.fromkeys((config.learner.offload_optimizer, True)):
+        if found:
             break
-        for split in splits(setting, gpus):
+        for split in (split for setting in settings(base, offload=offload) for split in splits(setting, gpus)):
             if refused := next(split.contradictions(), None):
                 reason = refused
                 continue
@@ -115,7 +115,7 @@ def layout_rows(config: GRPOConfig, shape: ModelShape) -> Iterator[tuple[str, st
     for gpus in (own, *(per_node * nodes for nodes in NODES if per_node * nodes > own)):
         found = {kind: fastest(config, shape, gpus, kind, scale) for kind in KINDS}
         for kind, layout in found.items():
-            text = f"none: {layout}" if isinstance(layout, str) else _described(config, *layout)
+            text = f"none: {layout}" if isinstance(layout, str) else _described(config, shape, *layout)
             yield (f"{counted(gpus, 'GPU')}, {kind}", text)
         fitting = sorted((each for each in found.values() if isinstance(each, Layout)), key=lambda each: each.seconds)
         for best in fitting[:1] + [each for each in fitting if not each.config.rollout.max_policy_lag][:1]:
@@ -129,10 +129,13 @@ def layout_rows(config: GRPOConfig, shape: ModelShape) -> Iterator[tuple[str, st
     yield from _stages(config, shape)
 
 
-def _described(config: GRPOConfig, layout: GRPOConfig, seconds: float) -> str:
+def _described(config: GRPOConfig, shape: ModelShape, layout: GRPOConfig, seconds: float) -> str:
     cluster = layout.cluster
     more = [f"{key}={value}" for key, value in _differences(config, layout) if key not in NAMED]
     width = f" of {cluster.tensor_parallel} GPUs" if cluster.tensor_parallel > 1 else ""
+    if layout.learner.offload_optimizer:
+        held = sum(parameters_of(role, layout, shape) or 0 for role, _ in layout.trained_roles()) * HOST_BYTES
+        more.append(f"{held / GIB:,.0f} GiB of host memory over all nodes")
     learners = f"{counted(cluster.learners, 'learner')} at ZeRO stage {layout.learner.zero_stage}"
     return "; ".join([f"{seconds:,.1f} s: {learners}, {counted(cluster.engines, 'engine')}{width}", *more])
 

@@ -13,7 +13,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.plan import speed
 from rlhf.plan.hours import Scale, step_time
-from rlhf.plan.layouts import KINDS, Layout, fastest, layout_rows
+from rlhf.plan.layouts import KINDS, Layout, _described, fastest, layout_rows
 from rlhf.plan.model_shape import ModelShape, shape_at
 
 ROOT = Path(__file__).parents[2]
@@ -134,6 +134,38 @@ def test_a_layout_that_the_config_contradicts_says_so(make: Any) -> None:
     config, shape = make(SMALL, "algo.importance_correction=none")
     assert "lagging rollouts need a correction" in layouts_of(config, shape)["separate, lag 1"]
     assert isinstance(layouts_of(config, shape)["colocated"], Layout)
+
+
+def rows_of(page: str, heading: str) -> list[list[str]]:
+    """Cells of the first table after a heading."""
+    table = re.search(r"(?:^\|.*\n)+", page.split(heading)[1], re.MULTILINE)
+    assert table is not None
+    return [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table[0].splitlines()[2:]]
+
+
+@pytest.mark.parametrize("row", rows_of((ROOT / "docs/gpu.md").read_text(), "## Large models"), ids=" ".join)
+def test_large_models_fit_on_one_and_two_nodes_in_the_seconds_of_the_docs(make: Any, row: list[str]) -> None:
+    name, gpus, *seconds = row
+    config, shape = make(
+        f"Qwen/{name}", "rollout.samples_per_prompt=8", "plan.prompt_tokens=200", "plan.response_tokens=1000",
+        "cluster.threads_per_learner=12",
+    )  # fmt: skip
+    found = layouts_of(config, shape, int(gpus)).values()
+    texts = [
+        _described(config, shape, *layout).replace("model.gradient_checkpointing", "checkpointing") for layout in found
+    ]
+    expected = [text.split(";")[0].replace("ZeRO stage ", "ZeRO ") for text in texts]
+    offload = ["; offload" * layout.config.learner.offload_optimizer for layout in found]
+    kinds = [f"; {layout.config.model.gradient_checkpointing}" for layout in found]
+    assert seconds == [a + b + c for a, b, c in zip(expected, kinds, offload, strict=True)]
+
+
+def test_where_nothing_fits_one_and_two_nodes_are_tried_and_the_reason_is_named(make: Any) -> None:
+    config, shape = make(LARGE, "cluster.learners=1", "cluster.engines=1", "cluster.gpu_memory_gib=24")
+    rows = dict(layout_rows(config, shape))
+    assert {label.split(",")[0] for label in rows} == {"2 GPUs", "8 GPUs", "16 GPUs"}
+    assert re.match(r"none: memory: .* needs about [\d.]+ GiB", rows["16 GPUs, separate"])
+    assert not any(label.startswith("the best") for label in rows)
 
 
 def test_the_stage_is_the_first_that_fits(make: Any) -> None:
