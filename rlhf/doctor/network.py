@@ -6,7 +6,7 @@ import math
 import time
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.doctor.examination import Finding, Patient, slowest_of
+from rlhf.doctor.examination import Finding, Patient, Status, slowest_of
 from rlhf.plan import speed as account
 from rlhf.plan.model_shape import ModelShape, shape_at
 
@@ -108,5 +108,5 @@ def judged_step(
         "weights": f"larger steps, or a faster network between learners and engines; {REMEDY}",
     }
     worst = max(shares, key=lambda name: shares[name])
-    status = "fail" if shares[worst] > TOO_MUCH else "warn" if shares[worst] > MUCH else "ok"
+    status: Status = "fail" if shares[worst] > TOO_MUCH else "warn" if shares[worst] > MUCH else "ok"
     return Finding(status, text, "" if status == "ok" else remedies[worst], shares)
