@@ -116,6 +116,9 @@ def test_the_flagship_runs_in_the_layout_that_is_the_best_without_a_lag() -> Non
     assert shape is not None
     rows = dict(layout_rows(config, shape))
     assert rows["the best that fits, lag 0"] == "this config"
+    page = " ".join((ROOT / "docs/configuration.md").read_text().split())
+    table = [f"{label} {text}" for label, text in rows.items() if not label.startswith("ZeRO")]
+    assert " ".join(" ".join(table).split()) in page
     seconds = {kind: float(rows[f"8 GPUs, {kind}"].split(" s:")[0]) for kind in KINDS}
     assert seconds["colocated"] < 0.7 * seconds["separate"]
 
