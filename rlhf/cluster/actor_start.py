@@ -5,6 +5,7 @@ Learners form one DeepSpeed world whose ranks on a node are neighbours. Engines 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from rlhf.config.roles import ENGINE, Role
 from rlhf.config.sections import LearnersConfig
 from rlhf.plan.resources import GPU
 from rlhf.weights.cpu_kernels import EQUAL_ROWS
+
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}  # torch's settings of its memory; the user's stay
 
 
 async def create(role: Role, cluster: LearnersConfig, *, guests: Sequence[Role] = ()) -> ActorGroup:
@@ -129,6 +132,9 @@ def environment_of(role: str, config: TrainingProgramConfig, *, sockets: str | N
     if getattr(config.cluster, "placement", "") == "colocated":
         # vLLM's processes then receive pickled handles of GPU memory, which vLLM refuses by default.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    elif role != ENGINE and config.cluster.device == "cuda" and not os.environ.keys() & ALLOCATOR:
+        # Microbatches differ in length, and this splits no memory. CUDA IPC, for shared GPUs, does not go with it.
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if config.run.deterministic and role == ENGINE:
         environment |= EQUAL_ROWS if config.cluster.device == "cpu" else {"VLLM_BATCH_INVARIANT": "1"}
     elif config.run.deterministic:

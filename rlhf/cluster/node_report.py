@@ -79,6 +79,15 @@ def gpus() -> list[str]:
     return nvidia_smi("name,driver_version,memory.total,compute_cap", NVIDIA_SMI_S)
 
 
+def cards(folder: str = "/sys/class/infiniband") -> dict[str, str]:
+    """The state of the first port of each InfiniBand or RoCE card of this node, such as `4: ACTIVE, 400 Gb/sec`."""
+    states = {}
+    for port in sorted(Path(folder).glob("*/ports/1")):
+        read = [(port / name).read_text().strip() for name in ("state", "rate") if (port / name).is_file()]
+        states[port.parts[-3]] = ", ".join(read)
+    return states
+
+
 def node_names(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Ray's id -> `host (address)`, with the beginning of the id if several nodes share an address."""
     hosts = {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}" for node in nodes}

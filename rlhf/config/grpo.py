@@ -11,6 +11,7 @@ from rlhf.config import sections
 from rlhf.config.base import key
 from rlhf.config.data import ENVIRONMENT, DataConfig, argument_problems
 from rlhf.config.environment import EnvironmentConfig, tool_names
+from rlhf.config.library_options import changes_numbers
 from rlhf.config.program import TrainingProgramConfig, dtype_problems
 from rlhf.config.reward import RewardConfig
 from rlhf.config.reward_model import RewardModelConfig
@@ -105,6 +106,14 @@ class GRPOConfig(TrainingProgramConfig):
         sequences = self.cluster.engines * self.rollout.max_concurrent_sequences
         samples = [each.samples_per_prompt for each in self.evaluations.values()]
         return max(1, 2 * sequences // max(samples, default=1))
+
+    @property
+    def engine_sleep_level(self) -> int:
+        """vLLM's level 2, which keeps no weights, since all of them are sent before an engine samples again.
+
+        1, which keeps them in host memory: adapters, whose base is not sent, and options whose scales are not sent.
+        """
+        return 1 if self.model.lora is not None or changes_numbers(self.rollout.engine) else 2
 
     @property
     def noise_seed(self) -> int | None:

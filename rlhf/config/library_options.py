@@ -53,6 +53,7 @@ ZERO = (
 )  # fmt: skip
 DEEPSPEED_KEYS = {
     "gradient_clipping": "max_grad_norm",
+    "communication_data_type": "reduce_dtype",
     "optimizer": "optimizer",
     "scheduler": "schedule",
     "zero_optimization.stage": "zero_stage",

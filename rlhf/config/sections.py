@@ -263,6 +263,9 @@ class TrainedConfig(Section):
 
     zero_stage: Literal[0, 1, 2, 3] = key(2, "DeepSpeed ZeRO stage")
     offload_optimizer: bool = key(False, "keep the optimizer state in host memory")
+    reduce_dtype: ModelDType = key(
+        "bfloat16", "of gradients on their way between learners of a bfloat16 model; float32 sends twice the bytes"
+    )
     max_grad_norm: PositiveFloat | None = key(1.0, "global gradient norm is clipped to it; null is off")
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -26,7 +26,7 @@ from rlhf.cluster import node_report
 from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.printing import say
-from rlhf.doctor import grading, machine, nodes, training
+from rlhf.doctor import grading, machine, network, nodes, training
 from rlhf.doctor.examination import Check, Finding, Patient, examine_all, lines
 from rlhf.plan.memory import GIB
 from rlhf.plan.resources import GPU, local_resources
@@ -51,15 +51,17 @@ def checks(config: GRPOConfig) -> tuple[Check, ...]:
         Check("rewards", grading.check_rewards, wait_s, "a reward of the config does not answer"),
         Check("nodes", nodes.check_nodes, 120.0, same_network),
         Check("gpu", nodes.check_gpus, 60.0, "`nvidia-smi` on each node"),
+        Check("cards", network.check_cards, 60.0, "`ibstat` on each node"),
         Check("start-up", training.check_start, wait_s, start),
         Check("kernels", training.check_kernels, 600.0, kernel),
-        Check("collective", training.check_collective, 300.0, f"NCCL_DEBUG=INFO; {same_network}"),
-        Check("transfer", training.check_transfer, 600.0, _HANGS),
+        Check("collective", network.check_collective, 300.0, f"NCCL_DEBUG=INFO; {same_network}"),
+        Check("transfer", network.check_transfer, 600.0, _HANGS),
         Check("agreement", training.check_agreement, 600.0, canary),
         Check("responses", grading.check_responses, 600.0, "rollout.max_response_tokens is long for this machine"),
         Check("update", training.check_update, 600.0, _HANGS),
         Check("cycle", training.check_cycle, 600.0, canary),
         Check("microbatch", training.check_microbatch, 600.0, "lower learner.max_tokens_per_microbatch"),
+        Check("step", network.check_step, 60.0, ""),
         Check("sampling", training.check_sampling, 600.0, _HANGS),
         Check("checkpoint", training.check_checkpoint, 600.0, "run.dir is on a slow file system: name a faster one"),
         Check("memory", training.check_memory, 60.0, ""),

@@ -27,8 +27,8 @@ DIED, SILENT = "died", "silent"
 
 
 def describe() -> dict[str, Any]:
-    """The installed packages and GPUs of the node that this runs on."""
-    return {"installed": node_report.report(), "gpus": node_report.gpus()}
+    """The installed packages, GPUs and network cards of the node that this runs on."""
+    return {"installed": node_report.report(), "gpus": node_report.gpus(), "cards": node_report.cards()}
 
 
 async def check_nodes(patient: Patient) -> Finding:

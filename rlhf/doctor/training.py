@@ -18,7 +18,7 @@ import psutil
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.library_options import changes_numbers
-from rlhf.doctor.examination import Finding, NotCheckedError, Patient
+from rlhf.doctor.examination import Finding, NotCheckedError, Patient, slowest_of
 from rlhf.log.reductions import merge_metrics
 from rlhf.plan.memory import GIB, learner_memory, total
 from rlhf.plan.model_shape import shape_at
@@ -51,13 +51,11 @@ MICROBATCHES = 3  # the first warms up, and the end of the last is not seen
 LONGEST_ON_CPU, BUDGET_ON_CPU = 256, 512  # tokens of a sequence and of a microbatch
 SAMPLED_ON_CPU, SAMPLED_TOKENS = (16, 32), 512  # sequences, tokens of each
 PEAK_FACTOR = 1.25  # times --plan's estimate: a peak above it shows that the estimate is wrong
+SLOW_GPU = 0.1  # of a product: a GPU that computes so much slower than the median holds up all others
 LITTLE_MEMORY = 0.05  # of the host's memory
-REDUCED_ELEMENTS = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}  # float32: 1 GiB, 64 MiB
-SLOW_GB_PER_SECOND = 5.0  # between GPUs; NVLink and InfiniBand are much faster, TCP over a wrong interface is slower
-SLOW_TRANSFER_S = 30.0
 
 
-# --- start, network and agreement ---
+# --- start and agreement ---
 
 
 async def check_start(patient: Patient) -> Finding:
@@ -71,42 +69,6 @@ async def check_start(patient: Patient) -> Finding:
     patient.engines = await patient.at_end.enter_async_context(Engines(cluster, patient.config))
     started = ", ".join(counted(role.count, role.name) for role in patient.config.roles())
     return Finding("ok", f"{started} on {config.device}")
-
-
-async def check_collective(patient: Patient) -> Finding:
-    """Bandwidth of an all-reduce between the learners: 2 (n - 1) / n x bytes / seconds, as in NCCL's tests."""
-    from rlhf.doctor import on_rank
-
-    engines = patient.engines
-    ranks = len(engines.learners.actors)
-    if ranks == 1:
-        return Finding("ok", "one learner: nothing to reduce")
-    elements = REDUCED_ELEMENTS[patient.config.cluster.device]
-    await engines.sleep_if_colocated()
-    seconds = max(await engines.learners.call("apply", on_rank.time_all_reduce, elements))
-    size = 4 * elements
-    speed = 2 * (ranks - 1) / ranks * size / seconds / 1e9
-    text = f"{ranks} learners, all-reduce of {size / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {speed:.2f} GB/s"
-    if patient.config.cluster.device == "cuda" and speed < SLOW_GB_PER_SECOND:
-        remedy = (
-            "check the network: NCCL_DEBUG=INFO prints which one is used, NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose it"
-        )
-        return Finding("warn", text, remedy)
-    return Finding("ok", text)
-
-
-async def check_transfer(patient: Patient) -> Finding:
-    """Seconds of a weight transfer into all engines, from pause to resume; a first transfer warms up."""
-    engines = patient.engines
-    size = sum(meta.bytes for meta in (await engines.learners.call("metadata"))[0])
-    await engines.send_weights(0)
-    began = time.monotonic()
-    await engines.send_weights(0)
-    seconds = time.monotonic() - began
-    text = f"{size / 1e6:,.1f} MB by {engines.transport} in {seconds:.2f} s: {size / seconds / 1e9:.3f} GB/s"
-    if seconds > SLOW_TRANSFER_S:
-        return Finding("warn", text, "every step waits this long: use a faster network between learners and engines")
-    return Finding("ok", text)
 
 
 async def check_agreement(patient: Patient) -> Finding:
@@ -280,12 +242,14 @@ async def check_microbatch(patient: Patient) -> Finding:
     await engines.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
     zeros = np.zeros(len(batch.tokens.token_ids), np.float32)
     by_rank = await engines.learners.call("apply", on_rank.update, _targets(batch, zeros), 0.0)
-    product = min(await engines.learners.call("apply", on_rank.product_tflops, config.model.dtype))
+    products = await engines.learners.call("apply", on_rank.product_tflops, config.model.dtype)
+    product, typical = min(products), float(np.median(products))
     rows = len(batch.rollouts) // (MICROBATCHES * config.cluster.learners)
     lengths, seconds = batch.tokens.lengths[:rows].tolist(), max(updated.microbatch_s for updated in by_rank)
+    patient.microbatch_s = seconds
     speed, peak = sum(lengths) / seconds, max(updated.peak_bytes for updated in by_rank) / GIB
     numbers = {"tokens_per_second": speed, "peak_gib": peak, "product_tflops": product}
-    text = f"{sum(lengths):,} tokens in {seconds:.3g} s: {speed:,.0f} tokens/s"
+    text = f"{sum(lengths):,} tokens in {slowest_of([each.microbatch_s for each in by_rank])}: {speed:,.0f} tokens/s"
     shape = shape_at(config.model.path)
     if shape is None:
         return Finding("ok", f"{text}; peak {peak:.1f} GiB; the model's sizes are not known", numbers=numbers)
@@ -299,6 +263,9 @@ async def check_microbatch(patient: Patient) -> Finding:
     text += f", {tflops:.3g} TFLOP/s, {mfu}; one large product reaches {product:.3g}"
     text += f"\npeak memory {peak:.1f} GiB, --plan {planned:.1f}"
     numbers |= {"tflops": tflops, "planned_gib": planned} | ({"mfu": tflops / best} if best else {})
+    if product < (1 - SLOW_GPU) * typical and config.cluster.device == "cuda":
+        slow = f"learner {products.index(product)} reaches {product:.3g} TFLOP/s, the median {typical:.3g}"
+        return Finding("warn", text, f"{slow}: is it hot, throttled or shared (nvidia-smi -q -d PERFORMANCE)?", numbers)
     if peak > PEAK_FACTOR * planned:
         return Finding("warn", text, "--plan estimates too little here: report it, with this table", numbers)
     return Finding("ok", text, numbers=numbers)

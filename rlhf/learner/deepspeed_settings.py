@@ -73,6 +73,12 @@ def training_settings(section: TrainedConfig, world: World, *, dtype: str, devic
         zero |= {"reduce_bucket_size": REDUCE_BUCKET, "stage3_prefetch_bucket_size": REDUCE_BUCKET}
         # While one bucket is reduced, backward fills another; with offloading both would wait for the host.
         zero["overlap_comm"] = section.zero_stage == 3 or not section.offload_optimizer
+    in_float32 = dtype == "float32" or section.reduce_dtype == "float32"
+    if world.size == 1 and section.zero_stage > 0:
+        # Nothing is sent. A bucket is allocated in full, and a gradient that is larger than it is not copied into it.
+        # Stage 1 accumulates in float32 and would still round to the type that is sent.
+        zero |= {"reduce_bucket_size": 1, "overlap_comm": False}
+        in_float32 = in_float32 or section.zero_stage == 1
     if section.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": device == "cuda"}
     zero |= section.deepspeed.get("zero_optimization", {})
@@ -81,6 +87,7 @@ def training_settings(section: TrainedConfig, world: World, *, dtype: str, devic
         | any_settings(world, dtype=dtype, zero=zero)
         | {
             "gradient_accumulation_steps": 1,
+            "communication_data_type": "fp32" if in_float32 else "bf16",
             "gradient_clipping": section.max_grad_norm or 0.0,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,

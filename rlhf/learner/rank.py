@@ -35,7 +35,7 @@ from rlhf.learner.partition import Partition, generators, whole_shape
 from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.rank_checkpoint import MOMENTS, RNG, WEIGHTS, LearnerIndex, Slice, SliceReader
 from rlhf.learner.update import on_host
-from rlhf.log.reductions import Last, Mean, StepMetrics, UpdateOutcome, merge_metrics
+from rlhf.log.reductions import Histogram, Last, Mean, StepMetrics, UpdateOutcome, merge_metrics
 from rlhf.types import GPUMemory, SaveReport, World
 from rlhf.weights.adapter import write_adapter
 
@@ -158,7 +158,7 @@ class TrainedRank:
         """One optimizer step; `forward` gives a microbatch's share of the minibatch's loss, and its metrics."""
         started = time.monotonic()
         self._offload.come_back()
-        parts = []
+        began, parts = _now(self.device), []
         for number, microbatch in enumerate(microbatches, start=1):
             self.deepspeed.set_gradient_accumulation_boundary(number == len(microbatches))
             loss, metrics = forward(microbatch)
@@ -166,12 +166,14 @@ class TrainedRank:
             # averages them instead (it divides by nothing else: accumulation steps are 1); this undoes it.
             self.deepspeed.backward(loss * self.world.size)
             parts.append(metrics)
+        computed = _now(self.device)
         lr = self._next_lr()
         options = self.training.section.optimizer.model_dump(include={"variant", "eps", "betas"})
         set_step(self.deepspeed.optimizer, lr=lr, adam_step=self.adam_steps + 1, **options)
         grad_norm, taken = self._apply()
         self.adam_steps += taken
         metrics = on_host(merge_metrics(parts)) | {f"{self.name}/grad_norm": Mean(grad_norm, 1.0)}
+        metrics[f"{self.name}/rank_seconds"] = Histogram((_seconds(began, computed),))
         metrics[f"{self.name}/update_seconds"] = Mean(time.monotonic() - started, 1.0)
         return UpdateOutcome(self.name, taken, metrics | self._schedule_metrics(lr))
 
@@ -326,3 +328,20 @@ class TrainedRank:
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _now(device: torch.device) -> Any:
+    """A point in the work of a device: what was called before it is done then."""
+    if device.type == "cpu":
+        return time.monotonic()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(began: Any, ended: Any) -> float:
+    """Between two points, of which the device has reached the second."""
+    if isinstance(began, float):
+        return float(ended - began)
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3

@@ -1,78 +1,151 @@
-"""How long a run takes, from the throughputs of `plan`; weight transfer, evaluation and checkpoints not included."""
+"""How long a step and a run take: from throughputs that the config gives, else from the account of `speed`.
+
+Weight transfer, evaluation and checkpoints are not included.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.roles import CRITIC
-from rlhf.plan.memory import parameters_of
-from rlhf.plan.model_shape import shape_at
-from rlhf.plan.resources import count_gpus, counted, local_resources
-
-FORWARD_SHARE = 1 / 3  # of forward and backward together: a backward pass costs two forward passes
-# Seconds per parameter of clipping, torch's fused AdamW and the copy to bfloat16 in host memory, one thread; 2.8 to 3.8
-# nanoseconds were measured on two processors.
-HOST_ADAM_S = 3.8e-9
+from rlhf.plan import speed
+from rlhf.plan.model_shape import ModelShape
+from rlhf.plan.resources import count_gpus, counted
+from rlhf.plan.speed import FORWARD_SHARE, Lengths
 
 
-def expected_time(config: GRPOConfig) -> list[tuple[str, str]]:
-    """Rows of --plan, each with its arithmetic; none unless both throughputs are given.
+@dataclass(frozen=True)
+class Scale:
+    """What was measured over the account, of learner and engine; layouts that were not measured are scaled by it."""
+
+    learner: float = 1.0
+    engine: float = 1.0
+
+    @classmethod
+    def of(cls, config: GRPOConfig, shape: ModelShape) -> Scale:
+        plan = config.plan
+        learner, engine = plan.learner_tokens_per_second, plan.engine_tokens_per_second
+        return cls(
+            1.0 if learner is None else learner * speed.compute_s(shape, config),
+            1.0 if engine is None else engine / speed.decode_tokens_per_second(shape, config),
+        )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one training step, by part, and the tokens per second of one engine and one learner.
+
+    Attributes:
+        tail: of `sampling`, in which the longest response is alone.
+        sending: gradients and weights between learners, as far as they do not overlap with computing.
+        turns: engines and learners change places on shared GPUs.
+    """
+
+    engine_speed: float
+    learner_speed: float
+    sampling: float
+    tail: float
+    logprobs: float
+    update: float
+    host: float
+    sending: float
+    turns: float
+    overlaps: bool
+
+    @property
+    def total(self) -> float:
+        training = self.logprobs + self.update + self.host + self.sending
+        return self.turns + (max(self.sampling, training) if self.overlaps else self.sampling + training)
+
+
+def step_time(config: GRPOConfig, shape: ModelShape | None, scale: Scale | None = None) -> StepTime | None:
+    """Seconds of a step; None without a throughput, where the account does not give it: on CPU, of unknown models.
 
     Assumes that a critic runs with the policy, and as fast: passes and epochs are those of whichever needs more.
     """
-    plan, cluster = config.plan, config.cluster
-    if plan.engine_tokens_per_second is None or plan.learner_tokens_per_second is None:
-        return []
-    response = plan.response_tokens or config.rollout.longest
-    sampled = config.rollouts_per_step * response
-    tokens = sampled + config.rollouts_per_step * (plan.prompt_tokens or config.data.max_prompt_tokens)
-    roles = config.roles()
+    plan, cluster, lengths = config.plan, config.cluster, Lengths.of(config)
+    learner, engine = plan.learner_tokens_per_second, plan.engine_tokens_per_second
+    tail = sending = turns = 0.0
+    overlaps = config.rollout.max_policy_lag > 0
+    epoch = config.rollouts_per_step * lengths.sequence / cluster.learners  # tokens of one learner
     epochs = max(training.epochs_per_step for _, training in config.trained_roles())
-    teacher = config.algo.teacher
-    passes = config.needs_old_logprobs_pass + config.needs_reference
-    if teacher is not None and teacher.computed:
-        passes += epochs if teacher.in_loss else 1
-    if any(role.name == CRITIC for role in roles):
-        passes = max(passes, 1)  # the critic's pass, for its values
-    epoch = tokens / (cluster.learners * plan.learner_tokens_per_second)
-    sampling = sampled / (cluster.engines * plan.engine_tokens_per_second)
-    logprobs, update = passes * FORWARD_SHARE * epoch, epochs * epoch
-    overlap = config.rollout.max_policy_lag > 0
-    host, host_how = _host_optimizer(config)
-    training = logprobs + update + host
-    step = max(sampling, training) if overlap else sampling + training
-    hours = config.run.steps * step / 3600
-    engines = f"({counted(cluster.engines, 'engine')} x {plan.engine_tokens_per_second:,g})"
-    learners = f"({counted(cluster.learners, 'learner')} x {plan.learner_tokens_per_second:,g})"
+    if shape is not None and cluster.device == "cuda":
+        scale = scale or Scale.of(config, shape)
+        if engine is None and not overlaps:  # a measured throughput has the tail in it
+            tail = speed.tail_s(shape, config)
+        if learner is None:
+            sending = _sending_s(config, shape, epochs * epoch * speed.compute_s(shape, config))
+        learner = scale.learner / speed.compute_s(shape, config)
+        engine = scale.engine * speed.decode_tokens_per_second(shape, config)
+        turns = speed.turns_s(shape, config)
+    if learner is None or engine is None:
+        return None
+    sampling = config.rollouts_per_step * lengths.response / (cluster.engines * engine) + tail
+    passes = speed.forward_passes(config)
+    return StepTime(
+        engine, learner, sampling, tail, passes * FORWARD_SHARE * epoch / learner, epochs * epoch / learner,
+        speed.host_optimizer(config)[0], sending, turns, overlaps,
+    )  # fmt: skip
+
+
+def _sending_s(config: GRPOConfig, shape: ModelShape, computing_s: float) -> float:
+    """Seconds in which learners wait for what they send each other.
+
+    At stages 2 and 3 it overlaps with the computation of all but the last microbatch.
+    """
+    waiting = 0.0
+    for role, training in config.trained_roles():
+        seconds = speed.communicated_bytes(role, training, config, shape) / speed.link(config)
+        if training.section.zero_stage >= 2:
+            last = seconds / (training.updates_per_step * speed.microbatches_per_update(config, training))
+            seconds = max(last, seconds - computing_s)
+        waiting += seconds
+    return waiting
+
+
+def expected_time(config: GRPOConfig, shape: ModelShape | None) -> list[tuple[str, str]]:
+    """Rows of --plan, each with its arithmetic; none where `step_time` has none."""
+    if (time := step_time(config, shape)) is None:
+        return []
+    plan, cluster, roles, lengths = config.plan, config.cluster, config.roles(), Lengths.of(config)
+    sampled = config.rollouts_per_step * lengths.response
+    tokens = config.rollouts_per_step * lengths.sequence
+    epochs = max(training.epochs_per_step for _, training in config.trained_roles())
+    passes = speed.forward_passes(config)
+    hours = config.run.steps * time.total / 3600
+    engines = f"({counted(cluster.engines, 'engine')} x {_rate(time.engine_speed)})"
+    learners = f"({counted(cluster.learners, 'learner')} x {_rate(time.learner_speed)})"
+    assumed = [name for name in ("engine", "learner") if getattr(plan, f"{name}_tokens_per_second") is None]
+    keys = " and ".join(f"plan.{name}_tokens_per_second" for name in assumed)
+    share = f"{speed.relative_speed(config):.2g} x " if config.cluster.peak_tflops else ""
+    source = f"an account, at best, of {share}an H100; to use measured ones set {keys}"
     forward = f"{counted(passes, 'pass')}, each 1/{round(1 / FORWARD_SHARE)} of an epoch"
-    how = "sampling at the same time as the rest" if overlap else "one after the other"
+    how = "sampling at the same time as the rest" if time.overlaps else "one after the other"
+    last = f" + {time.tail:,.1f} s of the longest response alone" if time.tail else ""
+    host_how = speed.host_optimizer(config)[1]
     return [
+        *([("speeds", source)] if assumed else []),
         ("tokens per step", f"{tokens:,}, of which sampled {sampled:,}"),
-        ("sampling", f"{sampled:,} / {engines} = {sampling:,.1f} s"),
-        ("log-probs", f"{forward} = {logprobs:,.1f} s" if passes else "none"),
-        ("update", f"{tokens:,} x {counted(epochs, 'epoch')} / {learners} = {update:,.1f} s"),
+        ("sampling", f"{sampled:,} / {engines}{last} = {time.sampling:,.1f} s"),
+        ("log-probs", f"{forward} = {time.logprobs:,.1f} s" if passes else "none"),
+        ("update", f"{tokens:,} x {counted(epochs, 'epoch')} / {learners} = {time.update:,.1f} s"),
+        *([("sent between learners", _sent(config, shape, time.sending))] if shape and time.sending else []),
         *([("optimizer in host memory", host_how)] if host_how else []),
-        ("one step", f"{step:,.1f} s, {how}; transfer, evaluation, checkpoints not included"),
+        *([("taking turns", f"state and weights to host memory and back: {time.turns:,.1f} s")] if time.turns else []),
+        ("one step", f"{time.total:,.1f} s, {how}; transfer, evaluation, checkpoints not included"),
         ("the run", f"{counted(config.run.steps, 'step')} = {hours:,.1f} hours, {config.run.steps * tokens:,} tokens, "
          f"{count_gpus(roles) * hours:,.0f} GPU-hours"),
     ]  # fmt: skip
 
 
-def _host_optimizer(config: GRPOConfig) -> tuple[float, str]:
-    """Seconds per training step of the slowest optimizer in host memory, and their arithmetic; "" without any.
+def _rate(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:,.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:,.3g}"
 
-    What goes over PCIe is not counted. Threads are those of the actors if their nodes are like this machine.
-    """
-    cluster, trained = config.cluster, config.trained_roles()
-    ranks = sum(role.count for role, _ in trained)
-    on_node = min(ranks, cluster.gpus_per_node) if cluster.device == "cuda" else ranks
-    threads = cluster.threads_per_learner or max(1, int(local_resources()["CPU"]) // on_node)
-    times = [(0.0, "")]
-    for role, training in trained:
-        count = parameters_of(role, config, shape_at(config.model.path))
-        if training.section.offload_optimizer and count is not None:
-            updates = training.updates_per_step
-            seconds = updates * count / role.count * HOST_ADAM_S / threads
-            product = f"{counted(updates, 'update')} x {count / 1e9:.2f} B / {counted(role.count, role.name)}"
-            each = f"{HOST_ADAM_S * 1e9:g} ns / {counted(threads, 'thread')}"
-            times.append((seconds, f"{product} x {each} = {seconds:,.1f} s"))
-    return max(times)
+
+def _sent(config: GRPOConfig, shape: ModelShape, waiting_s: float) -> str:
+    sent = [
+        f"{speed.communicated_bytes(role, training, config, shape) / 1e9:,.1f} GB per {role.name} at ZeRO stage "
+        f"{training.section.zero_stage}"
+        for role, training in config.trained_roles()
+    ]
+    return f"{', '.join(sent)}, {speed.link(config) / 1e9:g} GB/s = {waiting_s:,.1f} s that do not overlap"

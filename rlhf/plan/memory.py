@@ -36,6 +36,7 @@ BYTES = {"bfloat16": 2, "float32": 4}
 MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
 
 REDUCE_BUFFERS = 2 * REDUCE_BUCKET  # elements in two buckets; on CPU one bucket has this size, DeepSpeed's default
+FLATTENED = 500_000_000  # elements that DeepSpeed's ZeRO-1 in bfloat16 flattens at once, and then the next tensor
 ZERO3_MAX_LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's default
 
 # Assumed, on GPU: CUDA context, NCCL and fragmentation of a learner; profile run, CUDA graphs and sampler of an engine.
@@ -48,6 +49,8 @@ OVERHEAD = {
 # CUDA's context and kernels.
 CANARY_BYTES = 1 * GIB
 ASLEEP_BYTES = 2 * GIB
+
+HEAD = "head: tiles of logits, gradients"
 
 Use = Literal["work", "state", "movable"]
 
@@ -209,12 +212,7 @@ def _trained(
             state.append(_divided("master weights, float32", count, MASTER_BYTES, by, use="movable"))
         state.append(_divided("Adam's two moments, float32", count, MOMENTS_BYTES, by, use="movable"))
     by = ranks if stage >= 2 else 1
-    # DeepSpeed's buffers have full size for any model; on CPU the unfilled part takes no memory. ZeRO-1's are float32.
-    elements = REDUCE_BUFFERS if config.cluster.device == "cuda" else min(REDUCE_BUFFERS, count)
-    width = GRADIENT_BYTES if stage == 1 else b
-    bucket = Part(
-        "reduction buffer", float(width * elements if stage else 0), f"bucket of {elements / 1e9:.2f} B x {width}"
-    )
+    bucket = _reduction(section, shape, config, count)
     if offload:
         work = [Part("gradients", b * count / by, f"{_share(count, b, by)}, then in host memory"), bucket]
     elif stage == 0:
@@ -227,7 +225,35 @@ def _trained(
         work = [_divided("gradients, float32", count, GRADIENT_BYTES, by), added]
     if stage == 3:
         work.append(_divided("gathered weights", min(ZERO3_MAX_LIVE_PARAMETERS, count + frozen), b))
-    return (*state, *reference, *work, _activations(shape, config), head, _overhead("learner", config))
+    activations = _activations(shape, config)
+    if config.model.lora is None:
+        # At the end of backward no activations are left, but the embedding's gradient, and if tied the head's too.
+        ends = b * shape.embedding_parameters * (1 if shape.head_parameters or head.name != HEAD else 2)
+        over = max(0.0, ends - activations.size - head.size)
+        work.append(Part("embedding gradients", over, f"{ends / GIB:.2f} GiB, where activations were"))
+    return (*state, *reference, *work, activations, head, _overhead("learner", config))
+
+
+def _reduction(section: TrainedConfig, shape: ModelShape, config: GRPOConfig, count: int) -> Part:
+    """DeepSpeed's buffers between learners, whose size is full for any model; on CPU the unfilled part takes no memory.
+
+    A bucket, or a tensor that is larger than one, is flattened before it is sent, and cast if another type is sent.
+    ZeRO-1 in bfloat16 has no buckets: it flattens what it accumulated in float32, in parts.
+    """
+    b, stage, alone = BYTES[config.model.dtype], section.zero_stage, config.cluster.learners == 1
+    flat, largest = b == 2 and stage == 1, 0 if config.model.lora else shape.embedding_parameters
+    if stage == 0 or (alone and not flat):
+        return Part("reduction buffer", 0.0, "no bucket")
+    elements = 0 if flat else REDUCE_BUFFERS
+    largest = min(count, FLATTENED + largest if flat else max(REDUCE_BUFFERS // 2, largest))
+    if config.cluster.device == "cpu":
+        elements = min(elements, count)
+    width = GRADIENT_BYTES if flat else b
+    sent = width if alone else BYTES[section.reduce_dtype] if b == 2 else b
+    copies = width + (sent if sent != width else 0)
+    bucket = f"bucket of {elements / 1e9:.2f} B x {width} + " if elements else ""
+    how = f"{bucket}flattened {largest / 1e9:.2f} B x {copies}"
+    return Part("reduction buffer", float(width * elements + copies * largest), how)
 
 
 def _overhead(what: str, config: GRPOConfig) -> Part:
@@ -304,7 +330,7 @@ def _head(shape: ModelShape, config: GRPOConfig) -> Part:
     states += rows * shape.hidden * 4  # a tile's share of the gradients
     weight = 0 if config.model.lora else shape.embedding_parameters * b + columns * shape.hidden * 4
     return Part(
-        "head: tiles of logits, gradients",
+        HEAD,
         float(rows * columns * buffers + states + weight),
         f"{rows:,} x {columns:,} logits at a time",
     )

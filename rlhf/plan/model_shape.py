@@ -15,7 +15,7 @@ from typing import Any
 from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.data.model_files import EXPERT_KEYS, USUAL_MODEL_TYPES, local_model_config, tensor_shapes, weight_files
 
-# Sizes of the models that configs/ names, as their config.json on the hub has them, so that plans need no download.
+# Sizes of models that configs/ and docs/ name, as their config.json on the hub has them: plans need no download.
 KNOWN_KEYS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "vocab_size", "tie_word_embeddings", "max_position_embeddings",
@@ -31,8 +31,15 @@ KNOWN_MODELS = {
     "Qwen/Qwen2.5-Math-7B": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False, 4096),
     "Qwen/Qwen2.5-32B": ("qwen2", 5120, 27648, 64, 40, 8, 152064, False, 131072),
     "Qwen/Qwen3-8B-Base": ("qwen3", 4096, 12288, 36, 32, 8, 151936, False, 32768),
+    "Qwen/Qwen3-32B": ("qwen3", 5120, 25600, 64, 64, 8, 151936, False, 40960),
+    "Qwen/Qwen3-30B-A3B": ("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, False, 40960),
     "allenai/Llama-3.1-Tulu-3-8B-DPO": ("llama", 4096, 14336, 32, 32, 8, 128264, False, 131072),
 }
+KNOWN_EXPERTS = {
+    "Qwen/Qwen3-30B-A3B": {
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128,
+    },
+}  # fmt: skip
 
 KV_HEADS_DEFAULT = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}  # transformers' defaults
 QWEN3_HEAD_DIM = 128  # if its config.json has no head_dim
@@ -105,7 +112,7 @@ def config_at(path: str) -> dict[str, Any] | None:
     """config.json of a model, or its sizes from our own table; None if neither has it."""
     found = local_model_config(path)
     if found is None and path in KNOWN_MODELS and not looks_local(path):
-        return dict(zip(KNOWN_KEYS, KNOWN_MODELS[path], strict=True))
+        return dict(zip(KNOWN_KEYS, KNOWN_MODELS[path], strict=True)) | KNOWN_EXPERTS.get(path, {})
     return found
 
 

@@ -18,21 +18,21 @@ from rlhf.config.load import resolved_yaml
 from rlhf.config.model_folder import looks_local
 from rlhf.config.printing import printable
 from rlhf.config.program import TrainingProgramConfig
-from rlhf.config.roles import ENGINE, LEARNER, REWARD_MODEL, Role, Training
+from rlhf.config.roles import REWARD_MODEL, Role, Training
 from rlhf.config.sections import ClusterConfig
 from rlhf.data.model_checks import model_problems
 from rlhf.data.model_files import local_model_config
 from rlhf.data.read import count_rows, local_path, rows_per_epoch, too_few_prompts
+from rlhf.plan.fit import memory_warnings
 from rlhf.plan.hours import expected_time
+from rlhf.plan.layouts import layout_rows
 from rlhf.plan.memory import (
     GIB,
     Part,
     RoleMemory,
     checkpoint_bytes,
     kv_cache,
-    learner_memory,
     memory_of_roles,
-    planned_problems,
     total,
 )
 from rlhf.plan.model_shape import ModelShape, config_at, read_shape
@@ -98,13 +98,18 @@ def plan_text(config: GRPOConfig) -> str:
         ("Learning rate", _learning_rate(config)),
         ("Placement", _placement(config, gpu_memory)),
     ]
-    if time := expected_time(config):
-        sections.append(("Time, expected", rows(*time)))
+    shape, reason = None, ""
     try:
         shape = read_shape(config.model.path)
     except ValueError as error:
-        sections.append(("Memory", wrapped("  ", f"no estimate: {error}")))
+        reason = str(error)
+    if time := expected_time(config, shape):
+        sections.append(("Time, expected", rows(*time)))
+    if shape is None:
+        sections.append(("Memory", wrapped("  ", f"no estimate: {reason}")))
     else:
+        if config.cluster.device == "cuda":
+            sections.append(("Layouts, seconds per step", rows(*layout_rows(config, shape))))
         estimates = memory_of_roles(config, shape)
         sections.append(("Memory, estimated", _memory(config, shape, estimates)))
         here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
@@ -361,64 +366,3 @@ def model_warnings(config: GRPOConfig) -> Iterator[str]:
             f"cluster.tensor_parallel={config.cluster.tensor_parallel} does not divide the model's {heads} attention "
             "heads, so vLLM will refuse it. Use a divisor."
         )
-
-
-def memory_warnings(
-    config: GRPOConfig, estimates: Sequence[RoleMemory], shape: ModelShape, host_gib: float
-) -> Iterator[str]:
-    """Warnings from the estimate: roles that do not fit, on CPU in `host_gib`, and a KV cache that is too small."""
-    cluster, rollout = config.cluster, config.rollout
-    (_, kv_tokens), longest = kv_cache(shape, config), config.max_sequence_tokens
-    per_group = rollout.samples_per_prompt * longest
-    keys = "rollout.kv_cache_gib"
-    if cluster.device == "cuda":
-        keys = "rollout.gpu_memory_utilization or cluster.tensor_parallel"
-    if kv_tokens < longest:
-        yield (
-            f"KV cache: an engine holds {kv_tokens:,} tokens, not even one sequence of {longest:,} "
-            f"({config.sequence_keys}). Raise {keys}, or shorten sequences."
-        )
-    elif kv_tokens < per_group:
-        yield (
-            f"KV cache: an engine holds {kv_tokens:,} tokens, less than one group at full length "
-            f"(rollout.samples_per_prompt={rollout.samples_per_prompt} x {longest:,} = {per_group:,}): sequences will "
-            f"be preempted and computed again. Raise {keys}, or shorten sequences."
-        )
-    if cluster.device == "cpu":
-        need = sum(estimate.role.count * total(estimate.parts) for estimate in estimates) / GIB
-        if need > host_gib:
-            yield (
-                f"memory: {', '.join(counted(e.role.count, e.role.name) for e in estimates)} need about {need:.1f} "
-                f"GiB, this machine has {host_gib:.1f}. Use a smaller model, learner.max_tokens_per_microbatch or "
-                "rollout.kv_cache_gib."
-            )
-        return
-    have = cluster.gpu_memory_gib
-    for estimate in estimates:
-        role, need = estimate.role, total(estimate.parts) / GIB
-        if role.name != ENGINE and need > have:
-            remedy = f"Use a smaller {role.section}.path, or fewer tokens at once."
-            if role.name == LEARNER:
-                remedy = _learner_remedy(config, shape)
-            yield (
-                f"memory: a {role.name} needs about {need:.1f} GiB, a GPU has cluster.gpu_memory_gib={have:g}. {remedy}"
-            )
-    if cluster.placement == "colocated":
-        yield from planned_problems(config, estimates, shape)
-
-
-def _learner_remedy(config: GRPOConfig, shape: ModelShape) -> str:
-    """The keys that can still lower a learner's memory; selective checkpointing, the faster one, if it is enough."""
-    learner, longest, checkpointing = config.learner, config.max_sequence_tokens, config.model.gradient_checkpointing
-    model = config.model.model_copy(update={"gradient_checkpointing": "selective"})
-    needed = total(learner_memory(shape, config.model_copy(update={"model": model})))
-    selective = not checkpointing and needed <= config.cluster.gpu_memory_gib * GIB
-    remedies = {
-        "model.gradient_checkpointing=selective": selective,
-        "model.gradient_checkpointing=true": checkpointing is not True and not selective,
-        f"learner.max_tokens_per_microbatch down to {longest}": learner.max_tokens_per_microbatch > longest,
-        "learner.zero_stage=3": learner.zero_stage < 3,
-        "learner.offload_optimizer=true": not learner.offload_optimizer,
-        "more cluster.learners": True,
-    }
-    return f"Try {', '.join(remedy for remedy, helps in remedies.items() if helps)}."

@@ -65,6 +65,7 @@ class RolloutEngine:
         self._rank = world.rank
         self._reader: MessageReader | None = None
         self._request_ids = itertools.count()
+        self._sleep_level = config.engine_sleep_level
         self._failed_update: Exception | None = None
         self._lora, self._adapted_layers = config.model.lora, adapted_layers
         self._adapters = tempfile.TemporaryDirectory(
@@ -231,8 +232,8 @@ class RolloutEngine:
     # --- sharing a GPU with a learner ---
 
     async def sleep(self) -> None:
-        """Free the GPU memory: weights move to host memory, the KV cache is dropped."""
-        await self._engine.sleep(level=1)
+        """Free the GPU memory; the KV cache is dropped, and so are weights that will all be sent, but for buffers."""
+        await self._engine.sleep(level=self._sleep_level)
 
     async def wake_up(self, tags: list[str]) -> None:
         await self._engine.wake_up(tags)

@@ -166,7 +166,11 @@ class CPUReceiver(Accounted, CPUWeightTransferEngine):
 
 
 class NCCLReceiver(Accounted, NCCLWeightTransferEngine):
-    """vLLM's receiving end between separate GPUs."""
+    """vLLM's receiving end between separate GPUs; where an engine was replaced, it joins another group."""
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        self.shutdown()  # the former communicator, which vLLM would leave behind with its memory and connections
+        super().init_transfer_engine(init_info)
 
 
 class IPCReceiver(Accounted, IPCWeightTransferEngine):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rlhf.cluster.actor_start import environment_of
 from rlhf.cluster.cluster import Cluster
 from rlhf.cluster.engines import Engines
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import load_config
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER
 
 GPU = 100
@@ -125,3 +129,35 @@ def test_without_offloading_the_state_stays_on_the_gpu() -> None:
     with pytest.raises(AssertionError, match="out of memory"):
         asyncio.run(cluster.begin())
     assert cluster.memory["policy state"] == STATE
+
+
+# --- what engines and learners on GPUs are started with ---
+
+
+def flagship(*overrides: str) -> GRPOConfig:
+    return load_config(GRPOConfig, [str(Path(__file__).parents[2] / "configs/math.yaml")], overrides)
+
+
+def test_an_engine_that_is_sent_all_weights_keeps_none_while_it_sleeps() -> None:
+    assert flagship().engine_sleep_level == 2
+    assert flagship("model.lora={rank: 8}").engine_sleep_level == 1  # the base is never sent
+    assert flagship("rollout.engine={quantization: fp8}").engine_sleep_level == 1  # nor are its scales
+    assert flagship("rollout.engine={max_num_batched_tokens: 8192}").engine_sleep_level == 2
+
+
+@pytest.mark.parametrize(
+    ("role", "placement", "variables", "expected"),
+    [
+        (LEARNER, "separate", {}, True),
+        (ENGINE, "separate", {}, False),
+        (LEARNER, "colocated", {}, False),  # weights go by CUDA IPC
+        (LEARNER, "separate", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, False),  # the user's own
+    ],
+)
+def test_learners_on_gpus_of_their_own_use_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch, role: str, placement: str, variables: dict[str, str], expected: bool
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    environment = environment_of(role, flagship(f"cluster.placement={placement}"), sockets=None)
+    assert ("PYTORCH_CUDA_ALLOC_CONF" in environment) == expected

@@ -135,7 +135,7 @@ def test_overrides_win_over_all_files_wherever_they_stand(argv: tuple[str, ...])
 
 
 def test_the_order_of_files_matters() -> None:
-    assert parsed("--config", CPU, "--config", MATH).cluster.engines == 4
+    assert parsed("--config", CPU, "--config", MATH, "cluster.placement=separate").cluster.engines == 8
     assert parsed("--config", MATH, "--config", CPU).cluster.engines == 1
 
 

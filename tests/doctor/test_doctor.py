@@ -26,12 +26,13 @@ from worlds import make_groups
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
-from rlhf.doctor import grading, machine, nodes, on_rank, training
+from rlhf.doctor import grading, machine, network, nodes, on_rank, training
 from rlhf.doctor.__main__ import checks
-from rlhf.doctor.examination import Check, Finding, Patient, examine_all, lines
+from rlhf.doctor.examination import Check, Finding, Patient, examine_all, lines, slowest_of
 from rlhf.log import reachable
 from rlhf.log.reductions import Max, Mean
 from rlhf.plan.memory import GIB
+from rlhf.plan.model_shape import shape_at
 from rlhf.plan.resources import visible_gpus
 from rlhf.plan.start_checks import run_bytes
 from rlhf.rollout.requests import Completion
@@ -463,6 +464,71 @@ def test_a_microbatch_reports_its_speed_and_warns_if_the_plan_is_too_low(make: A
     assert result(2 * fits.numbers["planned_gib"]).status == "warn"
 
 
+def test_a_gpu_that_computes_slower_than_the_others_is_named(make: Any) -> None:
+    patient = with_learners(make("cluster.peak_tflops=0.001"), update=updated(), device_name="cpu")
+    learners: Any = patient.engines.learners
+    plain = learners.call
+
+    async def call(method: str, *arguments: Any) -> Any:
+        if arguments and arguments[0] is on_rank.product_tflops:
+            return [700.0, 690.0, 560.0]
+        return await plain(method, *arguments)
+
+    learners.call = call
+    cluster = patient.config.cluster.model_copy(update={"device": "cuda"})
+    patient.config = patient.config.model_copy(update={"cluster": cluster})
+    result = finding(training.check_microbatch, patient)
+    assert result.status == "warn"
+    assert "learner 2 reaches 560 TFLOP/s, the median 690" in result.remedy
+    assert slowest_of([1.0, 2.0, 1.5]) == "2 s (learner 1; from fastest to slowest 67%)"
+
+
+@pytest.mark.parametrize(
+    ("gb_per_second", "transfer_s", "status", "says"),
+    [
+        (300.0, 0.5, "ok", ""),
+        (5.0, 0.5, "warn", "learner.zero_stage=1"),  # 28 GB in 5.6 s
+        (0.5, 0.5, "fail", "NCCL_SOCKET_IFNAME"),  # TCP over the wrong interface
+        (300.0, 3.0, "warn", "between learners and engines"),
+        (300.0, 60.0, "fail", "between learners and engines"),
+    ],
+)
+def test_a_network_is_judged_by_what_this_run_sends_over_it(
+    gb_per_second: float, transfer_s: float, status: str, says: str
+) -> None:
+    config = load_config(GRPOConfig, [str(Path(__file__).parents[2] / "configs/math.yaml")])
+    shape = shape_at(config.model.path)
+    assert shape is not None
+    speeds = {"microbatch_s": 0.8, "gb_per_second": gb_per_second, "transfer_s": transfer_s}
+    result = network.judged_step(config, shape, **speeds)
+    assert result.status == status
+    assert says in result.remedy
+    # 16 microbatches of each of 8 learners, and two passes at a third; 4 updates, each 3 x 7/8 of 3.09 GB
+    assert result.text.startswith("a step computes 21.3 s; gradients between learners ")
+    sent = 4 * 3 * 7 / 8 * 3.0874 / gb_per_second
+    assert result.numbers["gradients"] == pytest.approx(sent / (sent + 21.33 + transfer_s), rel=1e-2)
+
+
+def test_network_cards_of_which_some_are_down_are_named(make: Any, tmp_path: Path) -> None:
+    from rlhf.cluster.node_report import cards
+
+    for card, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        port = tmp_path / card / "ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    found = cards(str(tmp_path))
+    assert found == {"mlx5_0": "4: ACTIVE, 400 Gb/sec (4X NDR)", "mlx5_1": "1: DOWN, 400 Gb/sec (4X NDR)"}
+    patient = make("cluster.device=cuda", "model.dtype=bfloat16")
+    up = {"mlx5_0": found["mlx5_0"]}
+    for others, status, says in ((up, "ok", ""), (found, "warn", "b: mlx5_1 (1: DOWN"), ({}, "warn", "b has no card")):
+        patient.nodes = {"a": {"cards": up}, "b": {"cards": others}}
+        result = finding(network.check_cards, patient)
+        assert (result.status, says in result.remedy) == (status, True)
+    patient.nodes = {"a": {"cards": found}}
+    assert finding(network.check_cards, patient).status == "ok"  # one node needs none
+
+
 @pytest.mark.parametrize(("error", "status"), [(0.02, "ok"), (0.04, "fail"), (float("nan"), "fail")])
 def test_a_kernel_that_computes_something_else_is_named(make: Any, error: float, status: str) -> None:
     answers = {"attention_error": error, "head_error": error, "model_error": error}
@@ -495,8 +561,9 @@ def test_a_config_that_is_not_valid_is_the_users_error() -> None:
 
 
 NAMES = [
-    "versions", "config", "wandb", "scorer", "rewards", "nodes", "gpu", "start-up", "kernels", "collective",
-    "transfer", "agreement", "responses", "update", "cycle", "microbatch", "sampling", "checkpoint", "memory",
+    "versions", "config", "wandb", "scorer", "rewards", "nodes", "gpu", "cards", "start-up", "kernels",
+    "collective", "transfer", "agreement", "responses", "update", "cycle", "microbatch", "step", "sampling",
+    "checkpoint", "memory",
 ]  # fmt: skip
 
 
@@ -552,7 +619,7 @@ def test_everything_that_is_broken_at_once_is_named_and_the_rest_is_fine(tmp_pat
     assert [line.split()[1] for line in completed.stdout.splitlines() if line.startswith("ok")] == [
         name for name in NAMES if name not in [*failed, *warned, "gpu"]
     ]
-    assert completed.stderr.splitlines()[-1] == "error: 3 of 19 checks failed: versions, config, agreement"
+    assert completed.stderr.splitlines()[-1] == "error: 3 of 21 checks failed: versions, config, agreement"
 
 
 @pytest.mark.gpu

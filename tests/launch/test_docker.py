@@ -201,6 +201,23 @@ def test_the_manifest_is_as_the_api_wants_it() -> None:
     assert schema_errors(documents("launch/kuberay.yaml"), KUBERAY_SCHEMA) == []
 
 
+def test_the_options_for_rdma_are_as_the_api_wants_them_too() -> None:
+    text = (ROOT / "launch/kuberay.yaml").read_text()
+    plain = re.search(r"^ +requests: .*\n +limits: .*\n(?= +# With RDMA)", text, re.MULTILINE)
+    assert plain is not None
+    options = re.sub(
+        r"^( +)# (  requests|  limits|securityContext)", r"\1\2", text.replace(plain[0], ""), flags=re.MULTILINE
+    )
+    parts = list(yaml.safe_load_all(options))
+    (group,) = parts[-1]["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    requests, limits = (container["resources"][name] for name in ("requests", "limits"))
+    (rdma,) = (name for name in requests if name.startswith("rdma/"))
+    assert requests[rdma] == limits[rdma]  # Kubernetes wants both to be equal
+    assert schema_errors(parts, KUBERAY_SCHEMA) == []
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [

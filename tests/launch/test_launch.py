@@ -113,7 +113,8 @@ PROGRAM = """\
 import json, os, sys, time
 with open(os.environ["RECORD"] + "/program", "a") as file:
     file.write(json.dumps({"arguments": sys.argv[1:], "address": os.environ["RAY_ADDRESS"],
-                           "token": os.environ["RAY_AUTH_TOKEN"], "pid": os.getpid()}) + "\\n")
+                           "token": os.environ["RAY_AUTH_TOKEN"], "pid": os.getpid(),
+                           "shown": [os.environ.get(name) for name in os.environ.get("SHOWS", "").split()]}) + "\\n")
 print("the program speaks", flush=True)
 end = time.monotonic() + float(os.environ.get("PROGRAM_SLEEPS", "0"))
 while time.monotonic() < end and not os.path.exists(os.environ["RECORD"] + "/program.go"):
@@ -441,6 +442,21 @@ def test_a_slurm_job_has_the_programs_status_even_where_srun_has_another(sandbox
     assert str(token) not in output + called
 
 
+def test_outside_of_a_job_the_script_submits_itself_with_what_the_config_asks_for(sandbox: Sandbox) -> None:
+    sandbox.add("sbatch", '#!/usr/bin/env bash\nprintf "%s|" "$@" >>"$RECORD/sbatch"\n')
+    config = ["--config", "configs/tulu3_8b_math.yaml", "run.dir=a b"]
+    script = ["bash", LAUNCH / "slurm.sbatch", "--deadline", "9", *config]
+    environment = {"SLURM_SUBMIT_DIR": str(ROOT), "SBATCH_ARGS": "--partition=gpu"}
+    statuses, output = ending(sandbox.start(*script, **environment))
+    assert statuses == [0], output
+    (called,) = sandbox.recorded("sbatch")
+    asked = ["--nodes=1", "--cpus-per-task=64", "--gpus-per-node=8", "--partition=gpu", "launch/slurm.sbatch"]
+    assert called.strip("|\n").split("|") == [*asked, "--module", "rlhf.grpo", "--deadline", "9", "--", *config]
+    statuses, output = ending(sandbox.start(*script, "run.stepz=3", **environment))
+    assert statuses == [2]
+    assert "run.stepz" in output
+
+
 def test_a_requeued_job_resumes_where_there_is_a_whole_checkpoint(sandbox: Sandbox) -> None:
     sandbox.write_checkpoint()
     (sandbox.folder / "the run/checkpoints/step-000006.partial").mkdir()
@@ -594,6 +610,37 @@ def test_ssh_takes_arguments_and_a_token_to_every_machine_and_brings_the_status_
     (token,) = {line.split("|")[1] for line in sandbox.recorded("ray")}
     assert len(token) == 64
     assert token not in output + "".join(sandbox.recorded("ssh"))
+
+
+def test_ssh_sets_variables_on_every_machine_without_a_command_line_that_shows_them(sandbox: Sandbox) -> None:
+    (sandbox.folder / "secrets.env").write_text(
+        "# of wandb\nWANDB_API_KEY=from the file\nexport SEEN_B='it''s $HOME'\n"
+    )
+    flags = ["--env-file", str(sandbox.folder / "secrets.env"), "--env", "SEEN_A=a b=c", "--env", "SEEN_C"]
+    environment = {"SEEN_C": "as here", "SHOWS": "SEEN_A SEEN_B SEEN_C WANDB_API_KEY"}
+    statuses, output = ending(over_ssh(sandbox, "127.0.0.1\n", *flags, *AWKWARD, **environment))
+    assert statuses == [0], output
+    (program,) = sandbox.programs()
+    assert program["arguments"] == AWKWARD
+    assert program["shown"] == ["a b=c", "'it''s $HOME'", "as here", "from the file"]
+    assert "from the file" not in output + "".join(sandbox.recorded("ssh"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--env", "NOT_SET_HERE"], "--env=NOT_SET_HERE: write NAME=VALUE"),
+        (["--env-file", "missing.env"], "--env-file=missing.env: No such file"),
+        (["--env", "TWO=a\nb"], "--env=TWO: its value has several lines"),
+    ],
+)
+def test_a_variable_that_cannot_be_set_is_named_before_anything_starts(
+    sandbox: Sandbox, flags: list[str], message: str
+) -> None:
+    statuses, output = ending(over_ssh(sandbox, "127.0.0.1\n", *flags))
+    assert statuses == [2]
+    assert message in output
+    assert not (sandbox.folder / "record/ssh").exists()
 
 
 def test_a_machine_that_ssh_does_not_reach_ends_the_run(sandbox: Sandbox) -> None:

@@ -28,7 +28,9 @@ BUDGETS = (128, 300, 4096)
 STAGES = (0, 1, 2, 3)
 
 
-def config_for(model: Path, *, learners: int, budget: int, stage: int, dtype: str = "float32") -> Any:
+def config_for(
+    model: Path, *, learners: int, budget: int, stage: int, dtype: str = "float32", reduced: str = "bfloat16"
+) -> Any:
     return make_config(
         model,
         model={"dtype": dtype},
@@ -36,6 +38,7 @@ def config_for(model: Path, *, learners: int, budget: int, stage: int, dtype: st
         learner={
             "max_tokens_per_microbatch": budget,
             "zero_stage": stage,
+            "reduce_dtype": reduced,
             "minibatches_per_epoch": 2,
             "optimizer": {"lr": 0.0},
         },
@@ -43,7 +46,9 @@ def config_for(model: Path, *, learners: int, budget: int, stage: int, dtype: st
     )
 
 
-def collect_gradients(world: World, model: Path, budgets: tuple[int, ...], stages: tuple[int, ...], dtype: str) -> Any:
+def collect_gradients(
+    world: World, model: Path, budgets: tuple[int, ...], stages: tuple[int, ...], dtype: str, reduced: str = "bfloat16"
+) -> Any:
     """(stage, budget) -> gradients of the first minibatch by name, on this rank, through the real DeepSpeed engine."""
     from deepspeed.utils import safe_get_full_grad
 
@@ -59,7 +64,7 @@ def collect_gradients(world: World, model: Path, budgets: tuple[int, ...], stage
     groups = make_groups(**GROUPS)
     for stage in stages:
         for budget in budgets:
-            config = config_for(model, learners=world.size, budget=budget, stage=stage, dtype=dtype)
+            config = config_for(model, learners=world.size, budget=budget, stage=stage, dtype=dtype, reduced=reduced)
             learner = Probe(config, world)
             with learner.loading():  # at stage 3 a share of each parameter, from the first byte on
                 loaded = load_policy(config.model, temperature=1.0)
@@ -126,3 +131,36 @@ def test_with_two_learners_and_bf16_the_gradient_of_the_head_is_the_plain_one(ti
     for by_case in run_world(collect_gradients, 2, model, (300,), (1, 2, 3), "bfloat16"):
         for case, gradients in by_case.items():
             assert np.linalg.norm(gradients[head] - exact) / np.linalg.norm(exact) < 1.5 * noise + 1e-3, case
+
+
+def test_reduced_in_float32_the_gradients_of_a_bf16_model_do_not_depend_on_the_stage(tiny_model_dir: Path) -> None:
+    """Stage 1 adds up microbatches before ranks, 2 and 3 ranks before microbatches; bfloat16 rounds each sum."""
+    model = tiny_model_dir / "model"
+    apart = {}
+    for reduced in ("float32", "bfloat16"):
+        by_case, _ = run_world(collect_gradients, 2, model, (128,), (1, 2, 3), "bfloat16", reduced)
+        first = by_case[1, 128]
+        apart[reduced] = max(relative_error(by_case[stage, 128], first) for stage in (2, 3))
+    assert apart["float32"] < 2e-6 < 1e-4 < apart["bfloat16"]
+
+
+def test_one_learner_copies_no_gradient_into_a_bucket_and_rounds_none(tiny_model_dir: Path) -> None:
+    ((buckets, by_case),) = run_world(buckets_of_one_learner, 1, tiny_model_dir / "model")
+    assert buckets == [1, 1]  # stage 1 in bfloat16 has none
+    assert max(relative_error(by_case[stage, 128], by_case[1, 128]) for stage in (2, 3)) < 2e-6
+
+
+def buckets_of_one_learner(world: World, model: Path) -> Any:
+    """Elements of the buffers that DeepSpeed allocates, and the gradients by stage."""
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    seen: list[int] = []
+    for optimizer in (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
+        plain = optimizer.__init__
+
+        def init(self: Any, *args: Any, plain: Any = plain, **kwargs: Any) -> None:
+            seen.append(kwargs["reduce_bucket_size"])
+            plain(self, *args, **kwargs)
+
+        optimizer.__init__ = init
+    return seen, collect_gradients(world, model, (128,), (1, 2, 3), "bfloat16")

@@ -165,13 +165,14 @@ def test_8b_on_6_learners_at_zero_2_keeps_whole_weights_and_a_sixth_of_the_rest(
     }
     work = gigabytes(learner_memory(shape, config))
     assert work["gradients, float32"] == 5.35
-    assert work["gradients, added and reduced"] == 6.35  # and a bucket of half a billion
-    assert total(learner_memory(shape, config)) / GIB == pytest.approx(63, abs=1)
+    # two buckets of a quarter of a billion, and the embedding of 0.53 billion, flattened
+    assert work["gradients, added and reduced"] == 7.40
+    assert total(learner_memory(shape, config)) / GIB == pytest.approx(64, abs=1)
 
 
 @pytest.mark.parametrize(
     ("device", "dtype", "stage", "held"),
-    [("cuda", "bfloat16", 2, 1.0), ("cuda", "bfloat16", 1, 2.0), ("cpu", "float32", 2, 0.0)],
+    [("cuda", "bfloat16", 2, 1.0), ("cuda", "bfloat16", 1, 0.0), ("cpu", "float32", 2, 0.0)],
 )
 def test_the_reduction_buffers_of_a_tiny_model_have_full_size_on_a_gpu(
     make: Any, device: str, dtype: str, stage: int, held: float
@@ -179,6 +180,38 @@ def test_the_reduction_buffers_of_a_tiny_model_have_full_size_on_a_gpu(
     tiny = model_shape({"model_type": "qwen2", **SMALL})
     config = make(f"cluster.device={device}", f"model.dtype={dtype}", f"learner.zero_stage={stage}")
     assert gigabytes(learner_memory(tiny, config))["gradients, added and reduced"] == held
+
+
+@pytest.mark.parametrize(
+    ("stage", "learners", "reduced", "held"),
+    [
+        (2, 6, "bfloat16", 0.5e9 * 2 + 0.525e9 * 2),  # two buckets; the embedding, larger than one, flattened
+        (2, 6, "float32", 0.5e9 * 2 + 0.525e9 * (2 + 4)),  # and cast
+        (1, 6, "bfloat16", 1.025e9 * (4 + 2)),  # half a billion and the embedding, flattened in float32 and cast
+        (1, 6, "float32", 1.025e9 * 4),
+        (1, 1, "bfloat16", 1.025e9 * 4),
+        (2, 1, "bfloat16", 0.0),  # nothing is copied
+    ],
+)
+def test_what_is_flattened_and_cast_for_a_reduction_is_counted(
+    make: Any, stage: int, learners: int, reduced: str, held: float
+) -> None:
+    shape = model_shape(LLAMA31_8B)
+    keys = [f"learner.zero_stage={stage}", f"learner.reduce_dtype={reduced}", f"cluster.learners={learners}"]
+    parts = {part.name: part for part in learner_memory(shape, make(*keys))}
+    added = parts["gradients, added and reduced"].size - 4 * shape.parameters / learners
+    assert added == pytest.approx(held, rel=1e-3, abs=1)
+
+
+def test_gradients_of_the_embedding_count_where_they_are_more_than_the_activations(make: Any) -> None:
+    few = make("learner.max_tokens_per_microbatch=256", "data.max_prompt_tokens=64", "rollout.max_response_tokens=64")
+    parts = {part.name: part.size for part in learner_memory(model_shape(QWEN25_1B5), few)}
+    ends = 2 * 2 * 151_936 * 1536  # of the tied head and the embedding
+    before = parts["activations, checkpointed"] + parts["head: tiles of logits, gradients"]
+    assert parts["embedding gradients"] == pytest.approx(ends - before)
+    assert parts["embedding gradients"] > 0
+    parts = {part.name: part.size for part in learner_memory(model_shape(QWEN25_1B5), make())}
+    assert parts["embedding gradients"] == 0
 
 
 def test_70b_on_64_learners_at_zero_3_divides_everything(make: Any) -> None:

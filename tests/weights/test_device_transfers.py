@@ -153,6 +153,25 @@ def order_of_ipc(events: list[str]) -> None:
     ]  # fmt: skip
 
 
+def test_an_engine_that_joins_another_group_destroys_the_communicator_of_the_former(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when another engine was replaced: the learner closes its end, and all engines are called again."""
+    source, model, first = connect("nccl", monkeypatch)
+    worker = worker_of("nccl", model)
+    first.close()
+    client = EngineClient(calls_to(worker), engines=["engine 7"], workers_per_engine=1)
+    groups = []
+    for seed in (1, 2):
+        rendezvous = Rendezvous("127.0.0.1", free_port(), 2, WAIT_S)
+        sender = make_sender("nccl", source, client, rendezvous, rank=0)
+        sender.send(seed)
+        groups.append(worker.model_update_group)
+        sender.close()
+    assert [group._aborted.is_set() for group in groups] == [True, False]
+    assert torch.equal(model.get_parameter("head"), source.tensors["head"])
+
+
 @pytest.mark.parametrize("backend", ["memory", "gloo", "nccl", "ipc"])
 def test_a_tensor_that_a_later_transfer_does_not_load_is_named_and_the_update_is_not_finished(
     backend: str, monkeypatch: pytest.MonkeyPatch

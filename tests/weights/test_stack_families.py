@@ -53,9 +53,19 @@ class Engine:
         return [np.array([0.0, *(row[i][int(ids[i])].logprob for i in range(1, len(ids)))]) for ids, row in rows]
 
 
+def sleep_at_level_2(worker: Any) -> None:
+    """What an engine on a GPU has when it wakes: vLLM restores buffers, all else is what the memory held."""
+    for module in worker.model_runner.get_model().modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.data.fill_(float("nan"))
+        if hasattr(module, "cpu_linear"):  # the packed weights of a layer on CPU
+            module.cpu_linear = lambda x, *_: x * float("nan")
+
+
 def differences(world: World, folder: Path) -> tuple[list[float], float, list[str]]:
-    """Engine against learner: at the start, on perturbed weights, on the true ones; what perturbing moved; and the
-    tensors, one of a kind, that vLLM could lose in a later transfer without being named."""
+    """Engine against learner: at the start, on perturbed weights, on the true ones after it slept; what perturbing
+    moved; and the tensors, one of a kind, that vLLM could lose in a later transfer without being named."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     from rlhf.learner.policy import Learner
 
@@ -75,6 +85,7 @@ def differences(world: World, folder: Path) -> tuple[list[float], float, list[st
     perturbed = learner.canary(sequences)
     measured.append(difference(perturbed, engine.logprobs(sequences)))
     learner.restore_weights()
+    engine.llm.collective_rpc(sleep_at_level_2)
     learner.send_weights(2)
     measured.append(difference(true, engine.logprobs(sequences)))
     kinds = {re.sub(r"\d+", "#", meta.name): meta.name for meta in learner.metadata()}
