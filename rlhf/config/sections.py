@@ -279,6 +279,12 @@ class LearnerConfig(AnyLearnerConfig):
     router_balance_coef: NonNegative = key(0.0, "weight of the loss that balances a mixture of experts, per sequence")
 
 
+class WeightsConfig(Section):
+    transfer: Literal["full", "delta"] = key(
+        "full", "what engines are sent after an update: all weights, or only those that have changed (bfloat16)"
+    )
+
+
 class CheckpointConfig(Section):
     every: PositiveInt | Literal["auto"] | None = key(
         "auto", "training steps between checkpoints; auto is a tenth of run.steps, rounded up; null saves none"

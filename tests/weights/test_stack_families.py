@@ -60,7 +60,7 @@ def differences(world: World, folder: Path) -> tuple[list[float], float, list[st
     from rlhf.learner.policy import Learner
 
     learner, engine = Learner(make_config(folder), world), Engine(folder)
-    rendezvous = Rendezvous("127.0.0.1", 0, 2, 60.0, one_node=True)
+    rendezvous = Rendezvous("127.0.0.1", 0, 2, 60.0, engine_nodes=("",))
     learner.connect(BACKEND, EngineClient(engine.call, engines=["engine 0"], workers_per_engine=1), rendezvous)
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 256, length).astype(np.int32) for length in LENGTHS]
