@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf.algo.sizes import BUCKET_BYTES
 
 ALIGNMENT = 64  # bytes; every bucket begins at a multiple of it
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
 
 @dataclass(frozen=True)
