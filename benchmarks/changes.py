@@ -1,6 +1,6 @@
 """What a step changes, and seconds of sending only that: `weights.transfer=delta` beside a whole transfer.
 
-    python -m benchmarks.changes [--model FOLDER] [--gbit 1] [--quick]
+    python -m benchmarks.changes [--model FOLDER] [--gbit 1] [--lr 1e-6 1e-5] [--quick]
 
 On CPU: two learners, two engines that are told to be on another node than the learners, and a token bucket in the
 sockets of learner 0 in place of the network (link.c). 20 steps on responses that the engines sample, with random
@@ -116,7 +116,7 @@ async def send(engines: Engines, version: int) -> Row:
     async with engines.learners.weights:
         await engines.send_weights(version)
         engines.learners.weights.notify_all()
-    return {"seconds": time.perf_counter() - started, **engines.sent}
+    return {"seconds": time.perf_counter() - started, **engines.transfer_metrics}
 
 
 async def replace_receiver(engines: Engines) -> float:
@@ -199,6 +199,7 @@ def main() -> int:
     parser = harness.parser(__doc__ or "")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--gbit", type=float, default=1.0, help="of the link, per second")
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5])
     options = parser.parse_args()
     harness.run_if_case(options, {"steps": steps})
     model = models.random_model("10m") if options.quick else options.model.resolve()
@@ -207,7 +208,7 @@ def main() -> int:
         library = Path(folder, "link.so")
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, Path(__file__).with_name("link.c"), "-ldl"],
                        check=True)  # fmt: skip
-        for lr in (1e-6, 1e-5):
+        for lr in options.lr:
             case = {"function": "steps", "model": str(model), "lr": lr, "gbit": options.gbit}
             case["steps"] = 4 if options.quick else 20
             environment = {"LD_PRELOAD": str(library), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}

@@ -37,7 +37,7 @@ class Engines:
     Attributes:
         group: their actors.
         meter: counts the tokens that they have sampled and their busy seconds.
-        sent: metrics of the last transfer, where `weights.transfer` is delta.
+        transfer_metrics: of the last transfer, where `weights.transfer` is delta.
     """
 
     def __init__(self, cluster: Cluster, config: GRPOConfig) -> None:
@@ -45,7 +45,7 @@ class Engines:
         self.group: ActorGroup = cluster.group(ENGINE)
         self._run_config, self._config = config, config.cluster
         self._max_restarts = config.run.max_restarts
-        self.sent: dict[str, float] = {}
+        self.transfer_metrics: dict[str, float] = {}
         self._in_flight = [0] * len(self.group.actors)
         self._asleep = False
         self._version = cluster.first_step  # of the weights that they have
@@ -157,7 +157,7 @@ class Engines:
         connection = await self._connection() if self.group.present != self._connected else None
         present = self.group.present
         sent, *_ = await while_healthy(self.group, self.learners.call("send_weights", self._version, connection))
-        self._say(sent)
+        self._report(sent)
         self._connected = present
         if self._asleep:
             await self.cluster.leave_gpus()  # without the buffers of the transfer
@@ -165,13 +165,15 @@ class Engines:
             self._asleep = False
         await self.group.call("resume")
 
-    def _say(self, sent: WeightsSent | None) -> None:
-        self.sent = {}
-        if sent is not None and sent.why_all:
+    def _report(self, sent: WeightsSent | None) -> None:
+        self.transfer_metrics = {}
+        if sent is None or not self._run_config.sends_changes:
+            return
+        if sent.why_all:
             say(f"weights of version {self._version}: everything was sent, because {sent.why_all}")
-        if sent is not None and self._run_config.sends_changes:
-            self.sent["weights/sent_mib"] = sent.bytes / 2**20
-            self.sent |= {} if sent.share is None else {"weights/changed": sent.share}
+        self.transfer_metrics["weights/sent_mib"] = sent.bytes / 2**20
+        if sent.share is not None:
+            self.transfer_metrics["weights/changed"] = sent.share
 
     async def _pause(self) -> None:
         ranks = [rank for rank in range(len(self.group.actors)) if rank not in self.group.absent]

@@ -198,7 +198,7 @@ class RolloutLoop(Generic[C]):
             with self._run.clock.phase("canary"):
                 compared = await self.canary.check(version)
             learners.weights.notify_all()
-        return compared | self.engines.sent
+        return compared | self.engines.transfer_metrics
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint holds of the rollout side."""

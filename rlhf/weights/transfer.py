@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf.algo.sizes import BUCKET_BYTES
+from rlhf.algo.sizes import BUCKET_BYTES, MOST_CHANGED
 from rlhf.config.grpo import GRPOConfig
 from rlhf.types import WeightsSent
 from rlhf.weights.changes import Changes, write_patch
@@ -43,7 +43,6 @@ from rlhf.weights.host_copy import Message, broadcast, create_shared_memory, glo
 from rlhf.weights.parameters import ParameterSource, buckets
 
 BACKEND = "rlhf_cpu"
-MOST_CHANGED = 0.4  # share of the elements; a changed bfloat16 element costs twice its bytes
 # On CPU vLLM's workers busy-wait this long after a message; its own 1 s takes half a core from the learner.
 SPIN_S = 0.002
 # Then they sleep until a notice, which is lost now and then; they look for themselves so often, vLLM's every 5 s.
