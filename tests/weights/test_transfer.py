@@ -83,7 +83,7 @@ class Engine:
                 assert self.copy is not None
                 new = {name: tensor.clone() for name, tensor in self.copy.tensors(names)}
                 self.weights, self.loaded = self.weights | new, list(new)
-            case "loaded_weights",:
+            case ("loaded_weights",):
                 new = {name: self.weights[name] for name in self.loaded}
                 return [{name: [x.nbytes, x.numel(), self.layer_of(name)] for name, x in new.items()}]
             case "finish_weight_update", version:
