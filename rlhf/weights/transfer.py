@@ -128,6 +128,8 @@ class CPUSender:
 
     def send(self, version: int) -> WeightsSent | None:
         """Bring every engine the weights as `version`; rank 0 says what it sent. Called on every learner rank."""
+        if torch.accelerator.is_available():  # DeepSpeed's step ends in an all-gather that may still run
+            torch.accelerator.synchronize()
         counts = self._changes.count() if self._changes is not None and self._complete else None
         share = None if counts is None else int(counts.sum()) / sum(meta.numel for meta in self._metadata)
         self._complete, why, size = False, "", None
@@ -152,7 +154,8 @@ class CPUSender:
 
     def _load(self, names: Sequence[str] | None, version: int) -> None:
         """Let every engine load these tensors, or all, from its node's copy."""
-        self._client.announced = [meta for meta in self._metadata if names is None or meta.name in set(names)]
+        chosen = None if names is None else set(names)
+        self._client.announced = [meta for meta in self._metadata if chosen is None or meta.name in chosen]
         self._client.start_weight_update()
         self._client.update_weights({"names": names})
         self._client.finish_weight_update(str(version))
@@ -178,7 +181,7 @@ class CPUSender:
             for _ in stream:
                 pass
             return 0
-        with self._receiving([(number, 0) for number in range(len(self._buckets))]):
+        with self._receiving([(number, 0) for number in range(len(self._buckets))]), one_thread():
             for bucket in self._buckets:
                 start = bucket.start if self._is_here else 0
                 own = self._memory[start : start + bucket.end - bucket.start]
@@ -209,6 +212,20 @@ class CPUSender:
 
     def close(self) -> None:
         self._group, self._memory = None, torch.empty(0)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """For copies while other processes work: threads that wait for a core cost 20 times more.
+
+    Measured with two busy cores: to copy 435 MB in 200 tensors takes 2.0 s with two threads per side, 0.08 s with one.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class VLLMSender:
