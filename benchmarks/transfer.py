@@ -27,7 +27,7 @@ from benchmarks.harness import Case, Row
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlhf.weights.transfer import ParameterMeta
+    from rlhf.weights.parameters import ParameterMeta
 
 COPY, MEMORY, GLOO, RAY = "copy in one process", "shared memory", "gloo", "Ray, a call per tensor, pipelined"
 
@@ -49,12 +49,15 @@ class Weights:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     def metadata(self) -> list[ParameterMeta]:
-        from rlhf.weights.transfer import ParameterMeta
+        from rlhf.weights.parameters import ParameterMeta
 
         return [ParameterMeta(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self.tensors.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.tensors.items())
+
+    def own_parts(self) -> list[tuple[Tensor, int]]:
+        return [(tensor.view(-1), 0) for tensor in self.tensors.values()]
 
 
 # --- transport alone: a receiving process that copies into tensors of its own ---
@@ -64,25 +67,32 @@ def receive(connection: Any, size: str) -> None:
     """The receiving process: does what an engine is asked to, with a plain copy in the place of vLLM's reload."""
     import torch
 
-    from rlhf.weights.transfer import Inbox
+    from rlhf.weights.host_copy import HostCopy
 
-    torch.set_num_threads(1)  # the sender fills the next bucket meanwhile
+    torch.set_num_threads(1)
     own = Weights(size).tensors
-    inbox: Inbox | None = None
+    copy: HostCopy | None = None
     connection.send("ready")
     while True:
-        method, argument = connection.recv()
-        if method == "init_weight_transfer_engine":
-            inbox = Inbox(argument, worker=0)
-        elif method == "update_weights":
-            assert inbox is not None
-            for name, tensor in inbox.receive(argument["bucket"]):
-                own[name].copy_(tensor)
-        connection.send("done")
+        answer: Any = None
+        match connection.recv():
+            case ("init_weight_transfer_engine", info):
+                copy = copy if copy and copy.path == info["memory"] else HostCopy(info)
+            case ("on_workers", "copy_path"):
+                answer = [copy and copy.path]
+            case ("on_workers", "receive", messages):
+                answer = [copy and copy.receive(messages)]
+            case ("update_weights", update):
+                assert copy is not None
+                for name, tensor in copy.tensors(update["names"]):
+                    own[name].copy_(tensor)
+            case ("loaded_weights",):
+                answer = [{name: [tensor.nbytes, tensor.numel(), 0] for name, tensor in own.items()}]
+        connection.send(answer)
 
 
 class Receiver:
-    """The client of such a process, in the place of rlhf.weights.transfer.EngineClient."""
+    """Such a process, as a learner reaches an engine."""
 
     def __init__(self, size: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -92,22 +102,11 @@ class Receiver:
         self.process.start()
         assert self._connection.recv() == "ready"
 
-    def _call(self, method: str, argument: Any = None) -> None:
+    def call(self, _: int, *question: Any) -> Callable[[], Any]:
         with self._lock:
-            self._connection.send((method, argument))
-            assert self._connection.recv() == "done"
-
-    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        self._call("init_weight_transfer_engine", info)
-
-    def start_weight_update(self) -> None:
-        self._call("start_weight_update")
-
-    def update_weights(self, update: Any) -> None:
-        self._call("update_weights", update)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._call("finish_weight_update")
+            self._connection.send(question)
+            answer = self._connection.recv()
+        return lambda: answer
 
 
 def transports(case: Case) -> Row:
@@ -143,11 +142,14 @@ def transports(case: Case) -> Row:
 
 def _sender(source: Weights, receiver: Receiver, one_node: bool) -> Callable[[], None]:
     from rlhf.learner.port import free_port
+    from rlhf.weights.client import EngineClient
     from rlhf.weights.transfer import CPUSender, Rendezvous
 
-    rendezvous = Rendezvous("127.0.0.1", free_port(), 2, 60.0, one_node=one_node)
-    sender = CPUSender(source, receiver, rendezvous, rank=0)  # type: ignore[arg-type]
-    return lambda: sender.send(1)
+    client = EngineClient(receiver.call, engines=["receiver"], workers_per_engine=1)
+    nodes = ("here" if one_node else "there",)
+    rendezvous = Rendezvous("127.0.0.1", free_port(), 2, 60.0, node="here", engine_nodes=nodes)
+    sender = CPUSender(source, client, rendezvous, rank=0)
+    return lambda: sender.send(1) and None
 
 
 def _ray_sender(source: Weights, size: str) -> Callable[[], None]:

@@ -377,6 +377,15 @@ class World:
 
 
 @dataclass(frozen=True)
+class WeightsSent:
+    """What learner rank 0 says of a transfer to the engines."""
+
+    share: float | None  # of the elements that have changed since the last transfer; None: they were not compared
+    bytes: int  # that each node with engines got
+    why_all: str = ""  # why everything was sent where changes would have been; "" in the first transfer too
+
+
+@dataclass(frozen=True)
 class GPUMemory:
     """Memory of a GPU that learners share with engines, as one rank sees it, bytes."""
 

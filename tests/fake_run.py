@@ -104,6 +104,7 @@ class Sampling(FakeEngines):
         self.version = 0
         self.prompts: list[str] = []
         self.meter = SimpleNamespace(take=lambda: (0.0, 0.0))
+        self.transfer_metrics: dict[str, float] = {}
 
     async def __aenter__(self) -> Sampling:
         return self

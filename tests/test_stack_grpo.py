@@ -265,6 +265,7 @@ def test_with_a_lag_of_1_no_token_is_older_the_correction_is_on_and_sigterm_ends
         learner={"epochs_per_step": 2},
         evaluation={"samples_per_prompt": 2},
         model={"dtype": "bfloat16"},
+        weights={"transfer": "delta"},
         logging={"wandb": {"mode": "disabled"}, "token_values": True},
     )
     program = subprocess.Popen(
@@ -282,7 +283,8 @@ def test_with_a_lag_of_1_no_token_is_older_the_correction_is_on_and_sigterm_ends
     steps = read_steps(tmp_path / "run")
     assert (tmp_path / "run" / "checkpoints" / f"step-{steps[-1]['step']:06d}").is_dir()  # saved at the signal
     check_account(steps)
-    check_documented(read_log(tmp_path / "run"), logged={"", "lag", "algo.dual_clip", "evaluation, k above 1"})
+    has = {"", "lag", "algo.dual_clip", "evaluation, k above 1", "weights.transfer=delta"}
+    check_documented(read_log(tmp_path / "run"), logged=has)
     assert steps[0]["rollout/lag/max"] == 0
     assert max(row["rollout/lag/max"] for row in steps) == 1
     assert all(0 < row["policy/effective_sample_fraction"] <= 1 for row in steps)

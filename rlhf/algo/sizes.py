@@ -13,3 +13,7 @@ REDUCE_BUCKET = 250_000_000
 
 # Bytes of a weight transfer sent at once; the next bucket is filled while an engine loads this one.
 BUCKET_BYTES = 256 * 2**20
+
+# A transfer of what has changed takes this for each bfloat16 element: its value, and its place in a block. If more than
+# the second number of all elements have changed, it would hardly be smaller than everything.
+BYTES_PER_CHANGE, MOST_CHANGED = 4, 0.4

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 from rlhf.cluster.actors import END_S, ActorGroup, ClusterError, LostError
 from rlhf.config.printing import say
@@ -23,6 +23,7 @@ HEALTH_PERIOD_S = 5.0
 HEALTH_DEADLINE_S = 120.0
 ENGINE_DEATH_NOTICE_S = 30  # after a failed transfer; vLLM hears of a dead worker within 5 s, later on busy cores
 LOOK_EVERY_S = 0.1
+T = TypeVar("T")
 QUEUE = 8  # requests by which the engine of the earlier turns may lead in any case
 
 
@@ -129,8 +130,8 @@ class EngineRecovery:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def while_healthy(engines: ActorGroup, sending: Awaitable[Any]) -> None:
-    """Wait for a transfer until an engine is dead or has failed to load; the sender alone would wait for its deadline.
+async def while_healthy(engines: ActorGroup, sending: Awaitable[T]) -> T:
+    """What a transfer gives, unless an engine is dead or has failed to load; the sender would wait for its deadline.
 
     If the transfer fails, the engines are checked first: a dead engine is the cause, not the learner's error.
 
@@ -156,6 +157,6 @@ async def while_healthy(engines: ActorGroup, sending: Awaitable[Any]) -> None:
             for _ in range(ENGINE_DEATH_NOTICE_S):  # the learner may notice a death before the engine does
                 await check()
                 await asyncio.sleep(1)
-        await task
+        return await task
     finally:
         task.cancel()

@@ -15,9 +15,11 @@ from rlhf.cluster.cluster import Cluster
 from rlhf.cluster.engine_recovery import EngineRecovery, while_healthy
 from rlhf.cluster.rank_group import RankGroup
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.printing import say
 from rlhf.config.roles import ENGINE
 from rlhf.log.clock import BusyMeter
 from rlhf.rollout.requests import Completion, SamplingSettings
+from rlhf.types import WeightsSent
 from rlhf.weights import transfer
 from rlhf.weights.client import EngineClient
 
@@ -35,6 +37,7 @@ class Engines:
     Attributes:
         group: their actors.
         meter: counts the tokens that they have sampled and their busy seconds.
+        transfer_metrics: of the last transfer, where `weights.transfer` is delta.
     """
 
     def __init__(self, cluster: Cluster, config: GRPOConfig) -> None:
@@ -42,6 +45,7 @@ class Engines:
         self.group: ActorGroup = cluster.group(ENGINE)
         self._run_config, self._config = config, config.cluster
         self._max_restarts = config.run.max_restarts
+        self.transfer_metrics: dict[str, float] = {}
         self._in_flight = [0] * len(self.group.actors)
         self._asleep = False
         self._version = cluster.first_step  # of the weights that they have
@@ -60,7 +64,7 @@ class Engines:
         """How weights reach the engines; an adapter goes through Ray."""
         if self._run_config.model.lora is not None:
             return "ray"
-        return transfer.backend_of(self._config.device, self._config.placement)
+        return transfer.backend_of(self._run_config)
 
     @property
     def learners(self) -> RankGroup:
@@ -152,13 +156,24 @@ class Engines:
         await self._pause()
         connection = await self._connection() if self.group.present != self._connected else None
         present = self.group.present
-        await while_healthy(self.group, self.learners.call("send_weights", self._version, connection))
+        sent, *_ = await while_healthy(self.group, self.learners.call("send_weights", self._version, connection))
+        self._report(sent)
         self._connected = present
         if self._asleep:
             await self.cluster.leave_gpus()  # without the buffers of the transfer
             await self.group.call("wake_up", ["kv_cache"])
             self._asleep = False
         await self.group.call("resume")
+
+    def _report(self, sent: WeightsSent | None) -> None:
+        self.transfer_metrics = {}
+        if sent is None or not self._run_config.sends_changes:
+            return
+        if sent.why_all:
+            say(f"weights of version {self._version}: everything was sent, because {sent.why_all}")
+        self.transfer_metrics["weights/sent_mib"] = sent.bytes / 2**20
+        if sent.share is not None:
+            self.transfer_metrics["weights/changed"] = sent.share
 
     async def _pause(self) -> None:
         ranks = [rank for rank in range(len(self.group.actors)) if rank not in self.group.absent]
@@ -177,17 +192,18 @@ class Engines:
         config, present = self._config, self.group.present
         # Located again, for a port that is free now.
         sender, *_ = await self.learners.locate(deadline_s=config.start_deadline_s)
-        nodes = {location.node for location in self.group.locations}
+        ranks = [rank for rank in range(len(self.group.actors)) if rank not in self.group.absent]
         rendezvous = transfer.Rendezvous(
             host=sender.host,
             port=sender.port,
             world_size=1 + len(present) * config.tensor_parallel,
             timeout_s=config.start_deadline_s,
-            one_node=nodes == {sender.node},
+            node=sender.node,
+            engine_nodes=tuple(self.group.locations[rank].node for rank in ranks),
         )
         client = EngineClient(
             partial(start_call, present),
-            engines=[f"engine {rank}" for rank in range(len(self.group.actors)) if rank not in self.group.absent],
+            engines=[f"engine {rank}" for rank in ranks],
             workers_per_engine=config.tensor_parallel,
         )
         return self.transport, client, rendezvous

@@ -37,6 +37,7 @@ class GRPOConfig(TrainingProgramConfig):
     rollout: sections.RolloutConfig
     algo: sections.AlgoConfig = sections.AlgoConfig()
     learner: sections.LearnerConfig = sections.LearnerConfig()
+    weights: sections.WeightsConfig = sections.WeightsConfig()
     checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
     evaluation: sections.EvaluationConfig = sections.EvaluationConfig()
     logging: sections.LoggingConfig = sections.LoggingConfig()
@@ -73,6 +74,11 @@ class GRPOConfig(TrainingProgramConfig):
     def training(self) -> Training:
         """How the policy is trained."""
         return Training(self.learner, self.learner.epochs_per_step, self.learner.minibatches_per_epoch, self.run.steps)
+
+    @property
+    def sends_changes(self) -> bool:
+        """Whether engines are sent only the weights that have changed; in float32 nearly all change in each step."""
+        return self.weights.transfer == "delta" and self.model.dtype == "bfloat16"
 
     @property
     def reference_moves(self) -> bool:
@@ -155,6 +161,11 @@ class GRPOConfig(TrainingProgramConfig):
                 f"{algo.kl_estimator=!s} with {algo.kl_place=!s} and {algo.loss_aggregation=!s}: its expected gradient "
                 f"is {on_policy}; off-policy it points away from the policy that sampled. It does not hold the policy "
                 "near the reference. Use k2 there, or k1 in the reward."
+            )
+        if self.weights.transfer == "delta" and not self.sends_changes:
+            yield (
+                f"{self.weights.transfer=!s} with {self.model.dtype=!s}: an update changes nearly every float32 "
+                "weight, so everything is sent. Set weights.transfer=full, or train in bfloat16."
             )
         if rollout.on_stale == "drop" and rollout.max_policy_lag:
             yield (
@@ -441,8 +452,14 @@ def _cluster_problems(config: GRPOConfig) -> Iterator[str]:
     if cluster.min_engines > cluster.engines:
         reason = "sampling would wait for engines that nobody starts. Use at most cluster.engines."
         yield f"{cluster.min_engines=} with {cluster.engines=}: {reason}"
+    if config.weights.transfer == "delta" and config.model.lora is not None:
+        reason = "engines get the adapter alone, which is small and sent whole. Set transfer=full."
+        yield f"{config.weights.transfer=!s} with model.lora: {reason}"
     if cluster.placement != "colocated":
         return
+    if config.weights.transfer == "delta":
+        reason = "engines on the GPUs of the learners read the weights there, and nothing is sent. Set transfer=full."
+        yield f"{config.weights.transfer=!s} with {cluster.placement=!s}: {reason}"
     if cluster.device == "cpu":
         yield f"{cluster.placement=!s} with {cluster.device=!s}: there are no GPUs to share. Use placement=separate."
     elif (engine_gpus := cluster.engines * cluster.tensor_parallel) != cluster.learners:

@@ -298,6 +298,12 @@ class LearnerConfig(AnyLearnerConfig):
         return self.router_replay == "rollout"
 
 
+class WeightsConfig(Section):
+    transfer: Literal["full", "delta"] = key(
+        "full", "what engines are sent after an update: all weights, or only those that have changed (bfloat16)"
+    )
+
+
 class CheckpointConfig(Section):
     every: PositiveInt | Literal["auto"] | None = key(
         "auto", "training steps between checkpoints; auto is a tenth of run.steps, rounded up; null saves none"
@@ -429,5 +435,6 @@ class PlanConfig(Section):
     learner_tokens_per_second: PositiveFloat | None = key(
         None, "learner/tokens_per_second / cluster.learners, of a run without offload_optimizer"
     )
+    network_gbit_per_second: PositiveFloat = key(100.0, "of the network between learners and engines, for transfers")
     prompt_tokens: PositiveInt | None = key(None, "mean prompt length, tokens; null: data.max_prompt_tokens")
     response_tokens: PositiveInt | None = key(None, "mean tokens after the prompt; null: the most that may follow it")

@@ -6,6 +6,7 @@ transformers renames some tensors and stacks a layer's experts when it loads a m
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -38,6 +39,27 @@ def hub_tensors(transformer: PreTrainedModel, name: str, tensor: Tensor) -> Iter
 def hub_shapes(transformer: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """As `hub_tensors`, on the meta device; at ZeRO-3 the tensor need not be gathered."""
     yield from hub_tensors(transformer, name, torch.empty(whole_shape(tensor), dtype=tensor.dtype, device="meta"))
+
+
+def hub_ranges(transformer: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """The elements [first, stop) of the flattened tensor that each of `hub_tensors` consists of, in its order.
+
+    They are found on numbered elements, in two columns instead of all. ValueError if the hub's format has them in
+    another order, so that changes of a part of the tensor could not be sent.
+    """
+    shape = whole_shape(tensor)
+    rows, columns = math.prod(shape[:-1]), min(shape[-1], 2) if len(shape) > 1 else math.prod(shape)
+    numbers = torch.arange(rows * columns).view(*shape[:-1], columns) if shape else torch.arange(1).view(())
+    parts = hub_tensors(transformer, name, numbers)
+    for (hub_name, part), (_, meta) in zip(parts, hub_shapes(transformer, name, tensor), strict=True):
+        first, factor = int(part.reshape(-1)[0]), meta.numel() // part.numel()
+        consecutive = torch.equal(part.reshape(-1), torch.arange(first, first + part.numel()))
+        if not consecutive or part.shape[:-1] != meta.shape[:-1]:
+            raise ValueError(
+                f"weights.transfer=delta: checkpoints of this model have {hub_name} in another order than {name} has "
+                "it in memory, which is not supported. Set weights.transfer=full."
+            )
+        yield first * factor, first * factor + meta.numel()
 
 
 def model_tensors(transformer: PreTrainedModel) -> dict[str, Tensor]:

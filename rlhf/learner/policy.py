@@ -14,22 +14,22 @@ from torch import Tensor
 from rlhf.algo.packing import pack
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.teacher import TeacherModel
-from rlhf.learner.hub_format import hub_shapes, hub_tensors
+from rlhf.learner.hub_format import hub_ranges, hub_shapes, hub_tensors
 from rlhf.learner.policy_model import DeviceTokens, check_packed, load_policy
-from rlhf.learner.rank_checkpoint import REFERENCE, Slice
+from rlhf.learner.rank_checkpoint import REFERENCE, Slice, share
 from rlhf.learner.reference import FrozenCopy, MovingCopy, Reference, make_reference, make_teachers
 from rlhf.learner.replay import RecordShape, check_replay, replay_recorded
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch
 from rlhf.log.reductions import UpdateOutcome
 from rlhf.processes.code import load_function
-from rlhf.types import Minibatch, PackedTokens, PolicyTargets, World
+from rlhf.types import Minibatch, PackedTokens, PolicyTargets, WeightsSent, World
 from rlhf.weights.adapter import AdapterSender
 from rlhf.weights.client import EngineClient
-from rlhf.weights.transfer import CPUSender, ParameterMeta, Rendezvous, VLLMSender, make_sender
+from rlhf.weights.parameters import INTEGERS, ParameterMeta
+from rlhf.weights.transfer import CPUSender, Rendezvous, VLLMSender, make_sender
 
 STRIDE = 3  # a third of the elements: a tensor that is not perturbed with the others around it stands out
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
 
 class Learner(StepRank):
@@ -137,6 +137,29 @@ class Learner(StepRank):
         for name, tensor in self.each_whole(self._to_send()):
             yield from hub_tensors(self.transformer, name, tensor.detach())
 
+    def own_parts(self) -> list[tuple[Tensor, int]]:
+        """At ZeRO-3 the partition that this rank holds, else an equal share; a view of each of `metadata`."""
+        parts = []
+        for name, tensor in self._to_send():
+            flat, start = self._own(tensor)
+            for first, stop in self._ranges[name]:
+                low, high = (min(max(edge - start, 0), len(flat)) for edge in (first, stop))
+                parts.append((flat[low:high], start + low - first))
+        return parts
+
+    def _own(self, tensor: Any) -> tuple[Tensor, int]:
+        """This rank's part of a tensor, flat, and the number of its first element."""
+        if hasattr(tensor, "ds_id"):
+            size = tensor.ds_tensor.ds_numel
+            start = min(self.world.rank * size, tensor.ds_numel)
+            return tensor.ds_tensor.data.view(-1)[: tensor.ds_numel - start], start
+        start, stop = share(tensor.numel(), self.world.rank, self.world.size)
+        return tensor.data.view(-1)[start:stop], start
+
+    @functools.cached_property
+    def _ranges(self) -> dict[str, list[tuple[int, int]]]:
+        return {name: list(hub_ranges(self.transformer, name, tensor)) for name, tensor in self._to_send()}
+
     def connect(self, backend: str, client: EngineClient, rendezvous: Rendezvous) -> None:
         """Build the transfer group with the engines. Every rank calls it after the engines have started."""
         if self._sender is not None:  # another engine has joined
@@ -149,14 +172,17 @@ class Learner(StepRank):
                 lambda: self.each_whole(self.published.items()), client, lora, rank=self.world.rank
             )
             return
-        self._sender = make_sender(backend, self, client, rendezvous, rank=self.world.rank)
+        only_changes = self.config.sends_changes
+        self._sender = make_sender(backend, self, client, rendezvous, rank=self.world.rank, only_changes=only_changes)
 
-    def send_weights(self, version: int, connection: tuple[str, EngineClient, Rendezvous] | None = None) -> None:
+    def send_weights(
+        self, version: int, connection: tuple[str, EngineClient, Rendezvous] | None = None
+    ) -> WeightsSent | None:
         """Connect, if a new `connection` is given, then send the weights; no update may come between."""
         if connection is not None:
             self.connect(*connection)
         assert self._sender is not None, "connect comes first"
-        self._sender.send(version)
+        return self._sender.send(version)
 
     def tensor_names(self) -> list[str]:
         """The tensors that `perturb_weights` numbers: no constants of activation functions, which vLLM sets itself."""

@@ -74,6 +74,8 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Learning rate", ("learner/lr", "critic/lr")),
         Panel("Gradient norm", ("learner/grad_norm", "critic/grad_norm"), log=True),
         Panel("Updates skipped", ("learner/updates_skipped", "critic/updates_skipped")),
+        Panel("Weights changed", ("weights/changed",)),
+        Panel("Weights sent", ("weights/sent_mib",), "MiB"),
     ),
     "Critic": (
         Panel("Explained variance", ("critic/explained_variance",)),

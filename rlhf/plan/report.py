@@ -37,6 +37,7 @@ from rlhf.plan.memory import (
 )
 from rlhf.plan.model_shape import ModelShape, config_at, read_shape
 from rlhf.plan.resources import count_gpus, counted, with_gpus_here
+from rlhf.plan.transfer import transfer_rows
 
 COLUMNS, LABEL = 100, 28
 FREE = "-"  # a GPU without a role
@@ -112,6 +113,8 @@ def plan_text(config: GRPOConfig) -> str:
             sections.append(("Layouts, seconds per step", rows(*layout_rows(config, shape))))
         estimates = memory_of_roles(config, shape)
         sections.append(("Memory, estimated", _memory(config, shape, estimates)))
+        if sent := transfer_rows(config, shape):
+            sections.append(("Weights to the engines, estimated", rows(*sent)))
         here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
         warnings += memory_warnings(config, estimates, shape, here)
     if warnings:

@@ -194,6 +194,15 @@ class RolloutEngine:
         loaded: list[Loaded] = await self._engine.collective_rpc("loaded_weights")
         return loaded
 
+    async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """A method of `LoadedWeights` on each worker."""
+        try:
+            answers: list[Any] = await self._engine.collective_rpc(method, args=arguments)
+        except Exception as error:
+            self._failed_update = error
+            raise
+        return answers
+
     async def finish_weight_update(self, version: str) -> None:
         await self._engine.finish_weight_update(version)
 
@@ -256,7 +265,7 @@ class RolloutEngine:
 
 def _started(config: GRPOConfig, world: World, adapted_layers: Sequence[str]) -> AsyncLLM:
     """vLLM with the arguments of this run."""
-    backend = backend_of(config.cluster.device, config.cluster.placement)
+    backend = backend_of(config)
     arguments = AsyncEngineArgs(
         **engine_arguments(config, engine_seed(config.run.seed, world.rank, world.version), adapted_layers),
         weight_transfer_config=WeightTransferConfig(backend=RECEIVERS[backend]),

@@ -192,7 +192,7 @@ class RolloutLoop(Generic[C]):
         await self._run.finish(self.buffer.account_metrics())
 
     async def publish(self, version: int) -> dict[str, float]:
-        """Learners -> engines, compared by the canary, whose metrics are returned; raises as `Canary.check`."""
+        """Learners -> engines, compared by the canary; -> metrics of both; raises as `Canary.check`."""
         learners = self._run.cluster.learners
         async with learners.weights:
             with self._run.clock.phase("transfer"):
@@ -200,7 +200,7 @@ class RolloutLoop(Generic[C]):
             with self._run.clock.phase("canary"):
                 compared = await self.canary.check(version)
             learners.weights.notify_all()
-        return compared
+        return compared | self.engines.transfer_metrics
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint holds of the rollout side."""

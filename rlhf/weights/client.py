@@ -5,13 +5,14 @@ Later updates move the log-probs less than the canary's bound, so only this acco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf.weights.transfer import ParameterMeta
+    from rlhf.weights.parameters import ParameterMeta
 
-Loaded = dict[str, list[int]]  # of one worker, by tensor: bytes that arrived, elements that vLLM copied into layers
+# Of one worker, by tensor: bytes that arrived, elements that vLLM copied into layers, then the numbers of those layers.
+Loaded = dict[str, list[int]]
 
 
 class EngineClient:
@@ -25,24 +26,27 @@ class EngineClient:
     ) -> None:
         self._call, self._workers, self._engines = call, workers_per_engine, engines  # names of engines, by index
         self.version = 0
-        self.announced: Sequence[ParameterMeta] = ()  # the tensors of the next transfer, or of all if nobody changes it
+        self.announced: Sequence[ParameterMeta] = ()  # the tensors that the next transfer loads
         # What each worker of an engine loaded in the first transfer, which the canary has proved.
         self.proved: Sequence[Loaded] | None = None
         self.on_failure: Callable[[], object] = lambda: None  # when an engine fails to load, maybe in another thread
         self.failure: Exception | None = None  # of the engine
 
-    def _all(self, method: str, *arguments: Any) -> list[Any]:
-        waits = [self._call(i, method, *arguments) for i in range(len(self._engines))]
+    def each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
+        """A call on some engines at once, each with its own arguments; the answers in their order."""
+        waits = [self._call(engine, method, *own) for engine, own in arguments.items()]
         return [wait() for wait in waits]
+
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        return self.each(method, dict.fromkeys(range(len(self._engines)), arguments))
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Give every engine its own place in the group: workers of engine i start at rank 1 + i x workers."""
-        waits = []
+        places = {}
         for i in range(len(self._engines)):
             place = {"rank_offset": 1 + i * self._workers} if "rank_offset" in init_info else {}
-            waits.append(self._call(i, "init_weight_transfer_engine", init_info | place))
-        for wait in waits:
-            wait()
+            places[i] = (init_info | place,)
+        self.each("init_weight_transfer_engine", places)
 
     def start_weight_update(self) -> None:
         self._all("start_weight_update")
@@ -70,6 +74,25 @@ class EngineClient:
         self._all("finish_weight_update", weight_version or str(self.version))
 
 
+def whole_layers(changed: Sequence[str], workers: Sequence[Loaded]) -> list[str]:
+    """The changed tensors, and all others in the layers that hold them, by the account of a transfer of everything.
+
+    vLLM builds a layer (q, k and v; gate and up; all experts) from what arrives, so a part of one would be garbage.
+    All tensors if vLLM has copied one without saying into which layer.
+    """
+    layers: dict[str, set[int]] = {}
+    for worker in workers:
+        for name, (_, elements, *numbers) in worker.items():
+            layers.setdefault(name, set()).update(numbers)
+            if elements and not numbers:
+                return [name for worker in workers[:1] for name in worker]
+    chosen, held = set(changed), set[int]()
+    while more := set().union(*(layers[name] for name in chosen)) - held:
+        held |= more
+        chosen |= {name for name, its in layers.items() if its & held}
+    return [name for name in layers if name in chosen]
+
+
 def check_account(
     engine: str, announced: Sequence[ParameterMeta], workers: Sequence[Loaded], proved: Sequence[Loaded] | None = None
 ) -> None:
@@ -92,7 +115,7 @@ def _problems(
 ) -> Iterator[str]:
     nothing = [0, 0]
     for meta in announced:
-        sizes, parts = zip(*(worker.get(meta.name, nothing) for worker in workers), strict=True)
+        sizes, parts = zip(*(worker.get(meta.name, nothing)[:2] for worker in workers), strict=True)
         loaded = sum(parts)
         expected = [worker.get(meta.name, nothing)[1] for worker in proved or ()]
         late = [number for number, size in enumerate(sizes) if size != meta.bytes]

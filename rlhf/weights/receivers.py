@@ -8,7 +8,8 @@ compares it with what it has announced, before the update is finished.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,14 +23,16 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
+from vllm.platforms import current_platform
 
 from rlhf.algo.lora import A, B
 from rlhf.weights.adapter import layer_name, peft_name
 from rlhf.weights.client import Loaded
-from rlhf.weights.transfer import Inbox
+from rlhf.weights.host_copy import HostCopy, Message
 
 # gpt-oss fills these layers in its load_weights without their weight loaders: vLLM's layerwise reload does not see it.
 FILLED_DIRECTLY = ("GptOssRoutedExperts", "OAIAttention")
+layerwise.logger.setLevel(logging.ERROR)  # it warns of each layer that got nothing; the account knows which should have
 
 
 class Accounted:
@@ -44,6 +47,12 @@ class Accounted:
     def start_weight_update(self) -> None:
         self.loaded: Loaded = {}
         super().start_weight_update()  # type: ignore[misc]
+        # by the identity of a parameter, which is kept, so that no other object can have it: its layer's number
+        self._layers = {
+            id(tensor): (number, tensor)
+            for number, layer in enumerate(self.model.modules())
+            for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+        }
         # The reload moves parameters to `meta` and counts what is copied there, except for a few that stay in place.
         # A bias always stays, and is counted.
         self._loads_in_place = any(
@@ -76,6 +85,9 @@ class Accounted:
         def counted(weight_loader: Callable[..., Any], args: Any) -> tuple[int, object]:
             elements, value = elements_of(weight_loader, args)
             latest[1] += elements
+            number, _ = self._layers.get(id(next(iter(args.arguments.values()))), (None, None))
+            if number is not None and number not in latest[2:]:
+                latest.append(number)
             return elements, value
 
         layerwise.get_numel_loaded = counted
@@ -105,48 +117,58 @@ class CPUInitInfo(WeightTransferInitInfo):
     port: int
     world_size: int
     timeout_s: float
-    rank_offset: int
+    rank: int
     memory: str
     parameters: list[tuple[str, str, list[int]]]
 
 
 @dataclass
 class CPUUpdateInfo(WeightTransferUpdateInfo):
-    bucket: int
+    names: list[str] | None
 
 
 class CPUWeightTransferEngine(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
-    """Receives buckets from learner rank 0 and loads them through vLLM's layerwise reload.
+    """Loads weights from the node's copy in host memory through vLLM's layerwise reload, on CPU or GPU.
 
-    A layer is loaded when its last tensor has arrived, so the tensors of a bucket may be read until the update ends.
+    A layer is loaded when its last tensor has come, so the copy may be read until the update ends.
     """
 
     init_info_cls = CPUInitInfo
     update_info_cls = CPUUpdateInfo
-    inbox: Inbox | None = None
+    copy: HostCopy | None = None
 
     def init_transfer_engine(self, init_info: CPUInitInfo) -> None:
-        self.inbox = Inbox(asdict(init_info), worker=self.parallel_config.rank)
+        """One worker of the node makes the copy and joins the transfer group; then all are told where it is."""
+        made_here = self.copy is not None and self.copy.path == init_info.memory
+        if made_here if init_info.memory else self.parallel_config.rank:
+            return
+        self.copy = None  # freed first
+        self.copy = HostCopy(asdict(init_info))
 
     def start_weight_update(self) -> None:
-        for module in self.model.modules():  # vLLM packs the weights of experts only where it builds their kernels
-            method: Any = getattr(module, "quant_method", None)
-            if hasattr(method, "moe_kernel"):
-                method.moe_kernel = None
+        self._kernels = {}
+        if current_platform.is_cpu():  # vLLM packs the weights of experts only where it builds their kernels
+            methods: list[Any] = [getattr(module, "quant_method", None) for module in self.model.modules()]
+            self._kernels = {method: method.moe_kernel for method in methods if hasattr(method, "moe_kernel")}
+        for method in self._kernels:
+            method.moe_kernel = None
         initialize_layerwise_reload(self.model)
         for layer in self._filled_directly():
             layerwise.materialize_layer(layer, layerwise.get_layerwise_info(layer))
 
     def receive_weights(self, update_info: CPUUpdateInfo) -> None:
-        assert self.inbox is not None, "init_weight_transfer_engine comes first"
+        assert self.copy is not None, "init_weight_transfer_engine comes first"
         model: Any = self.model
-        model.load_weights(self.inbox.receive(update_info.bucket))
+        model.load_weights(self.copy.tensors(update_info.names))
 
     def finish_weight_update(self) -> None:
         for layer in self._filled_directly():
             layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
         finalize_layerwise_reload(self.model, self.model_config)
-        self._repack_tied_heads()
+        for method, kernel in self._kernels.items():
+            method.moe_kernel = method.moe_kernel or kernel  # of experts that have not changed
+        if current_platform.is_cpu():
+            self._repack_tied_heads()
 
     def _filled_directly(self) -> list[Any]:
         return [layer for layer in self.model.modules() if type(layer).__name__ in FILLED_DIRECTLY]
@@ -158,11 +180,11 @@ class CPUWeightTransferEngine(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
     def shutdown(self) -> None:
-        self.inbox = None
+        self.copy = None
 
 
 class CPUReceiver(Accounted, CPUWeightTransferEngine):
-    """Ours, for engines on CPU."""
+    """Ours, through host memory."""
 
 
 class NCCLReceiver(Accounted, NCCLWeightTransferEngine):
@@ -186,6 +208,16 @@ class LoadedWeights:
     def loaded_weights(self) -> Loaded:
         """The account of the transfer that is under way."""
         return self.weight_transfer_engine.loaded
+
+    def copy_path(self) -> str:
+        """Where the other workers of the node find the copy that this worker has made."""
+        copy = self.weight_transfer_engine.copy
+        return copy.path if copy else ""
+
+    def receive(self, messages: Sequence[Message]) -> bool:
+        """Receive into the node's copy, which this worker has made; False if a patch was damaged on its way."""
+        copy = self.weight_transfer_engine.copy
+        return not copy.path or copy.receive(messages)
 
     def adapter_problem(self, file: str) -> str:
         """Why the slot does not hold exactly the adapter of a file, bit for bit; "" if it does.

@@ -1,17 +1,20 @@
-"""Learner -> engine weights: both ends of our backend for CPU, and vLLM's own backends on GPUs.
+"""Learner -> engine weights: our backend through host memory, and vLLM's own backends on GPUs.
 
     learner rank 0                                  engine actor i, each of its vLLM workers
     --------------                                  ---------------------------------------
+    bytes                    ===memory/gloo===>     the copy of its node: all weights, or what has changed
     client.start_weight_update()        ----->      initialize_layerwise_reload
-    client.update_weights(bucket)       ----->      receive the bucket ...
-    its bytes              ===memory/gloo/nccl===>  ... load_weights
+    client.update_weights(names)        ----->      load_weights from the copy
     client.finish_weight_update(v)      ----->      what was loaded: every tensor, in every engine?
                                         ----->      finalize_layerwise_reload, version := v
 
-A transfer that fails is not finished: the engines stay paused, and the run ends or starts again.
+With vLLM's backends the bytes come in buckets during update_weights. A transfer that fails is not finished: the engines
+stay paused, and the run ends or starts again, with a transfer of everything.
 
-On CPU the bytes go through memory that both sides map if learner rank 0 and all engines are on one node, else through
-gloo. Ranks of the transfer group: 0 is learner rank 0, then the workers of engine 0, of engine 1, ...
+Ours serves CPU, and `weights.transfer=delta` on GPUs. The bytes go through memory that both sides map to engines on the
+node of learner rank 0, to other nodes through gloo, once per node: rank 0 of the transfer group is learner rank 0, then
+comes the first engine of each other node. Where a layer of vLLM holds several tensors (q, k and v; all experts), a
+change of one loads all of them: half a layer would be garbage without an error.
 
 vLLM finds `register_with_vllm` through the `vllm.general_plugins` entry point in each of its processes, so the package
 has to be installed where an engine runs. Only the functions that talk to vLLM import it: a learner on CPU needs none.
@@ -20,26 +23,26 @@ has to be installed where an engine runs. Only the functions that talk to vLLM i
 from __future__ import annotations
 
 import contextlib
-import datetime
 import gc
 import itertools
-import math
-import mmap
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf.algo.sizes import BUCKET_BYTES
-from rlhf.weights.client import EngineClient
+from rlhf.algo.sizes import BUCKET_BYTES, MOST_CHANGED
+from rlhf.config.grpo import GRPOConfig
+from rlhf.types import WeightsSent
+from rlhf.weights.changes import Changes, write_patch
+from rlhf.weights.client import EngineClient, whole_layers
+from rlhf.weights.host_copy import Message, broadcast, create_shared_memory, gloo_group
+from rlhf.weights.parameters import ParameterSource, buckets
 
 BACKEND = "rlhf_cpu"
-ALIGNMENT = 64  # bytes; every bucket begins at a multiple of it
 # On CPU vLLM's workers busy-wait this long after a message; its own 1 s takes half a core from the learner.
 SPIN_S = 0.002
 # Then they sleep until a notice, which is lost now and then; they look for themselves so often, vLLM's every 5 s.
@@ -50,9 +53,11 @@ RECEIVERS = {BACKEND: "CPUReceiver", "nccl": "NCCLReceiver", "ipc": "IPCReceiver
 WORKER_EXTENSION = "rlhf.weights.receivers.LoadedWeights"  # argument `worker_extension_cls` of every engine
 
 
-def backend_of(device: str, placement: str) -> str:
-    """The transport of a run by the keys of its cluster."""
-    return BACKEND if device == "cpu" else "ipc" if placement == "colocated" else "nccl"
+def backend_of(config: GRPOConfig) -> str:
+    """The transport of a run."""
+    if config.cluster.device == "cpu" or config.sends_changes:
+        return BACKEND
+    return "ipc" if config.cluster.placement == "colocated" else "nccl"
 
 
 @dataclass(frozen=True)
@@ -63,192 +68,164 @@ class Rendezvous:
     port: int
     world_size: int
     timeout_s: float
-    one_node: bool = False  # learner rank 0 and all engines share a node and its memory; on CPU no group is needed then
-
-
-@dataclass(frozen=True)
-class ParameterMeta:
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-    @property
-    def bytes(self) -> int:
-        return self.numel * self.torch_dtype.itemsize
-
-
-class ParameterSource(Protocol):
-    """What the learner publishes: the list of it, and a stream of whole tensors in the same order.
-
-    Iterating may be a collective, so every rank iterates in step. Tensors with larger elements come first: vLLM packs
-    them without gaps, and views a tensor of float32 only at a multiple of 4 bytes.
-    """
-
-    def metadata(self) -> list[ParameterMeta]: ...
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
-
-
-# --- buckets: the same cut on both sides, from the metadata alone ---
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Consecutive parameters of one type; their bytes begin at `start` of the memory of all buckets."""
-
-    start: int
-    parameters: list[ParameterMeta]
-
-    @property
-    def end(self) -> int:
-        return self.start + sum(meta.bytes for meta in self.parameters)
-
-    def tensors_in(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's name and its part of the bucket's bytes, uint8 [end - start], not a copy."""
-        flat = own.view(self.parameters[0].torch_dtype)
-        for meta, part in zip(self.parameters, flat.split([meta.numel for meta in self.parameters]), strict=True):
-            yield meta.name, part.view(meta.shape)
-
-
-def broadcast(group: dist.ProcessGroup, own: Tensor) -> None:
-    """Send a bucket's bytes from rank 0 of a group to the others; not every build of gloo has bfloat16."""
-    group.broadcast([own], dist.BroadcastOptions()).wait()
-
-
-def buckets(metadata: Iterable[ParameterMeta], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Cut the parameters into buckets of at most `bucket_bytes`; a single larger tensor has a bucket of its own."""
-    cut: list[Bucket] = []
-    filled = 0
-    for meta in metadata:
-        if not cut or cut[-1].parameters[0].dtype != meta.dtype or filled + meta.bytes > bucket_bytes:
-            cut.append(Bucket(-(-cut[-1].end // ALIGNMENT) * ALIGNMENT if cut else 0, []))
-            filled = 0
-        cut[-1].parameters.append(meta)
-        filled += meta.bytes
-    return cut
-
-
-# --- two ways for the bytes on CPU: memory that both sides map, or memory of each side and gloo between them ---
-
-
-def create_shared_memory(size: int) -> tuple[Tensor, str]:
-    """[size] uint8 that other processes of this node can map, and the path where they find it while this one lives.
-
-    It belongs to a file without a name, so it disappears with the last process that maps it, however that one ends. It
-    counts as shared memory, but is not limited by the size of /dev/shm, which is small in containers.
-    """
-    descriptor = os.memfd_create("rlhf-weights")
-    os.ftruncate(descriptor, size)
-    return _mapped(descriptor), f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
-def open_shared_memory(path: str) -> Tensor:
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        return _mapped(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _mapped(descriptor: int) -> Tensor:
-    pages = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def gloo_group(info: Mapping[str, Any], rank: int) -> dist.ProcessGroup:
-    """Join the transfer group outside torch's default group, which belongs to the learners (or to vLLM)."""
-    timeout, size = datetime.timedelta(seconds=info["timeout_s"]), info["world_size"]
-    store = dist.TCPStore(info["host"], info["port"], size, rank == 0, timeout, wait_for_workers=False)
-    group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-    return group
-
-
-class Inbox:
-    """An engine worker's end: `info` is what the learner sent through init_weight_transfer_engine."""
-
-    def __init__(self, info: Mapping[str, Any], *, worker: int) -> None:
-        self._buckets = buckets(ParameterMeta(name, dtype, tuple(shape)) for name, dtype, shape in info["parameters"])
-        self._group: dist.ProcessGroup | None = None
-        if info["memory"]:
-            self._memory = open_shared_memory(info["memory"])
-        else:
-            self._memory = torch.empty(self._buckets[-1].end, dtype=torch.uint8)
-            self._group = gloo_group(info, info["rank_offset"] + worker)
-
-    def receive(self, number: int) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a bucket; they do not change until the next weights are sent."""
-        bucket = self._buckets[number]
-        own = self._memory[bucket.start : bucket.end]
-        if self._group is not None:
-            broadcast(self._group, own)
-        yield from bucket.tensors_in(own)
+    node: str = ""  # of learner rank 0
+    engine_nodes: tuple[str, ...] = ()  # the node of each engine
 
 
 class CPUSender:
-    """The learner's end on CPU. Only rank 0 sends; the others take part in gathering."""
+    """The learner's end where weights go through host memory: into a copy on each node, from which engines load.
 
-    def __init__(self, source: ParameterSource, client: EngineClient, rendezvous: Rendezvous, *, rank: int) -> None:
+    Rank 0 sends; the others take part in gathering, or send rank 0 what has changed in their parts.
+
+    Args:
+        only_changes: send what has changed since the last transfer; everything in the first transfer, after one that
+            failed, or if more than MOST_CHANGED has changed.
+    """
+
+    def __init__(
+        self,
+        source: ParameterSource,
+        client: EngineClient,
+        rendezvous: Rendezvous,
+        *,
+        rank: int,
+        only_changes: bool = False,
+    ) -> None:
         self._source, self._client, self._is_sender = source, client, rank == 0
+        self._metadata = source.metadata()
+        self._buckets = buckets(self._metadata)
+        self._changes = Changes(source, self._buckets) if only_changes else None
+        self._complete = False  # whether every copy holds what `_changes` remembers
         self._group: dist.ProcessGroup | None = None
-        metadata = source.metadata()
-        self._buckets = buckets(metadata)
-        if not self._is_sender:
-            return
-        info = vars(rendezvous) | {"rank_offset": 1, "memory": "", "parameters": [astuple(meta) for meta in metadata]}
-        if info.pop("one_node"):
-            self._memory, info["memory"] = create_shared_memory(self._buckets[-1].end)
-            client.init_weight_transfer_engine(info)
-            return
-        largest = max(bucket.end - bucket.start for bucket in self._buckets)
-        self._memory = torch.empty(largest, dtype=torch.uint8)  # one bucket after another is in it
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            engines_join = pool.submit(client.init_weight_transfer_engine, info)
-            self._group = gloo_group(info, 0)
-            engines_join.result()
+        self._is_here = rendezvous.node in rendezvous.engine_nodes  # whether this node has engines, and so a copy
+        if self._is_sender:
+            self._connect(rendezvous)
 
-    def send(self, version: int) -> None:
-        """Send every parameter as `version`. Called on every learner rank."""
-        if not self._is_sender:
-            for _ in self._source:
-                pass
-            return
+    def _connect(self, rendezvous: Rendezvous) -> None:
+        nodes, copies = rendezvous.engine_nodes, {}
+        receivers = {node: nodes.index(node) for node in nodes if node != rendezvous.node}  # its first engine
+        self._receivers = list(receivers.values())
+        info = {
+            "host": rendezvous.host, "port": rendezvous.port, "timeout_s": rendezvous.timeout_s,
+            "world_size": 1 + len(receivers), "rank": 0, "memory": "",
+            "parameters": [astuple(meta) for meta in self._metadata],
+        }  # fmt: skip
+        if self._is_here:
+            self._memory, copies[rendezvous.node] = create_shared_memory(self._buckets[-1].end)
+        else:
+            largest = max(bucket.end - bucket.start for bucket in self._buckets)
+            self._memory = torch.empty(largest, dtype=torch.uint8)  # one bucket after another is in it
+        if receivers:
+            ranks = {engine: (info | {"rank": rank},) for rank, engine in enumerate(self._receivers, start=1)}
+            with ThreadPoolExecutor(max_workers=1) as pool:
+                engines_join = pool.submit(self._client.each, "init_weight_transfer_engine", ranks)
+                self._group = gloo_group(info, 0)
+                engines_join.result()
+            paths = self._client.each("on_workers", dict.fromkeys(self._receivers, ("copy_path",)))
+            copies |= zip(receivers, (path for path, *_ in paths), strict=True)
+        places = {engine: (info | {"memory": copies[node]},) for engine, node in enumerate(nodes)}
+        self._client.each("init_weight_transfer_engine", places)
+
+    def send(self, version: int) -> WeightsSent | None:
+        """Bring every engine the weights as `version`; rank 0 says what it sent. Called on every learner rank."""
+        if torch.accelerator.is_available():  # DeepSpeed's step ends in an all-gather that may still run
+            torch.accelerator.synchronize()
+        counts = self._changes.count() if self._changes is not None and self._complete else None
+        share = None if counts is None else int(counts.sum()) / sum(meta.numel for meta in self._metadata)
+        self._complete, why, size = False, "", None
+        if counts is not None and share is not None and share <= MOST_CHANGED:
+            size = self._send_changes(counts)
+            why = "" if size is not None else "a patch was damaged on its way"
+        elif share is not None:
+            why = f"{share:.0%} of the elements have changed"
+        names: Sequence[str] | None = None
+        if size is None:
+            size = self._send_all()
+            if self._changes is not None:
+                self._changes.remember()
+        elif self._is_sender:
+            assert counts is not None
+            changed = [meta.name for meta, count in zip(self._metadata, counts.sum(0), strict=True) if count]
+            names = whole_layers(changed, self._client.proved or ())
+        if self._is_sender:
+            self._load(names, version)
+        self._complete = True
+        return WeightsSent(share, size, why) if self._is_sender else None
+
+    def _load(self, names: Sequence[str] | None, version: int) -> None:
+        """Let every engine load these tensors, or all, from its node's copy."""
+        chosen = None if names is None else set(names)
+        self._client.announced = [meta for meta in self._metadata if chosen is None or meta.name in chosen]
         self._client.start_weight_update()
+        self._client.update_weights({"names": names})
+        self._client.finish_weight_update(str(version))
+
+    def _send_changes(self, counts: Tensor) -> int | None:
+        """Send patches; -> their bytes, or None, on all ranks, if one was damaged on its way."""
+        assert self._changes is not None
+        messages, intact = self._changes.messages(counts), True
+        with self._receiving(messages) as received:
+            for number, patch in self._changes.patches(counts):
+                bucket = self._buckets[number]
+                if self._is_here:
+                    intact = write_patch(bucket, self._memory[bucket.start : bucket.end], patch) and intact
+                if self._group is not None:
+                    broadcast(self._group, patch)
+        intact = self._changes.on_all_ranks(intact and all(received))
+        return sum(size for _, size in messages) if intact else None
+
+    def _send_all(self) -> int:
+        """Send every parameter; -> their bytes."""
         stream = iter(self._source)
-        loads = []
-        pool = ThreadPoolExecutor(max_workers=1)
-        # The engine loads at the same time, and threads that wait for a core cost 20 times more. Measured with two busy
-        # cores: to copy 435 MB in 200 tensors takes 2.0 s with two threads per side, 0.08 s with one.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            for number, bucket in enumerate(self._buckets):
-                start = bucket.start if self._group is None else 0
+        if not self._is_sender:
+            for _ in stream:
+                pass
+            return 0
+        with self._receiving([(number, 0) for number in range(len(self._buckets))]), one_thread():
+            for bucket in self._buckets:
+                start = bucket.start if self._is_here else 0
                 own = self._memory[start : start + bucket.end - bucket.start]
                 for announced, part in bucket.tensors_in(own):
                     name, tensor = next(stream)
                     assert name == announced, f"the weight stream yielded {name} where {announced} was announced"
                     part.copy_(tensor)
-                loads.append(pool.submit(self._client.update_weights, {"bucket": number}))
                 if self._group is not None:
                     broadcast(self._group, own)
             assert next(stream, None) is None, "the weight stream goes on after the last announced parameter"
-            for load in loads:
-                load.result()
+        return sum(meta.bytes for meta in self._metadata)
+
+    @contextlib.contextmanager
+    def _receiving(self, messages: Sequence[Message]) -> Iterator[list[bool]]:
+        """While engines of other nodes receive these; the list gets what each of them answers, at the end."""
+        answers: list[bool] = []
+        if self._group is None or not messages:
+            yield answers
+            return
+        calls = dict.fromkeys(self._receivers, ("receive", messages))
+        pool = ThreadPoolExecutor(max_workers=1)
+        receive = pool.submit(self._client.each, "on_workers", calls)
+        try:
+            yield answers
+            answers += [answer for workers in receive.result() for answer in workers]
         finally:
-            torch.set_num_threads(threads)
             pool.shutdown(wait=False)  # an engine that died leaves its call hanging; the error must not wait for it
-        self._client.finish_weight_update(str(version))
 
     def close(self) -> None:
         self._group, self._memory = None, torch.empty(0)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """For copies while other processes work: threads that wait for a core cost 20 times more.
+
+    Measured with two busy cores: to copy 435 MB in 200 tensors takes 2.0 s with two threads per side, 0.08 s with one.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class VLLMSender:
@@ -303,12 +280,18 @@ class VLLMSender:
 
 
 def make_sender(
-    backend: str, source: ParameterSource, client: EngineClient, rendezvous: Rendezvous, *, rank: int
+    backend: str,
+    source: ParameterSource,
+    client: EngineClient,
+    rendezvous: Rendezvous,
+    *,
+    rank: int,
+    only_changes: bool = False,
 ) -> CPUSender | VLLMSender:
     """The learner's end of `backend`: rlhf_cpu, nccl or ipc. It connects to the engines, which must be running."""
-    client.announced = source.metadata()  # what every transfer brings; one that brings a part will announce that part
     if backend == BACKEND:
-        return CPUSender(source, client, rendezvous, rank=rank)
+        return CPUSender(source, client, rendezvous, rank=rank, only_changes=only_changes)
+    client.announced = source.metadata()  # what every transfer brings
     return VLLMSender(source, client, rendezvous, rank=rank, backend=backend)
 
 

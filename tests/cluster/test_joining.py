@@ -30,7 +30,7 @@ class Learners:
         await asyncio.sleep(0)
         if method == "send_weights":
             self.group.weights |= dict.fromkeys(self.group.present, self.weight)
-            return None
+            return [None]
         return [[np.full(3, self.weight)]]  # the canary's log-probs
 
 

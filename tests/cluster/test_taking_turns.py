@@ -42,7 +42,7 @@ class Ranks:
     def hold(self, **uses: int) -> None:
         self.memory.hold(**{f"{self.name} {use}": size for use, size in uses.items()})
 
-    async def call(self, method: str, *arguments: Any) -> None:
+    async def call(self, method: str, *arguments: Any) -> list[None]:
         match method, *arguments:
             case "leave_gpu", offload:
                 self.hold(cache=0, **({"state": 0} if offload else {}))
@@ -50,6 +50,7 @@ class Ranks:
                 self.hold(state=STATE, cache=WORK)
             case "send_weights", _:
                 self.hold(cache=BUCKETS)
+        return [None]
 
 
 class FakeEngines:

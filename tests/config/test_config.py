@@ -433,6 +433,14 @@ CONTRADICTIONS = [
         ["evaluation.max_response_tokens=99 with rollout.max_response_tokens=28", "Raise it"],
     ),
     (["logging.profile_steps=[2,99]"], ["logging.profile_steps=[99]", "step 10 (run.steps)", "up to that"]),
+    (
+        ["weights.transfer=delta", "cluster.placement=colocated"],
+        ["weights.transfer=delta with cluster.placement=colocated", "nothing is sent", "transfer=full"],
+    ),
+    (
+        ["weights.transfer=delta", "model.lora={rank: 8}"],
+        ["weights.transfer=delta with model.lora", "adapter alone", "transfer=full"],
+    ),
     (["cluster.min_engines=2"], ["cluster.min_engines=2 with cluster.engines=1", "at most cluster.engines"]),
     (
         ["cluster.placement=colocated", "cluster.device=cpu"],

@@ -192,14 +192,14 @@ STALE_RECEIVER = """\
 import os, pathlib
 first = {}
 def install():
-    from rlhf.weights.transfer import Inbox
-    receive = Inbox.receive
-    def receive_all_but_one(self, number):
+    from rlhf.weights.host_copy import HostCopy
+    tensors = HostCopy.tensors
+    def all_but_one(self, names):
         stale = pathlib.Path(os.environ["STALE_TENSOR"]).read_text()
-        for name, tensor in receive(self, number):
+        for name, tensor in tensors(self, names):
             first.setdefault(name, tensor.clone())
             yield name, first[name] if name == stale else tensor
-    Inbox.receive = receive_all_but_one
+    HostCopy.tensors = all_but_one
 """
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from waiting import WAIT_S
 
-from rlhf.weights.transfer import create_shared_memory, open_shared_memory
+from rlhf.weights.host_copy import create_shared_memory, open_shared_memory
 
 EVENTS: list[str] = []  # of this process, but for those of a thread that waits for engines
 

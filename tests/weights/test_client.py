@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf.weights.client import Loaded, check_account
-from rlhf.weights.transfer import ParameterMeta
+from rlhf.weights.parameters import ParameterMeta
 
 ANNOUNCED = [ParameterMeta("q", "bfloat16", (4, 8)), ParameterMeta("norm", "float32", (8,))]
 

@@ -87,6 +87,10 @@ def worker_of(backend: str, model: Model) -> Any:
 
 
 def calls_to(worker: Any) -> Callable[..., Callable[[], Any]]:
+    from rlhf.weights.receivers import LoadedWeights
+
+    holder: Any = SimpleNamespace(weight_transfer_engine=worker)
+
     def call(_: int, method: str, *arguments: Any) -> Callable[[], Any]:
         record(method)
         answer: Any = None
@@ -95,6 +99,8 @@ def calls_to(worker: Any) -> Callable[..., Callable[[], Any]]:
                 answer = [worker.loaded]
             case "init_weight_transfer_engine":
                 worker.init_transfer_engine(worker.parse_init_info(*arguments))
+            case "on_workers":
+                answer = [getattr(LoadedWeights, arguments[0])(holder, *arguments[1:])]
             case "finish_weight_update":
                 worker.finish_weight_update()
             case _:
@@ -110,8 +116,8 @@ def connect(backend: str, monkeypatch: pytest.MonkeyPatch) -> tuple[RecordedWeig
     monkeypatch.setattr(transfer, "BUCKET_BYTES", 48)
     source, model = RecordedWeights(0), Model()
     client = EngineClient(calls_to(worker_of(backend, model)), engines=["engine 7"], workers_per_engine=1)
-    one_node = backend == "memory"
-    rendezvous = Rendezvous("127.0.0.1", free_port(), 2, WAIT_S, one_node=one_node)
+    nodes = ("here" if backend == "memory" else "there",)
+    rendezvous = Rendezvous("127.0.0.1", free_port(), 2, WAIT_S, node="here", engine_nodes=nodes)
     return source, model, make_sender(NAMES.get(backend, backend), source, client, rendezvous, rank=0)
 
 

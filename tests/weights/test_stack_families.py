@@ -18,12 +18,13 @@ from worlds import make_config, run_world
 
 from rlhf.types import World
 from rlhf.weights.client import EngineClient
-from rlhf.weights.transfer import BACKEND, RECEIVERS, WORKER_EXTENSION, Rendezvous
+from rlhf.weights.transfer import BACKEND, RECEIVERS, WORKER_EXTENSION, Rendezvous, make_sender
 
 pytestmark = pytest.mark.stack
 
 AGREEMENT = 1e-5  # mean |log-prob difference| in float32; measured: 3e-7
 LENGTHS = (48, 13, 70)
+CHANGED_ALONE = 6  # tensors of a model
 
 
 class Engine:
@@ -40,7 +41,9 @@ class Engine:
         )  # fmt: skip
 
     def call(self, _: int, method: str, *arguments: Any) -> Callable[[], Any]:
-        own = () if method == "finish_weight_update" else arguments  # a worker knows no versions
+        if method == "on_workers":
+            method, *arguments = arguments
+        own = () if method == "finish_weight_update" else tuple(arguments)  # a worker knows no versions
         answer = self.llm.collective_rpc(method, args=own)
         return lambda: answer
 
@@ -64,14 +67,16 @@ def sleep_at_level_2(worker: Any) -> None:
 
 
 def differences(world: World, folder: Path) -> tuple[list[float], float, list[str]]:
-    """Engine against learner: at the start, on perturbed weights, on the true ones after it slept; what perturbing
-    moved; and the tensors, one of a kind, that vLLM could lose in a later transfer without being named."""
+    """Engine against learner: at the start, on perturbed weights, on the true ones after it slept, on changes of single
+    tensors, sent alone; what perturbing moved; and the tensors, one of a kind, that vLLM could lose in a later transfer
+    unnamed."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     from rlhf.learner.policy import Learner
 
     learner, engine = Learner(make_config(folder), world), Engine(folder)
-    rendezvous = Rendezvous("127.0.0.1", 0, 2, 60.0, one_node=True)
-    learner.connect(BACKEND, EngineClient(engine.call, engines=["engine 0"], workers_per_engine=1), rendezvous)
+    rendezvous = Rendezvous("127.0.0.1", 0, 2, 60.0, engine_nodes=("",))
+    client = EngineClient(engine.call, engines=["engine 0"], workers_per_engine=1)
+    learner.connect(BACKEND, client, rendezvous)
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 256, length).astype(np.int32) for length in LENGTHS]
 
@@ -90,6 +95,17 @@ def differences(world: World, folder: Path) -> tuple[list[float], float, list[st
     measured.append(difference(true, engine.logprobs(sequences)))
     kinds = {re.sub(r"\d+", "#", meta.name): meta.name for meta in learner.metadata()}
     unnamed = [name for name in kinds.values() if not is_named(engine, learner, name)]
+    learner._sender = make_sender(BACKEND, learner, client, rendezvous, rank=0, only_changes=True)
+    learner.send_weights(4)
+    names = learner.tensor_names()
+    for number in range(0, len(names), -(-len(names) // CHANGED_ALONE)):
+        learner.perturb_weights(number, number + 1)
+        sent = learner.send_weights(5)
+        assert sent is not None and sent.share is not None and sent.share > 0, names[number]
+        measured.append(difference(learner.canary(sequences), engine.logprobs(sequences)))
+        learner.restore_weights()
+        learner.send_weights(6)
+    measured.append(difference(true, engine.logprobs(sequences)))
     learner.close()
     return measured, difference(true, perturbed), unnamed
 
