@@ -11,7 +11,15 @@ from typing import Any
 
 from rlhf.config.base import first_line
 from rlhf.config.data import NamedTemplate
-from rlhf.config.model_folder import local_model_folder, looks_local
+from rlhf.config.model_folder import (
+    INDEX,
+    SINGLE,
+    local_model_folder,
+    looks_local,
+    tensor_shapes,
+    weight_files,
+    weight_index,
+)
 from rlhf.config.reward_model import RewardModelConfig, reward_model_record
 from rlhf.config.sections import ModelConfig, RolloutConfig
 from rlhf.log.reachable import no_answer
@@ -20,7 +28,6 @@ SAMPLES, SAMPLE_BYTES = 64, 4096  # parts read of each weight file; so few suffi
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
 CHAT_TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates/*", "tekken.json")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 USUAL_MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")  # known without a look
 
 
@@ -163,25 +170,6 @@ def _digest(folder: Path, patterns: tuple[str, ...], *, sampled: bool = False) -
     return digest.hexdigest() if files else ""
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that a model consists of, some of which may be missing."""
-    return [folder / name for name in sorted(set(_weight_index(folder).values()) or {SINGLE})]
-
-
-def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of a safetensors file; ValueError if it is not a whole one."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="np") as stored:
-            return {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{file}: not a whole safetensors file ({error}). Download or save it again; if it is a Git LFS pointer, "
-            "run `git lfs pull` there."
-        ) from None
-
-
 def check_weights(path: str) -> None:
     """Refuse weight files that are missing or not whole, or lack a tensor that the index names, by their headers."""
     folder = local_model_folder(path)
@@ -192,17 +180,6 @@ def check_weights(path: str) -> None:
     if missing:
         raise ValueError(f"{', '.join(missing)}: no such file. Download or save the model again.")
     headers = {file.name: tensor_shapes(file) for file in files}
-    if absent := [f"{name} in {file}" for name, file in _weight_index(folder).items() if name not in headers[file]]:
+    if absent := [f"{name} in {file}" for name, file in weight_index(folder).items() if name not in headers[file]]:
         more = f" and {len(absent) - 1} more tensors" if len(absent) > 1 else ""
         raise ValueError(f"{INDEX} names {absent[0]}{more}, which is not there. Download or save the model again.")
-
-
-def _weight_index(folder: Path) -> dict[str, str]:
-    """Tensor -> name of its file; empty without an index."""
-    file = folder / INDEX
-    if not file.is_file():
-        return {}
-    try:
-        return {str(tensor): str(name) for tensor, name in json.loads(file.read_text())["weight_map"].items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{file}: not an index of weights ({error}). Download or save the model again.") from None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf.algo.logprobs import TokenSupport, token_logprobs
 from rlhf.algo.lora import adapt, linear_names
@@ -27,6 +27,7 @@ from rlhf.learner.packed_mixers import run_by_segments, whole_layers
 from rlhf.learner.routing import Routing, choices_of_row, has_balancing_loss, routing_of
 from rlhf.learner.segments import Segments, checkpoint_contexts, row_of, segments_of
 from rlhf.learner.selective import selective_contexts
+from rlhf.learner.text_model import language_model
 from rlhf.types import PackedTokens
 
 
@@ -64,10 +65,9 @@ class DeviceTokens:
 def transformer_outputs(transformer: PreTrainedModel, tokens: DeviceTokens, **options: Any) -> Any:
     """What the transformer without its head returns for the row's computed tokens: states after the last norm."""
     computed = tokens.segments.computed
-    base = transformer.base_model if transformer.base_model is not transformer else transformer.model
     ids, positions = (x[computed].unsqueeze(0) for x in (tokens.token_ids, tokens.position_ids))
     with row_of(tokens.segments):
-        return base(input_ids=ids, position_ids=positions, use_cache=False, segments=tokens.segments, **options)
+        return transformer.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, segments=tokens.segments, **options)
 
 
 class PolicyOutput(NamedTuple):
@@ -149,7 +149,8 @@ def load_policy(model: ModelConfig, *, temperature: float, key: str = "model.pat
 
     `seed`: of new adapters.
     """
-    transformer, _ = load_packed(AutoModelForCausalLM, model.path, model, key=key)
+    _, kind = language_model(model.path, trust_remote_code=model.trust_remote_code)
+    transformer, _ = load_packed(kind, model.path, model, key=key)
     if (lora := model.lora) is not None:
         names = linear_names(transformer, targets=lora.targets, exclude=lora.exclude)
         adapt(transformer, names, rank=lora.rank, scale=lora.scale, seed=seed)

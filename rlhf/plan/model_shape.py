@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf.config.model_folder import local_model_folder, looks_local
-from rlhf.data.model_files import USUAL_MODEL_TYPES, local_model_config, tensor_shapes, weight_files
+from rlhf.config.model_folder import local_model_folder, looks_local, tensor_shapes, weight_files
+from rlhf.data.model_files import USUAL_MODEL_TYPES, local_model_config
 
 # Sizes of the models that configs/ names, as their config.json on the hub has them, so that plans need no download.
 KNOWN_KEYS = (
