@@ -221,7 +221,7 @@ def make_family(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrained
     from rlhf.learner.text_model import language_model_class
 
     config, text_type = family_config(model_type, **changes), WRAPPERS.get(model_type, (model_type,))[0]
-    text = config.get_text_config()
+    tokenizer = make_tokenizer()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = language_model_class(config).from_config(config, dtype=torch.float32)
@@ -233,7 +233,7 @@ def make_family(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrained
             if text_type in SCALES and name.endswith(SCALES[text_type]) and ".encoder." not in name:
                 tensor.mul_(len(tensor) ** -0.5)
     model.generation_config = GenerationConfig(
-        eos_token_id=[text.eos_token_id], pad_token_id=text.pad_token_id, do_sample=True, temperature=1.0
+        eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
     )
     return model
 

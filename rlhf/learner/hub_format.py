@@ -22,7 +22,7 @@ from rlhf.config.model_folder import INDEX, local_model_folder, tensor_shapes, w
 from rlhf.config.sections import ModelConfig
 from rlhf.learner.partition import whole_shape
 from rlhf.learner.rank_checkpoint import save_tensors
-from rlhf.learner.text_model import drop_encoders, language_model
+from rlhf.learner.text_model import drop_encoders, language_model, wraps_text_model
 
 FILE_BYTES = 5 * 10**9  # the size at which the hub's own tools begin another file
 

@@ -22,6 +22,7 @@ from rlhf.algo.lora import adapt, linear_names
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.config.sections import Checkpointing, ModelConfig
 from rlhf.learner.fused import use_kernels
+from rlhf.learner.hub_format import frozen_tensors, model_tensors
 from rlhf.learner.packed_attention import UnpackableError, load_packed
 from rlhf.learner.packed_mixers import run_by_segments, whole_layers
 from rlhf.learner.routing import Routing, choices_of_row, has_balancing_loss, routing_of
@@ -151,6 +152,7 @@ def load_policy(model: ModelConfig, *, temperature: float, key: str = "model.pat
     """
     _, kind = language_model(model.path, trust_remote_code=model.trust_remote_code)
     transformer, _ = load_packed(kind, model.path, model, key=key)
+    frozen_tensors(transformer, model_tensors(transformer), model.path)  # an export would come too late for its errors
     if (lora := model.lora) is not None:
         names = linear_names(transformer, targets=lora.targets, exclude=lora.exclude)
         adapt(transformer, names, rank=lora.rank, scale=lora.scale, seed=seed)
