@@ -111,9 +111,7 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool, merge: bo
         raise
 
 
-def _write_whole(
-    folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str], *, scalar: bool
-) -> None:
+def _write_whole(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str], *, scalar: bool) -> None:
     from rlhf.learner.hub_format import empty_model, frozen_tensors, model_tensors, write_model
     from rlhf.learner.rank_checkpoint import MODEL_FOLDER, WEIGHTS, LearnerIndex, SliceReader, check_shapes
 
@@ -149,9 +147,7 @@ def _write_adapter(folder: Path, checkpoint: Path, model: ModelConfig) -> None:
     write_adapter(folder, _adapter(checkpoint, model), model.lora, base=model.path)
 
 
-def _check_start(
-    model: ModelConfig, start: Mapping[str, str], why: str, *, remedy: str = "Put that one back."
-) -> None:
+def _check_start(model: ModelConfig, start: Mapping[str, str], why: str, *, remedy: str = "Put that one back.") -> None:
     """Raise a ValueError if the model of model.path has changed since the run began; `start`: its fingerprint then."""
     from rlhf.data.model_files import model_fingerprint
 
@@ -166,7 +162,7 @@ def _check_start(
 def _write_merged(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str]) -> str:
     """Write start model + adapter; -> a sentence about what rounding loses of the change. `start`: its fingerprint."""
     from rlhf.algo.lora import A, B
-    from rlhf.learner.hub_format import frozen_tensors, load_whole, model_tensors, write_model
+    from rlhf.learner.hub_format import load_whole, model_tensors, write_model
 
     assert model.lora is not None
     _check_start(model, start, "--merge", remedy="Put that one back, or export the adapter alone.")
@@ -183,8 +179,7 @@ def _write_merged(folder: Path, checkpoint: Path, model: ModelConfig, start: Map
         weight.copy_(exact)
         lost += float((weight.float() - exact).square().sum())
         changed += float(change.square().sum())
-    frozen = frozen_tensors(transformer, tensors, model.path)
-    write_model(folder, transformer, tensors, iter(tensors.items()), frozen=frozen)
+    write_model(folder, transformer, tensors, iter(tensors.items()))
     share = (lost / changed) ** 0.5 if changed else 0.0
     return f"merged in float32 and rounded to {model.dtype} once: the rounding is {share:.1%} of the adapter's change"
 

@@ -6,7 +6,6 @@ A hub model whose config.json is not in the cache is checked when it is loaded.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +14,14 @@ from rlhf.config.model_folder import looks_local
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.reward_model import RewardModelConfig, reward_model_record
 from rlhf.config.roles import REWARD_MODEL, Role
-from rlhf.data.model_files import check_weights, class_problem, lacks_chat_template, local_model_config, reward_template
+from rlhf.data.model_files import (
+    check_weights,
+    class_problem,
+    lacks_chat_template,
+    local_model_config,
+    reward_template,
+    text_config,
+)
 
 
 def check_model_files(path: str, *, key: str = "model.path", generates: bool = True) -> None:
@@ -40,10 +46,10 @@ def check_model_files(path: str, *, key: str = "model.path", generates: bool = T
 
 
 def model_problems(
-    config: TrainingProgramConfig, *, trains: bool = True, policy: Mapping[str, Any] | None = None
+    config: TrainingProgramConfig, *, trains: bool = True, policy: dict[str, Any] | None = None
 ) -> list[str]:
     """All reasons in its models' files to refuse the run; `policy` is the config.json of model.path, if it is read."""
-    policy = local_model_config(config.model.path) or {} if policy is None else policy
+    policy = text_config(local_model_config(config.model.path) or {} if policy is None else policy)
     problems, context = [], policy.get("max_position_embeddings")
     if context is not None and config.max_sequence_tokens > context:
         problems.append(
@@ -52,7 +58,7 @@ def model_problems(
         )
     for key, path in config.further_models.items() if trains else ():
         if config.max_sequence_tokens > (
-            context := (local_model_config(path) or {}).get("max_position_embeddings", math.inf)
+            context := text_config(local_model_config(path) or {}).get("max_position_embeddings", math.inf)
         ):
             problems.append(
                 f"{key}={path}: its context is {context} tokens, and it reads sequences of "
@@ -60,7 +66,7 @@ def model_problems(
             )
     for role in config.roles(trains=trains):
         if role.model_key != "model.path" and not role.reads:  # it gets the policy's token ids
-            size = (local_model_config(role.model) or {}).get("vocab_size") or math.inf
+            size = text_config(local_model_config(role.model) or {}).get("vocab_size") or math.inf
             if size < (policy.get("vocab_size") or 0):
                 problems.append(
                     f"{role.model_key}={role.model}: its vocabulary of {size} tokens is smaller than the "

@@ -45,6 +45,14 @@ def local_model_config(path: str) -> dict[str, Any] | None:
     return config
 
 
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says of its text model, also where it wraps one beside encoders of images."""
+    if "text_config" not in config:
+        return config
+    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}  # what transformers reads
+    return config["text_config"] | tied
+
+
 def class_problem(path: str, key: str, *, generates: bool = True) -> str:
     """Why transformers has no class for a model, from its config.json; "" if it has, or if the file is not here."""
     config = local_model_config(path)
@@ -58,7 +66,8 @@ def class_problem(path: str, key: str, *, generates: bool = True) -> str:
             f"{named}, which transformers {version('transformers')} does not know. Use another model, or a newer "
             "release of rlhf; a newer transformers alone does not help, since engine and learner need this one."
         )
-    if generates and kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    wraps = "text_config" in config and kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if generates and not wraps and kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return f"{named}, which is no language model in transformers. Use one that is (AutoModelForCausalLM)."
     return ""
 

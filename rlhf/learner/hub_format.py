@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
@@ -62,10 +62,12 @@ def empty_model(folder: Path, *, dtype: str, trust_remote_code: bool, scalar: bo
 
 
 def load_whole(model: ModelConfig) -> PreTrainedModel:
-    """The model of model.path, in its type; of a checkpoint that wraps a text model, that one."""
+    """The model of model.path, in its type."""
     dtype = getattr(torch, model.dtype)
-    _, kind = language_model(model.path, trust_remote_code=model.trust_remote_code)
-    return drop_encoders(kind.from_pretrained(model.path, dtype=dtype, trust_remote_code=model.trust_remote_code))
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model.path, dtype=dtype, trust_remote_code=model.trust_remote_code
+    )
+    return loaded
 
 
 def frozen_tensors(transformer: PreTrainedModel, like: Mapping[str, Tensor], path: str) -> dict[str, Path]:
@@ -88,8 +90,8 @@ def frozen_tensors(transformer: PreTrainedModel, like: Mapping[str, Tensor], pat
     trained = {part for name, tensor in like.items() for part, _ in hub_shapes(transformer, name, tensor)}
     if absent := sorted(trained - stored.keys()):
         raise ValueError(
-            f"model.path={path}: its files have no {absent[0]}, which is a tensor of its text model in transformers. An "
-            "export could not tell what else belongs to it. Download the checkpoint as it was released."
+            f"model.path={path}: its files have no {absent[0]}, which is a tensor of its text model in transformers. "
+            "An export could not tell what else belongs to it. Download the checkpoint as it was released."
         )
     nothing = torch.empty(0, device="meta")
     tied = {part for name in transformer.all_tied_weights_keys for part, _ in hub_tensors(transformer, name, nothing)}

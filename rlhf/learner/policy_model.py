@@ -68,7 +68,9 @@ def transformer_outputs(transformer: PreTrainedModel, tokens: DeviceTokens, **op
     computed = tokens.segments.computed
     ids, positions = (x[computed].unsqueeze(0) for x in (tokens.token_ids, tokens.position_ids))
     with row_of(tokens.segments):
-        return transformer.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, segments=tokens.segments, **options)
+        return transformer.get_decoder()(
+            input_ids=ids, position_ids=positions, use_cache=False, segments=tokens.segments, **options
+        )
 
 
 class PolicyOutput(NamedTuple):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from model_families import WRAPPERS, FAMILIES, MAMBA_AND_ATTENTION, MODEL_TYPES, make_family
+from model_families import FAMILIES, MAMBA_AND_ATTENTION, MODEL_TYPES, WRAPPERS, make_family
 from torch import Tensor
 from transformers import PreTrainedModel
 from worlds import pack_rows, rollout_of
@@ -27,16 +27,19 @@ TEMPERATURE = 0.8
 LENGTHS = ((20, (40, 14, 11)), (5, (12,)))  # of two prompts, and of the responses to each
 SHARED, NONE_SHARED = (0, 1, 2, 3), (1, 3, 2)  # the row that begins with three alike, and one without any
 CPU = torch.device("cpu")
-FOUR_LAYERS = ("llama4_text", "llama4", "gemma4_text", "gemma4", "nemotron_h", "smollm3", "zamba2")  # two would lack a kind, or sharing
-EVERY_FOURTH = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")  # has attention
+FOUR_LAYERS = ("llama4_text", "gemma4_text", "nemotron_h", "smollm3", "zamba2")  # two would lack a kind, or sharing
+EVERY_FOURTH = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # has attention
 
 
 def make_shallow(model_type: str) -> PreTrainedModel:
     """The model of a family with as few layers as have all its kinds, and what its layers share."""
-    if model_type in FOUR_LAYERS:
+    text_type = WRAPPERS.get(model_type, (model_type,))[0]
+    if text_type in FOUR_LAYERS:
         return make_family(model_type)
-    keys = FAMILIES.get(WRAPPERS.get(model_type, (model_type,))[0], {}) | ({"layer_types": MAMBA_AND_ATTENTION} if model_type in EVERY_FOURTH else {})
-    kinds = {key: value[:2] for key, value in keys.items() if isinstance(value, list)}
+    attention = {"layer_types": MAMBA_AND_ATTENTION} if text_type in EVERY_FOURTH else {}
+    kinds = {
+        key: value[:2] for key, value in (FAMILIES.get(text_type, {}) | attention).items() if isinstance(value, list)
+    }
     return make_family(model_type, num_hidden_layers=2, **kinds)
 
 

@@ -1,4 +1,4 @@
-"""In place of torchvision, whose builds for CPU are not everywhere: the names that vLLM's Qwen 3.5 imports, and no more.
+"""In place of torchvision, whose builds for CPU are not everywhere: the names that vLLM's Qwen 3.5 imports.
 
 Put this folder on PYTHONPATH of a run. Engines that run as a language model alone call none of them.
 """
