@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -117,9 +118,12 @@ def write_model(
     """Write whole tensors, of the shapes of `like`, as the hub's files; one file and a tensor are in memory.
 
     Args:
-        frozen: tensors that are copied from files, as `frozen_tensors` finds them.
+        frozen: tensors that are copied from files, as `frozen_tensors` finds them; with the settings of processors.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for source in {file.parent for file in (frozen or {}).values()}:
+        for settings in source.glob("*processor_config.json"):
+            shutil.copyfile(settings, folder / settings.name)
     for old in (*folder.glob("model*.safetensors"), folder / INDEX):
         old.unlink(missing_ok=True)
     # Of a tensor that is a view, the library would count the storage: an expert is a view of all experts.
