@@ -52,8 +52,8 @@ STACK_MODEL: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 128},  # vLLM's windows of Cohere 2 have a token more than transformers'
     "phimoe": {"lm_head_bias": False},  # vLLM leaves the bias out
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},  # no experts
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), {"head_dim": 64}),
 } | {name: {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64} for name in ("deepseek_v2", "deepseek_v3")}
+STACK_MODEL |= {name: {"head_dim": 64} for name in ("qwen3_5_text", "qwen3_5_moe_text")}
 
 
 def letters(response: str, **_: Any) -> float:

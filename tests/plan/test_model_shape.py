@@ -59,7 +59,16 @@ def test_of_experts_the_active_ones_are_counted(model_type: str, by_hand: int) -
 
 @pytest.mark.parametrize(
     ("model_type", "layers"),
-    [("llama", 4), ("qwen3_next", 1), ("qwen3_5", 1), ("nemotron_h", 1), ("jamba", 2), ("bamba", 2), ("lfm2", 2), ("falcon_h1", 4)],
+    [
+        ("llama", 4),
+        ("qwen3_next", 1),
+        ("qwen3_5", 1),
+        ("nemotron_h", 1),
+        ("jamba", 2),
+        ("bamba", 2),
+        ("lfm2", 2),
+        ("falcon_h1", 4),
+    ],  # fmt: skip
 )
 def test_a_hybrid_has_scores_and_cache_in_its_attention_layers_alone(model_type: str, layers: int) -> None:
     shape = shape_of(built(model_type))
