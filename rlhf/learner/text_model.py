@@ -38,7 +38,7 @@ def wraps_text_model(config: PreTrainedConfig) -> bool:
 def drop_encoders(model: PreTrainedModel) -> PreTrainedModel:
     """Remove all but the text model and its head, in place; a model that wraps nothing stays as it is."""
     if wraps_text_model(model.config):
-        _keep(model, {model.get_decoder(), model.get_output_embeddings(), vars(model)["_modules"].get("score")})
+        _keep(model, {model.get_decoder(), model.get_output_embeddings()})
     return model
 
 

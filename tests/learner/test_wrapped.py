@@ -18,6 +18,7 @@ from rlhf.data.model_checks import check_model_files
 from rlhf.learner import hub_format
 from rlhf.learner.hub_format import empty_model, frozen_tensors, model_tensors, write_model, write_model_config
 from rlhf.learner.policy_model import load_policy
+from rlhf.learner.value_model import load_scalar_transformer
 from rlhf.plan.model_shape import NOT_LOADED as NOT_COUNTED
 from rlhf.plan.model_shape import read_shape
 
@@ -91,6 +92,12 @@ def test_files_without_a_tensor_of_the_text_model_are_refused_when_the_model_is_
     save_file({name: tensor for name, tensor in stored.items() if name != absent}, start / FILE)
     with pytest.raises(ValueError, match=rf"^model\.path=.* no {absent}, .* Download the checkpoint"):
         loaded(start)
+
+
+def test_a_critic_that_wraps_a_text_model_is_refused(tmp_path: Path) -> None:
+    path = str(write_family("gemma3", tmp_path))
+    with pytest.raises(ValueError, match=r"^critic\.path=.* wraps a text model \(gemma3\)"):
+        load_scalar_transformer(path, ModelConfig(path=path), key="critic.path", new_head="zeros")
 
 
 def test_adapters_of_a_wrapper_are_refused(tmp_path: Path) -> None:

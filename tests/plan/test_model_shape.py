@@ -68,7 +68,7 @@ def test_of_experts_the_active_ones_are_counted(model_type: str, by_hand: int) -
         ("bamba", 2),
         ("lfm2", 2),
         ("falcon_h1", 4),
-    ],  # fmt: skip
+    ],
 )
 def test_a_hybrid_has_scores_and_cache_in_its_attention_layers_alone(model_type: str, layers: int) -> None:
     shape = shape_of(built(model_type))
