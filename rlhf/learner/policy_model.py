@@ -28,7 +28,7 @@ from rlhf.learner.packed_mixers import run_by_segments, whole_layers
 from rlhf.learner.routing import Routing, choices_of_row, has_balancing_loss, routing_of
 from rlhf.learner.segments import Segments, checkpoint_contexts, row_of, segments_of
 from rlhf.learner.selective import selective_contexts
-from rlhf.learner.text_model import language_model
+from rlhf.learner.text_model import decoder_of, language_model
 from rlhf.types import PackedTokens
 
 
@@ -68,7 +68,7 @@ def transformer_outputs(transformer: PreTrainedModel, tokens: DeviceTokens, **op
     computed = tokens.segments.computed
     ids, positions = (x[computed].unsqueeze(0) for x in (tokens.token_ids, tokens.position_ids))
     with row_of(tokens.segments):
-        return transformer.get_decoder()(
+        return decoder_of(transformer)(
             input_ids=ids, position_ids=positions, use_cache=False, segments=tokens.segments, **options
         )
 

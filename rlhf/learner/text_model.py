@@ -35,10 +35,16 @@ def wraps_text_model(config: PreTrainedConfig) -> bool:
     return config.get_text_config() is not config
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The text model without its head; transformers' `get_decoder` of Llama 4 gives it with the head."""
+    decoder = model.get_decoder()
+    return decoder.model if decoder.get_output_embeddings() is not None else decoder
+
+
 def drop_encoders(model: PreTrainedModel) -> PreTrainedModel:
     """Remove all but the text model and its head, in place; a model that wraps nothing stays as it is."""
     if wraps_text_model(model.config):
-        _keep(model, {model.get_decoder(), model.get_output_embeddings()})
+        _keep(model, {decoder_of(model), model.get_output_embeddings()})
     return model
 
 

@@ -103,7 +103,8 @@ def is_named(engine: Engine, learner: Any, name: str) -> bool:
     return False
 
 
-# a checkpoint that wraps a text model, and a hybrid with stacked experts, windows and caps, an expert per tensor, experts and sinks that no loader fills
+# a hybrid with stacked experts, windows and caps, an expert per tensor, experts and sinks that no loader fills, and a
+# checkpoint that wraps a text model
 @pytest.mark.parametrize("model_type", ["granitemoehybrid", "gemma2", "qwen3_moe", "gpt_oss", "gemma3"])
 def test_the_engine_follows_every_tensor_of_the_learner(model_type: str, tmp_path: Path) -> None:
     ((measured, moved, unnamed),) = run_world(differences, 1, write_family(model_type, tmp_path))
