@@ -27,7 +27,8 @@ def test_a_run_trains_the_text_model_of_qwen_3_5_and_exports_the_rest_as_it_was(
     assert before.keys() == after.keys()
     frozen = {name for name in before if NOT_TRAINED.search(name)}
     assert all(after[name].dtype == torch.float32 and torch.equal(before[name], after[name]) for name in frozen)
-    assert not any(torch.equal(before[name].bfloat16(), after[name]) for name in before.keys() - frozen)
+    matrices = {name for name in before if before[name].ndim > 1} - frozen  # a step may be lost in a norm's rounding
+    assert not any(torch.equal(before[name].bfloat16(), after[name]) for name in matrices)
     assert frozen > NOT_LOADED["qwen3_5"].keys()
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
