@@ -131,8 +131,6 @@ class Source(Generic[S]):
     def leave_out(self, row: Row | None = None) -> Iterator[None]:
         """A context that handles one row; a ValueError says what is wrong with it, after the name of `row`."""
         try:
-            if row is not None:
-                check_without_images(row.columns)
             yield
         except (KeyError, TypeError, ValueError) as error:  # the first two: of a chat template
             problem = str(error) if row is None else f"{self._name(row.number)}: {error}"
