@@ -133,7 +133,9 @@ def packed(folder: Path, sequences: list[np.ndarray], weights: list[np.ndarray])
 
 def kinds_of(model: Any) -> str:
     """What of the family's layers is not a plain dense transformer."""
-    config, names = model.config.get_text_config(), [name for name, _ in model.named_parameters()]
+    from rlhf.learner.text_model import decoder_of
+
+    config, names = model.config.get_text_config(), [name for name, _ in decoder_of(model).named_parameters()]
     kinds = set(getattr(config, "layer_types", None) or ())
     windowed = kinds & {"sliding_attention", "chunked_attention"} if kinds else getattr(config, "sliding_window", None)
     has = {
