@@ -85,13 +85,14 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool, merge: bo
     )
     if merge and model.lora is None:
         raise ValueError(f"--merge: {checkpoint} holds all weights, and no adapter to add to them. Leave it out.")
+    start = state.models.get("learner", {})
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         if model.lora is None:
-            _write_whole(partial, checkpoint, model, scalar=is_reward_model)
+            _write_whole(partial, checkpoint, model, start, scalar=is_reward_model)
         elif merge:
-            say(_write_merged(partial, checkpoint, model, state.models.get("learner", {})))
+            say(_write_merged(partial, checkpoint, model, start))
         else:
             _write_adapter(partial, checkpoint, model)
         for file in manifest_files((checkpoint / MANIFEST).read_bytes()):
@@ -110,8 +111,8 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool, merge: bo
         raise
 
 
-def _write_whole(folder: Path, checkpoint: Path, model: ModelConfig, *, scalar: bool) -> None:
-    from rlhf.learner.hub_format import empty_model, model_tensors, write_model
+def _write_whole(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str], *, scalar: bool) -> None:
+    from rlhf.learner.hub_format import empty_model, frozen_tensors, model_tensors, write_model
     from rlhf.learner.rank_checkpoint import MODEL_FOLDER, WEIGHTS, LearnerIndex, SliceReader, check_shapes
 
     index = LearnerIndex.read(checkpoint)
@@ -122,7 +123,10 @@ def _write_whole(folder: Path, checkpoint: Path, model: ModelConfig, *, scalar: 
     check_shapes(checkpoint, index, {name: tensor.shape for name, tensor in tensors.items()})
     reader = SliceReader(checkpoint, WEIGHTS, ranks=range(index.ranks))
     stored = ((n, reader.read(n, 0, t.numel()).to(t.dtype).view(t.shape)) for n, t in tensors.items())
-    write_model(folder, transformer, tensors, stored)
+    frozen = frozen_tensors(transformer, tensors, model.path)
+    if frozen:
+        _check_start(model, start, "the checkpoint's other tensors are copied from the start model")
+    write_model(folder, transformer, tensors, stored, frozen=frozen)
 
 
 def _adapter(checkpoint: Path, model: ModelConfig) -> dict[str, Tensor]:
@@ -143,19 +147,25 @@ def _write_adapter(folder: Path, checkpoint: Path, model: ModelConfig) -> None:
     write_adapter(folder, _adapter(checkpoint, model), model.lora, base=model.path)
 
 
-def _write_merged(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str]) -> str:
-    """Write start model + adapter; -> a sentence about what rounding loses of the change. `start`: its fingerprint."""
-    from rlhf.algo.lora import A, B
+def _check_start(model: ModelConfig, start: Mapping[str, str], why: str, *, remedy: str = "Put that one back.") -> None:
+    """Raise a ValueError if the model of model.path has changed since the run began; `start`: its fingerprint then."""
     from rlhf.data.model_files import model_fingerprint
-    from rlhf.learner.hub_format import load_whole, model_tensors, write_model
 
-    assert model.lora is not None
     for part, digest in model_fingerprint(model.path).items():
         if start.get(part) and digest and digest != start[part]:
             raise ValueError(
-                f"--merge: {model.path} is not the model that the run began with (fingerprint of its {part}: {digest}, "
-                f"then {start[part]}). Put that one back, or export the adapter alone."
+                f"{why}: {model.path} is not the model that the run began with (fingerprint of its {part}: {digest}, "
+                f"then {start[part]}). {remedy}"
             )
+
+
+def _write_merged(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str]) -> str:
+    """Write start model + adapter; -> a sentence about what rounding loses of the change. `start`: its fingerprint."""
+    from rlhf.algo.lora import A, B
+    from rlhf.learner.hub_format import load_whole, model_tensors, write_model
+
+    assert model.lora is not None
+    _check_start(model, start, "--merge", remedy="Put that one back, or export the adapter alone.")
     transformer = load_whole(model)
     tensors, adapter = model_tensors(transformer), _adapter(checkpoint, model)
     lost = changed = 0.0

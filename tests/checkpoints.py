@@ -75,11 +75,13 @@ async def write_model_checkpoint(
     run: RunFolder, state: RunState, model: Path, tensors: dict[str, Any] | None = None
 ) -> tuple[Path, dict[str, Any]]:
     """One checkpoint of a model folder's weights, or of an adapter of it, and these as the learner would hold them."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from rlhf.learner.hub_format import model_tensors, write_model_config
+    from rlhf.learner.text_model import drop_encoders, language_model
 
-    transformer = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, state.config["model"]["dtype"]))
+    _, kind = language_model(str(model), trust_remote_code=False)
+    transformer = drop_encoders(kind.from_pretrained(model, dtype=getattr(torch, state.config["model"]["dtype"])))
     tensors = tensors or model_tensors(transformer)
     cluster, partial = Ranks(tensors, 3, [WEIGHTS]), run.begin_checkpoint(state.step)
     await cluster.save(partial)

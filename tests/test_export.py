@@ -56,7 +56,7 @@ def write_run(
     return tensors
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "glm4_moe", "gemma4_text"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "glm4_moe", "gemma4_text", "gemma3"])
 def test_the_exported_model_has_the_files_and_numbers_of_the_checkpoint(family: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM

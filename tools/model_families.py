@@ -158,7 +158,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dots1": {},
     "arcee": {},
 }
-MODEL_TYPES = tuple(FAMILIES)
+PATCHES = {"patch_size": 4, "hidden_size": 32, "intermediate_size": 32}
+TOWER = PATCHES | {"image_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+QWEN_TOWER = PATCHES | {"depth": 1, "num_heads": 2, "num_position_embeddings": 16, "out_hidden_size": 128}
+LLAMA_TOWER = {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
+QWEN_3_5: dict[str, Any] = {
+    "head_dim": 64,
+    "rope_parameters": SECTIONS | {"partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]},
+    "mtp_num_hidden_layers": 1,
+    "full_attention_interval": 4,
+}
+# Checkpoints that wrap a text model: the type of their text model, what it needs apart from its family's keys, and the
+# sizes of the vision encoder.
+WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", QWEN_3_5 | {"tie_word_embeddings": True}, QWEN_TOWER),
+    "qwen3_5_moe": ("qwen3_5_moe_text", QWEN_3_5, QWEN_TOWER),
+    "gemma3": ("gemma3_text", {}, TOWER),
+    "gemma4": ("gemma4_text", {}, {key: value for key, value in TOWER.items() if key != "image_size"}),
+    "mistral3": ("mistral", {"tie_word_embeddings": False}, TOWER),
+    "llama4": ("llama4_text", {}, TOWER | LLAMA_TOWER),
+    "qwen3_vl": (
+        "qwen3_vl_text",
+        {"rope_parameters": SECTIONS | {"mrope_section": [6, 5, 5]}},
+        QWEN_TOWER | {"deepstack_visual_indexes": [0]},
+    ),
+}
+# Files have tensors that transformers does not load: as released, Qwen 3.5 to 3.8 predict a second token.
+NOT_LOADED = {name: {"mtp.fc.weight": (128, 256), "mtp.norm.weight": (128,)} for name in ("qwen3_5", "qwen3_5_moe")}
+MODEL_TYPES = (*FAMILIES, *WRAPPERS)
 HUB_CLASSES = {"phimoe": "PhiMoEForCausalLM"}  # where checkpoints on the hub do not name the class of transformers
 
 
@@ -167,6 +195,11 @@ def family_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
+    if model_type in WRAPPERS:
+        text_type, keys, tower = WRAPPERS[model_type]
+        text = family_config(text_type, **(keys | changes)).to_dict()
+        tied = text.get("tie_word_embeddings", True)
+        return kind(text_config=text, vision_config=tower, tie_word_embeddings=tied, dtype="float32")
     known = vars(kind()).keys() | kind.attribute_map.keys()
     tokenizer = make_tokenizer()
     tokens = {
@@ -177,27 +210,30 @@ def family_config(model_type: str, **changes: Any) -> PreTrainedConfig:
         "pad_token_id": tokenizer.pad_token_id,
     }
     keys = {key: value for key, value in (BASE | tokens).items() if key in known}
-    return kind(**(keys | FAMILIES[model_type] | changes), dtype="float32")
+    return kind(**(keys | FAMILIES.get(model_type, {}) | changes), dtype="float32")
 
 
 def make_family(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random float32 model; `changes` overrule keys of its config."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
-    config = family_config(model_type, **changes)
+    from rlhf.learner.text_model import language_model_class
+
+    config, text_type = family_config(model_type, **changes), WRAPPERS.get(model_type, (model_type,))[0]
+    tokenizer = make_tokenizer()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = language_model_class(config).from_config(config, dtype=torch.float32)
         tensors = {tensor.data_ptr(): tensor for name, tensor in model.state_dict().items() if not name.endswith(FIXED)}
         for tensor in tensors.values():  # tied ones once
             if tensor.is_floating_point() and (tensor == tensor.view(-1)[0]).all():
                 tensor.add_(CONSTANT_NOISE_STD * torch.randn_like(tensor))
         for name, tensor in model.named_parameters():
-            if model_type in SCALES and name.endswith(SCALES[model_type]):
+            if text_type in SCALES and name.endswith(SCALES[text_type]) and ".encoder." not in name:
                 tensor.mul_(len(tensor) ** -0.5)
     model.generation_config = GenerationConfig(
-        eos_token_id=[config.eos_token_id], pad_token_id=config.pad_token_id, do_sample=True, temperature=1.0
+        eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
     )
     return model
 
@@ -206,11 +242,23 @@ def write_family(model_type: str, folder: Path, *, seed: int = 0, **changes: Any
     """Write model and tokenizer; returns the folder."""
     model = make_family(model_type, seed=seed, **changes)
     model.save_pretrained(folder)
+    if model_type in NOT_LOADED:
+        add_tensors(folder / "model.safetensors", NOT_LOADED[model_type], seed)
     if model_type in HUB_CLASSES:
         model.config.architectures = [HUB_CLASSES[model_type]]
         model.config.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
+
+
+def add_tensors(file: Path, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
+    """Add random float32 tensors to a safetensors file."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    more = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(load_file(file) | more, file, {"format": "pt"})
 
 
 if __name__ == "__main__":

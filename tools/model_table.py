@@ -42,15 +42,18 @@ HEADER = (
 )  # fmt: skip
 
 # What vLLM's kernels for CPU ask for, apart from the families' tiny sizes: keys of the run, and of the model.
-STACK_KEYS = {name: ["model.dtype=bfloat16"] for name in ("qwen3_next", "olmo_hybrid")} | {
+DELTA_RULES = ("qwen3_next", "olmo_hybrid", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+STACK_KEYS = {name: ["model.dtype=bfloat16"] for name in DELTA_RULES} | {
     "kimi_linear": ["rollout.on_weight_update=keep_kv"]  # no prefix caching
 }
 STACK_MODEL: dict[str, dict[str, Any]] = {
+    "llama4": {"attention_chunk_size": 128},
     "llama4_text": {"attention_chunk_size": 128},
     "cohere2": {"sliding_window": 128},  # vLLM's windows of Cohere 2 have a token more than transformers'
     "phimoe": {"lm_head_bias": False},  # vLLM leaves the bias out
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},  # no experts
 } | {name: {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64} for name in ("deepseek_v2", "deepseek_v3")}
+STACK_MODEL |= {name: {"head_dim": 64} for name in ("qwen3_5_text", "qwen3_5_moe_text")}
 
 
 def letters(response: str, **_: Any) -> float:
@@ -92,10 +95,12 @@ def make_sequences() -> tuple[list[np.ndarray], list[np.ndarray]]:
 def alone(folder: Path, sequences: list[np.ndarray], weights: list[np.ndarray]) -> tuple[list[np.ndarray], Any, Any]:
     """transformers' log-probs [L - 1] of each sequence, the gradients, and the model."""
     import torch
-    from transformers import AutoModelForCausalLM
 
+    from rlhf.learner.text_model import language_model
+
+    _, kind = language_model(str(folder), trust_remote_code=False)
     # sdpa leaves out caps and sinks
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     logprobs = []
     for ids, weight in zip(sequences, weights, strict=True):
         tokens = torch.from_numpy(ids).long()
@@ -128,10 +133,13 @@ def packed(folder: Path, sequences: list[np.ndarray], weights: list[np.ndarray])
 
 def kinds_of(model: Any) -> str:
     """What of the family's layers is not a plain dense transformer."""
-    config, names = model.config, [name for name, _ in model.named_parameters()]
+    from rlhf.learner.text_model import decoder_of
+
+    config, names = model.config.get_text_config(), [name for name, _ in decoder_of(model).named_parameters()]
     kinds = set(getattr(config, "layer_types", None) or ())
     windowed = kinds & {"sliding_attention", "chunked_attention"} if kinds else getattr(config, "sliding_window", None)
     has = {
+        "wrapped": config is not model.config,
         "hybrid": any(re.search(r"A_log|conv", name) for name in names) or "linear_attention" in kinds,
         "windows": windowed,
         "experts": any("experts" in name for name in names),
@@ -162,7 +170,8 @@ def stack_result(model_type: str, folder: Path) -> dict[str, Any]:
         "checkpoint.every=null", "evaluation.every=null", "logging.wandb.mode=disabled",
         *STACK_KEYS.get(model_type, ()),
     ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(PAGE.parent.parent), "HF_HUB_OFFLINE": "1"}
+    paths = (PAGE.parent.parent, PAGE.parent.parent / "tests" / "stand_ins")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
     subprocess.run(["rm", "-rf", str(run)], check=True)
     with (folder.parent / "run.log").open("w") as log:
         try:
@@ -179,7 +188,7 @@ def stack_result(model_type: str, folder: Path) -> dict[str, Any]:
     steps = [step for step in steps if "time/step" in step]
     assert len(steps) == 3, f"{run}: {len(steps)} steps in metrics.jsonl"
     assert all(step["learner/grad_norm"] > 0 for step in steps), f"{run}: a step without a gradient"
-    check_export(run / "model")
+    check_export(run / "model", folder)
     return {
         "stack": "ok",
         "canary": max(step["sync/canary_difference"] for step in steps),
@@ -187,13 +196,16 @@ def stack_result(model_type: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def check_export(folder: Path) -> None:
-    """The exported model has every tensor that transformers wants, and no other."""
-    from transformers import AutoModelForCausalLM
+def check_export(folder: Path, start: Path) -> None:
+    """The exported model has the tensors of the start model, and those are what transformers wants."""
+    from rlhf.learner.text_model import language_model
+    from rlhf.plan.model_shape import stored_tensors
 
-    _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    _, kind = language_model(str(folder), trust_remote_code=False)
+    _, report = kind.from_pretrained(folder, output_loading_info=True)
     wrong = {key: names for key, names in report.items() if names}
     assert not wrong, f"{folder}: {wrong}"
+    assert stored_tensors(str(folder)).keys() == stored_tensors(str(start)).keys(), f"{folder}: other tensors"
 
 
 def _changes(model_type: str) -> list[tuple[str, str]]:

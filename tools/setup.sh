@@ -39,12 +39,12 @@ pip_setting() {
   done
 }
 
-# The first folder among pip's links that holds a CPU build of torch for this Python ($1, such as cp311).
-local_cpu_torch() {
+# The first folder among pip's links that holds a CPU build of a package ($1) for this Python ($2, such as cp311).
+local_cpu_wheel() {
   local place
   for place in $(pip_setting find-links); do
     place=${place#file://}
-    if compgen -G "$place/torch-*[+B]cpu-$1-*.whl" >/dev/null; then
+    if compgen -G "$place/$1-*[+B]cpu-$2-*.whl" >/dev/null; then
       printf '%s' "$place"
       return
     fi
@@ -104,7 +104,7 @@ find_python() {
     read -r tag problem < <(probe_python "$candidate")
     if [ -n "$problem" ]; then
       [ "$tag" = none ] || first_problem=${first_problem:-$candidate $problem}
-    elif [ "$kind" = cpu ] && [ -n "$(local_cpu_torch "$tag")" ]; then
+    elif [ "$kind" = cpu ] && [ -n "$(local_cpu_wheel torch "$tag")" ]; then
       printf '%s' "$candidate"
       return
     else
@@ -174,7 +174,7 @@ install_project() {
   tag=$("$VENV/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
   if [ "$kind" = cpu ]; then
     arguments+=(--excludes tools/not-on-cpu.txt)
-    if [ -z "$(local_cpu_torch "$tag")" ]; then
+    if [ -z "$(local_cpu_wheel torch "$tag")" ]; then
       arguments+=(--torch-backend cpu)
     fi
   else
@@ -184,6 +184,23 @@ install_project() {
   say "installing the project and its packages ($extras)"
   "$VENV/bin/python" -m uv pip install "${arguments[@]}" --editable ".[$extras]" </dev/null ||
     fail "uv could not install the packages: no network, a registry without one of them, or no CPU build of torch for $tag (uv's message is above)."
+}
+
+# vLLM's Qwen 3.5 imports torchvision. The registry's build is for CUDA and breaks `import transformers` beside a CPU
+# torch, so a CPU build is taken where one is found, and the set-up goes on where none is.
+add_torchvision() {
+  local tag torch backend=()
+  ! "$VENV/bin/python" -c 'import torchvision' 2>/dev/null || return 0
+  tag=$("$VENV/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+  torch=$("$VENV/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')
+  [ -n "$(local_cpu_wheel torch "$tag")" ] || backend=(--torch-backend cpu)
+  if [ -n "${backend[*]}$(local_cpu_wheel torchvision "$tag")" ] &&
+    "$VENV/bin/python" -m uv pip install --python "$VENV/bin/python" --compile-bytecode --quiet "${backend[@]}" \
+      "torch==$torch" torchvision </dev/null && "$VENV/bin/python" -c 'import torchvision'; then
+    return
+  fi
+  "$VENV/bin/python" -m uv pip uninstall --python "$VENV/bin/python" --quiet torchvision </dev/null 2>&1 || true
+  say "no CPU build of torchvision for torch $torch was found: engines on CPU cannot run Qwen 3.5 to 3.8, which import it. Nothing else needs it."
 }
 
 # The last look: the plug-in that vLLM's processes load, and the build of torch.
@@ -229,6 +246,7 @@ make_environment
 pip_settings=$("$VENV/bin/python" -m pip config list)
 follow_pip
 install_project
+[ "$kind" = gpu ] || add_torchvision
 verify
 printf '%s\n' "$kind" "$extras" "$fingerprint" >"$stamp"
 say "$VENV is ready ($extras)"

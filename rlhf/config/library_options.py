@@ -80,6 +80,7 @@ REFUSED = {
     "tokenizer": _ONE_MODEL,
     "tokenizer_revision": _ONE_MODEL,
     "generation_config": _ONE_MODEL,
+    **dict.fromkeys(("language_model_only", "limit_mm_per_prompt"), "of a model that reads images only the text runs"),
     "skip_tokenizer_init": "stop strings and messages need the tokenizer",
     **dict.fromkeys(_SPECULATION, "vLLM's log-probs of speculated tokens are not always those of the sampled tokens"),
 }

@@ -1,8 +1,11 @@
-"""Where the files of a model are: in a folder of its own, or in the cache of the hub."""
+"""Where the files of a model are, in a folder of its own or in the cache of the hub, and which tensors they hold."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def looks_local(path: str) -> bool:
@@ -20,3 +23,33 @@ def local_model_folder(path: str) -> Path:
     reference = repository / "refs" / "main"
     revision = reference.read_text().strip() if reference.is_file() else "main"
     return repository / "snapshots" / revision
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that a model consists of, some of which may be missing."""
+    return [folder / name for name in sorted(set(weight_index(folder).values()) or {SINGLE})]
+
+
+def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of a safetensors file; ValueError if it is not a whole one."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np") as stored:
+            return {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{file}: not a whole safetensors file ({error}). Download or save it again; if it is a Git LFS pointer, "
+            "run `git lfs pull` there."
+        ) from None
+
+
+def weight_index(folder: Path) -> dict[str, str]:
+    """Tensor -> name of its file; empty without an index."""
+    file = folder / INDEX
+    if not file.is_file():
+        return {}
+    try:
+        return {str(tensor): str(name) for tensor, name in json.loads(file.read_text())["weight_map"].items()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{file}: not an index of weights ({error}). Download or save the model again.") from None

@@ -22,6 +22,11 @@ def _adapted_layers(model: ModelConfig) -> list[str]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     described = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    if described.get_text_config() is not described:
+        raise ValueError(
+            f"model.lora: {model.path} wraps a text model ({described.model_type}); adapters of such models are not "
+            "supported. Train all weights (model.lora=null)."
+        )
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(described, trust_remote_code=model.trust_remote_code)
     assert model.lora is not None

@@ -26,7 +26,7 @@ import numpy as np
 from rlhf.algo.packing import pack
 from rlhf.config.data import PLAIN, TemplateName
 from rlhf.config.supervised import SupervisedDataConfig
-from rlhf.data.read import Source, config_sources, read_messages, read_tools
+from rlhf.data.read import Source, check_without_images, config_sources, read_messages, read_tools
 from rlhf.data.templates import (
     chat_text,
     check_has_template,
@@ -259,6 +259,7 @@ def load_examples(config: SupervisedDataConfig, which: Literal["train", "eval"],
         source = Source(key, settings, which, skip=config.on_bad_row == "skip")
         for row in source.stream():
             with source.leave_out(row):
+                check_without_images(row.columns)
                 sequences = encode(row.columns)
                 if max(len(sequence.token_ids) for sequence in sequences) > config.max_tokens:
                     too_long += 1

@@ -16,7 +16,16 @@ import numpy as np
 
 from rlhf.config.data import OPENS_THOUGHT, PLAIN, USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
 from rlhf.data.answers import extract_answer
-from rlhf.data.read import Row, Source, check_text, config_sources, read_messages, read_tools, rows_per_epoch
+from rlhf.data.read import (
+    Row,
+    Source,
+    check_text,
+    check_without_images,
+    config_sources,
+    read_messages,
+    read_tools,
+    rows_per_epoch,
+)
 from rlhf.data.templates import ROLES, render, tokenize
 from rlhf.types import Prompt
 
@@ -179,6 +188,7 @@ def _usable_rows(
     usable = []
     for row in rows:
         with source.leave_out(row):
+            check_without_images(row.columns)
             messages = _read_prompt(config, row, prompt_column) if prompt_column else ()
             if config.template not in PLAIN:
                 read_tools(row.columns)

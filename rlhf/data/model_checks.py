@@ -6,7 +6,6 @@ A hub model whose config.json is not in the cache is checked when it is loaded.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from rlhf.data.model_files import (
     lacks_chat_template,
     local_model_config,
     reward_template,
+    text_config,
 )
 
 
@@ -47,10 +47,10 @@ def check_model_files(path: str, *, key: str = "model.path", generates: bool = T
 
 
 def model_problems(
-    config: TrainingProgramConfig, *, trains: bool = True, policy: Mapping[str, Any] | None = None
+    config: TrainingProgramConfig, *, trains: bool = True, policy: dict[str, Any] | None = None
 ) -> list[str]:
     """All reasons in its models' files to refuse the run; `policy` is the config.json of model.path, if it is read."""
-    policy = local_model_config(config.model.path) or {} if policy is None else policy
+    policy = text_config(local_model_config(config.model.path) or {} if policy is None else policy)
     problems, context = [], policy.get("max_position_embeddings")
     if context is not None and config.max_sequence_tokens > context:
         problems.append(
@@ -58,13 +58,12 @@ def model_problems(
             f"{config.model.path}, which is {context}. Shorten the sequences."
         )
     replays = trains and isinstance(config, GRPOConfig) and config.learner.replays_experts
-    text = policy.get("text_config") or policy
-    if replays and text and not any(text.get(key) for key in EXPERT_KEYS):
+    if replays and policy and not any(policy.get(key) for key in EXPERT_KEYS):
         given = f"learner.router_replay=rollout with model.path={config.model.path}"
         problems.append(f"{given}: the model has no experts. Set it to none.")
     for key, path in config.further_models.items() if trains else ():
         if config.max_sequence_tokens > (
-            context := (local_model_config(path) or {}).get("max_position_embeddings", math.inf)
+            context := text_config(local_model_config(path) or {}).get("max_position_embeddings", math.inf)
         ):
             problems.append(
                 f"{key}={path}: its context is {context} tokens, and it reads sequences of "
@@ -72,7 +71,7 @@ def model_problems(
             )
     for role in config.roles(trains=trains):
         if role.model_key != "model.path" and not role.reads:  # it gets the policy's token ids
-            size = (local_model_config(role.model) or {}).get("vocab_size") or math.inf
+            size = text_config(local_model_config(role.model) or {}).get("vocab_size") or math.inf
             if size < (policy.get("vocab_size") or 0):
                 problems.append(
                     f"{role.model_key}={role.model}: its vocabulary of {size} tokens is smaller than the "

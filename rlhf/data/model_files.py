@@ -11,7 +11,15 @@ from typing import Any
 
 from rlhf.config.base import first_line
 from rlhf.config.data import NamedTemplate
-from rlhf.config.model_folder import local_model_folder, looks_local
+from rlhf.config.model_folder import (
+    INDEX,
+    SINGLE,
+    local_model_folder,
+    looks_local,
+    tensor_shapes,
+    weight_files,
+    weight_index,
+)
 from rlhf.config.reward_model import RewardModelConfig, reward_model_record
 from rlhf.config.sections import ModelConfig, RolloutConfig
 from rlhf.log.reachable import no_answer
@@ -20,7 +28,6 @@ SAMPLES, SAMPLE_BYTES = 64, 4096  # parts read of each weight file; so few suffi
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
 CHAT_TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates/*", "tekken.json")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # the number of experts
 USUAL_MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")  # known without a look
 
@@ -39,6 +46,14 @@ def local_model_config(path: str) -> dict[str, Any] | None:
     return config
 
 
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says of its text model, also where it wraps one beside encoders of images."""
+    if "text_config" not in config:
+        return config
+    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}  # what transformers reads
+    return config["text_config"] | tied
+
+
 def class_problem(path: str, key: str, *, generates: bool = True) -> str:
     """Why transformers has no class for a model, from its config.json; "" if it has, or if the file is not here."""
     config = local_model_config(path)
@@ -52,7 +67,8 @@ def class_problem(path: str, key: str, *, generates: bool = True) -> str:
             f"{named}, which transformers {version('transformers')} does not know. Use another model, or a newer "
             "release of rlhf; a newer transformers alone does not help, since engine and learner need this one."
         )
-    if generates and kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    wraps = "text_config" in config and kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if generates and not wraps and kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return f"{named}, which is no language model in transformers. Use one that is (AutoModelForCausalLM)."
     return ""
 
@@ -164,25 +180,6 @@ def _digest(folder: Path, patterns: tuple[str, ...], *, sampled: bool = False) -
     return digest.hexdigest() if files else ""
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that a model consists of, some of which may be missing."""
-    return [folder / name for name in sorted(set(_weight_index(folder).values()) or {SINGLE})]
-
-
-def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of a safetensors file; ValueError if it is not a whole one."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="np") as stored:
-            return {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{file}: not a whole safetensors file ({error}). Download or save it again; if it is a Git LFS pointer, "
-            "run `git lfs pull` there."
-        ) from None
-
-
 def check_weights(path: str) -> None:
     """Refuse weight files that are missing or not whole, or lack a tensor that the index names, by their headers."""
     folder = local_model_folder(path)
@@ -193,17 +190,6 @@ def check_weights(path: str) -> None:
     if missing:
         raise ValueError(f"{', '.join(missing)}: no such file. Download or save the model again.")
     headers = {file.name: tensor_shapes(file) for file in files}
-    if absent := [f"{name} in {file}" for name, file in _weight_index(folder).items() if name not in headers[file]]:
+    if absent := [f"{name} in {file}" for name, file in weight_index(folder).items() if name not in headers[file]]:
         more = f" and {len(absent) - 1} more tensors" if len(absent) > 1 else ""
         raise ValueError(f"{INDEX} names {absent[0]}{more}, which is not there. Download or save the model again.")
-
-
-def _weight_index(folder: Path) -> dict[str, str]:
-    """Tensor -> name of its file; empty without an index."""
-    file = folder / INDEX
-    if not file.is_file():
-        return {}
-    try:
-        return {str(tensor): str(name) for tensor, name in json.loads(file.read_text())["weight_map"].items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{file}: not an index of weights ({error}). Download or save the model again.") from None

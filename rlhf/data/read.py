@@ -30,6 +30,10 @@ class Row(NamedTuple):
     columns: dict[str, Any]
 
 
+IMAGE_COLUMNS = ("images", "image", "videos", "video")
+WITH_IMAGES = "`{}` holds images: training reads text alone, and would leave them out. Remove the row, or its images."
+
+
 def left_out_text(too_long: int, longest: int, bad: Sequence[str]) -> str:
     """How many rows of a source are left out, and why; "" if none is."""
     text = f", {too_long} left out as longer than {longest} tokens" if too_long else ""
@@ -264,6 +268,8 @@ def read_messages(value: Any, column: str, role: str, *, roles: Sequence[str] = 
                 check_text(text, column)
             case {"role": str(), **rest} if not roles and rest.get("content") is None:
                 pass
+            case {"content": [*parts]} if any(isinstance(part, dict) and part.get("type") != "text" for part in parts):
+                raise ValueError(WITH_IMAGES.format(column))
             case _:
                 known = f" with a role of {', '.join(roles)}" if roles else ""
                 raise ValueError(
@@ -304,6 +310,14 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def check_without_images(columns: dict[str, Any]) -> None:
+    """Raise a ValueError for a row with images or videos; `image` may be a text, such as the name of a container's."""
+    for column in IMAGE_COLUMNS:
+        value = columns.get(column)
+        if value and not (isinstance(value, str) and not column.endswith("s")):
+            raise ValueError(WITH_IMAGES.format(column))
 
 
 def check_text(text: str, column: str) -> None:

@@ -5,24 +5,28 @@ transformers renames some tensors and stacks a layer's experts when it loads a m
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
+from rlhf.config.model_folder import INDEX, local_model_folder, tensor_shapes, weight_files
 from rlhf.config.sections import ModelConfig
 from rlhf.learner.partition import whole_shape
 from rlhf.learner.rank_checkpoint import save_tensors
+from rlhf.learner.text_model import drop_encoders, language_model, wraps_text_model
 
 FILE_BYTES = 5 * 10**9  # the size at which the hub's own tools begin another file
-INDEX = "model.safetensors.index.json"
 
 
 def state_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -72,10 +76,12 @@ def empty_model(folder: Path, *, dtype: str, trust_remote_code: bool, scalar: bo
 
     ValueError if the model needs code of its own, and that code is not trusted.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    config, kind = language_model(str(folder), trust_remote_code=trust_remote_code)
+    if scalar:
+        kind = AutoModelForSequenceClassification
     with torch.device("meta"):
-        return kind.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
+        empty = kind.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
+    return drop_encoders(empty)
 
 
 def load_whole(model: ModelConfig) -> PreTrainedModel:
@@ -87,11 +93,59 @@ def load_whole(model: ModelConfig) -> PreTrainedModel:
     return loaded
 
 
+def frozen_tensors(transformer: PreTrainedModel, like: Mapping[str, Tensor], path: str) -> dict[str, Path]:
+    """The tensors in the files of a checkpoint that wraps a text model beyond that one; each with its file.
+
+    They are the encoders, and what transformers does not load, such as a layer that predicts a second token. A model
+    that wraps nothing has none.
+
+    Args:
+        like: tensors of the text model, by their names in `transformer`.
+        path: of the checkpoint, as in `model.path`.
+
+    Raises:
+        ValueError: the files are not on this machine, or do not have the text model under the names that an export
+            would give it.
+    """
+    if not wraps_text_model(transformer.config):
+        return {}
+    stored = {name: file for file in weight_files(local_model_folder(path)) for name in tensor_shapes(file)}
+    trained = {part for name, tensor in like.items() for part, _ in hub_shapes(transformer, name, tensor)}
+    if absent := sorted(trained - stored.keys()):
+        raise ValueError(
+            f"model.path={path}: its files have no {absent[0]}, which is a tensor of its text model in transformers. "
+            "An export could not tell what else belongs to it. Download the checkpoint as it was released."
+        )
+    nothing = torch.empty(0, device="meta")
+    tied = {part for name in transformer.all_tied_weights_keys for part, _ in hub_tensors(transformer, name, nothing)}
+    return {name: file for name, file in stored.items() if name not in trained | tied}
+
+
+def _read(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
+    """These tensors of safetensors files, in the type in which they are stored."""
+    for file, names in itertools.groupby(sorted(files, key=lambda name: files[name]), key=lambda name: files[name]):
+        with safe_open(file, framework="pt") as stored:
+            for name in names:
+                yield name, stored.get_tensor(name)
+
+
 def write_model(
-    folder: Path, transformer: PreTrainedModel, like: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]
+    folder: Path,
+    transformer: PreTrainedModel,
+    like: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    frozen: Mapping[str, Path] | None = None,
 ) -> None:
-    """Write whole tensors, of the shapes of `like`, as the hub's files; one file and a tensor are in memory."""
+    """Write whole tensors, of the shapes of `like`, as the hub's files; one file and a tensor are in memory.
+
+    Args:
+        frozen: tensors that are copied from files, as `frozen_tensors` finds them; with the settings of processors.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    for source in {file.parent for file in (frozen or {}).values()}:
+        for settings in source.glob("*processor_config.json"):
+            shutil.copyfile(settings, folder / settings.name)
     for old in (*folder.glob("model*.safetensors"), folder / INDEX):
         old.unlink(missing_ok=True)
     # Of a tensor that is a view, the library would count the storage: an expert is a view of all experts.
@@ -100,14 +154,15 @@ def write_model(
         for name, tensor in like.items()
         for part, meta in hub_shapes(transformer, name, tensor)
     }
+    shapes |= {name: torch.empty_like(tensor, device="meta") for name, tensor in _read(frozen or {})}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=FILE_BYTES)
     held: dict[str, dict[str, Tensor]] = {file: {} for file in split.filename_to_tensors}
-    for name, tensor in tensors:
-        for hub_name, part in hub_tensors(transformer, name, tensor.detach()):
-            file = split.tensor_to_filename[hub_name]
-            held[file][hub_name] = part.contiguous().to("cpu", copy=True)
-            if len(held[file]) == len(split.filename_to_tensors[file]):
-                save_tensors(folder / file, held.pop(file))
+    parts = (part for name, tensor in tensors for part in hub_tensors(transformer, name, tensor.detach()))
+    for name, part in itertools.chain(parts, _read(frozen or {})):
+        file = split.tensor_to_filename[name]
+        held[file][name] = part.contiguous().to("cpu", copy=True)
+        if len(held[file]) == len(split.filename_to_tensors[file]):
+            save_tensors(folder / file, held.pop(file))
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2))

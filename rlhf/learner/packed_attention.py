@@ -33,6 +33,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from rlhf.algo.numerics import full_precision
 from rlhf.config.sections import ModelConfig
 from rlhf.learner.segments import Segments, segments_of_row, take_rows
+from rlhf.learner.text_model import drop_encoders
 
 PACKED = "packed"
 # In bfloat16 the CPU kernel's backward pass sets up each of its small products anew: with so few queries float32 is
@@ -238,6 +239,8 @@ def load_packed(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """`auto_class.from_pretrained` with packed attention; -> the model and transformers' loading report.
 
+    Of a checkpoint that wraps a text model, only that one is returned.
+
     ValueError if the model does not take packed rows, by what is known before a forward (`policy_model.check_packed`).
 
     Args:
@@ -263,6 +266,7 @@ def load_packed(
     looks_up = module.startswith("transformers.") and hasattr(sys.modules[module], "ALL_ATTENTION_FUNCTIONS")
     if not (transformer.is_backend_compatible() or looks_up):
         raise refusal
+    transformer = drop_encoders(transformer)
     _restore_rotary_frequencies(transformer)
     return transformer, info
 

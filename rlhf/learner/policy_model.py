@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf.algo.distillation import HeadInput, teacher_kl
 from rlhf.algo.logprobs import TokenSupport, response_states, token_logprobs
@@ -23,11 +23,13 @@ from rlhf.algo.lora import adapt, linear_names
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.config.sections import Checkpointing, ModelConfig
 from rlhf.learner.fused import use_kernels
+from rlhf.learner.hub_format import frozen_tensors, model_tensors
 from rlhf.learner.packed_attention import UnpackableError, load_packed
 from rlhf.learner.packed_mixers import run_by_segments, whole_layers
 from rlhf.learner.routing import Routing, choices_of_row, has_balancing_loss, routing_of
 from rlhf.learner.segments import Segments, checkpoint_contexts, row_of, segments_of
 from rlhf.learner.selective import selective_contexts
+from rlhf.learner.text_model import decoder_of, language_model
 from rlhf.types import PackedTokens
 
 
@@ -67,10 +69,11 @@ class DeviceTokens:
 def transformer_outputs(transformer: PreTrainedModel, tokens: DeviceTokens, **options: Any) -> Any:
     """What the transformer without its head returns for the row's computed tokens: states after the last norm."""
     computed = tokens.segments.computed
-    base = transformer.base_model if transformer.base_model is not transformer else transformer.model
     ids, positions = (x[computed].unsqueeze(0) for x in (tokens.token_ids, tokens.position_ids))
     with row_of(tokens.segments):
-        return base(input_ids=ids, position_ids=positions, use_cache=False, segments=tokens.segments, **options)
+        return decoder_of(transformer)(
+            input_ids=ids, position_ids=positions, use_cache=False, segments=tokens.segments, **options
+        )
 
 
 class PolicyOutput(NamedTuple):
@@ -176,7 +179,9 @@ def load_policy(model: ModelConfig, *, temperature: float, key: str = "model.pat
 
     `seed`: of new adapters.
     """
-    transformer, _ = load_packed(AutoModelForCausalLM, model.path, model, key=key)
+    _, kind = language_model(model.path, trust_remote_code=model.trust_remote_code)
+    transformer, _ = load_packed(kind, model.path, model, key=key)
+    frozen_tensors(transformer, model_tensors(transformer), model.path)  # an export would come too late for its errors
     if (lora := model.lora) is not None:
         names = linear_names(transformer, targets=lora.targets, exclude=lora.exclude)
         adapt(transformer, names, rank=lora.rank, scale=lora.scale, seed=seed)

@@ -29,7 +29,7 @@ from rlhf.config.sections import ModelConfig
 from rlhf.learner import rank_checkpoint
 from rlhf.learner.deepspeed_settings import any_settings, join_world, training_settings
 from rlhf.learner.fused import account
-from rlhf.learner.hub_format import model_tensors, write_model, write_model_config
+from rlhf.learner.hub_format import frozen_tensors, model_tensors, write_model, write_model_config
 from rlhf.learner.offload import Offload, gradient_buffers, optimizer_tensors
 from rlhf.learner.partition import Partition, generators, whole_shape
 from rlhf.learner.policy_model import DeviceTokens
@@ -320,7 +320,8 @@ class TrainedRank:
             whole = {name: tensor.detach().cpu().clone() for name, tensor in tensors}
             write_adapter(Path(folder), whole, self._model.lora, base=self._model.path)
         else:
-            write_model(Path(folder), self.transformer, self.published, tensors)
+            frozen = frozen_tensors(self.transformer, self.published, self._model.path)
+            write_model(Path(folder), self.transformer, self.published, tensors, frozen=frozen)
             write_model_config(Path(folder), self.transformer)
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=self._model.trust_remote_code)
         tokenizer.save_pretrained(folder)

@@ -19,6 +19,7 @@ from rlhf.config.sections import ModelConfig
 from rlhf.learner.packed_attention import load_packed
 from rlhf.learner.policy_model import DeviceTokens, prepare_transformer, transformer_outputs
 from rlhf.learner.segments import take_rows
+from rlhf.learner.text_model import wraps_text_model
 
 HEAD = "score.weight"
 
@@ -76,6 +77,11 @@ def load_scalar_transformer(
     transformer, info = load_packed(
         AutoModelForSequenceClassification, path, model, key=key, num_labels=1, ignore_mismatched_sizes=True
     )
+    if wraps_text_model(transformer.config):
+        raise ValueError(
+            f"{key}={path}: it wraps a text model ({transformer.config.model_type}); such a critic or reward model is "
+            "not supported. Use a model such as Qwen2, Qwen3, Llama or Mistral."
+        )
     head = dict(transformer.named_children()).get("score")
     if not isinstance(head, nn.Linear) or head.bias is not None:
         lacks = f"{type(transformer).__name__} has no linear head named score"

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf.config.model_folder import local_model_folder, looks_local
-from rlhf.data.model_files import EXPERT_KEYS, USUAL_MODEL_TYPES, local_model_config, tensor_shapes, weight_files
+from rlhf.config.model_folder import local_model_folder, looks_local, tensor_shapes, weight_files
+from rlhf.data.model_files import EXPERT_KEYS, USUAL_MODEL_TYPES, local_model_config, text_config
 
 # Sizes of models that configs/ and docs/ name, as their config.json on the hub has them: plans need no download.
 KNOWN_KEYS = (
@@ -47,7 +47,9 @@ EXPERT_SIZES = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_s
 
 WITHOUT_ATTENTION = ("linear_attention", "mamba", "conv", "mlp", "moe")  # kinds of layers
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
-NOT_LOADED = re.compile(r"^(?:model\.)?(?:mtp|visual|vision_tower|vision_model|multi_modal_projector)\.")
+NOT_LOADED = re.compile(
+    r"^(?:model\.)?(?:mtp|visual|(?:vision|audio)_tower|vision_model|multi_modal_projector|embed_(?:vision|audio))\."
+)
 STORED_BUFFERS = re.compile(  # in moe_statics the bias is a parameter
     r"(?:^|\.)(?:(?<!moe_statics\.)e_score_correction_bias|expert_bias|layer_scalar|slope_rate|\w+_decay|inv_freq|"
     r"act_fn\.(?:beta|eps)|attn\.(?:masked_)?bias)$"
@@ -161,7 +163,7 @@ def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> Mode
     Raises:
         ValueError: an architecture that no formula knows, without weight files, or a size that is missing.
     """
-    config = config.get("text_config") or config
+    config = text_config(dict(config))
     kind = str(config.get("model_type"))
     if kind not in USUAL_MODEL_TYPES and not stored:
         raise ValueError(
@@ -222,6 +224,8 @@ def _layers(config: Mapping[str, Any]) -> tuple[int, int]:
     layers = _first(config, "num_hidden_layers", "n_layer", missing=len(kinds) or None)
     if kinds:
         return layers, sum(kind not in WITHOUT_ATTENTION for kind in kinds)
+    if interval := config.get("full_attention_interval"):
+        return layers, layers // interval
     if linear := config.get("linear_attn_config"):
         return layers, len(linear["full_attn_layers"])
     if (indices := config.get("attn_layer_indices")) is not None:

@@ -21,7 +21,7 @@ from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import REWARD_MODEL, Role, Training
 from rlhf.config.sections import ClusterConfig
 from rlhf.data.model_checks import model_problems
-from rlhf.data.model_files import local_model_config
+from rlhf.data.model_files import local_model_config, text_config
 from rlhf.data.read import count_rows, local_path, rows_per_epoch, too_few_prompts
 from rlhf.plan.fit import memory_warnings
 from rlhf.plan.hours import expected_time
@@ -363,7 +363,7 @@ def model_warnings(config: GRPOConfig) -> Iterator[str]:
     if (model := config_at(config.model.path)) is None:
         return
     yield from (f"{problem} The run will be refused." for problem in model_problems(config, policy=model))
-    heads = model.get("num_attention_heads")
+    heads = text_config(model).get("num_attention_heads")
     if heads is not None and heads % config.cluster.tensor_parallel:
         yield (
             f"cluster.tensor_parallel={config.cluster.tensor_parallel} does not divide the model's {heads} attention "

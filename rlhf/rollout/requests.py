@@ -200,6 +200,7 @@ def engine_arguments(config: GRPOConfig, seed: int, adapted_layers: Sequence[str
         "enable_prefix_caching": rollout.on_weight_update != "keep_kv" and not config.run.deterministic,
         "enable_sleep_mode": cluster.placement == "colocated",
         "disable_log_stats": True,
+        "language_model_only": True,  # no encoders of images, in memory or in start-up; no effect on other models
         "scheduling_policy": "priority",  # so that the canary does not wait behind a backlog of rollouts
     }
     return ours | rollout.engine

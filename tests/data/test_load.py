@@ -446,3 +446,24 @@ def test_rows_without_a_prompt_are_read_for_an_environment_alone(folder: Path, t
     ]  # fmt: skip
     with pytest.raises(ValueError, match="prompt_column is not set"):
         load_prompts(config, "train", tokenizer)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"images": ["a.png"]},
+        {"image": {"bytes": "aGk="}},
+        {"videos": "a.mp4"},
+        {"question": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]},
+    ],
+)
+def test_a_row_with_images_is_refused_by_name(folder: Path, tokenizer: Any, columns: dict[str, Any]) -> None:
+    write_jsonl(folder / "train.jsonl", [ROWS[0], ROWS[1] | columns])
+    with pytest.raises(ValueError, match=rf"row 2 of train\.jsonl: `{next(iter(columns))}` holds images"):
+        load(tokenizer)
+    assert len(load(tokenizer, on_bad_row="skip").prompts["train"]) == 1
+
+
+def test_a_column_image_may_name_a_container(folder: Path, tokenizer: Any) -> None:
+    write_jsonl(folder / "train.jsonl", [ROWS[0] | {"image": "python:3.12", "images": None}])
+    assert len(load(tokenizer).prompts["train"]) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from model_families import FAMILIES, MAMBA_AND_ATTENTION, MODEL_TYPES, make_family
+from model_families import FAMILIES, MAMBA_AND_ATTENTION, MODEL_TYPES, WRAPPERS, make_family
 from torch import Tensor
 from transformers import PreTrainedModel
 from worlds import pack_rows, rollout_of
@@ -33,10 +33,13 @@ EVERY_FOURTH = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # has attenti
 
 def make_shallow(model_type: str) -> PreTrainedModel:
     """The model of a family with as few layers as have all its kinds, and what its layers share."""
-    if model_type in FOUR_LAYERS:
+    text_type = WRAPPERS.get(model_type, (model_type,))[0]
+    if text_type in FOUR_LAYERS:
         return make_family(model_type)
-    keys = FAMILIES[model_type] | ({"layer_types": MAMBA_AND_ATTENTION} if model_type in EVERY_FOURTH else {})
-    kinds = {key: value[:2] for key, value in keys.items() if isinstance(value, list)}
+    attention = {"layer_types": MAMBA_AND_ATTENTION} if text_type in EVERY_FOURTH else {}
+    kinds = {
+        key: value[:2] for key, value in (FAMILIES.get(text_type, {}) | attention).items() if isinstance(value, list)
+    }
     return make_family(model_type, num_hidden_layers=2, **kinds)
 
 
@@ -69,7 +72,9 @@ def logprobs_alone(model: PreTrainedModel, rollout: Rollout) -> Tensor:
 
 def compare_gradients(policy: PolicyModel, alone: PreTrainedModel) -> None:
     pairs = []
-    for (name, param), own in zip(policy.transformer.named_parameters(), alone.parameters(), strict=True):
+    own_params = dict(alone.named_parameters())
+    for name, param in policy.transformer.named_parameters():
+        own = own_params[name]
         if own.grad is None or not own.grad.any():
             assert param.grad is None or not param.grad.any(), name
             continue
@@ -88,7 +93,7 @@ def test_packed_rows_have_the_logprobs_and_gradients_of_each_sequence_alone(mode
     policy = load_policy(config, temperature=TEMPERATURE)
     check_packed(lambda tokens: policy(tokens).logprobs, CPU, dtype="float32", key="model.path", path=model_type)
     alone.set_attn_implementation("eager")
-    rollouts = make_rollouts(alone.config.vocab_size)
+    rollouts = make_rollouts(alone.config.get_text_config().vocab_size)
     expected = [logprobs_alone(alone.eval(), rollout) for rollout in rollouts]
     torch.cat([x * weights_of(rollout) for x, rollout in zip(expected, rollouts, strict=True)]).sum().backward()
 

@@ -15,12 +15,14 @@ from rlhf.plan.model_shape import ModelShape, model_shape, shape_at, stored_tens
 def built(model_type: str) -> Any:
     """The tiny model of a family on the meta device."""
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
+    from rlhf.learner.text_model import drop_encoders, language_model_class
+
+    config = family_config(model_type)
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(family_config(model_type))
+        model = language_model_class(config).from_config(config)
     model.tie_weights()
-    return model
+    return drop_encoders(model)
 
 
 def shape_of(model: Any) -> ModelShape:
@@ -57,7 +59,16 @@ def test_of_experts_the_active_ones_are_counted(model_type: str, by_hand: int) -
 
 @pytest.mark.parametrize(
     ("model_type", "layers"),
-    [("llama", 4), ("qwen3_next", 1), ("nemotron_h", 1), ("jamba", 2), ("bamba", 2), ("lfm2", 2), ("falcon_h1", 4)],
+    [
+        ("llama", 4),
+        ("qwen3_next", 1),
+        ("qwen3_5", 1),
+        ("nemotron_h", 1),
+        ("jamba", 2),
+        ("bamba", 2),
+        ("lfm2", 2),
+        ("falcon_h1", 4),
+    ],
 )
 def test_a_hybrid_has_scores_and_cache_in_its_attention_layers_alone(model_type: str, layers: int) -> None:
     shape = shape_of(built(model_type))
