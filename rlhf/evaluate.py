@@ -112,8 +112,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "rlhf.evaluate", DESCRIPTION, cli.program_schema(argv), argv, add_flags=add_flags,
         contradictions=lambda config: config.sampling_contradictions(), check=problems, complete=complete,
     )  # fmt: skip
-    # engines that train nothing need not return experts
-    config = config.model_copy(update={"learner": config.learner.model_copy(update={"router_replay": "none"})})
+    # engines that train nothing need not return experts, nor the tokens that each was sampled from
+    everything = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
+    config = config.model_copy(
+        update={
+            "learner": config.learner.model_copy(update={"router_replay": "none"}),
+            "rollout": config.rollout.model_copy(update=everything),
+        }
+    )
     from rich.console import Console
 
     from rlhf.log.sinks import evaluation_table

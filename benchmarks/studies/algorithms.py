@@ -108,7 +108,7 @@ def summarize(label: str, of_seeds: Sequence[runs.Steps]) -> report.Row:
         f"reward, steps 1-{ENDS}": round(report.mean(row["reward/mean"] for row in first), 3),
         f"reward, last {ENDS}": round(report.mean(row["reward/mean"] for row in last), 3),
         "largest KL (k3, nats a token)": max(row["policy/kl_k3"] for row in every),
-        "largest clip fraction": max(row["policy/clip_fraction"] for row in every),
+        "largest clip fraction": max(row.get("policy/clip_fraction", 0.0) for row in every),
         "not finite": sum(not math.isfinite(x) for x in numbers) + lost + skipped,
     }
 

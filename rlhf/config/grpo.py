@@ -198,7 +198,6 @@ class GRPOConfig(TrainingProgramConfig):
                 f"{rollout.max_rollout_tokens=} with {rollout.max_response_tokens=}: one turn may be longer than the "
                 "whole rollout. Raise the former to at least the latter, or set it to null."
             )
-        yield from _support_problems(self)
         if self.run.deterministic and "enable_chunked_prefill" in rollout.engine:
             reason = "a prompt that is computed in pieces is rounded by where they end"
             yield f"rollout.engine.enable_chunked_prefill with run.deterministic=true: {reason}. Remove it."
@@ -219,6 +218,7 @@ class GRPOConfig(TrainingProgramConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from _sampling_problems(self)
+        yield from _support_problems(self)
         yield from self.sampling_contradictions()
         yield from _curriculum_problems(self)
         yield from teacher_problems(self)

@@ -213,8 +213,10 @@ class RewardConfig(Section):
     wall_seconds: PositiveFloat = key(10.0, "seconds that it may take by the clock, without waiting for a core")
     memory_mb: int = key(1024, "memory that a grading process may add to what it starts with, MiB", ge=64)
     bad_gold: Literal["fail", "skip"] = key("fail", "if a gold answer cannot be graded: stop, or leave its row out")
-    failure_fraction: Fraction = key(0.02, "share of the calls of a user function that may fail before the run stops")
-    failures_always_allowed: NonNegativeInt = key(10, "failures of a user function that never stop the run")
+    failure_fraction: Fraction = key(
+        0.02, "share of the calls of a user function or rubric that may fail before the run stops"
+    )
+    failures_always_allowed: NonNegativeInt = key(10, "failures of a user function or rubric that never stop the run")
     accept_changed_code: bool = key(False, "--resume accepts user functions whose code is not what the run began with")
 
     @model_validator(mode="before")

@@ -56,7 +56,9 @@ class Curriculum:
         if kept < max(KEPT_FRACTION, self._usefulness(slice(row, row + 1))[0]):
             return row
         rows, gap = slice(source.start, source.stop), self._epoch_size // DRAWS_PER_EPOCH
-        upper = np.where(self._last[rows] < position - gap, self._usefulness(rows), 0.0).cumsum()
+        weights = np.where(self._last[rows] < position - gap, self._usefulness(rows), 0.0)
+        weights[row - source.start] = 0.0
+        upper = weights.cumsum()
         if not upper[-1]:
             return row
         self._replaced += 1

@@ -40,6 +40,13 @@ class RefusedError(Exception):
     """The endpoint answers, and would answer the same again."""
 
 
+# What a request that failed, or a reply of another form, raises here.
+BAD_REPLIES = (
+    OSError, HTTPException, RefusedError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError,
+    RecursionError,
+)  # fmt: skip
+
+
 class Verdict(NamedTuple):
     """What one request gave: the scores, or why there are none; and what it cost."""
 
@@ -112,7 +119,7 @@ class RubricGrader:
             task = self._remember(body, self._ask(body, len(criteria)))
         try:
             verdict = await asyncio.shield(task)
-        except (OSError, HTTPException, RefusedError, ValueError, KeyError, TypeError, IndexError) as error:
+        except BAD_REPLIES as error:
             self._cache.pop(body, None)
             return Grade(None, FAILED, detail=f"{self._url}: {type(error).__name__}: {error}")
         cost = (0, 0) if is_cached else (verdict.prompt_tokens, verdict.completion_tokens)

@@ -67,7 +67,8 @@ class Scorer:
         limits["workers"] = config.workers or default_workers()
         try:
             for part in (part for part in config.all_parts if part.name == "rubric"):
-                self._rubrics[_written(part)] = RubricGrader(_rubric_options(part), say)
+                if _written(part) not in self._rubrics:  # the same one, with another weight, in another source
+                    self._rubrics[_written(part)] = RubricGrader(_rubric_options(part), say)
             for grants, functions in by_grants.items():
                 self._pools[grants] = Pool(**limits, user_functions=functions, say=say)
         except BaseException:
@@ -282,7 +283,7 @@ class Scorer:
             self._over_budget = (
                 f"reward {part.name!r}: {failures} of {calls} calls failed, last for {row} "
                 f"({grade.status}: {grade.detail}), more than reward.failure_fraction={self.config.failure_fraction} "
-                "allows. Repair the function, or raise the fraction."
+                "allows. Repair the function or its endpoint, or raise the fraction."
             )
             raise RuntimeError(self._over_budget)
 

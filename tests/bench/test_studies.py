@@ -482,6 +482,8 @@ def test_what_did_not_reach_the_log_counts_as_not_finite() -> None:
     }  # fmt: skip
     lost = {name: value for name, value in row.items() if name != "learner/grad_norm"}
     assert algorithms.summarize("A", [[row] * 10])["not finite"] == 0
+    never_clips = {name: value for name, value in row.items() if name != "policy/clip_fraction"}
+    assert algorithms.summarize("SAPO", [[never_clips] * 10])["largest clip fraction"] == 0
     summary = algorithms.summarize("A", [[row] * 10, [row] * 8 + [lost, {**row, "learner/updates_skipped": 1}]])
     assert summary["not finite"] == 2
     assert summary["largest KL (k3, nats a token)"] == 0.1

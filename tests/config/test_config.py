@@ -472,6 +472,13 @@ def test_a_warm_up_of_the_policy_is_compared_with_the_steps_that_are_left_after_
         load_config(PPOConfig, [str(ROOT / "configs/ppo_quickstart.yaml")], overrides)
 
 
+def test_an_evaluation_takes_a_config_that_restricts_the_sampling_of_training() -> None:
+    files, restricted = [str(ROOT / "configs/quickstart.yaml")], ["rollout.top_p=0.9"]
+    load_config(GRPOConfig, files, restricted, contradictions=lambda config: config.sampling_contradictions())
+    with pytest.raises(ValueError, match="rollout.top_p=0.9 with cluster.device=cpu"):
+        load_config(GRPOConfig, files, restricted)
+
+
 def test_a_teacher_is_for_grpo() -> None:
     with pytest.raises(ValueError, match=r"algo\.teacher in rlhf\.ppo: .*Use rlhf\.grpo"):
         load_config(PPOConfig, [str(ROOT / "configs/ppo_quickstart.yaml")], ["algo.teacher={path: t}"])

@@ -194,6 +194,16 @@ def test_prompts_come_the_more_often_the_more_their_responses_may_differ() -> No
         assert count == pytest.approx(1000 * useful + replaced * useful / (0.4375 + 1 + 0.75), rel=0.1)
 
 
+def test_a_prompt_never_replaces_itself() -> None:
+    stream = with_curriculum({"a": prompts("a", 40)})
+    train(stream, 400, lambda prompt: 0.05 if prompt == "a/1" else 1.0)
+    assert stream.curriculum is not None
+    replaced = stream.curriculum.metrics()["data/curriculum/replaced"]
+    again = stream.curriculum.metrics()["data/curriculum/too_easy_fraction"]
+    assert 0 < replaced < 0.25 * 360  # only a/1 can take a place, at most once in five draws
+    assert again > 0.9
+
+
 def test_shares_by_source_hold_whatever_is_solved() -> None:
     stream = with_curriculum({"a": prompts("a", 40), "b": prompts("b", 20)}, warmup_epochs=0)
     for _ in range(5):

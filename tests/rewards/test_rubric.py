@@ -31,6 +31,7 @@ class Endpoint:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[Any] = []
+        self.usage: Any = {"prompt_tokens": 100, "completion_tokens": 7}
         self.says: Callable[[dict[str, Any]], str | int] = lambda asked: '{"scores": [1, 0.5]}'
         endpoint = self
 
@@ -42,8 +43,7 @@ class Endpoint:
                 said = endpoint.says(body)
                 self.send_response(said if isinstance(said, int) else 200)
                 self.end_headers()
-                usage = {"prompt_tokens": 100, "completion_tokens": 7}
-                reply = {"choices": [{"message": {"content": said}}], "usage": usage}
+                reply = {"choices": [{"message": {"content": said}}], "usage": endpoint.usage}
                 self.wfile.write(json.dumps(reply).encode())
 
             def log_message(self, *_: Any) -> None:
@@ -126,6 +126,13 @@ def test_an_answer_that_cannot_be_read_leaves_the_response_unscorable(endpoint: 
     assert (grade.value, grade.status) == (None, "failed")
     assert "I would say 1." in grade.detail
     assert grade.metrics["prompt_tokens"] == 100
+
+
+@pytest.mark.parametrize("usage", [[1], {"prompt_tokens": float("inf")}])
+def test_a_reply_of_another_form_is_a_failure_and_ends_nothing(endpoint: Endpoint, usage: Any) -> None:
+    endpoint.usage = usage
+    (grade,) = graded(endpoint, ["Hello."])
+    assert (grade.status, grade.value) == ("failed", None)
 
 
 def test_a_busy_endpoint_is_asked_again_and_a_refusal_is_not(endpoint: Endpoint) -> None:
