@@ -89,7 +89,8 @@ def differences(world: World, folder: Path) -> tuple[list[float], float, list[st
     for number in range(0, len(names), -(-len(names) // CHANGED_ALONE)):
         learner.perturb_weights(number, number + 1)
         sent = learner.send_weights(5)
-        assert sent is not None and sent.share is not None and sent.share > 0, names[number]
+        assert sent is not None
+        assert sent.share, names[number]
         measured.append(difference(learner.canary(sequences), engine.logprobs(sequences)))
         learner.restore_weights()
         learner.send_weights(6)
