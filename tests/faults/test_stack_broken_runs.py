@@ -106,7 +106,7 @@ def test_after_hostile_rewards_the_others_were_trained_and_no_process_is_left(ho
             [f"reward=[{{name: '{HOSTILE}:fails_in_training'}}]"],
             [
                 "error: reward '", "11 of 11 calls failed, last for train/", "(failed: ",
-                "more than reward.failure_fraction=0.02 allows. Repair the function or its endpoint, or raise the fraction.",
+                "more than reward.failure_fraction=0.02 allows. Repair the function or its endpoint, or raise the ",
             ],
         ),
     ],

@@ -110,14 +110,16 @@ def test_more_than_forty_percent_is_sent_whole_and_said() -> None:
 
 def test_after_a_damaged_patch_everything_is_sent_in_the_same_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     source, engines, sender = started("a", "b")
-    monkeypatch.setattr(changes, "_checksum", lambda _, numbers=iter(range(100)): next(numbers))
+    numbers = iter(range(100))
+    monkeypatch.setattr(changes, "_checksum", lambda _: next(numbers))
     source.tensors["embed"][2, 1] += 1
     assert sender.send(2) == WeightsSent(1 / 43, WHOLE_BYTES, "a patch was damaged on its way")
     check(source, *engines)
     monkeypatch.undo()
     source.tensors["embed"][2, 1] += 1
     sent = sender.send(3)
-    assert sent is not None and sent.bytes < WHOLE_BYTES
+    assert sent is not None
+    assert sent.bytes < WHOLE_BYTES
     check(source, *engines)
 
 
