@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ from waiting import WAIT_S
 from worlds import rollout_of
 
 from rlhf.config.reward import CodeOptions, RewardConfig
-from rlhf.processes.confinement import ABI_SCOPES, CREATE_RULESET
 from rlhf.rewards.code import code_reward, find_code
 from rlhf.rewards.code_tests import read_tests
 from rlhf.rewards.grade import Grade
@@ -203,11 +201,6 @@ def test_no_program_is_paid_for_output_that_is_not_the_answer(code: str) -> None
     assert grade(code, PROGRAM, mode="fraction").value == 0.0
 
 
-scopes = pytest.mark.skipif(
-    ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1) < ABI_SCOPES, reason="Linux 6.12 keeps signals inside"
-)
-
-
 @pytest.fixture
 def helpers() -> str:
     return (
@@ -227,7 +220,7 @@ def helpers() -> str:
         "open, '/tmp/x', 'w'",
         "open, '/dev/shm/x', 'w'",
         "open, __FILE__",
-        pytest.param("__import__('os').kill, __import__('os').getppid(), 0", marks=scopes),
+        "__import__('os').kill, __import__('os').getppid(), 0",
         "__import__('os').ftruncate, __import__('os').memfd_create('x'), 9",
     ],
 )
@@ -235,6 +228,28 @@ def test_the_process_reaches_nothing(helpers: str, action: str) -> None:
     action = action.replace("__FILE__", repr(__file__))
     code = f"{helpers}def f():\n    return refused({action})"
     result = grade(code, ["assert f() == True"])
+    assert result.value == 1.0, result.detail
+
+
+REFUSED = """
+import ctypes
+def allowed():
+    libc, names = ctypes.CDLL(None, use_errno=True), []
+    for name, *arguments in (
+        ('kill', 0, 0), ('tgkill', -1, -1, 0), ('sigqueue', -1, 0, None), ('pidfd_send_signal', -1, 0, None, 0),
+        ('truncate', b'/none', 0), ('shmget', -1, 0, 0), ('semget', -1, 0, 0), ('msgget', -1, 0), ('mq_open', b'/none', 0),
+        ('chmod', b'/none', 0), ('fchmod', -1, 0), ('utimensat', -1, b'none', None, 0),
+    ):
+        ctypes.set_errno(0)
+        getattr(libc, name)(*arguments)
+        if ctypes.get_errno() != 13:
+            names.append(name)
+    return names
+"""
+
+
+def test_the_process_sends_no_signal_and_changes_or_leaves_nothing() -> None:
+    result = grade(REFUSED, ["assert allowed() == []"])
     assert result.value == 1.0, result.detail
 
 
