@@ -100,6 +100,10 @@ NO_SHARED_MEMORY = (
     "Processes share locks and memory in /dev/shm, which this code cannot open. If it needs them, set "
     "`files: [/dev/shm]` next to its name"
 )
+NOT_ALONE = (
+    "this kernel cannot confine the code of responses. Use Linux 5.13 or later with Landlock and seccomp, on x86-64 or "
+    "ARM64, or grade without `code`"
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -156,17 +160,19 @@ class Grants(NamedTuple):
         _forbid_files(["/"], [*DEVICES, str(folder), *self.files])
 
 
-def confine_alone(readable: Sequence[str]) -> None:
+def confine_alone(readable: Sequence[str]) -> bool:
     """Confine a confined process until it reaches nothing at all: it reads these paths, writes nothing, starts nothing.
 
-    It sends no signal, not even to itself, and makes nothing that outlives it. It is in a Landlock domain of its own below that of its parent, so it cannot look into the parent either. Threads
-    are allowed; a C library starts them with `clone` where there is no `clone3`.
+    It sends no signal, not even to itself, and makes nothing that outlives it. It is in a Landlock domain of its own below
+    that of its parent, so it cannot look into the parent either. Threads are allowed; a C library starts them with `clone`
+    where there is no `clone3`. False if the kernel cannot do all this.
     """
-    _forbid_files(readable, DEVICES)
-    if calls := MACHINES.get(platform.machine()):
-        forbidden = (*calls.processes, *calls.socket, *calls.modes, *calls.lasting)
-        pairs = {calls.socketpair: {1: int(socket.SOCK_STREAM)}}
-        forbid_calls(calls.audit_arch, forbidden, pairs, bits={calls.clone: CLONE_THREAD}, absent=[CLONE3])
+    calls = MACHINES.get(platform.machine())
+    if not _forbid_files(readable, DEVICES) or calls is None:
+        return False
+    forbidden = (*calls.processes, *calls.socket, *calls.modes, *calls.lasting)
+    pairs = {calls.socketpair: {1: int(socket.SOCK_STREAM)}}
+    return forbid_calls(calls.audit_arch, forbidden, pairs, bits={calls.clone: CLONE_THREAD}, absent=[CLONE3])
 
 
 def _make_temporary(folder: Path) -> None:
