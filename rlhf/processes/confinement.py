@@ -71,6 +71,7 @@ class Calls(NamedTuple):
     setpriority: int
     processes: tuple[int, ...]  # [v]fork, execve[at], ptrace, process_vm_readv, process_vm_writev, pidfd_getfd
     clone: int
+    lasting: tuple[int, ...]  # [t|tg]kill, rt_[tg]sigqueueinfo, pidfd_send_signal, truncate, (shm|sem|msg)get, mq_open
 
 
 MACHINES = {
@@ -78,11 +79,13 @@ MACHINES = {
         0xC000003E, (41, 425), 53, (92, 93, 94, 260, 188, 189, 190, 463, 197, 198, 199, 466, 251),
         (90, 91, 268, 452, 132, 235, 261, 280), (203, 144, 142, 314, 302), 141,
         (57, 58, 59, 322, 101, 310, 311, 438), 56,
+        (62, 200, 234, 129, 297, 424, 76, 29, 64, 68, 240),
     ),
     "aarch64": Calls(
         0xC00000B7, (198, 425), 199, (54, 55, 5, 6, 7, 463, 14, 15, 16, 466, 30),
         (52, 53, 452, 88), (122, 119, 118, 274, 261), 140,
         (221, 281, 117, 270, 271, 438), 220,
+        (129, 130, 131, 138, 240, 424, 45, 194, 190, 186, 180),
     ),
 }  # fmt: skip
 ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050000 | 13, 0x00050000 | 38  # with EACCES, with ENOSYS
@@ -96,6 +99,10 @@ NO_FILE = (
 NO_SHARED_MEMORY = (
     "Processes share locks and memory in /dev/shm, which this code cannot open. If it needs them, set "
     "`files: [/dev/shm]` next to its name"
+)
+NOT_ALONE = (
+    "this kernel cannot confine the code of responses. Use Linux 5.13 or later with Landlock and seccomp, on x86-64 or "
+    "ARM64, or grade without `code`"
 )
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -153,17 +160,19 @@ class Grants(NamedTuple):
         _forbid_files(["/"], [*DEVICES, str(folder), *self.files])
 
 
-def confine_alone(readable: Sequence[str]) -> None:
+def confine_alone(readable: Sequence[str]) -> bool:
     """Confine a confined process until it reaches nothing at all: it reads these paths, writes nothing, starts nothing.
 
-    It is in a Landlock domain of its own below that of its parent, so it cannot look into the parent either. Threads
-    are allowed; a C library starts them with `clone` where there is no `clone3`.
+    It sends no signal, not even to itself, and makes nothing that outlives it. It is in a Landlock domain of its own below
+    that of its parent, so it cannot look into the parent either. Threads are allowed; a C library starts them with `clone`
+    where there is no `clone3`. False if the kernel cannot do all this.
     """
-    _forbid_files(readable, DEVICES)
-    if calls := MACHINES.get(platform.machine()):
-        forbidden = (*calls.processes, *calls.socket)
-        pairs = {calls.socketpair: {1: int(socket.SOCK_STREAM)}}
-        forbid_calls(calls.audit_arch, forbidden, pairs, bits={calls.clone: CLONE_THREAD}, absent=[CLONE3])
+    calls = MACHINES.get(platform.machine())
+    if not _forbid_files(readable, DEVICES) or calls is None:
+        return False
+    forbidden = (*calls.processes, *calls.socket, *calls.modes, *calls.lasting)
+    pairs = {calls.socketpair: {1: int(socket.SOCK_STREAM)}}
+    return forbid_calls(calls.audit_arch, forbidden, pairs, bits={calls.clone: CLONE_THREAD}, absent=[CLONE3])
 
 
 def _make_temporary(folder: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from rlhf.processes.attributes import as_json
 from rlhf.processes.channel import Channel
-from rlhf.processes.confinement import SYSTEM, confine_alone
+from rlhf.processes.confinement import NOT_ALONE, SYSTEM, confine_alone
 from rlhf.processes.outside import die_with_parent
 
 MAX_ERROR = 300  # characters
@@ -36,7 +36,9 @@ def main(fd: int) -> None:
     """
     die_with_parent(KILL)
     channel = Channel(socket.socket(fileno=fd))
-    confine_alone(READABLE)
+    if not confine_alone(READABLE):
+        channel.send({"unconfined": NOT_ALONE})
+        return
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # files in memory do not count as memory of the process
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
     channel.send({"ready": True})

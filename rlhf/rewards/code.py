@@ -19,8 +19,9 @@ import select
 import socket
 import subprocess
 import sys
+import textwrap
 import time
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from rlhf.answers.thoughts import after_thinking
 from rlhf.config.reward import CodeOptions
@@ -28,13 +29,13 @@ from rlhf.processes.attributes import from_json
 from rlhf.processes.channel import Channel
 from rlhf.processes.forkers import BOOT, PACKAGE
 from rlhf.processes.outside import Stopwatch
-from rlhf.rewards.code_tests import CallTest, ProgramTest, Tests, read_tests
+from rlhf.rewards.code_tests import FORMS, CallTest, ProgramTest, Tests, read_tests
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, UNSCORABLE, Grade
 
-BLOCK = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^([ \t]*)(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\2[ \t]*$", re.DOTALL | re.MULTILINE)
 MAX_ANSWER_BYTES = 1 << 22  # of one result, and of what a program prints
 READ_BYTES = 1 << 16
-START_S = 30.0  # for a Python interpreter, next to other jobs
+START_S = 5.0  # for a Python interpreter, next to other jobs; less than `reward.wall_seconds`
 POLL_S = 0.02
 WALL_PER_CPU = 2  # a test that sleeps may take this times its CPU seconds
 
@@ -76,7 +77,10 @@ def check_tests(columns: dict[str, Any], options: CodeOptions) -> Grade:
 def _tests(columns: dict[str, Any], options: CodeOptions) -> Tests:
     if columns.get(options.tests) is None:
         raise ValueError(f"there is no column {options.tests!r}. Set `tests` to the column that has the tests.")
-    return read_tests(columns[options.tests], str(columns.get(options.function) or ""))
+    try:
+        return read_tests(columns[options.tests], str(columns.get(options.function) or ""))
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"the tests have parts of another kind ({error}). {FORMS}.") from None
 
 
 def find_code(response: str, *, whole: bool) -> str | None:
@@ -84,8 +88,10 @@ def find_code(response: str, *, whole: bool) -> str | None:
     answer = after_thinking(response)
     if answer is None:
         return None
-    blocks = BLOCK.findall(answer)
-    return blocks[-1][1] if blocks else answer if whole and answer.strip() else None
+    if blocks := BLOCK.findall(answer):
+        indent, _, code = blocks[-1]
+        return textwrap.dedent(code) if indent else str(code)
+    return answer if whole and answer.strip() else None
 
 
 def _passed(code: str, tests: Tests, options: CodeOptions) -> tuple[int, str]:
@@ -100,6 +106,7 @@ def _passed(code: str, tests: Tests, options: CodeOptions) -> tuple[int, str]:
                     _run_program(code, test, options.cpu_seconds)
                 else:
                     if solution is None or solution.ended:
+                        stack.close()
                         solution = stack.enter_context(Solution(options.cpu_seconds))
                         solution.define(tests.setup, code)
                     _check_call(solution, test)
@@ -140,37 +147,42 @@ class Solution:
     def __init__(self, cpu_seconds: float, stdin: str | None = None) -> None:
         self.ended = self.late = False
         self._limits = {"cpu_seconds": cpu_seconds, "wall_seconds": WALL_PER_CPU * cpu_seconds}
-        self._watch, self._rest = Stopwatch(), bytearray()
-        ours, theirs = socket.socketpair()
-        self._channel = Channel(ours)
-        given = _file_of(stdin or "")
-        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-X", "utf8", "-c", BOOT.format(module="solution"), PACKAGE, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=given,
-            stdout=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            cwd="/",
-            start_new_session=True,  # a signal to its group reaches itself alone
-        )
-        theirs.close()
-        os.close(given)
-        if not select.select([ours], [], [], START_S)[0] or self._read_line(ours.fileno()) != {"ready": True}:
+        self._watch, self._rest, self._open = Stopwatch(), bytearray(), contextlib.ExitStack()
+        try:
+            self._start(stdin)
+        except (OSError, WrongError) as error:
             self.__exit__()
-            raise NotStartedError("no process for the solution: Python did not start")
+            raise NotStartedError(f"no process for the solution: {error}") from None
+
+    def _start(self, stdin: str | None) -> None:
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(self._open.enter_context(ours))
+        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        with theirs, _file_of(stdin or "") as given:
+            command = [sys.executable, "-I", "-X", "utf8", "-c", BOOT.format(module="solution"), PACKAGE]
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=given,
+                stdout=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                cwd="/",
+                start_new_session=True,  # a signal to its group reaches itself alone
+            )
+        self._open.enter_context(self._process)  # waits for it at the end
+        self._open.callback(self._process.kill)
+        if not select.select([ours], [], [], START_S)[0]:
+            raise WrongError(f"Python did not start within {START_S:g} s")
+        if (first := self._read_line(ours.fileno())) != {"ready": True}:
+            raise WrongError(str(first.get("unconfined")))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.ended = True
-        self._process.kill()
-        self._process.wait()
-        self._channel.socket.close()
-        if self._process.stdout:
-            self._process.stdout.close()
+        self._open.close()
 
     def define(self, setup: str, code: str) -> None:
         """Run the code, after the imports of the tests; its time counts for the first test."""
@@ -243,10 +255,9 @@ class Solution:
         return bool(data)
 
 
-def _file_of(text: str) -> int:
+def _file_of(text: str) -> BinaryIO:
     """A file in memory that can be read from its start."""
-    fd = os.memfd_create("stdin")
-    with open(fd, "wb", closefd=False) as file:
-        file.write(text.encode(errors="replace"))
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
+    file = open(os.memfd_create("stdin"), "w+b")  # noqa: SIM115 - the caller closes it
+    file.write(text.encode(errors="replace"))
+    file.seek(0)
+    return file

@@ -6,7 +6,8 @@ Of `assert f(2) == 4` the solution's process is sent `f(2)`; 4 stays with the gr
     "def check(candidate): assert candidate(2) ..."  HumanEval; the function is named by `check(f)` or by a column
     [{"input": "2\\n", "output": "4\\n"}, ...]        LiveCodeBench; with "testtype": "functional" the lines of the
                                                     input are arguments in JSON, and a column names the function
-    {"inputs": [...], "outputs": [...]}              APPS, TACO; with "fn_name" the inputs are lists of arguments
+    {"inputs": [...], "outputs": [...]}              APPS, TACO; with "fn_name" the inputs are lists of arguments, and
+                                                    an output may be a list with the result
 
 or the JSON text of one of them.
 """
@@ -74,7 +75,7 @@ def read_tests(cell: Any, function: str = "") -> Tests:
     if isinstance(cell, dict) and {"inputs", "outputs"} <= cell.keys():
         name = cell.get("fn_name") or ""
         pairs = zip(cell["inputs"], cell["outputs"], strict=True)
-        cell = [{"input": given, "output": wanted, "fn_name": name} for given, wanted in pairs]
+        cell = [{"input": given, "output": wanted, "fn_name": name, "wraps": True} for given, wanted in pairs]
     if isinstance(cell, list | tuple) and cell and all(isinstance(item, str) for item in cell):
         return _asserts("\n".join(cell), function)
     if isinstance(cell, list | tuple) and cell and all(isinstance(item, dict) for item in cell):
@@ -110,10 +111,9 @@ def _call_of_pair(pair: dict[str, Any], name: str) -> CallTest:
     given, wanted = pair["input"], pair["output"]
     arguments = [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else given
     wanted = _without_tuples(json.loads(wanted) if isinstance(wanted, str) and "testtype" in pair else wanted)
+    right = [wanted, *(wanted if "wraps" in pair and isinstance(wanted, list) and len(wanted) == 1 else [])]
     called = f"(Solution().{name} if 'Solution' in globals() else {name})"
-    return CallTest(
-        f"{called}({', '.join(map(repr, arguments))})", lambda value: bool(_without_tuples(value) == wanted)
-    )
+    return CallTest(f"{called}({', '.join(map(repr, arguments))})", lambda value: _without_tuples(value) in right)
 
 
 def _without_tuples(value: Any) -> Any:

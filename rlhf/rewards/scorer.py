@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rlhf.config.data import OPENS_THOUGHT, USUAL_COLUMNS
 from rlhf.config.printing import to_stderr
 from rlhf.config.reward import CodeOptions, RewardConfig, RewardPart, RubricOptions
-from rlhf.processes.confinement import Grants
+from rlhf.processes.confinement import NOT_ALONE, Grants
 from rlhf.rewards.grade import BAD_GOLD, DIED, FAILED, NO_ANSWER, NOT_JUDGED, OK, STATUSES, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.pool import Pool, default_workers, grants_of
 from rlhf.rewards.rubric import RubricGrader, check_criteria
@@ -45,7 +45,8 @@ class Scorer:
         say: gets the lines that user functions print, from another thread.
 
     Raises:
-        ValueError: a user function cannot be imported, or a variable or file that it is to get is not there.
+        ValueError: a user function cannot be imported, a variable or file that it is to get is not there, or the kernel
+            cannot confine the code of responses.
         RuntimeError: by every call after the user functions have failed more often than the config allows.
     """
 
@@ -71,6 +72,8 @@ class Scorer:
                     self._rubrics[_written(part)] = RubricGrader(_rubric_options(part), say)
             for grants, functions in by_grants.items():
                 self._pools[grants] = Pool(**limits, user_functions=functions, say=say)
+            if self.pool.unconfined and any(part.name == "code" for part in config.all_parts):
+                raise ValueError(f"reward code: {NOT_ALONE}.")
         except BaseException:
             self.close()
             raise
@@ -302,7 +305,12 @@ def _error(grade: Grade) -> str:
 
 
 def _value(part: RewardPart, grade: Grade) -> float | None:
-    """The value of a part; 0 where a response made a built-in reward fail, None where a user function failed."""
+    """The value of a part; 0 where a response made a built-in reward fail, None where a user function failed.
+
+    The limit of all tests of `code` counts the time in which its processes wait for a core: no response is to blame.
+    """
+    if part.name == "code" and grade.status == TIMEOUT:
+        return None
     if grade.value is None and not part.is_judged_outside and grade.status in (NO_ANSWER, TIMEOUT, DIED, FAILED):
         return 0.0
     return None if grade.status in (UNSCORABLE, NOT_JUDGED, FAILED, BAD_GOLD) else grade.value

@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import os
+import platform
+import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +18,8 @@ from waiting import WAIT_S
 from worlds import rollout_of
 
 from rlhf.config.reward import CodeOptions, RewardConfig
-from rlhf.processes.confinement import ABI_SCOPES, CREATE_RULESET
-from rlhf.rewards.code import code_reward, find_code
+from rlhf.processes.confinement import MACHINES
+from rlhf.rewards.code import START_S, code_reward, find_code
 from rlhf.rewards.code_tests import read_tests
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.pool import Pool
@@ -48,6 +52,7 @@ def grade(code: str, tests: Any = ASSERTS, *, columns: dict[str, Any] | None = N
         ("n = int(input())\nprint(n * n)", PROGRAM, {}),
         ("import sys\nprint(int(sys.stdin.read()) ** 2)\nsys.exit()", {"inputs": ["3"], "outputs": ["9"]}, {}),
         (HONEST, {"inputs": [[3], [4]], "outputs": [9, 16], "fn_name": "square"}, {}),
+        (HONEST, {"inputs": [[3], [4]], "outputs": [[9], [16]], "fn_name": "square"}, {}),
         (
             "class Solution:\n    def add(self, a, b):\n        return tuple(a + b)",
             '[{"input": "[1]\\n[2]", "output": "[1, 2]", "testtype": "functional"}]',
@@ -71,6 +76,62 @@ def test_the_fraction_counts_each_test_also_after_a_crash() -> None:
     code = "import os\ndef square(x):\n    if x < 0:\n        os._exit(0)\n    return x * x"
     assert grade(code, mode="fraction").value == pytest.approx(2 / 3)
     assert grade(code).value == 0.0
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    """A process that can open about a dozen more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 12, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("few_files")
+def test_only_one_process_of_a_response_exists_at_a_time() -> None:
+    code = "import os\ndef square(x):\n    os._exit(0)"
+    result = grade(code, [f"assert square({n}) == 7" for n in range(16)], mode="fraction")
+    assert (result.value, result.status) == (0.0, "ok"), result.detail
+
+
+@pytest.mark.parametrize("python", ["/bin/false", "/no/python"])
+@pytest.mark.parametrize("tests", [ASSERTS, PROGRAM])
+def test_a_response_whose_process_cannot_start_is_not_wrong(
+    python: str, tests: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", python)
+    result = grade(HONEST, tests)
+    assert (result.value, result.status) == (None, "unscorable")
+    assert "no process for the solution" in result.detail
+
+
+def test_a_start_that_takes_too_long_is_seen_before_the_limit_of_the_response() -> None:
+    assert RewardConfig().wall_seconds > START_S
+
+
+UNCONFINED = """
+import sys
+from rlhf.config.reward import CodeOptions, RewardConfig
+from rlhf.processes.confinement import CREATE_RULESET, forbid_calls
+from rlhf.rewards.code import code_reward
+from rlhf.rewards.scorer import Scorer
+assert forbid_calls(int(sys.argv[1]), [CREATE_RULESET])
+result = code_reward("```\\nf = abs\\n```", {"tests": ["assert f(-1) == 1"]}, CodeOptions())
+print(result.value, result.status, result.detail)
+try:
+    Scorer(RewardConfig.model_validate({"parts": ["code"], "workers": 1}))
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_no_code_runs_where_the_kernel_cannot_confine_it() -> None:
+    command = [sys.executable, "-c", UNCONFINED, str(MACHINES[platform.machine()].audit_arch)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
+    graded, refused = done.stdout.splitlines()
+    assert graded.startswith("None unscorable no process for the solution: this kernel cannot confine")
+    assert refused.startswith("reward code: this kernel cannot confine")
+    assert "Use Linux" in refused
 
 
 @pytest.mark.parametrize("kind", ["calls", "program"])
@@ -203,11 +264,6 @@ def test_no_program_is_paid_for_output_that_is_not_the_answer(code: str) -> None
     assert grade(code, PROGRAM, mode="fraction").value == 0.0
 
 
-scopes = pytest.mark.skipif(
-    ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1) < ABI_SCOPES, reason="Linux 6.12 keeps signals inside"
-)
-
-
 @pytest.fixture
 def helpers() -> str:
     return (
@@ -227,7 +283,7 @@ def helpers() -> str:
         "open, '/tmp/x', 'w'",
         "open, '/dev/shm/x', 'w'",
         "open, __FILE__",
-        pytest.param("__import__('os').kill, __import__('os').getppid(), 0", marks=scopes),
+        "__import__('os').kill, __import__('os').getppid(), 0",
         "__import__('os').ftruncate, __import__('os').memfd_create('x'), 9",
     ],
 )
@@ -235,6 +291,28 @@ def test_the_process_reaches_nothing(helpers: str, action: str) -> None:
     action = action.replace("__FILE__", repr(__file__))
     code = f"{helpers}def f():\n    return refused({action})"
     result = grade(code, ["assert f() == True"])
+    assert result.value == 1.0, result.detail
+
+
+REFUSED = """
+import ctypes
+def allowed():
+    libc, names = ctypes.CDLL(None, use_errno=True), []
+    for name, *arguments in (
+        ('kill', 0, 0), ('tgkill', -1, -1, 0), ('sigqueue', -1, 0, None), ('pidfd_send_signal', -1, 0, None, 0),
+        ('truncate', b'/none', 0), ('shmget', -1, 0, 0), ('semget', -1, 0, 0), ('msgget', -1, 0), ('mq_open', b'/none', 0),
+        ('chmod', b'/none', 0), ('fchmod', -1, 0), ('utimensat', -1, b'none', None, 0),
+    ):
+        ctypes.set_errno(0)
+        getattr(libc, name)(*arguments)
+        if ctypes.get_errno() != 13:
+            names.append(name)
+    return names
+"""
+
+
+def test_the_process_sends_no_signal_and_changes_or_leaves_nothing() -> None:
+    result = grade(REFUSED, ["assert allowed() == []"])
     assert result.value == 1.0, result.detail
 
 
@@ -252,6 +330,7 @@ def test_the_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         ("```python\na\n```\nthen\n```py\nb\n```", False, "b\n"),
         ("<think>```python\na\n```</think>\n```\nb\n```", False, "b\n"),
         ("<think>```python\na\n```", True, None),
+        ("- so:\n  ```python\n  def f():\n    a\n  ```", False, "def f():\n  a\n"),
         ("```python\na", False, None),
         ("def f(): 1", False, None),
         ("def f(): 1", True, "def f(): 1"),
@@ -294,6 +373,21 @@ def test_tests_that_the_grader_cannot_decide_are_refused(tests: Any) -> None:
     assert grade(HONEST, tests).status == "bad_gold"
 
 
+@pytest.mark.parametrize(
+    "tests",
+    [
+        {"inputs": 5, "outputs": [5]},
+        [{"input": 5, "output": 4, "fn_name": "f"}],
+        [{"input": [5], "output": 4, "fn_name": 7}],
+        ["assert math.isclose(f(2), 4, foo=1)"],
+    ],
+)
+def test_tests_of_a_wrong_shape_are_refused_with_the_right_ones(tests: Any) -> None:
+    result = grade(HONEST, tests)
+    assert result.status == "bad_gold"
+    assert "Write `assert f" in result.detail
+
+
 def test_the_expected_result_is_not_in_what_the_solution_is_asked() -> None:
     asked = [test.call for test in read_tests(ASSERTS).calls]
     assert asked == ["square(3)", "square(-4)", "square(12)"]
@@ -318,6 +412,16 @@ def test_a_grading_process_runs_solutions_below_it(pool: Pool, code: str, value:
     job = {"name": "code", "options": {}, "answer": "", "columns": {"tests": ASSERTS}}
     result = pool.submit({**job, "response": f"```python\n{code}\n```"}).result(timeout=WAIT_S)
     assert (result.value, result.status) == (value, "ok"), result.detail
+
+
+@pytest.mark.slow
+def test_the_limit_of_all_tests_which_depends_on_the_load_judges_no_response() -> None:
+    prompt = Prompt("slow", 0, np.zeros(1, np.int32), (), "", "code", {"tests": ASSERTS})
+    config = RewardConfig.model_validate({"parts": ["code"], "workers": 1, "wall_seconds": 1.0})
+    with Scorer(config) as scorer:
+        text = "```python\nimport time\ndef square(x):\n    time.sleep(3)\n```"
+        (scored,) = asyncio.run(scorer.score_group(prompt, [rollout_of([1])], [text]))
+    assert (scored.reward, scored.status) == (None, "timeout")
 
 
 @pytest.mark.slow
