@@ -76,9 +76,14 @@ class Templates(Protocol):
 
 
 class NextTurn(Protocol):
-    """Continues ids [L] by at most `max_tokens`; `turn` counts the requests of the rollout from 0."""
+    """Continues ids [L] by at most `max_tokens`; `turn` counts the requests of the rollout from 0.
 
-    def __call__(self, token_ids: np.ndarray, *, max_tokens: int, turn: int) -> Awaitable[Completion]: ...
+    `offered`: the tools of this turn; with none no call is looked for. None: those of the environment.
+    """
+
+    def __call__(
+        self, token_ids: np.ndarray, *, max_tokens: int, turn: int, offered: Sequence[Any] | None = None
+    ) -> Awaitable[Completion]: ...
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,7 @@ class Played:
     offers_tools: bool = True  # a coroutine makes its calls by itself
     tool_calls: int = 0
     tool_errors: int = 0
+    calls: dict[str, int] = field(default_factory=dict)  # requests of a coroutine or program, by kind
     environment_s: float = 0.0
     finish_reason: str = "stop"
     ended_by: str = "answer"
@@ -135,6 +141,7 @@ class Played:
             **outcome.facts,  # first: metrics are made of those below, whatever a class says under their names
             "turns": self.turns,
             **({"tool_calls": self.tool_calls, "tool_errors": self.tool_errors} if self.offers_tools else {}),
+            **({"calls": self.calls} if self.calls else {}),
             "environment_seconds": round(self.environment_s, 3),
             "ended_by": self.ended_by,
             **({"error": outcome.error} if outcome.error else {}),
@@ -200,8 +207,10 @@ async def _turns(
 
 def check_size(messages: Sequence[Mapping[str, Any]], *, most: int, key: str) -> None:
     """Refuse messages that cannot fit `most` tokens before they are rendered: that would hold up every rollout."""
-    contents = [content for message in messages if isinstance(content := message.get("content"), str)]
-    if (size := sum(map(len, contents))) > most * MAX_CHARS_PER_TOKEN:
+    contents = [message.get("content") or "" for message in messages]
+    if (
+        size := sum(len(content) if isinstance(content, str) else sum(map(len, content)) for content in contents)
+    ) > most * MAX_CHARS_PER_TOKEN:
         raise FailedError(f"{key}={most}: messages of {size:,} characters cannot fit so many tokens. Shorten them.")
 
 

@@ -23,7 +23,7 @@ import os
 import socket
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,11 +49,12 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from rlhf.processes.channel import MAX_BYTES
 from rlhf.processes.outside import die_with_parent
-from rlhf.rollout.chat import COUNT_TOKENS, MESSAGES, ROUTES, Asked, RefusedError, asked_of, check_size, plain_messages
+from rlhf.rollout.chat import COUNT_TOKENS, ROUTES, Asked, RefusedError, asked_of, check_size, plain_messages
 
 KEEP_ALIVE_S = 600.0  # an idle connection of an agent that works meanwhile
 REMEMBERED = 10_000  # tokens of ended rollouts: a late request is told that its rollout has ended
 BACKLOG = 1024
+NAME = "policy"  # of the model, whatever name a client uses
 
 Scope = MutableMapping[str, Any]
 
@@ -115,8 +116,8 @@ class Driver:
 class Guard:
     """Lets through what belongs to an open rollout, and is small enough to be read."""
 
-    def __init__(self, app: Any, driver: Driver, name: str) -> None:
-        self._app, self._driver, self._name = app, driver, name
+    def __init__(self, app: Any, driver: Driver) -> None:
+        self._app, self._driver = app, driver
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -124,7 +125,7 @@ class Guard:
         try:
             token = self._token(scope)
             body = await _body(scope, receive)
-            asked = asked_of(scope["path"], body, self._name)
+            asked = asked_of(scope["path"], body, NAME)
         except RefusedError as error:
             await _answer(error, scope["path"], send)
             return
@@ -196,6 +197,7 @@ async def _prompt(
                 "parses_calls": bool(tool_dicts) and asked.may_call,
                 "max_tokens": asked.max_tokens,
                 "counts": asked.path == COUNT_TOKENS,
+                "wants_ids": bool(asked.body.get("return_token_ids")),
                 "ignored": asked.ignored,
             }
         )
@@ -269,7 +271,7 @@ class _Parsed(Parser):
         return deltas.popleft() if deltas else None
 
 
-def _deltas(message: Mapping[str, Any]) -> AsyncIterator[DeltaMessage] | Any:
+def _deltas(message: Mapping[str, Any]) -> Iterator[DeltaMessage]:
     """The events of a streamed message: its thought, its text, its calls."""
     if thought := message.get("reasoning_content"):
         yield DeltaMessage(reasoning=thought)
@@ -286,8 +288,7 @@ async def app_of(plan: Mapping[str, Any], driver: Driver) -> Guard:
     Args:
         plan: {"model": arguments of vLLM that say which model it is}
     """
-    name = plan["model"]["model"]
-    flags = ["--model", name, "--enable-auto-tool-choice", "--disable-fastapi-docs"]
+    flags = ["--model", plan["model"]["model"], "--served-model-name", NAME, "--enable-auto-tool-choice"]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
     model_config = AsyncEngineArgs(**plan["model"]).create_model_config()
     model_config.quantization = None  # nothing is computed here
@@ -299,7 +300,7 @@ async def app_of(plan: Mapping[str, Any], driver: Driver) -> Guard:
     state.openai_serving_chat.parser_cls = state.anthropic_serving_messages.parser_cls = _Parsed
     state.online_renderer.preprocess_chat = partial(_prompt, driver)
     logging.getLogger("vllm").setLevel(logging.CRITICAL)  # a traceback for each bad request
-    return Guard(app, driver, name)
+    return Guard(app, driver)
 
 
 class _Server(uvicorn.Server):

@@ -24,7 +24,9 @@ def play(
     coroutine: Callable[[Answer], Awaitable[Outcome]], turns: list[Any], limits: Limits = ROOMY
 ) -> tuple[Rollout, Script]:
     script = Script(turns)
-    played = play_coroutine(prompt(), 0, coroutine, generate=script, templates=Templates(), limits=limits)
+    played = play_coroutine(
+        prompt(), 0, lambda branches: coroutine(branches.answer), generate=script, templates=Templates(), limits=limits
+    )
     return asyncio.run(played), script
 
 
@@ -195,7 +197,7 @@ def test_turns_that_the_coroutine_does_not_wait_for_end_before_the_rollout_does(
 
     async def play_to_its_end() -> tuple[Rollout, int]:
         how: Any = {"generate": Slow(["one", "two"]), "templates": Templates(), "limits": ROOMY}
-        rollout = await play_coroutine(prompt(), 0, coroutine, **how)
+        rollout = await play_coroutine(prompt(), 0, lambda branches: coroutine(branches.answer), **how)
         return rollout, len(asyncio.all_tasks())
 
     rollout, tasks = asyncio.run(play_to_its_end())
