@@ -92,7 +92,11 @@ def test_a_program_gets_its_row_and_leaves_its_reward(tmp_path: Path) -> None:
         (REWARD + "left.write('\"1\"')", FailedError, "no finite number"),
         (REWARD + "left.write('{\"score\": [1]}')", FailedError, "the reward file holds no reward"),
         (REWARD + "left.write('[' * 100000)", FailedError, "the reward file holds no reward"),
-        ("import os\nfor _ in range(12): os.fork()\nimport time; time.sleep(100)", CallLimitError, "over 64 processes"),
+        (
+            "import os, time\nfor _ in range(100):\n    if os.fork() == 0: time.sleep(30)",
+            CallLimitError,
+            "over 64 processes",
+        ),
     ],
 )
 def test_a_program_that_fails_costs_its_rollout(tmp_path: Path, source: str, kind: type[Exception], says: str) -> None:
