@@ -65,7 +65,7 @@ class Endpoint:
     async def play(self, branches: Branches, run: Run) -> Outcome:
         """Run a program to its end, with the model behind a key of its own; raises as a session does."""
         async with self._starting:
-            if self._process is None or self._process.poll() is not None:
+            if self.pid is None:
                 await self._start()
         key = f"sk-{secrets.token_hex(24)}"
         self._branches[key] = branches
@@ -98,7 +98,7 @@ class Endpoint:
         except TimeoutError:
             ready = b""
         if not ready:
-            self.close()
+            self._process.kill()
             raise FailedError("the endpoint has not started; its own messages are above")
         self._begin(self._serve(reader))
 
@@ -163,8 +163,14 @@ class Endpoint:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while it runs."""
+        return None if self._process is None or self._process.poll() is not None else self._process.pid
+
     def close(self) -> None:
         """End the process."""
+        self._listening.close()
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -51,12 +51,24 @@ def _is_of_model(do: str, seat: _Seat) -> bool:
     return do == "call" or (do == "play" and seat.blocking)
 
 
-def _read_by(commands: Sequence[Sequence[str]]) -> list[str]:
-    """What programs need to read: the folders of the files that their commands name, and of their interpreters."""
-    paths = [Path(word).absolute() for command in commands for word in command[1:] if os.path.exists(word)]
-    programs = [Path(found) for command in commands if command and (found := shutil.which(command[0]))]
-    installed = {each.parents[1] for program in programs for each in (program.absolute(), program.resolve())}
-    return sorted({str(path if path.is_dir() else path.parent) for path in paths} | {str(path) for path in installed})
+def _read_by(commands: Sequence[Sequence[str]], python: str) -> list[str]:
+    """What programs need to read: the folders of the files that their commands name, and of their interpreters.
+
+    Raises:
+        ValueError: there is no such program.
+    """
+    readable: set[Path] = set()
+    for command in filter(None, commands):
+        found = shutil.which(python if command[0] == "python" else command[0])
+        if found is None:
+            raise ValueError(
+                f"environment.command={list(command)}: no program {command[0]} is there. Name one, such as "
+                "venv/bin/python, or python for the interpreter of the run."
+            )
+        readable |= {each.parents[1] for each in (Path(found).absolute(), Path(found).resolve())}
+        paths = [Path(word).absolute() for word in command[1:] if os.path.exists(word)]
+        readable |= {path if path.is_dir() else path.parent for path in paths}
+    return sorted(map(str, readable))
 
 
 class Hosts(Workers, Sessions):
@@ -108,7 +120,7 @@ class Hosts(Workers, Sessions):
             cpu_seconds=config.cpu_seconds,
             wall_seconds=config.wall_seconds,
             memory_mb=config.memory_mb,
-            grants=Grants(config.env, config.network, config.files, _read_by(commands), port),
+            grants=Grants(config.env, config.network, config.files, _read_by(commands, python), port),
             template=True,
             python=python,
             path=None if python == sys.executable else [os.getcwd()],

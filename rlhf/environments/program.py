@@ -18,6 +18,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,13 +38,15 @@ class Program:
     """Runs a command once for each rollout.
 
     Args:
-        command: arguments that name files are taken from where the run was started.
+        command: `python` is the interpreter of this process; words that name files are taken from where the run was
+            started.
         timeout_s: for a whole rollout.
         env: variables that it gets in addition.
     """
 
     def __init__(self, command: Sequence[str], timeout_s: float, env: Sequence[str]) -> None:
-        self._command = [os.path.abspath(word) if os.path.exists(word) else word for word in command]
+        words = [sys.executable if command[0] == "python" else command[0], *command[1:]]
+        self._command = [os.path.abspath(word) if os.path.exists(word) else word for word in words]
         self._timeout_s, self._env = timeout_s, tuple(env)
 
     def play(self, message: Mapping[str, Any], say_alive: Callable[[], None]) -> dict[str, Any]:

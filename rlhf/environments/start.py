@@ -95,7 +95,8 @@ class StartedEnvironments(Environments):
     @property
     def processes(self) -> dict[str, int]:
         """Name -> process id of the keeper of the processes."""
-        return {"environments": self.hosts.keeper.pid}
+        endpoint = self._endpoint.pid if self._endpoint is not None else None
+        return {"environments": self.hosts.keeper.pid, **({} if endpoint is None else {"endpoint": endpoint})}
 
     def close(self) -> None:
         """End every process."""
