@@ -116,8 +116,8 @@ class EnvironmentConfig(Section):
     def parts(self) -> dict[str, EnvironmentPart]:
         """All environments by the value of the column that chooses them; "" where there is one for all rows."""
         if self.name is not None:
-            how = {"options": self.options, "command": self.command, "timeout_s": self.timeout_s}
-            return {"": EnvironmentPart(name=self.name, **how)}
+            only = EnvironmentPart(name=self.name, options=self.options, command=self.command, timeout_s=self.timeout_s)
+            return {"": only}
         return self.by_name
 
     @property

@@ -333,8 +333,8 @@ def _environment_problems(config: GRPOConfig) -> Iterator[str]:
         )
     if config.tools and environment.has_programs:
         yield (
-            f"tools={list(config.tools)} with a program as environment: a program offers its own tools in its requests. "
-            "Remove the key."
+            f"tools={list(config.tools)} with a program as environment: a program offers its own tools in its "
+            "requests. Remove the key."
         )
     made = {source.label for source in (*config.data.train, *config.data.eval) if source.is_environment}
     compared = {part.name for label in made for part in config.reward.parts_of(label) if part.needs_answer}

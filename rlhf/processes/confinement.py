@@ -92,7 +92,11 @@ MACHINES = {
 }  # fmt: skip
 ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050000 | 13, 0x00050000 | 38  # with EACCES, with ENOSYS
 MSG_FASTOPEN = 0x20000000  # a send that connects, which Landlock does not judge
-TCP = {0: int(socket.AF_INET), 1: int(socket.SOCK_STREAM), 2: (0, ~socket.IPPROTO_TCP & 0xFFFFFFFF)}  # 0 or TCP
+TCP: dict[int, int | tuple[int, int]] = {
+    0: int(socket.AF_INET),
+    1: int(socket.SOCK_STREAM),
+    2: (0, ~socket.IPPROTO_TCP & 0xFFFFFFFF),
+}  # 0 or TCP
 CLONE3, CLONE_THREAD = 435, 0x10000  # the arguments of clone3 are in memory, which a filter cannot read
 
 NO_NETWORK = "this code has no network. If it needs one, set `network: true` next to its name"
