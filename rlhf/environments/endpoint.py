@@ -26,7 +26,6 @@ from rlhf.environments.turns import FailedError
 from rlhf.processes.channel import MAX_BYTES
 from rlhf.types import Outcome
 
-START_S = 300.0  # it imports vLLM, on cores that engines and learners use too
 BACKLOG = 1024
 MAX_CHARS_PER_TOKEN = 16  # of a request that is rendered at all; rendering holds up the driver
 LOOPBACK = "127.0.0.1"
@@ -52,7 +51,7 @@ class Endpoint:
                 "max_model_len": config.max_sequence_tokens,
             }
         }
-        self._say = say
+        self._say, self._start_s = say, config.cluster.start_deadline_s
         self._listening = socket.create_server((host, 0), backlog=BACKLOG)
         self.host, self.port = self._listening.getsockname()[:2]
         self._process: subprocess.Popen[bytes] | None = None
@@ -94,12 +93,15 @@ class Endpoint:
             stdin.write(json.dumps(self._plan).encode())
         reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_BYTES)
         try:
-            ready = await asyncio.wait_for(reader.readline(), START_S)
+            ready = await asyncio.wait_for(reader.readline(), self._start_s)
         except TimeoutError:
             ready = b""
         if not ready:
             self._process.kill()
-            raise FailedError("the endpoint has not started; its own messages are above")
+            raise FailedError(
+                f"the endpoint has not started within cluster.start_deadline_s={self._start_s:g} s, or has ended; its "
+                "own messages are above"
+            )
         self._begin(self._serve(reader))
 
     async def _serve(self, reader: asyncio.StreamReader) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from waiting import STACK_WAIT_S
 from worlds import make_config
 
 from rlhf.data.dialogue import Dialogue
@@ -83,7 +84,7 @@ class World:
             prompt, 0, lambda branches: self.endpoint.play(branches, run),
             generate=generate, templates=self.dialogue, limits=limits,
         )  # fmt: skip
-        rollout = asyncio.run_coroutine_threadsafe(play, self.loop).result(400)
+        rollout = asyncio.run_coroutine_threadsafe(play, self.loop).result(STACK_WAIT_S)
         if not returned:
             raise AssertionError(rollout.facts)
         return rollout, returned[0]
