@@ -48,6 +48,10 @@ from rlhf.types import Outcome, Prompt, Rollout
 MAX_REFUSED = 1000  # turns past a limit that a coroutine may ask for: one that does not look at them never ends
 
 
+class TooLongError(FailedError):
+    """A context is longer than a sequence may be."""
+
+
 class Play(Protocol):
     """Runs the coroutine or program to its end; `branches` has the turns that it asks for. Raises as a session does."""
 
@@ -225,7 +229,7 @@ class Branches:
         if len(token_ids) >= self.limits.max_sequence_tokens:
             if self.sampled:
                 return None
-            raise FailedError(
+            raise TooLongError(
                 f"`generate` was called with {len(token_ids)} tokens, and a sequence has at most "
                 f"{self.limits.max_sequence_tokens}: data.max_prompt_tokens and rollout.max_rollout_tokens. Raise them."
             )

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.environments.branches import Branches
+from rlhf.environments.branches import Branches, TooLongError
 from rlhf.environments.turns import FailedError
 from rlhf.processes.channel import MAX_BYTES
 from rlhf.types import Outcome
@@ -57,7 +57,7 @@ class Endpoint:
         self._process: subprocess.Popen[bytes] | None = None
         self._starting = asyncio.Lock()
         self._branches: dict[str, Branches] = {}
-        self._ended: dict[str, asyncio.Future[Outcome]] = {}  # of programs, for when the process dies
+        self._lost: dict[str, asyncio.Future[Outcome]] = {}  # why a rollout cannot go on
         self._tasks: set[asyncio.Task[None]] = set()
         self._ignored: set[str] = set()
 
@@ -68,14 +68,14 @@ class Endpoint:
                 await self._start()
         key = f"sk-{secrets.token_hex(24)}"
         self._branches[key] = branches
-        lost = self._ended[key] = asyncio.get_running_loop().create_future()
+        lost = self._lost[key] = asyncio.get_running_loop().create_future()
         self._send({"open": key})
         program = asyncio.ensure_future(run({"url": f"http://{self.host}:{self.port}", "key": key}))
         try:
             await asyncio.wait({program, lost}, return_when=asyncio.FIRST_COMPLETED)
-            return (program if program.done() else lost).result()
+            return (lost if lost.done() else program).result()
         finally:
-            del self._branches[key], self._ended[key]
+            del self._branches[key], self._lost[key]
             self._send({"close": key})
             program.cancel()
             lost.cancel()
@@ -109,12 +109,21 @@ class Endpoint:
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
                 self._begin(self._answer(json.loads(line)))
-        for lost in list(self._ended.values()):
-            if not lost.done():
-                lost.set_exception(FailedError("the process of the endpoint has ended"))
+        for key in list(self._lost):
+            self._lose(key, FailedError("the process of the endpoint has ended"))
+
+    def _lose(self, key: str, error: Exception) -> None:
+        """End a rollout with an error, which `play` raises."""
+        if (lost := self._lost.get(key)) and not lost.done():
+            lost.set_exception(error)
 
     async def _answer(self, request: Mapping[str, Any]) -> None:
-        self._send({"answer": request["ask"], **await self._answered(request)})
+        try:
+            answer = await self._answered(request)
+        except Exception as error:  # of the engines, or the run
+            self._lose(request["session"], error)
+            answer = _refused("the rollout of this key has ended")
+        self._send({"answer": request["ask"], **answer})
 
     async def _answered(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The turn that a program asks for, or what is wrong with its request."""
@@ -138,7 +147,7 @@ class Endpoint:
                 }
             )
         except FailedError as error:  # the program may go on
-            return _refused(str(error))
+            return _refused(full, full_context=True) if isinstance(error, TooLongError) else _refused(str(error))
         if turn.completion is None:
             return _refused(full, full_context=True)
         completion, prompt_ids = turn.completion, turn.prompt_ids
