@@ -103,7 +103,7 @@ class Branches:
     refused: int = 0  # turns past a limit
     kinds: Counter[str] = field(default_factory=Counter)
     asked: set[tuple[str, ...]] = field(default_factory=set)  # the units of every request
-    call_ids: set[str] = field(default_factory=set)  # of the calls in its turns
+    calls: dict[str, Any] = field(default_factory=dict)  # those in its turns by id, in a form that compares
     answering: set[asyncio.Task[Any] | None] = field(default_factory=set)
     turn_ended: asyncio.Condition = field(default_factory=asyncio.Condition)
     ended: bool = False
@@ -161,7 +161,7 @@ class Branches:
         prompt_ids, texts = log.token_ids, tuple(text for text, _ in units)
         completion = await self._sampled(request, log, budget)
         message = dict(completion.message or {"role": "assistant", "content": ""})
-        self.call_ids |= {call["id"] for call in message.get("tool_calls") or ()}
+        self.calls |= {call["id"]: self._call(call) for call in message.get("tool_calls") or ()}
         if completion.finish_reason != "stop" and len(completion.token_ids) != asked:  # else as the coroutine wanted it
             self.played.end_cut(completion.finish_reason, budget, self.limits)
         self.played.messages += [*map(_with_text, _new_messages(messages)), message]
@@ -271,7 +271,7 @@ class Branches:
         """What compares of messages, and the message that each is of: a block of text, or a whole other message.
 
         Clients add and drop fields, cut spaces at the end of what the model said, leave its thoughts out, and make one
-        message of several of a user. A call is known by the id that it was given here, or else by name and arguments.
+        message of several of a user. A call is known by the id that it got here.
         """
         return [
             (json.dumps([message["role"], text, calls], sort_keys=True), number)
@@ -281,8 +281,8 @@ class Branches:
         ]
 
     def _call(self, call: Mapping[str, Any]) -> Any:
-        if call.get("id") in self.call_ids:
-            return call["id"]
+        if (id_ := call.get("id")) in self.calls:
+            return self.calls[id_]
         return {"name": call["function"]["name"], "arguments": _parsed(call["function"].get("arguments"))}
 
 
