@@ -28,6 +28,7 @@ ON_THE_STACK = {
     "cluster/session.py": "ray",
     "learner/deepspeed_settings.py": "deepspeed",
     "learner/rank.py": "deepspeed",
+    "rollout/endpoint.py": "vllm",
     "rollout/engine.py": "vllm",
     "rollout/messages.py": "vllm",
     "weights/receivers.py": "vllm",

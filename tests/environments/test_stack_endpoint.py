@@ -101,7 +101,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     thread.start()
     endpoint = Endpoint(config, print)
     dialogue = Dialogue(tokenizer, stop_ids=stop_token_ids(config.model.path, tokenizer))
-    yield World(endpoint, loop, tokenizer, dialogue)
+    started = World(endpoint, loop, tokenizer, dialogue)
+    started.played(lambda url, key: post(url, key, "/v1/chat/completions", messages=[USER]), [])  # outlives each test
+    yield started
     endpoint.close()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
