@@ -41,7 +41,7 @@ class RefusedError(Exception):
     def body(self, path: str) -> dict[str, Any]:
         """The error as the API of this path writes it."""
         kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
-        kind = kinds.get(self.status, "invalid_request_error")
+        kind = kinds.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         if path.startswith(MESSAGES):
             return {"type": "error", "error": {"type": kind, "message": self.message}}
         code = "context_length_exceeded" if self.full_context else "invalid_api_key" if self.status == 401 else None
@@ -62,6 +62,14 @@ class Asked:
     max_tokens: int | None
     may_call: bool
     ignored: tuple[str, ...]
+
+
+def message_of(body: bytes) -> str:
+    """What the app says in the body of an error."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return "the request cannot be answered"
 
 
 def check_size(size: int) -> None:
@@ -125,9 +133,12 @@ def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     they are JSON, which templates want.
 
     Raises:
-        RefusedError: a content is no text.
+        RefusedError: a content is no text, or a message cannot be read.
     """
-    return [_plain(message if isinstance(message, dict) else message.model_dump()) for message in messages]
+    try:
+        return [_plain(message if isinstance(message, dict) else message.model_dump()) for message in messages]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "a message cannot be read") from None
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,16 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from rlhf.processes.channel import MAX_BYTES
 from rlhf.processes.outside import die_with_parent
-from rlhf.rollout.chat import COUNT_TOKENS, ROUTES, Asked, RefusedError, asked_of, check_size, plain_messages
+from rlhf.rollout.chat import (
+    COUNT_TOKENS,
+    ROUTES,
+    Asked,
+    RefusedError,
+    asked_of,
+    check_size,
+    message_of,
+    plain_messages,
+)
 
 KEEP_ALIVE_S = 600.0  # an idle connection of an agent that works meanwhile
 REMEMBERED = 10_000  # tokens of ended rollouts: a late request is told that its rollout has ended
@@ -138,13 +147,20 @@ class Guard:
         async def receive_body() -> Any:
             return waiting.popleft() if waiting else await receive()
 
-        async def send_or_refuse(message: Any) -> None:
-            if request.refused is None:
-                await send(message)
-            elif message["type"] == "http.response.start":  # in place of how the app would say it
-                await _answer(request.refused, scope["path"], send)
+        failed: list[int] = []
 
-        await self._app(scope, receive_body, send_or_refuse)
+        async def send_as_api(message: Any) -> None:
+            """Errors in the form of the API, whatever part of the app has found them."""
+            if message["type"] == "http.response.start" and message["status"] >= HTTPStatus.BAD_REQUEST:
+                failed.append(message["status"])
+            elif not failed:
+                await send(message)
+            elif not message.get("more_body"):
+                status = HTTPStatus(failed[0])
+                error = request.refused or RefusedError(status, message_of(message.get("body", b"")))
+                await _answer(error, scope["path"], send)
+
+        await self._app(scope, receive_body, send_as_api)
 
     def _token(self, scope: Scope) -> str:
         """The token of an open rollout; raises RefusedError."""

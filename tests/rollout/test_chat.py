@@ -16,6 +16,7 @@ from rlhf.rollout.chat import (
     RefusedError,
     asked_of,
     check_size,
+    message_of,
     plain_messages,
 )
 
@@ -113,6 +114,17 @@ def test_messages_become_texts() -> None:
         {"role": "tool", "content": "a", "tool_call_id": "c1"},
         {"role": "assistant", "content": "x", "reasoning_content": "hm"},
     ]
+
+
+@pytest.mark.parametrize("message", [{}, {"role": "user", "content": 3}, {"role": "assistant", "tool_calls": [1]}, 5])
+def test_a_message_that_cannot_be_read_is_refused(message: Any) -> None:
+    with pytest.raises(RefusedError):
+        plain_messages([message])
+
+
+def test_what_the_app_says_of_an_error_is_kept() -> None:
+    assert message_of(b'{"error": {"message": "no"}}') == "no"
+    assert message_of(b"<html>") == message_of(b"[]") == "the request cannot be answered"
 
 
 def test_an_image_is_refused() -> None:
