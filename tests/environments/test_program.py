@@ -93,7 +93,7 @@ def test_a_program_gets_its_row_and_leaves_its_reward(tmp_path: Path) -> None:
         (REWARD + "left.write('{\"score\": [1]}')", FailedError, "the reward file holds no reward"),
         (REWARD + "left.write('[' * 100000)", FailedError, "the reward file holds no reward"),
         (
-            "import os, time\nfor _ in range(100):\n    if os.fork() == 0: time.sleep(30)",
+            "import os, time\nfor _ in range(100):\n    if os.fork() == 0: time.sleep(30); os._exit(0)\ntime.sleep(30)",
             CallLimitError,
             "over 64 processes",
         ),
