@@ -190,7 +190,10 @@ class Branches:
 
     def count(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> int:
         """Tokens of a conversation, nothing of which is sampled."""
-        return len(self._ids({"messages": messages, "tools": tools}))
+        try:
+            return len(self._ids({"messages": messages, "tools": tools}))
+        except Exception as error:  # a template may raise anything about messages
+            raise FailedError(f"the messages cannot be rendered: {error}") from None
 
     def _left(self) -> int:
         """Tokens of the rollout that are neither sampled nor promised."""
