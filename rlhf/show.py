@@ -111,6 +111,8 @@ def _head(row: Row) -> str:
         reward += f" ({', '.join(f'{printable(name)} {shown_reward(value)[0]}' for name, value in parts.items())})"
     cells = [f"sample {row['sample']}: reward {reward}", f"advantage {row['advantage']:.3g}", row["status"]]
     cells += [row["finish_reason"], f"{row['response_tokens']} tokens"]
+    if calls := row.get("facts", {}).get("calls"):
+        cells.append(f"requests: {', '.join(f'{count} {printable(kind)}' for kind, count in calls.items())}")
     if row["extracted"] or states_no_answer(row):
         cells.append(f"extracted {printable(row['extracted']) or 'nothing'}")
     return ", ".join(cells)

@@ -244,7 +244,12 @@ class Cluster:
         return new
 
     async def host_environments(self, spread: Spread) -> None:
-        """Run environments on every other node too, until the end; ValueError names a node that cannot load them."""
+        """Run environments on every other node too, until the end; ValueError names a node that cannot load them.
+
+        Programs run on this node alone: their endpoint listens on loopback.
+        """
+        if spread.here.config.has_programs:
+            return
         nodes = EnvironmentNodes(spread, self.config.cluster)
         if nodes.group.actors:
             self._groups[HOST] = nodes.group

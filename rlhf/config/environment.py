@@ -1,10 +1,11 @@
 """The `environment` section and the list `tools`: what a model may act on, and the limits of the processes it runs in.
 
-Three spellings of an environment mean the same; the fourth has several, chosen by the column `environment` of a row:
+Three spellings of an environment mean the same; the last one has several, chosen by the column `environment` of a row:
 
     environment: my.module:Class
     environment: {name: my.module:Class, options: {level: 3}}
     environment: {name: my.module:play}                         a coroutine that gets `generate`
+    environment: {name: program, command: [python, agent.py]}   a program that speaks to the model over HTTP
     environment: {by_name: {chess: my.module:Chess, sums: {name: calculator}}}
 """
 
@@ -16,21 +17,41 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 
 from rlhf.config.base import USER_CODE, FilePath, Fraction, Section, key, suggest
 
-BUILT_IN = ("calculator", "python")
+PROGRAM = "program"
+TOOLS = ("calculator", "python")
+BUILT_IN = (*TOOLS, PROGRAM)
+
+
+COMMAND = "of name: program: what is started for each rollout, such as [venv/bin/python, agent.py]"
+TIMEOUT = "seconds that a program may take for its rollout by the clock"
 
 
 class EnvironmentPart(Section):
     """One environment: its class, coroutine or built-in tool, and the arguments with which it is made."""
 
     name: FilePath = Field(
-        description="your.module:Class, your.module:coroutine, a/file.py:Class, calculator or python"
+        description="your.module:Class, your.module:coroutine, a/file.py:Class, calculator, python or program"
     )
     options: dict[str, Any] = key({}, "keyword arguments of the class")
+    command: tuple[str, ...] = key((), COMMAND, strict=False)
+    timeout_s: PositiveFloat = key(600.0, TIMEOUT)
 
     @field_validator("name")
     @classmethod
     def _names_something(cls, value: str) -> str:
         return checked_name(value, "environment.name")
+
+    @model_validator(mode="after")
+    def _has_a_command(self) -> Self:
+        if (self.name == PROGRAM) != bool(self.command):
+            missing = "a command" if self.name == PROGRAM else f"name: {PROGRAM}"
+            raise ValueError(
+                f"environment.name={self.name} with command={list(self.command)}: {missing} is missing. Write {{name: "
+                "program, command: [python, agent.py]}."
+            )
+        if self.name == PROGRAM and self.options:
+            raise ValueError(f"environment.options={self.options} of a program: it takes none. Put them into command.")
+        return self
 
 
 class EnvironmentConfig(Section):
@@ -40,6 +61,8 @@ class EnvironmentConfig(Section):
         None, f"your.module:Class, your.module:coroutine, a/file.py:Class, or {' or '.join(BUILT_IN)}; null: none"
     )
     options: dict[str, Any] = key({}, "keyword arguments of the class")
+    command: tuple[str, ...] = key((), COMMAND, strict=False)
+    timeout_s: PositiveFloat = key(600.0, TIMEOUT)
     by_name: dict[str, EnvironmentPart] = key({}, "several environments; the row's column `environment` names its own")
     weight: float = key(1.0, "factor of the environment's own reward in the sum")
     processes: PositiveInt = key(64, "processes for environments on each node; a rollout waits until one is free")
@@ -84,23 +107,31 @@ class EnvironmentConfig(Section):
             raise ValueError(
                 f"environment.options={self.options} without environment.name: nothing would get them. Name the class."
             )
+        if self.command and self.name is None:
+            raise ValueError(f"environment.command={list(self.command)} without environment.name. Set it to program.")
+        _ = self.parts  # checks them
         return self
 
     @property
     def parts(self) -> dict[str, EnvironmentPart]:
         """All environments by the value of the column that chooses them; "" where there is one for all rows."""
         if self.name is not None:
-            return {"": EnvironmentPart(name=self.name, options=self.options)}
+            only = EnvironmentPart(name=self.name, options=self.options, command=self.command, timeout_s=self.timeout_s)
+            return {"": only}
         return self.by_name
 
+    @property
+    def has_programs(self) -> bool:
+        return any(part.name == PROGRAM for part in self.parts.values())
 
-def checked_name(name: str, key: str) -> str:
+
+def checked_name(name: str, key: str, built_in: tuple[str, ...] = BUILT_IN) -> str:
     """The name of a class, coroutine, function or built-in tool; ValueError if it has another form."""
-    if name in BUILT_IN or USER_CODE.fullmatch(name):
+    if name in built_in or USER_CODE.fullmatch(name):
         return name
     form = "not of the form package.module:name or path/to/file.py:name"
     reason = form if ":" in name else "there is no such environment or tool"
-    raise ValueError(f"{key}={name!r}: {reason}. {suggest(name, BUILT_IN)}")
+    raise ValueError(f"{key}={name!r}: {reason}. {suggest(name, built_in)}")
 
 
 def tool_names(value: Any) -> tuple[str, ...]:
@@ -109,7 +140,7 @@ def tool_names(value: Any) -> tuple[str, ...]:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"tools={value!r}: not a list of names. Write [your.module:function, calculator].")
     for index, name in enumerate(names):
-        checked_name(name, f"tools.{index}")
+        checked_name(name, f"tools.{index}", TOOLS)
         if name in names[:index]:
             raise ValueError(f"tools.{index}={name!r}: named twice. Keep one.")
     return tuple(names)

@@ -1,4 +1,4 @@
-"""The rollout of a coroutine: `async def play(row, generate)` asks for turns, one after another or many at once.
+"""The rollout of a coroutine or a program, which asks for turns, one after another or many at once.
 
 Each request names its context, as messages or as ids. A context that goes on from a known one is appended to that log,
 with the ids that were sampled; one that leaves it earlier, or leaves it a second time, begins a sequence of its own
@@ -8,13 +8,21 @@ rendered, and begins a sequence as a prompt does.
     play: generate([user]) ──> log 1: prompt, turn 1
           generate([user, turn 1, critique])  ──> log 1 goes on: critique, turn 2
           generate([user, turn 1, question])  ──> log 2: the ids of log 1 up to turn 1, question, turn 2'
+
+Each request is counted by its kind (`calls` of the facts):
+
+    first, continued        begins the rollout; goes on from a turn
+    parallel, retried       is asked for while others are sampled; asks once more for what was answered
+    branched, rewritten     goes on otherwise from a turn that was gone on from; shares its first message with another
+    separate                shares nothing: a title, a summary, another agent
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,16 +41,35 @@ from rlhf.environments.turns import (
     check_size,
     failed_rollout,
 )
+from rlhf.rollout.requests import Completion
 from rlhf.rollout.token_log import TokenLog
 from rlhf.types import Outcome, Prompt, Rollout
 
 MAX_REFUSED = 1000  # turns past a limit that a coroutine may ask for: one that does not look at them never ends
 
 
-class Play(Protocol):
-    """Runs the coroutine to its end; `answer` gives the turn that it asks for. Raises as a session does."""
+class TooLongError(FailedError):
+    """A context is longer than a sequence may be."""
 
-    def __call__(self, answer: Callable[[Mapping[str, Any]], Awaitable[Message]]) -> Awaitable[Outcome]: ...
+
+class Play(Protocol):
+    """Runs the coroutine or program to its end; `branches` has the turns that it asks for. Raises as a session does."""
+
+    def __call__(self, branches: Branches) -> Awaitable[Outcome]: ...
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn that was asked for.
+
+    Attributes:
+        completion: None for a turn past a limit: it says nothing.
+        prompt_ids: [P] int32, what it was sampled after.
+    """
+
+    message: Message
+    completion: Completion | None
+    prompt_ids: np.ndarray
 
 
 @dataclass
@@ -51,7 +78,7 @@ class _Context:
 
     log: TokenLog
     length: int
-    messages: tuple[str, ...] | None  # up to here, in a form that compares; None: the request named ids
+    messages: tuple[str, ...] | None  # the units up to here (`_units`); None: the request named ids
     continued: bool = False
 
     def begins(self, request: Mapping[str, Any], messages: tuple[str, ...]) -> bool:
@@ -74,11 +101,22 @@ class Branches:
     sampled: int = 0  # tokens of all turns
     promised: int = 0  # tokens that the turns in progress may still get
     refused: int = 0  # turns past a limit
+    kinds: Counter[str] = field(default_factory=Counter)
+    asked: set[tuple[str, ...]] = field(default_factory=set)  # the units of every request
+    calls: dict[str, Any] = field(default_factory=dict)  # those in its turns by id, in a form that compares
     answering: set[asyncio.Task[Any] | None] = field(default_factory=set)
     turn_ended: asyncio.Condition = field(default_factory=asyncio.Condition)
     ended: bool = False
 
     async def answer(self, request: Mapping[str, Any]) -> Message:
+        """The turn that a coroutine asks for; the message has finish_reason and token_ids too."""
+        turn = await self.turn(request)
+        if turn.completion is None:
+            return {**turn.message, "finish_reason": "length", "token_ids": []}
+        token_ids = turn.completion.token_ids.tolist()
+        return {**turn.message, "finish_reason": turn.completion.finish_reason, "token_ids": token_ids}
+
+    async def turn(self, request: Mapping[str, Any]) -> Turn:
         """`_answer`, counted while it is sampled."""
         if self.ended:
             raise FailedError("the coroutine has ended")
@@ -95,8 +133,8 @@ class Branches:
         if waiting := [task for task in self.answering if task is not None]:
             await asyncio.wait(waiting)
 
-    async def _answer(self, request: Mapping[str, Any]) -> Message:
-        """The turn after `messages` (and `tools`) or `token_ids`; the message has finish_reason and token_ids too."""
+    async def _answer(self, request: Mapping[str, Any]) -> Turn:
+        """The turn after `messages` (and `tools`) or `token_ids`."""
         most, asked = self.limits.max_response_tokens, request.get("max_tokens")
         if asked is not None:
             if not isinstance(asked, int) or asked < 1:
@@ -109,9 +147,10 @@ class Branches:
         budget = min(most, self._left())
         try:
             key = "data.max_prompt_tokens + rollout.max_rollout_tokens"
-            check_size(request.get("messages") or (), most=self.limits.max_sequence_tokens, key=key)
-            messages = tuple(map(_comparable, request.get("messages") or ()))
-            log = self._log_of(request, messages)
+            messages = request.get("messages") or ()
+            check_size(messages, most=self.limits.max_sequence_tokens, key=key)
+            units = self._units(messages)
+            log = self._log_of(request, units)
         except FailedError:
             raise
         except Exception as error:  # the context is the coroutine's, and a template may raise anything about it
@@ -119,32 +158,50 @@ class Branches:
         if log is None:
             return self._refuse("max_rollout_tokens")
         budget = min(budget, self.limits.max_sequence_tokens - len(log))
+        prompt_ids, texts = log.token_ids, tuple(text for text, _ in units)
+        completion = await self._sampled(request, log, budget)
+        message = dict(completion.message or {"role": "assistant", "content": ""})
+        self.calls |= {call["id"]: self._call(call) for call in message.get("tool_calls") or ()}
+        if completion.finish_reason != "stop" and len(completion.token_ids) != asked:  # else as the coroutine wanted it
+            self.played.end_cut(completion.finish_reason, budget, self.limits)
+        self.played.messages += [*map(_with_text, _new_messages(messages)), message]
+        if "token_ids" in request:
+            self.contexts.append(_Context(log, len(log.token_ids), None))
+        elif self.templates.can_go_on(completion.token_ids):  # messages can be joined here
+            ended = (*texts, *(text for text, _ in self._units([message])))
+            self.contexts.append(_Context(log, len(log.token_ids), ended))
+        return Turn(message, completion, prompt_ids)
+
+    async def _sampled(self, request: Mapping[str, Any], log: TokenLog, budget: int) -> Completion:
+        """Have the next turn of a log sampled, and append it."""
         turn = self.played.turns
         self.played.turns += 1
         self.promised += budget
         try:
-            completion = await self.generate(log.token_ids, max_tokens=budget, turn=turn, recorded=log.recorded)
+            offered = {"offered": request["offered"]} if "offered" in request else {}
+            completion = await self.generate(
+                log.token_ids, max_tokens=budget, turn=turn, recorded=log.recorded, **offered
+            )
             log.add_sampled(completion)
             self.sampled += len(completion.token_ids)
         finally:
             self.promised -= budget
             async with self.turn_ended:
                 self.turn_ended.notify_all()
-        message = dict(completion.message or {"role": "assistant", "content": ""})
-        if completion.finish_reason != "stop" and len(completion.token_ids) != asked:  # else as the coroutine wanted it
-            self.played.end_cut(completion.finish_reason, budget, self.limits)
-        self.played.messages += [*_new_messages(request), message]
-        if "token_ids" in request:
-            self.contexts.append(_Context(log, len(log.token_ids), None))
-        elif self.templates.can_go_on(completion.token_ids):  # messages can be joined here
-            self.contexts.append(_Context(log, len(log.token_ids), (*messages, _comparable(message))))
-        return {**message, "finish_reason": completion.finish_reason, "token_ids": completion.token_ids.tolist()}
+        return completion
+
+    def count(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> int:
+        """Tokens of a conversation, nothing of which is sampled."""
+        try:
+            return len(self._ids({"messages": messages, "tools": tools}))
+        except Exception as error:  # a template may raise anything about messages
+            raise FailedError(f"the messages cannot be rendered: {error}") from None
 
     def _left(self) -> int:
         """Tokens of the rollout that are neither sampled nor promised."""
         return self.limits.max_rollout_tokens - self.sampled - self.promised
 
-    def _refuse(self, why: str) -> Message:
+    def _refuse(self, why: str) -> Turn:
         """A turn past a limit: it says nothing."""
         self.played.end("length", why)
         self.refused += 1
@@ -152,21 +209,23 @@ class Branches:
             raise FailedError(
                 f"the coroutine goes on asking for turns after {why}. End it when a turn's finish_reason is `length`."
             )
-        return {"role": "assistant", "content": "", "finish_reason": "length", "token_ids": []}
+        return Turn({"role": "assistant", "content": ""}, None, np.empty(0, np.int32))
 
-    def _log_of(self, request: Mapping[str, Any], messages: tuple[str, ...]) -> TokenLog | None:
+    def _log_of(self, request: Mapping[str, Any], units: Sequence[tuple[str, int]]) -> TokenLog | None:
         """The log that the request goes on with, its ids appended up to where the engine is to go on.
 
         None if there is no room for another token; FailedError if the engine would refuse the ids.
         """
-        known = [context for context in self.contexts if context.begins(request, messages)]
+        texts = tuple(text for text, _ in units)
+        known = [context for context in self.contexts if context.begins(request, texts)]
         context = max(known, key=lambda context: context.length, default=None)
         if context is None:
             more = self._ids(request)
         elif "token_ids" in request:
             more = np.asarray(request["token_ids"][context.length :], np.int32)
         else:
-            new = request["messages"][len(context.messages or ()) :]
+            rest = units[len(context.messages or ()) :]
+            new = [_with_text(message) for message in request["messages"][rest[0][1] :]] if rest else []
             after = int(context.log.token_ids[context.length - 1])
             more = self.templates.suffix(new, request.get("tools"), after=after) if new else np.empty(0, np.int32)
         if (context is None and not len(more)) or ((more < 0) | (more >= self.limits.vocabulary)).any():
@@ -175,10 +234,12 @@ class Branches:
         if len(token_ids) >= self.limits.max_sequence_tokens:
             if self.sampled:
                 return None
-            raise FailedError(
+            raise TooLongError(
                 f"`generate` was called with {len(token_ids)} tokens, and a sequence has at most "
                 f"{self.limits.max_sequence_tokens}: data.max_prompt_tokens and rollout.max_rollout_tokens. Raise them."
             )
+        self.kinds[self._kind(context, texts)] += 1
+        self.asked.add(texts)
         if context is None or context.continued:
             return self._new_log(token_ids)
         context.continued = True
@@ -194,7 +255,40 @@ class Branches:
     def _ids(self, request: Mapping[str, Any]) -> np.ndarray:
         if "token_ids" in request:
             return np.asarray(request["token_ids"], np.int32)
-        return self.templates.prompt(request["messages"], request.get("tools"))
+        return self.templates.prompt(list(map(_with_text, request["messages"])), request.get("tools"))
+
+    def _kind(self, context: _Context | None, texts: tuple[str, ...]) -> str:
+        """What a request is to those before it; see above."""
+        if context is not None and not context.continued:
+            return "continued"
+        if not self.kinds:
+            return "first"
+        if self.promised:
+            return "parallel"
+        if texts in self.asked:
+            return "retried"
+        if context is not None:
+            return "branched"
+        opening = _opening(texts)
+        return "rewritten" if any(_opening(other) == opening for other in self.asked) else "separate"
+
+    def _units(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
+        """What compares of messages, and the message that each is of: a block of text, or a whole other message.
+
+        Clients add and drop fields, cut spaces at the end of what the model said, leave its thoughts out, and make one
+        message of several of a user. A call is known by the id that it got here.
+        """
+        return [
+            (json.dumps([message["role"], text, calls], sort_keys=True), number)
+            for number, message in enumerate(messages)
+            for calls in [[self._call(call) for call in message.get("tool_calls") or ()]]
+            for text in _texts(message)
+        ]
+
+    def _call(self, call: Mapping[str, Any]) -> Any:
+        if (id_ := call.get("id")) in self.calls:
+            return self.calls[id_]
+        return {"name": call["function"]["name"], "arguments": _parsed(call["function"].get("arguments"))}
 
 
 async def play_coroutine(
@@ -204,10 +298,10 @@ async def play_coroutine(
     branches = Branches(generate, templates, limits)
     played = branches.played
     try:
-        outcome = await play(branches.answer)
+        outcome = await play(branches)
         await branches.all_answered()
         if not branches.sampled:
-            raise FailedError("the coroutine has not called `generate`: there is nothing to train on.")
+            raise FailedError("nothing was asked of the model, so there is nothing to train on.")
     except CallLimitError as error:
         played.end("stop", CALL_LIMIT)
         outcome = Outcome(status=CALL_LIMIT, error=str(error))
@@ -218,16 +312,26 @@ async def play_coroutine(
     sequences = [sequence for log in branches.logs if (sequence := log.sequence()).response_length]
     if not sequences:
         return failed_rollout(prompt, sample, outcome.status, outcome.error)
+    played.calls = dict(branches.kinds)
     return played.rollout(prompt, sample, sequences, outcome)
 
 
-def _comparable(message: Mapping[str, Any]) -> str:
-    """Role, content and calls of a message; arguments compare as JSON, whatever their spelling."""
-    calls = [
-        {"name": call["function"]["name"], "arguments": _parsed(call["function"].get("arguments"))}
-        for call in message.get("tool_calls") or ()
-    ]
-    return json.dumps([message["role"], message.get("content") or "", calls], sort_keys=True)
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return [content.strip() if message["role"] == "assistant" else content]
+    return list(content)
+
+
+def _with_text(message: Mapping[str, Any]) -> Message:
+    """The message for a template: blocks of text on lines of their own."""
+    content = message.get("content")
+    return dict(message) if content is None or isinstance(content, str) else {**message, "content": "\n".join(content)}
+
+
+def _opening(texts: tuple[str, ...]) -> str | None:
+    """The first unit of a conversation that is no system prompt, which some agents write anew at every call."""
+    return next((text for text in texts if not text.startswith('["system"')), None)
 
 
 def _parsed(arguments: Any) -> Any:
@@ -237,8 +341,7 @@ def _parsed(arguments: Any) -> Any:
         return arguments
 
 
-def _new_messages(request: Mapping[str, Any]) -> Sequence[Message]:
+def _new_messages(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """The messages of a request since the model's last turn."""
-    messages = list(request.get("messages") or ())
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-    return messages[last + 1 :] if last >= 0 else messages
+    return messages[last + 1 :]

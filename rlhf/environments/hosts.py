@@ -20,6 +20,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlhf.config.environment import EnvironmentConfig
@@ -38,14 +39,43 @@ class _Seat:
 
     number: int
     blocking: bool
+    once: bool  # its process is not used again: what a program leaves running has to end
     worker: Worker | None = None  # None: it waits for one
     asked: dict[int, tuple[str, asyncio.Future[Any]]] = field(default_factory=dict)  # requests that have no answer yet
     waiting: list[dict[str, Any]] = field(default_factory=list)  # messages until it has a worker
     lost: Exception | None = None
 
 
+def _is_of_model(do: str, seat: _Seat) -> bool:
+    """Whether the model has asked for this work: a call, or a program, which has a process for itself."""
+    return do == "call" or (do == "play" and seat.blocking)
+
+
+def _read_by(commands: Sequence[Sequence[str]], python: str) -> list[str]:
+    """What programs need to read: the folders of the files that their commands name, and of their interpreters.
+
+    Raises:
+        ValueError: there is no such program.
+    """
+    readable: set[Path] = set()
+    for command in filter(None, commands):
+        found = shutil.which(python if command[0] == "python" else command[0])
+        if found is None:
+            raise ValueError(
+                f"environment.command={list(command)}: no program {command[0]} is there. Name one, such as "
+                "venv/bin/python, or python for the interpreter of the run."
+            )
+        readable |= {each.parents[1] for each in (Path(found).absolute(), Path(found).resolve())}
+        paths = [Path(word).absolute() for word in command[1:] if os.path.exists(word)]
+        readable |= {path if path.is_dir() else path.parent for path in paths}
+    return sorted(map(str, readable))
+
+
 class Hosts(Workers, Sessions):
     """The processes of a run's environments on this node; one event loop at a time opens sessions.
+
+    Args:
+        port: of the endpoint, which programs may connect to.
 
     Raises:
         ValueError: a class or function cannot be loaded or offered to a model, and why.
@@ -56,14 +86,20 @@ class Hosts(Workers, Sessions):
     end_s = 2.0  # for the `close()` of the instances
 
     def __init__(
-        self, config: EnvironmentConfig, tools: Sequence[str] = (), *, say: Callable[[str], None] = to_stderr
+        self,
+        config: EnvironmentConfig,
+        tools: Sequence[str] = (),
+        *,
+        say: Callable[[str], None] = to_stderr,
+        port: int = 0,
     ) -> None:
         Sessions.__init__(self, config, {})
         self.tools = tools
         parts = {value: part.model_dump() for value, part in config.parts.items()} or {
             "": {"name": None, "options": {}}
         }
-        hello = {"environments": parts, "tools": list(tools), "wall_seconds": config.wall_seconds}
+        hello = {"environments": parts, "tools": list(tools), "wall_seconds": config.wall_seconds, "env": config.env}
+        commands = [part.command for part in config.parts.values()]
         names = [*(part["name"] or "" for part in parts.values()), *tools]
         self._waiting: deque[_Seat] = deque()
         self._seats: dict[int, _Seat] = {}
@@ -84,7 +120,7 @@ class Hosts(Workers, Sessions):
             cpu_seconds=config.cpu_seconds,
             wall_seconds=config.wall_seconds,
             memory_mb=config.memory_mb,
-            grants=Grants(config.env, config.network, config.files),
+            grants=Grants(config.env, config.network, config.files, _read_by(commands, python), port),
             template=True,
             python=python,
             path=None if python == sys.executable else [os.getcwd()],
@@ -115,8 +151,8 @@ class Hosts(Workers, Sessions):
     def _ask(self, session: int, message: dict[str, Any], future: asyncio.Future[Any]) -> None:
         seat = self._seats.get(session)
         if seat is None and "environment" in message:
-            blocking = self.about[message["environment"]]["blocking"]
-            seat = self._seats[session] = _Seat(session, blocking)
+            about = self.about[message["environment"]]
+            seat = self._seats[session] = _Seat(session, about["blocking"], once=about["program"])
             self._waiting.append(seat)
         if seat is None or seat.lost is not None:
             self._resolve(future, FailedError("the session has ended") if seat is None else seat.lost)
@@ -144,7 +180,7 @@ class Hosts(Workers, Sessions):
         if worker is None or worker.doomed:
             return
         del worker.work[session]
-        if broken and seat.blocking:  # it may compute for ever, or hold memory for good
+        if seat.once or (broken and seat.blocking):  # it may compute for ever, or hold memory for good
             self.kill(worker, DIED)
             return
         self.send(worker, {"session": session, "do": "close", "broken": broken})
@@ -212,7 +248,7 @@ class Hosts(Workers, Sessions):
         do, future = seat.asked.pop(message["id"])
         if "error" not in message:
             self._resolve(future, message["result"])
-        elif message["limit"] and do == "call":
+        elif message["limit"] and _is_of_model(do, seat):
             self._resolve(future, CallLimitError(str(message["error"])))
         else:
             self._resolve(future, FailedError(f"{do}: {message['error']}"))
@@ -224,7 +260,7 @@ class Hosts(Workers, Sessions):
         asking = [seat for seat in seats if seat.asked]
         for seat in seats:
             do = next((do for do, _ in seat.asked.values()), "between calls")
-            if over_limit and do == "call" and len(asking) == 1:
+            if over_limit and _is_of_model(do, seat) and len(asking) == 1:
                 seat.lost = CallLimitError(detail)
             else:
                 seat.lost = FailedError(f"{do}: {detail}")

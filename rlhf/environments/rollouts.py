@@ -13,7 +13,8 @@ import numpy as np
 
 from rlhf.config.data import OPENS_THOUGHT
 from rlhf.config.grpo import GRPOConfig
-from rlhf.environments.branches import play_coroutine
+from rlhf.environments.branches import Play, play_coroutine
+from rlhf.environments.endpoint import Endpoint
 from rlhf.environments.turns import (
     FAILED,
     CallLimitError,
@@ -39,10 +40,13 @@ class OpenSession(Session, Protocol):
     """A session that was opened, with what its reset said; `plays` if a coroutine drives the rollout instead."""
 
     plays: bool
+    is_program: bool
     opening: list[Message] | None  # messages that the reset made; None: those of the row
     text: str  # of the reset, added to the last user message
 
     async def play(self, answer: Any) -> Any: ...
+
+    async def run(self, endpoint: Mapping[str, str]) -> Any: ...
 
     async def close(self) -> None: ...
 
@@ -61,13 +65,21 @@ class Environments:
     Args:
         parsing: how the engines read tool calls in what the model writes.
         tokenizer: decodes the end of a prompt that a reset has made.
+        endpoint: where programs reach the model; None where there are none.
     """
 
     def __init__(
-        self, config: GRPOConfig, hosts: Hosts, templates: Templates, parsing: Parsing, tokenizer: Any
+        self,
+        config: GRPOConfig,
+        hosts: Hosts,
+        templates: Templates,
+        parsing: Parsing,
+        tokenizer: Any,
+        endpoint: Endpoint | None = None,
     ) -> None:
         self._config, self._hosts, self._templates, self._tokenizer = config, hosts, templates, tokenizer
         self._parsing, self._vocabulary = parsing, len(tokenizer)
+        self._endpoint = endpoint
 
     async def __call__(
         self, prompt: Prompt, samples: int, settings: SamplingSettings, generate: Generate
@@ -102,13 +114,19 @@ class Environments:
         try:
             how: dict[str, Any] = {"generate": turns, "templates": self._templates, "limits": limits}
             if session.plays:
-                return None, await play_coroutine(prompt, sample, session.play, **how)
+                return None, await play_coroutine(prompt, sample, self._play(session), **how)
             opened = self.opened_prompt(prompt, session)
             return opened, await play_turns(opened, sample, session, **how)
         except FailedError as error:  # the prompt that the reset has made cannot be used
             return None, failed_rollout(prompt, sample, FAILED, str(error))
         finally:
             await session.close()
+
+    def _play(self, session: OpenSession) -> Play:
+        """The rollout of a coroutine, or of a program behind the endpoint."""
+        if (endpoint := self._endpoint) is not None and session.is_program:
+            return lambda branches: endpoint.play(branches, session.run)
+        return lambda branches: session.play(branches.answer)
 
     def seeds(self, prompt: Prompt, sample: int) -> dict[str, int]:
         """Those of a rollout: every member of a group starts in one state, and a resumed run repeats them."""
@@ -173,12 +191,17 @@ def next_turn(
     """The requests of one rollout: each with its own noise, on the engine that has its prefix, while that lives."""
     engine: int | None = None
 
-    async def continue_ids(token_ids: np.ndarray, *, max_tokens: int, turn: int, recorded: int) -> Completion:
+    async def continue_ids(
+        token_ids: np.ndarray, *, max_tokens: int, turn: int, recorded: int, offered: Sequence[Any] | None = None
+    ) -> Completion:
         nonlocal engine
         seed = request_seed(config.noise_seed, prompt, sample=sample, turn=turn)
         what = f"{prompt.id}, sample {sample}, turn {turn + 1}"
         experts_from = None if settings.experts_from is None else recorded
         turn_settings = replace(settings, max_tokens=max_tokens, experts_from=experts_from)
+        if offered is not None and (parsing := settings.parsing) is not None:
+            calls = replace(parsing, tools=tuple(offered), tool_parser=parsing.tool_parser if offered else None)
+            turn_settings = replace(turn_settings, parsing=calls)
         (completion,) = await generate(token_ids, turn_settings, samples=1, seed=seed, what=what, prefer=engine)
         engine = completion.engine
         return completion

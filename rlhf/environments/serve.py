@@ -4,7 +4,8 @@
     {"id", "session", "do": "call", "calls"}                         -> {"id", "result": {"answers", "done", "errors"}}
     {"id", "session", "do": "finish"}                                -> {"id", "result": {"reward", "parts", ...}}
     {"id", "session", "do": "play", "row", "seeds"}                  -> {"id", "result": {"reward", "parts", ...}}
-          meanwhile {"asks", "session", "request"} -> {"answers", "message"} for each turn that the coroutine asks for
+          the program of a row, which gets "endpoint" too; or a coroutine, and meanwhile
+          {"asks", "session", "request"} -> {"answers", "message"} for each turn that it asks for
     {"session", "do": "close", "broken"}                             nothing is answered
 
 What fails is answered with `error`, and with `limit` where the time or the memory of the call was used up. A session
@@ -24,6 +25,7 @@ from typing import Any
 
 from rlhf.environments import seeding
 from rlhf.environments.contract import BUILT_IN, Environment, printable
+from rlhf.environments.program import Program, TimeLimitError
 from rlhf.processes import attributes
 from rlhf.processes.channel import Channel
 from rlhf.processes.code import load_module
@@ -31,6 +33,7 @@ from rlhf.processes.code import load_module
 ALIVE_S = 1.0  # between signs of life of the event loop
 MAX_ERROR = 2000  # characters of an error
 
+PROGRAM = "program"
 Play = Callable[..., Awaitable[Any]]
 
 
@@ -41,10 +44,13 @@ def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         hello: {"environments": {value: {"name", "options"}}, "tools": names, "wall_seconds": of one call}
 
     Returns:
-        The environments, with the limit of a call; and of each {"tools", "rewards", "blocking", "plays"}.
+        The environments, with the limit of a call; and of each {"tools", "rewards", "blocking", "plays", "program"}.
     """
-    environments: dict[str, Environment | Play] = {}
+    environments: dict[str, Environment | Program | Play] = {}
     for value, part in hello["environments"].items():
+        if part["name"] == PROGRAM:
+            environments[value] = Program(part["command"], part["timeout_s"], hello["env"])
+            continue
         play = _coroutine(part["name"])
         if play is not None and (part["options"] or hello["tools"]):
             raise ValueError(
@@ -76,18 +82,20 @@ def _coroutine(name: str | None) -> Play | None:
     return None
 
 
-async def _close(environments: Mapping[str, Environment | Play]) -> None:
+async def _close(environments: Mapping[str, Environment | Program | Play]) -> None:
     """Close every instance that no session has."""
     for environment in environments.values():
         if isinstance(environment, Environment):
             await environment.close()
 
 
-def _about(environment: Environment | Play) -> dict[str, Any]:
+def _about(environment: Environment | Program | Play) -> dict[str, Any]:
+    if isinstance(environment, Program):
+        return {"tools": [], "rewards": True, "blocking": True, "plays": True, "program": True}
     if isinstance(environment, Environment):
         told = {"tools": environment.tools, "rewards": environment.has_reward, "blocking": bool(environment.blocking)}
-        return {**told, "plays": False}
-    return {"tools": [], "rewards": True, "blocking": False, "plays": True}
+        return {**told, "plays": False, "program": False}
+    return {"tools": [], "rewards": True, "blocking": False, "plays": True, "program": False}
 
 
 def serve(channel: Channel, loaded: dict[str, Any]) -> None:
@@ -109,7 +117,9 @@ def serve(channel: Channel, loaded: dict[str, Any]) -> None:
 class Server:
     """The sessions of one process."""
 
-    def __init__(self, channel: Channel, environments: Mapping[str, Environment | Play], wall_seconds: float) -> None:
+    def __init__(
+        self, channel: Channel, environments: Mapping[str, Environment | Program | Play], wall_seconds: float
+    ) -> None:
         self._channel, self._environments, self._wall_seconds = channel, environments, wall_seconds
         self._sessions: dict[int, Any] = {}  # the episode of each
         self._tasks: dict[int, set[asyncio.Task[None]]] = {}  # by session
@@ -123,13 +133,16 @@ class Server:
         """Whether the message is of a session with blocking calls."""
         if "environment" in message:
             environment = self._environments[message["environment"]]
-            return isinstance(environment, Environment) and bool(environment.blocking)
+            return isinstance(environment, Program) or (
+                isinstance(environment, Environment) and bool(environment.blocking)
+            )
         return not self._tasks
 
     def run_alone(self, message: Mapping[str, Any], loop: asyncio.AbstractEventLoop) -> None:
         """Answer one message, without an event loop unless the environment has coroutines too."""
         if "environment" in message:
-            self._has_coroutines = bool(self._environments[message["environment"]].coroutines)  # type: ignore[union-attr]
+            environment = self._environments[message["environment"]]
+            self._has_coroutines = isinstance(environment, Environment) and bool(environment.coroutines)
         answer = self._answered(message, None)
         if self._has_coroutines:
             answered = loop.run_until_complete(answer)
@@ -206,7 +219,7 @@ class Server:
         try:
             done = _caught(self._done(message))
             result = await (done if wall_seconds is None else _within(wall_seconds, done))
-        except _OverLimitError as error:
+        except (_OverLimitError, TimeLimitError) as error:
             return self._failed(message, str(error), limit=True)
         except _EscapedError as error:
             return self._failed(message, str(error), limit=False)
@@ -230,6 +243,8 @@ class Server:
         if message["do"] == "finish":
             return await self._sessions[session].finish()
         environment = self._environments[message["environment"]]
+        if isinstance(environment, Program):
+            return environment.play(message, lambda: self._channel.send({"alive": True}))
         if not isinstance(environment, Environment):
             return await self._played(environment, message)
         episode = self._sessions[session] = environment.episode()

@@ -31,7 +31,7 @@ class Sessions:
 
     Args:
         about: of each environment, by the value of the column that chooses it: {"tools", "rewards", "blocking",
-            "plays"}.
+            "plays", "program"}.
 
     Attributes:
         opened: sessions that were reset; another node may have the same set.
@@ -127,7 +127,7 @@ class HostedSession:
     """A session in a process of a node; see `turns.Session`."""
 
     def __init__(self, hosts: Sessions, number: int, about: Mapping[str, Any], start: dict[str, Any]) -> None:
-        self.number, self.plays = number, bool(about["plays"])
+        self.number, self.plays, self.is_program = number, bool(about["plays"]), bool(about["program"])
         self.tools: list[dict[str, Any]] = list(about["tools"])
         self.opening: list[Message] | None = None
         self.text = ""
@@ -181,6 +181,11 @@ class HostedSession:
         finally:
             ended.cancel()
             failed.cancel()
+
+    async def run(self, endpoint: Mapping[str, str]) -> Outcome:
+        """Run the program to its end; `endpoint` is where it reaches the model, and its key there."""
+        said = await self._ask({"do": "play", **self._start, "endpoint": dict(endpoint)})
+        return outcome_of(said)
 
     async def close(self) -> None:
         """Give the process back, or have it killed if it still computes or something failed in it."""

@@ -14,6 +14,7 @@ from rlhf.config.printing import to_stderr
 from rlhf.data.dialogue import Dialogue
 from rlhf.data.model_files import stop_token_ids
 from rlhf.data.templates import chat_template
+from rlhf.environments.endpoint import Endpoint
 from rlhf.environments.hosts import Hosts
 from rlhf.environments.nodes import Spread
 from rlhf.environments.rollouts import Environments, row_of
@@ -38,7 +39,8 @@ class StartedEnvironments(Environments):
     """
 
     def __init__(self, config: GRPOConfig, tokenizer: Any, *, say: Callable[[str], None] = to_stderr) -> None:
-        self.hosts = Hosts(config.environment, config.tools, say=say)
+        endpoint = Endpoint(config, say) if config.environment.has_programs else None
+        self.hosts = Hosts(config.environment, config.tools, say=say, port=endpoint.port if endpoint else 0)
         try:
             self.tools = _all_tools(self.hosts.about)
             self._check_rewards(config)
@@ -52,7 +54,7 @@ class StartedEnvironments(Environments):
             raise
         parsing = Parsing(names.tools, names.reasoning, tuple(self.tools), data.chat_template_kwargs)
         self.spread = Spread(self.hosts, say)
-        super().__init__(config, self.spread, dialogue, parsing, tokenizer)
+        super().__init__(config, self.spread, dialogue, parsing, tokenizer, endpoint)
         self.dialogue = dialogue
 
     def _check_rewards(self, config: GRPOConfig) -> None:
@@ -93,11 +95,14 @@ class StartedEnvironments(Environments):
     @property
     def processes(self) -> dict[str, int]:
         """Name -> process id of the keeper of the processes."""
-        return {"environments": self.hosts.keeper.pid}
+        endpoint = self._endpoint.pid if self._endpoint is not None else None
+        return {"environments": self.hosts.keeper.pid, **({} if endpoint is None else {"endpoint": endpoint})}
 
     def close(self) -> None:
         """End every process."""
         self.hosts.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
 
     def __enter__(self) -> StartedEnvironments:
         return self

@@ -78,11 +78,12 @@ class Templates(Protocol):
 class NextTurn(Protocol):
     """Continues ids [L] by at most `max_tokens`; `turn` counts the requests of the rollout from 0.
 
-    `recorded`: the first tokens whose experts are known (`TokenLog.recorded`).
+    `recorded`: the first tokens whose experts are known (`TokenLog.recorded`). `offered`: the tools of this turn; with
+    none no call is looked for. None: those of the environment.
     """
 
     def __call__(
-        self, token_ids: np.ndarray, *, max_tokens: int, turn: int, recorded: int
+        self, token_ids: np.ndarray, *, max_tokens: int, turn: int, recorded: int, offered: Sequence[Any] | None = None
     ) -> Awaitable[Completion]: ...
 
 
@@ -108,6 +109,7 @@ class Played:
     offers_tools: bool = True  # a coroutine makes its calls by itself
     tool_calls: int = 0
     tool_errors: int = 0
+    calls: dict[str, int] = field(default_factory=dict)  # requests of a coroutine or program, by kind
     environment_s: float = 0.0
     finish_reason: str = "stop"
     ended_by: str = "answer"
@@ -140,6 +142,7 @@ class Played:
             **outcome.facts,  # first: metrics are made of those below, whatever a class says under their names
             "turns": self.turns,
             **({"tool_calls": self.tool_calls, "tool_errors": self.tool_errors} if self.offers_tools else {}),
+            **({"calls": self.calls} if self.calls else {}),
             "environment_seconds": round(self.environment_s, 3),
             "ended_by": self.ended_by,
             **({"error": outcome.error} if outcome.error else {}),
@@ -205,8 +208,10 @@ async def _turns(
 
 def check_size(messages: Sequence[Mapping[str, Any]], *, most: int, key: str) -> None:
     """Refuse messages that cannot fit `most` tokens before they are rendered: that would hold up every rollout."""
-    contents = [content for message in messages if isinstance(content := message.get("content"), str)]
-    if (size := sum(map(len, contents))) > most * MAX_CHARS_PER_TOKEN:
+    contents = [message.get("content") or "" for message in messages]
+    if (
+        size := sum(len(content) if isinstance(content, str) else sum(map(len, content)) for content in contents)
+    ) > most * MAX_CHARS_PER_TOKEN:
         raise FailedError(f"{key}={most}: messages of {size:,} characters cannot fit so many tokens. Shorten them.")
 
 

@@ -2,8 +2,9 @@
 
 Any process may use these three mechanisms on itself. The first two are of Linux and hold for all processes below it:
 
-    Landlock    files: only named files can be opened; no process outside can be examined or sent a signal
-    seccomp     network: no socket can be made, so nothing can be connected to; files: owners and attributes cannot be
+    Landlock    files: only named files can be opened; no process outside can be examined or sent a signal;
+                network: where a port is granted, only TCP connections to that port
+    seccomp     network: no socket can be made, or with a port only those of TCP; files: owners and attributes cannot be
                 changed; processes: the scheduling and limits of others cannot be changed
     audit hook  network: the same in Python, with a message that names the remedy
 
@@ -48,6 +49,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 # linux/landlock.h; the numbers of the calls are the same on every architecture
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+CONNECT_TCP, BIND_TCP, NET_PORT, ABI_NET = 2, 1, 2, 4
 WRITE_FILE, READ_FILE, CHANGE_FOLDERS, REFER, TRUNCATE = 1 << 1, 1 << 2, 0x1FF0, 1 << 13, 1 << 14
 ABSTRACT_SOCKETS, SIGNALS = 1, 2
 ABI_TRUNCATE, ABI_REFER, ABI_SCOPES = 3, 2, 6
@@ -72,6 +74,7 @@ class Calls(NamedTuple):
     processes: tuple[int, ...]  # [v]fork, execve[at], ptrace, process_vm_readv, process_vm_writev, pidfd_getfd
     clone: int
     lasting: tuple[int, ...]  # [t|tg]kill, rt_[tg]sigqueueinfo, pidfd_send_signal, truncate, (shm|sem|msg)get, mq_open
+    sends: tuple[tuple[int, int], ...]  # sendto, sendmsg, sendmmsg, and the argument that has the flags
 
 
 MACHINES = {
@@ -79,16 +82,22 @@ MACHINES = {
         0xC000003E, (41, 425), 53, (92, 93, 94, 260, 188, 189, 190, 463, 197, 198, 199, 466, 251),
         (90, 91, 268, 452, 132, 235, 261, 280), (203, 144, 142, 314, 302), 141,
         (57, 58, 59, 322, 101, 310, 311, 438), 56,
-        (62, 200, 234, 129, 297, 424, 76, 29, 64, 68, 240),
+        (62, 200, 234, 129, 297, 424, 76, 29, 64, 68, 240), ((44, 3), (46, 2), (307, 3)),
     ),
     "aarch64": Calls(
         0xC00000B7, (198, 425), 199, (54, 55, 5, 6, 7, 463, 14, 15, 16, 466, 30),
         (52, 53, 452, 88), (122, 119, 118, 274, 261), 140,
         (221, 281, 117, 270, 271, 438), 220,
-        (129, 130, 131, 138, 240, 424, 45, 194, 190, 186, 180),
+        (129, 130, 131, 138, 240, 424, 45, 194, 190, 186, 180), ((206, 3), (211, 2), (269, 3)),
     ),
 }  # fmt: skip
 ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050000 | 13, 0x00050000 | 38  # with EACCES, with ENOSYS
+MSG_FASTOPEN = 0x20000000  # a send that connects, which Landlock does not judge
+TCP: dict[int, int | tuple[int, int]] = {
+    0: int(socket.AF_INET),
+    1: int(socket.SOCK_STREAM),
+    2: (0, ~socket.IPPROTO_TCP & 0xFFFFFFFF),
+}  # 0 or TCP
 CLONE3, CLONE_THREAD = 435, 0x10000  # the arguments of clone3 are in memory, which a filter cannot read
 
 NO_NETWORK = "this code has no network. If it needs one, set `network: true` next to its name"
@@ -113,11 +122,18 @@ class NoNetworkError(BaseException):
 
 
 class Grants(NamedTuple):
-    """What processes may reach beyond the default: environment variables, the network, files and folders."""
+    """What processes may reach beyond the default: environment variables, the network, files and folders.
+
+    Attributes:
+        readable: files and folders that they may only read.
+        port: they may connect to it over TCP, without the rest of the network; 0: to nothing.
+    """
 
     env: Sequence[str] = ()
     network: bool = False
     files: Sequence[str] = ()
+    readable: Sequence[str] = ()
+    port: int = 0
 
     def environment(self, noun: str) -> dict[str, str]:
         """The whole environment of the processes.
@@ -147,11 +163,15 @@ class Grants(NamedTuple):
         _make_temporary(folder)
         libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
         certificates = [os.environ.get(name, "") for name in CERTIFICATES]
-        readable = [*SYSTEM, *_etc(), *_readable_code(code), *libraries, *certificates]
-        no_files = _forbid_files(readable, [*DEVICES, str(folder), *self.files])
+        readable = [*SYSTEM, *_etc(), *_readable_code(code), *libraries, *certificates, *self.readable]
+        port = 0 if self.network else self.port
+        no_files, only_port = _forbid(readable, [*DEVICES, str(folder), *self.files], port)
         if code and not self.network:
             sys.addaudithook(_refuse_network)
-        no_network = _forbid_reaching_out(network=self.network, modes=bool(code)) or self.network
+        no_network = (
+            _forbid_reaching_out(network=self.network, modes=bool(code or port), tcp=bool(port)) or self.network
+        )
+        no_network &= only_port
         return [name for name, forbidden in (("files", no_files), ("network", no_network)) if not forbidden]
 
     def confine_further(self, folder: Path) -> None:
@@ -163,9 +183,9 @@ class Grants(NamedTuple):
 def confine_alone(readable: Sequence[str]) -> bool:
     """Confine a confined process until it reaches nothing at all: it reads these paths, writes nothing, starts nothing.
 
-    It sends no signal, not even to itself, and makes nothing that outlives it. It is in a Landlock domain of its own below
-    that of its parent, so it cannot look into the parent either. Threads are allowed; a C library starts them with `clone`
-    where there is no `clone3`. False if the kernel cannot do all this.
+    It sends no signal, not even to itself, and makes nothing that outlives it. It is in a Landlock domain of its own
+    below that of its parent, so it cannot look into the parent either. Threads are allowed; a C library starts them
+    with `clone` where there is no `clone3`. False if the kernel cannot do all this.
     """
     calls = MACHINES.get(platform.machine())
     if not _forbid_files(readable, DEVICES) or calls is None:
@@ -223,13 +243,22 @@ def _holds_code(folder: os.DirEntry[str]) -> bool:
 
 def _forbid_files(readable: Sequence[str], writable: Sequence[str]) -> bool:
     """Allow only files under these paths to be opened; False if the kernel has no Landlock."""
+    return _forbid(readable, writable, 0)[0]
+
+
+def _forbid(readable: Sequence[str], writable: Sequence[str], port: int) -> tuple[bool, bool]:
+    """`_forbid_files`, and if a port is named no TCP connection but to that port: whether each of them holds."""
     abi = _call(CREATE_RULESET, None, 0, 1)
     if abi < 1:
-        return False
+        return False, not port
+    net = CONNECT_TCP | BIND_TCP if port and abi >= ABI_NET else 0
     handled = READ_FILE | WRITE_FILE | CHANGE_FOLDERS
     handled |= (REFER if abi >= ABI_REFER else 0) | (TRUNCATE if abi >= ABI_TRUNCATE else 0)
-    attributes = struct.pack("=QQQ", handled, 0, ABSTRACT_SOCKETS | SIGNALS)
-    ruleset = _call(CREATE_RULESET, attributes, len(attributes) if abi >= ABI_SCOPES else 8, 0)
+    attributes = struct.pack("=QQQ", handled, net, ABSTRACT_SOCKETS | SIGNALS)
+    size = len(attributes) if abi >= ABI_SCOPES else 16 if net else 8
+    ruleset = _call(CREATE_RULESET, attributes, size, 0)
+    if net:
+        _call(ADD_RULE, ruleset, NET_PORT, struct.pack("=QQ", CONNECT_TCP, port), 0)
     for paths, rights in ((readable, READ_FILE), (writable, handled)):
         for path in paths:
             try:
@@ -242,42 +271,49 @@ def _forbid_files(readable: Sequence[str], writable: Sequence[str]) -> bool:
     prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     is_confined = _call(RESTRICT_SELF, ruleset, 0) == 0
     os.close(ruleset)
-    return is_confined
+    return is_confined, not port or (is_confined and bool(net))
 
 
-def _forbid_reaching_out(*, network: bool, modes: bool) -> bool:
+def _forbid_reaching_out(*, network: bool, modes: bool, tcp: bool = False) -> bool:
     """Forbid system calls that Landlock does not judge; False if the kernel has no seccomp or the machine is unknown.
 
     Args:
         network: allow sockets. Without it, pairs of connected streams are allowed: event loops make them.
         modes: allow to change modes and times of files, as compilers and copies do; they may be any files of the user.
+        tcp: allow sockets of TCP, whose connections Landlock judges.
     """
     calls = MACHINES.get(platform.machine())
     if calls is None:
         return False
-    forbidden = (*calls.owners, *(() if modes else calls.modes), *(() if network else calls.socket))
-    unless = {number: {0: 0} for number in calls.schedulers}  # their first argument is a process, 0 for this one
+    sockets = () if network else calls.socket[1:] if tcp else calls.socket
+    forbidden = (*calls.owners, *(() if modes else calls.modes), *sockets)
+    # the first argument of these is a process, 0 for this one
+    unless: dict[int, Mapping[int, int | tuple[int, int]]] = {number: {0: 0} for number in calls.schedulers}
     unless[calls.setpriority] = {0: os.PRIO_PROCESS, 1: 0}
     if not network:
         unless[calls.socketpair] = {1: int(socket.SOCK_STREAM)}
-    return forbid_calls(calls.audit_arch, forbidden, unless)
+    if tcp and not network:
+        unless[calls.socket[0]] = TCP
+    return forbid_calls(calls.audit_arch, forbidden, unless, without=calls.sends if tcp and not network else ())
 
 
 def forbid_calls(
     machine: int,
     numbers: Sequence[int],
-    unless: Mapping[int, Mapping[int, int]] | None = None,
+    unless: Mapping[int, Mapping[int, int | tuple[int, int]]] | None = None,
     *,
     bits: Mapping[int, int] | None = None,
     absent: Sequence[int] = (),
+    without: Sequence[tuple[int, int]] = (),
 ) -> bool:
     """Have the kernel refuse these system calls from now on; False if it cannot.
 
     Args:
         unless: calls that are allowed with these values of these arguments: number -> {argument: value}. Flags above
-            the lowest four bits of a value that is not 0 are ignored.
+            the lowest four bits of a value that is not 0 are ignored; (value, mask) compares the bits of a mask.
         bits: calls that are allowed if their first argument has a bit: number -> bit.
         absent: calls that fail as on a kernel that does not have them.
+        without: calls that are refused with MSG_FASTOPEN in this argument.
     """
     refuse, allow = (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)
     # (operation, steps to skip if true, if false, value)
@@ -286,12 +322,18 @@ def forbid_calls(
         steps += [(EQUAL, 0, 1, number), refuse]
     for number in absent:
         steps += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ABSENT)]
+    for number, argument in without:
+        flags = (LOAD, 0, 0, 16 + 8 * argument)
+        steps += [(EQUAL, 0, 4, number), flags, (HAS_BIT, 0, 1, MSG_FASTOPEN), refuse, (LOAD, 0, 0, 0)]
     for number, bit in (bits or {}).items():
         steps += [(EQUAL, 0, 4, number), (LOAD, 0, 0, 16), (HAS_BIT, 1, 0, bit), refuse, allow]
     for number, values in (unless or {}).items():
         steps.append((EQUAL, 0, 4 * len(values) + 1, number))
         for argument, allowed in values.items():
-            mask = 0xF if allowed else 0xFFFFFFFF
+            if isinstance(allowed, tuple):
+                allowed, mask = allowed
+            else:
+                mask = 0xF if allowed else 0xFFFFFFFF
             steps += [(LOAD, 0, 0, 16 + 8 * argument), (AND, 0, 0, mask), (EQUAL, 1, 0, allowed), refuse]
         steps.append(allow)
     program = b"".join(struct.pack("=HBBI", *step) for step in (*steps, allow))

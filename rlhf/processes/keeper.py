@@ -27,7 +27,13 @@ from rlhf.processes.channel import Channel
 from rlhf.processes.code import loaded_sources
 from rlhf.processes.confinement import Grants
 from rlhf.processes.output import WorkerStdout, redirect_output
-from rlhf.processes.outside import adopt_orphans, children_of, die_with_parent, kill_children
+from rlhf.processes.outside import (
+    adopt_orphans,
+    children_of,
+    die_with_parent,
+    keep_own_children_readable,
+    kill_children,
+)
 
 RETRY_S = 0.1  # between attempts to kill processes that do not die at once
 
@@ -153,6 +159,7 @@ def _reap() -> list[int]:
 def _work(plan: dict[str, Any], number: int, channel: Channel) -> None:
     """Be confined, load other people's code, and serve; a template forks the processes that serve."""
     work, grants, folder = sys.modules[plan["work"]], Grants(*plan["grants"]), Path(plan["folder"], str(os.getpid()))
+    keep_own_children_readable()
     unconfined = grants.confine(plan["code"], folder)
     before = set(sys.modules)
     WorkerStdout.muted = number > 1

@@ -50,6 +50,7 @@ from rlhf.weights.transfer import RECEIVERS, WORKER_EXTENSION, backend_of
 CPU_BLOCK_TOKENS = 32
 
 SLOT = 1  # the number of the one adapter that an engine serves
+MAX_READERS = 16  # agents offer a few sets of tools
 CANARY_PRIORITY, ROLLOUT_PRIORITY = -1, 0  # lower goes first
 
 
@@ -63,7 +64,7 @@ class RolloutEngine:
     def __init__(self, config: GRPOConfig, world: World, adapted_layers: Sequence[str] = ()) -> None:
         self._keep_kv = config.rollout.on_weight_update == "keep_kv"
         self._rank = world.rank
-        self._reader: MessageReader | None = None
+        self._readers: list[MessageReader] = []  # of the last forms that were asked for
         self._request_ids = itertools.count()
         self._sleep_level = config.engine_sleep_level
         self._failed_update: Exception | None = None
@@ -144,9 +145,11 @@ class RolloutEngine:
         ]
 
     def _message_reader(self, parsing: Parsing) -> MessageReader:
-        if self._reader is None or self._reader.parsing != parsing:
-            self._reader = MessageReader(parsing, self._engine.get_tokenizer(), self._engine.model_config)
-        return self._reader
+        reader = next((reader for reader in self._readers if reader.parsing == parsing), None)
+        if reader is None:
+            reader = MessageReader(parsing, self._engine.get_tokenizer(), self._engine.model_config)
+            self._readers = [reader, *self._readers][:MAX_READERS]
+        return reader
 
     async def _run(self, token_ids: np.ndarray, params: SamplingParams, *, priority: int) -> Any:
         prompt: Any = {"prompt_token_ids": token_ids.tolist()}

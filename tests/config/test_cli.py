@@ -148,6 +148,7 @@ def configs_of_policies() -> list[tuple[str, ...]]:
     others = {"cpu.yaml", "eval_math.yaml", "reward_model_quickstart.yaml", "sft_quickstart.yaml"}
     names = {path.name for path in (ROOT / "configs").glob("*.yaml")} - others
     below = {"cispo.yaml": "dapo.yaml", "reinforce_pp.yaml": "dr_grpo.yaml"}
+    below["agent_quickstart.yaml"] = "tools_quickstart.yaml"
     return [(below[name], name) if name in below else (name,) for name in sorted(names)]
 
 

@@ -24,7 +24,9 @@ def play(
     coroutine: Callable[[Answer], Awaitable[Outcome]], turns: list[Any], limits: Limits = ROOMY
 ) -> tuple[Rollout, Script]:
     script = Script(turns)
-    played = play_coroutine(prompt(), 0, coroutine, generate=script, templates=Templates(), limits=limits)
+    played = play_coroutine(
+        prompt(), 0, lambda branches: coroutine(branches.answer), generate=script, templates=Templates(), limits=limits
+    )
     return asyncio.run(played), script
 
 
@@ -195,7 +197,7 @@ def test_turns_that_the_coroutine_does_not_wait_for_end_before_the_rollout_does(
 
     async def play_to_its_end() -> tuple[Rollout, int]:
         how: Any = {"generate": Slow(["one", "two"]), "templates": Templates(), "limits": ROOMY}
-        rollout = await play_coroutine(prompt(), 0, coroutine, **how)
+        rollout = await play_coroutine(prompt(), 0, lambda branches: coroutine(branches.answer), **how)
         return rollout, len(asyncio.all_tasks())
 
     rollout, tasks = asyncio.run(play_to_its_end())
@@ -231,9 +233,99 @@ def test_a_coroutine_that_asks_for_nothing_or_fails_costs_its_rollout() -> None:
         await answer({"messages": [USER]})
         raise FailedError("play: ValueError: no")
 
-    for coroutine, error in ((nothing, "generate"), (fails, "ValueError")):
+    for coroutine, error in ((nothing, "asked of the model"), (fails, "ValueError")):
         rollout, _ = play(coroutine, ["one"])
         assert rollout.outcome is not None
         assert rollout.outcome.status == "environment_failed"
         assert error in rollout.facts["error"]
         assert rollout.oldest_version >= 0
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+@pytest.mark.parametrize(
+    ("turn", "history"),
+    [
+        ("one ", [USER, said("one")]),  # spaces at the end are cut
+        ({"content": "one", "reasoning_content": "hm"}, [USER, said("one")]),  # thoughts are left out
+        ("one", [{"role": "user", "content": ["q"]}, {"role": "assistant", "content": "one", "refusal": None}]),
+        ({"content": "", "tool_calls": [CALL]}, [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]),
+        (  # a call is known by its id
+            {"content": "", "tool_calls": [CALL]},
+            [USER, {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}]}],
+        ),
+        (  # or by what it calls
+            {"content": "", "tool_calls": [CALL]},
+            [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}],
+        ),
+    ],
+)
+def test_a_history_that_a_client_has_changed_still_goes_on(turn: Any, history: list[dict[str, Any]]) -> None:
+    async def coroutine(answer: Answer) -> Outcome:
+        await answer({"messages": [USER]})
+        await answer({"messages": [*history, {"role": "user", "content": "more"}]})
+        return Outcome()
+
+    rollout, _ = play(coroutine, [turn, "two"])
+    assert len(rollout.sequences) == 1
+    assert rollout.facts["calls"] == {"first": 1, "continued": 1}
+
+
+def test_messages_of_a_user_that_a_client_has_joined_still_go_on() -> None:
+    async def coroutine(answer: Answer) -> Outcome:
+        await answer({"messages": [USER, {"role": "user", "content": "b"}]})
+        joined = {"role": "user", "content": ["q", "b"]}
+        await answer({"messages": [joined, said("one"), {"role": "user", "content": ["c", "d"]}]})
+        return Outcome()
+
+    rollout, script = play(coroutine, ["one", "two"])
+    assert script.asked[1] == "u:q|u:b|a:one|u:c\nd|a:"
+    assert len(rollout.sequences) == 1
+
+
+def test_every_request_is_counted_by_what_it_is_to_those_before_it() -> None:
+    system = {"role": "system", "content": "1"}
+    history = [system, USER, said("one"), {"role": "user", "content": "more"}]
+
+    async def coroutine(answer: Answer) -> Outcome:
+        await answer({"messages": [system, USER]})
+        await answer({"messages": history})
+        await answer({"messages": history})
+        await answer({"messages": [*history[:-1], {"role": "user", "content": "less"}]})
+        await answer({"messages": [{"role": "system", "content": "2"}, USER, said("one"), history[-1]]})
+        await answer({"messages": [{"role": "user", "content": "a title, please"}]})
+        await asyncio.gather(*(answer({"messages": [{"role": "user", "content": name}]}) for name in "xy"))
+        return Outcome()
+
+    class Slow(Script):
+        async def __call__(self, *arguments: Any, **how: Any) -> Completion:
+            await asyncio.sleep(0)
+            return await super().__call__(*arguments, **how)
+
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    script = Slow([*words])
+    how: Any = {"generate": script, "templates": Templates(), "limits": ROOMY}
+    rollout = asyncio.run(play_coroutine(prompt(), 0, lambda branches: coroutine(branches.answer), **how))
+    assert rollout.facts["calls"] == {
+        "first": 1, "continued": 1, "retried": 1, "branched": 1, "rewritten": 1, "separate": 2, "parallel": 1,
+    }  # fmt: skip
+    assert rollout.response_length == sum(len(word) + 1 for word in words)
+
+
+def test_tools_that_a_program_does_not_offer_are_not_called() -> None:
+    offers = []
+
+    class Offered(Script):
+        async def __call__(self, token_ids: np.ndarray, *, max_tokens: int, turn: int, **how: Any) -> Completion:
+            offers.append(how)
+            return await super().__call__(token_ids, max_tokens=max_tokens, turn=turn)
+
+    async def coroutine(answer: Answer) -> Outcome:
+        await answer({"messages": [USER], "offered": []})
+        await answer({"messages": [USER]})
+        return Outcome()
+
+    how: Any = {"generate": Offered(["one", "two"]), "templates": Templates(), "limits": ROOMY}
+    asyncio.run(play_coroutine(prompt(), 0, lambda branches: coroutine(branches.answer), **how))
+    assert offers == [{"offered": []}, {}]

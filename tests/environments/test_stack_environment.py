@@ -1,4 +1,4 @@
-"""Two steps of each program on the real stack whose rollouts are driven by a coroutine: turns, a branch, evaluation."""
+"""Two steps on the real stack whose rollouts a coroutine or a program drives: turns, a branch, evaluation."""
 
 from __future__ import annotations
 
@@ -31,16 +31,41 @@ async def play(row, generate):
 """
 
 
-@pytest.mark.parametrize("program", ["grpo", "ppo"])
-def test_log_probs_of_engine_and_learner_agree_over_turns_and_branches(tmp_path: Path, program: str) -> None:
+# the same as a program behind the endpoint
+AGENT = """
+import json, os, urllib.request
+
+TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "", "parameters": {}}}]
+
+def ask(messages):
+    body = json.dumps({"messages": messages, "tools": TOOLS, "temperature": 0.1}).encode()
+    headers = {"x-api-key": os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request) as answer:
+        answer = json.load(answer)
+    return answer["choices"][0], answer["usage"]["completion_tokens"]
+
+row = json.load(open(os.environ["RLHF_ROW"]))
+question, reward = {"role": "user", "content": row["question"]}, 0.0
+first, _ = ask([question])
+if first["finish_reason"] != "length":
+    asked = [question, first["message"], {"role": "user", "content": "7"}]
+    reward = float(sum(ask(asked)[1] for _ in range(2)) % 5)  # the second begins a sequence
+json.dump(reward, open(os.environ["RLHF_REWARD"], "w"))
+"""
+
+
+@pytest.mark.parametrize(("program", "door"), [("grpo", "coroutine"), ("ppo", "coroutine"), ("grpo", "program")])
+def test_log_probs_of_engine_and_learner_agree_over_turns_and_branches(tmp_path: Path, program: str, door: str) -> None:
     data = tmp_path / "data"
     write_quickstart(data, warmup_steps=0, train_rows=64, test_rows=8, tools=True)
-    (tmp_path / "played.py").write_text(PLAY)
+    (tmp_path / "played.py").write_text(PLAY if door == "coroutine" else AGENT)
+    command = {"name": "program", "command": ["python", f"{tmp_path}/played.py"]}
     config: dict[str, Any] = {
         "run": {"dir": str(tmp_path / "run"), "steps": 2, "seed": 1},
         "model": {"path": str(data / "model"), "dtype": "float32"},
         "data": {"train": str(data / "train.jsonl"), "eval": str(data / "test.jsonl"), "max_prompt_tokens": 64},
-        "environment": f"{tmp_path}/played.py:play",
+        "environment": f"{tmp_path}/played.py:play" if door == "coroutine" else command,
         "rollout": {
             "prompts_per_step": 8, "samples_per_prompt": 4, "max_response_tokens": 48, "max_rollout_tokens": 144,
         },
@@ -74,3 +99,5 @@ def test_log_probs_of_engine_and_learner_agree_over_turns_and_branches(tmp_path:
     assert branched
     assert all(len(row["versions"]) == 3 for row in branched)
     assert {row["facts"]["ended_by"] for row in rows} <= {"answer", "max_response_tokens"}
+    if door == "program":
+        assert all(row["facts"]["calls"] == {"first": 1, "continued": 1, "retried": 1} for row in branched)

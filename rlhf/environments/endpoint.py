@@ -1,0 +1,191 @@
+"""The driver's half of the endpoint: starts its process, and answers what programs ask there from their logs.
+
+    Endpoint.play ── open: token ──>  process of `rollout/endpoint.py`
+         │        <── ask ──────────    (HTTP <── program, in a process of the environments)
+         └── Branches.turn ── answer ──>
+
+A rollout has a key of its own while it lasts. What its program asks is sampled to the end and recorded, whether or not
+its client still waits. If the process dies, its rollouts fail, and the next one starts it again at the same address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from rlhf.config.grpo import GRPOConfig
+from rlhf.environments.branches import Branches, TooLongError
+from rlhf.environments.turns import FailedError
+from rlhf.processes.channel import MAX_BYTES
+from rlhf.types import Outcome
+
+BACKLOG = 1024
+MAX_CHARS_PER_TOKEN = 16  # of a request that is rendered at all; rendering holds up the driver
+LOOPBACK = "127.0.0.1"
+
+Run = Callable[[Mapping[str, str]], Awaitable[Outcome]]
+
+
+class Endpoint:
+    """Where the programs of a run reach the model.
+
+    Args:
+        host: the address that it listens at.
+        say: gets warnings.
+    """
+
+    def __init__(self, config: GRPOConfig, say: Callable[[str], None], *, host: str = LOOPBACK) -> None:
+        model = config.model
+        self._plan = {
+            "model": {
+                "model": model.path,
+                "dtype": model.dtype,
+                "trust_remote_code": model.trust_remote_code,
+                "max_model_len": config.max_sequence_tokens,
+            }
+        }
+        self._say, self._start_s = say, config.cluster.start_deadline_s
+        self._listening = socket.create_server((host, 0), backlog=BACKLOG)
+        self.host, self.port = self._listening.getsockname()[:2]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starting = asyncio.Lock()
+        self._branches: dict[str, Branches] = {}
+        self._lost: dict[str, asyncio.Future[Outcome]] = {}  # why a rollout cannot go on
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ignored: set[str] = set()
+
+    async def play(self, branches: Branches, run: Run) -> Outcome:
+        """Run a program to its end, with the model behind a key of its own; raises as a session does."""
+        async with self._starting:
+            if self.pid is None:
+                await self._start()
+        key = f"sk-{secrets.token_hex(24)}"
+        self._branches[key] = branches
+        lost = self._lost[key] = asyncio.get_running_loop().create_future()
+        self._send({"open": key})
+        program = asyncio.ensure_future(run({"url": f"http://{self.host}:{self.port}", "key": key}))
+        try:
+            await asyncio.wait({program, lost}, return_when=asyncio.FIRST_COMPLETED)
+            return (lost if lost.done() else program).result()
+        finally:
+            del self._branches[key], self._lost[key]
+            self._send({"close": key})
+            program.cancel()
+            lost.cancel()
+
+    async def _start(self) -> None:
+        """Start the process, and wait until it serves."""
+        ours, theirs = socket.socketpair()
+        fds = [theirs.fileno(), self._listening.fileno()]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rlhf.rollout.endpoint", *map(str, fds)], pass_fds=fds, stdin=subprocess.PIPE
+            )
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin, contextlib.suppress(BrokenPipeError):
+            stdin.write(json.dumps(self._plan).encode())
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_BYTES)
+        try:
+            ready = await asyncio.wait_for(reader.readline(), self._start_s)
+        except TimeoutError:
+            ready = b""
+        if not ready:
+            self._process.kill()
+            raise FailedError(
+                f"the endpoint has not started within cluster.start_deadline_s={self._start_s:g} s, or has ended; its "
+                "own messages are above"
+            )
+        self._begin(self._serve(reader))
+
+    async def _serve(self, reader: asyncio.StreamReader) -> None:
+        """Answer until the process ends."""
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                self._begin(self._answer(json.loads(line)))
+        for key in list(self._lost):
+            self._lose(key, FailedError("the process of the endpoint has ended"))
+
+    def _lose(self, key: str, error: Exception) -> None:
+        """End a rollout with an error, which `play` raises."""
+        if (lost := self._lost.get(key)) and not lost.done():
+            lost.set_exception(error)
+
+    async def _answer(self, request: Mapping[str, Any]) -> None:
+        try:
+            answer = await self._answered(request)
+        except Exception as error:  # of the engines, or the run
+            self._lose(request["session"], error)
+            answer = _refused("the rollout of this key has ended")
+        self._send({"answer": request["ask"], **answer})
+
+    async def _answered(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The turn that a program asks for, or what is wrong with its request."""
+        branches = self._branches.get(request["session"])
+        if branches is None:
+            return _refused("the rollout of this key has ended")
+        self._tell_ignored(request["ignored"])
+        most, messages, tools = branches.limits.max_sequence_tokens, request["messages"], request["tools"]
+        full = f"This model's maximum context length is {most} tokens. Please reduce the length of the messages."
+        try:
+            if len(json.dumps([messages, tools])) > MAX_CHARS_PER_TOKEN * most:
+                return _refused(full, full_context=True)
+            if request["counts"]:
+                return {"prompt_tokens": branches.count(messages, tools)}
+            turn = await branches.turn(
+                {
+                    "messages": messages,
+                    "tools": tools,
+                    "offered": tools if request["parses_calls"] else [],
+                    "max_tokens": request["max_tokens"],
+                }
+            )
+        except FailedError as error:  # the program may go on
+            return _refused(full, full_context=True) if isinstance(error, TooLongError) else _refused(str(error))
+        if turn.completion is None:
+            return _refused(full, full_context=True)
+        completion, prompt_ids = turn.completion, turn.prompt_ids
+        return {
+            "message": turn.message,
+            "finish": "stop" if completion.finish_reason == "stop" else "length",
+            "token_ids": completion.token_ids.tolist(),
+            "logprobs": completion.logprobs.tolist(),
+            "prompt_ids": prompt_ids.tolist() if request["wants_ids"] else [0] * len(prompt_ids),
+        }
+
+    def _tell_ignored(self, names: list[str]) -> None:
+        new = sorted({*names} - self._ignored)
+        self._ignored |= {*new}
+        if new:
+            self._say(f"environment: requests of programs name {', '.join(new)}, which the run decides: ignored.")
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError, RuntimeError):  # it has ended, or its loop has
+            self._writer.write(json.dumps(message).encode() + b"\n")
+
+    def _begin(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while it runs."""
+        return None if self._process is None or self._process.poll() is not None else self._process.pid
+
+    def close(self) -> None:
+        """End the process."""
+        self._listening.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def _refused(why: str, *, full_context: bool = False) -> dict[str, Any]:
+    return {"refused": why, "full_context": full_context}

@@ -1,0 +1,133 @@
+"""A program as an environment: started once for each rollout, it speaks to the model over HTTP. Standard library only.
+
+It runs below a worker, confined as that is, in a folder of its own. The worker is killed when the rollout ends, and
+with it whatever the program has started. Its environment says where the model is, what its row is, and where it may
+leave its reward:
+
+    OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY
+    RLHF_ROW        a JSON file with the columns of its row
+    RLHF_SEED       a number that all members of its group have
+    RLHF_REWARD     the file for its reward: a number, or {"score": number, name: number, "facts": {...}}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ALIVE_S = 1.0  # between signs of life
+MAX_REWARD_BYTES, SHOWN_BYTES = 1 << 20, 1000  # of the reward file; of the output in an error
+KEPT = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+
+
+class TimeLimitError(Exception):
+    """The program did not end in time."""
+
+
+class Program:
+    """Runs a command once for each rollout.
+
+    Args:
+        command: `python` is the interpreter of this process; words that name files are taken from where the run was
+            started.
+        timeout_s: for a whole rollout.
+        env: variables that it gets in addition.
+    """
+
+    def __init__(self, command: Sequence[str], timeout_s: float, env: Sequence[str]) -> None:
+        words = [sys.executable if command[0] == "python" else command[0], *command[1:]]
+        self._command = [os.path.abspath(word) if os.path.exists(word) else word for word in words]
+        self._timeout_s, self._env = timeout_s, tuple(env)
+
+    def play(self, message: Mapping[str, Any], say_alive: Callable[[], None]) -> dict[str, Any]:
+        """The program's outcome.
+
+        Raises:
+            TimeLimitError: it did not end in time.
+            ValueError: it failed without leaving a reward, or its reward is none.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="program-"))
+        try:
+            with open(folder / "output.txt", "w+b") as output:
+                status = self._run(message, folder, output, say_alive)
+                output.seek(max(0, output.seek(0, os.SEEK_END) - SHOWN_BYTES))
+                shown = output.read(SHOWN_BYTES).decode("utf-8", "replace").strip()
+            reward = _reward(folder / "reward.json")
+            if reward is None and status != 0:
+                raise ValueError(f"the program ended with status {status}: {shown or 'it printed nothing'}")
+            return reward or {"reward": None, "parts": {}, "facts": {}, "attributes": None}
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _run(self, message: Mapping[str, Any], folder: Path, output: Any, say_alive: Callable[[], None]) -> int:
+        work = folder / "work"
+        work.mkdir()
+        (folder / "row.json").write_text(json.dumps(message["row"]))
+        endpoint = message["endpoint"]
+        variables = {name: os.environ[name] for name in (*KEPT, *self._env) if name in os.environ} | {
+            "HOME": str(work),
+            "TMPDIR": str(work),
+            "OPENAI_BASE_URL": f"{endpoint['url']}/v1",
+            "OPENAI_API_KEY": endpoint["key"],
+            "ANTHROPIC_BASE_URL": endpoint["url"],
+            "ANTHROPIC_API_KEY": endpoint["key"],
+            "RLHF_ROW": str(folder / "row.json"),
+            "RLHF_SEED": str(message["seeds"]["group"]),
+            "RLHF_REWARD": str(folder / "reward.json"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        process = subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=work, env=variables,
+            start_new_session=True,
+        )  # fmt: skip
+        ended, deadline = os.pidfd_open(process.pid), time.monotonic() + self._timeout_s
+        try:
+            while not select.select([ended], [], [], max(0.0, min(ALIVE_S, deadline - time.monotonic())))[0]:
+                if time.monotonic() > deadline:
+                    raise TimeLimitError(f"over {self._timeout_s:g} seconds by the clock (environment.timeout_s)")
+                say_alive()
+            return process.wait()
+        finally:
+            os.close(ended)
+            process.kill()
+            process.wait()
+
+
+def _reward(file: Path) -> dict[str, Any] | None:
+    """What the program has left in its reward file; None if there is no such file."""
+    try:
+        text = file.open("rb").read(MAX_REWARD_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    try:
+        if len(text) > MAX_REWARD_BYTES:
+            raise ValueError(f"it has over {MAX_REWARD_BYTES} bytes")
+        value = json.loads(text)
+        parts = dict(value) if isinstance(value, dict) else {"score": value}
+        facts, score = parts.pop("facts", None) or {}, parts.pop("score", None)
+        numbers = {name: _finite(part) for name, part in parts.items()}
+        return {
+            "reward": None if score is None else _finite(score),
+            "parts": numbers,
+            "facts": dict(facts),
+            "attributes": None,
+        }
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"the reward file holds no reward: {error}") from None
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, str) or not math.isfinite(number := float(value)):
+        raise ValueError(f"{str(value)[:100]} is no finite number")
+    return number

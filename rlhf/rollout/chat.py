@@ -1,0 +1,181 @@
+"""Requests of chat completions, responses and Anthropic messages: what a session takes from them, and what it refuses.
+
+Imports no vLLM: the app of vLLM validates the rest, and brings the messages of all three into the form of chats.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+COUNT_TOKENS, MODELS = "/v1/messages/count_tokens", "/v1/models"
+ROUTES = {*(("POST", path) for path in (CHAT, RESPONSES, MESSAGES, COUNT_TOKENS)), ("GET", MODELS)}
+
+MAX_BODY_BYTES = 8 << 20  # 128,000 tokens of text are 0.5 MB, with every character escaped 3 MB
+MAX_OBJECTS = 20_000  # of a body: hundreds of thousands of tiny messages would hold up everybody for seconds
+
+# Keys that the app is given; it validates them. Every other key is ignored, or refused.
+KEPT = {
+    CHAT: {"model", "messages", "tools", "tool_choice", "stream", "stream_options", "logprobs", "return_token_ids"},
+    RESPONSES: {"model", "input", "instructions", "tools", "tool_choice", "stream", "include"},
+    MESSAGES: {"model", "messages", "system", "tools", "tool_choice", "stream", "max_tokens"},
+    COUNT_TOKENS: {"model", "messages", "system", "tools"},
+    MODELS: set(),
+}
+LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+SILENT = {*LIMITS, "user", "metadata", "store", "thinking", "reasoning", "reasoning_effort", "context_management"}
+CHANGES = "it would change the distribution that is sampled from, and trained. Remove it"
+
+
+class RefusedError(Exception):
+    """A request that gets no turn, with what its client is told."""
+
+    def __init__(self, status: HTTPStatus, message: str, *, full_context: bool = False) -> None:
+        super().__init__(message)
+        self.status, self.message, self.full_context = status, message, full_context
+
+    def body(self, path: str) -> dict[str, Any]:
+        """The error as the API of this path writes it."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+        kind = kinds.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        if path.startswith(MESSAGES):
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        code = "context_length_exceeded" if self.full_context else "invalid_api_key" if self.status == 401 else None
+        return {"error": {"message": self.message, "type": kind, "param": None, "code": code}}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a session takes from a request.
+
+    Attributes:
+        body: for the app. ignored: names of keys that had no effect.
+        may_call: calls in the turn are told as calls.
+    """
+
+    path: str
+    body: dict[str, Any]
+    max_tokens: int | None
+    may_call: bool
+    ignored: tuple[str, ...]
+
+
+def message_of(body: bytes) -> str:
+    """What the app says in the body of an error."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return "the request cannot be answered"
+
+
+def check_size(size: int) -> None:
+    """Raise RefusedError for a body of so many bytes if it is too long."""
+    if size > MAX_BODY_BYTES:
+        raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has over {MAX_BODY_BYTES} bytes")
+
+
+def asked_of(path: str, body: bytes, model: str) -> Asked:
+    """Read the body of a request; RefusedError if it is too large, no JSON object, or asks for another distribution.
+
+    Args:
+        model: put in place of whatever model is named.
+    """
+    if path == MODELS:
+        return Asked(path, {}, None, False, ())
+    if max(body.count(b"{"), body.count(b"[")) > MAX_OBJECTS:
+        raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has over {MAX_OBJECTS} objects or lists")
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "the body is no JSON object")
+    if why := _changes(values):
+        raise RefusedError(HTTPStatus.BAD_REQUEST, f"{why}: {CHANGES}.")
+    choice = values.get("tool_choice")
+    may_call = "none" not in (choice, choice.get("type") if isinstance(choice, dict) else None)
+    limits = [values[name] for name in LIMITS if values.get(name) is not None]
+    if any(type(limit) is not int or limit < 1 for limit in limits):
+        raise RefusedError(HTTPStatus.BAD_REQUEST, f"{limits}: the most tokens of a turn are a whole number from 1 on.")
+    kept, given = KEPT[path], {name for name, value in values.items() if value is not None}
+    return Asked(
+        path,
+        {name: values[name] for name in kept & given} | {"model": model},
+        min(limits, default=None),
+        may_call,
+        tuple(sorted(name[:64] for name in given - kept - SILENT))[:64],
+    )
+
+
+def _changes(values: Mapping[str, Any]) -> str:
+    """The key whose value would change the distribution, or ask for what there is not; "" if there is none."""
+    choice, form, text = (values.get(name) for name in ("tool_choice", "response_format", "text"))
+    form = form or (text.get("format") if isinstance(text, dict) else None)
+    forced = choice.get("type", "") if isinstance(choice, dict) else choice
+    if forced not in (None, "auto", "none"):
+        return f"tool_choice={str(forced)[:100]}"
+    if isinstance(form, dict) and form.get("type") != "text":
+        return "a response format"
+    if values.get("n") not in (None, 1):
+        return "n above 1"
+    names = ("logit_bias", "structured_outputs", "use_beam_search", "previous_response_id", "background")
+    return next((name for name in names if values.get(name)), "")
+
+
+def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages of a chat request with texts alone.
+
+    Contents are texts, or lists of several texts for a user who sent blocks; the arguments of calls are objects where
+    they are JSON, which templates want.
+
+    Raises:
+        RefusedError: a content is no text, or a message cannot be read.
+    """
+    try:
+        return [_plain(message if isinstance(message, dict) else message.model_dump()) for message in messages]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "a message cannot be read") from None
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    role = str(message["role"])
+    texts = _texts(message.get("content"))
+    plain: dict[str, Any] = {
+        "role": "system" if role == "developer" else role,
+        "content": texts if role == "user" and len(texts) > 1 else ("" if role == "assistant" else "\n").join(texts),
+    }
+    if thought := message.get("reasoning_content") or message.get("reasoning"):
+        plain["reasoning_content"] = str(thought)
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [_call(call) for call in calls]
+    return plain | {name: str(message[name]) for name in ("tool_call_id", "name") if message.get(name)}
+
+
+def _texts(content: Any) -> list[str]:
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [content]
+    texts = []
+    for block in content:
+        block = block if isinstance(block, dict) else block.model_dump()
+        text = block.get("text", block.get("refusal"))
+        if not isinstance(text, str):
+            raise RefusedError(HTTPStatus.BAD_REQUEST, f"a block of type {block.get('type')!r}: only text is served")
+        texts.append(text)
+    return texts
+
+
+def _call(call: Any) -> dict[str, Any]:
+    call = call if isinstance(call, dict) else call.model_dump()
+    function, arguments = call["function"], call["function"].get("arguments") or "{}"
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        parsed = arguments
+    function = {"name": str(function["name"]), "arguments": parsed}
+    return {"id": str(call.get("id")), "type": "function", "function": function}

@@ -1,0 +1,167 @@
+"""A program as an environment: how it is started, what it may reach, what becomes of its reward, what it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import all_processes, below
+from waiting import eventually
+
+from rlhf.config.environment import EnvironmentConfig
+from rlhf.environments.hosts import Hosts
+from rlhf.environments.turns import CallLimitError, FailedError
+from rlhf.types import Outcome
+
+pytestmark = pytest.mark.slow  # they start processes
+
+SEEDS = {"group": 7, "sample": 0}
+REWARD = "import json, os; left = open(os.environ['RLHF_REWARD'], 'w')\n"
+
+
+@contextmanager
+def hosts(tmp_path: Path, source: str, *, port: int = 1, **keys: Any) -> Iterator[Hosts]:
+    (tmp_path / "agent.py").write_text(textwrap.dedent(source))
+    command = [sys.executable, str(tmp_path / "agent.py")]
+    config = EnvironmentConfig(**{"name": "program", "command": command, "timeout_s": 30, "processes": 8, **keys})
+    opened = Hosts(config, say=lambda line: None, port=port)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+async def outcome(opened: Hosts, port: int = 1, **row: Any) -> Outcome | Exception:
+    session = await opened.open(row, SEEDS)
+    try:
+        return await session.run({"url": f"http://127.0.0.1:{port}", "key": "sk-1"})
+    except (CallLimitError, FailedError) as error:
+        return error
+    finally:
+        await session.close()
+
+
+def run(tmp_path: Path, source: str, *, times: int = 1, **keys: Any) -> list[Any]:
+    async def together(opened: Hosts) -> list[Any]:
+        port = keys.get("port", 1)
+        return list(await asyncio.gather(*(outcome(opened, port, number=i) for i in range(times))))
+
+    with hosts(tmp_path, source, **keys) as opened:
+        return asyncio.run(together(opened))
+
+
+def test_a_program_gets_its_row_and_leaves_its_reward(tmp_path: Path) -> None:
+    source = REWARD + (
+        "row = json.load(open(os.environ['RLHF_ROW']))\n"
+        "names = ['OPENAI_BASE_URL', 'OPENAI_API_KEY', 'ANTHROPIC_BASE_URL', 'ANTHROPIC_API_KEY', 'RLHF_SEED']\n"
+        "facts = {name: os.environ[name] for name in names}\n"
+        "json.dump({'score': row['number'], 'speed': 0.5, 'facts': facts}, left)\n"
+    )
+    assert run(tmp_path, source, times=3) == [
+        Outcome(
+            "ok",
+            float(number),
+            {"speed": 0.5},
+            {
+                "OPENAI_BASE_URL": "http://127.0.0.1:1/v1",
+                "OPENAI_API_KEY": "sk-1",
+                "ANTHROPIC_BASE_URL": "http://127.0.0.1:1",
+                "ANTHROPIC_API_KEY": "sk-1",
+                "RLHF_SEED": "7",
+            },
+        )
+        for number in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "says"),
+    [
+        ("raise SystemExit('no luck')", FailedError, "no luck"),
+        ("import time; time.sleep(100)", CallLimitError, "over 1 seconds by the clock"),
+        (REWARD + "left.write('{')", FailedError, "the reward file holds no reward"),
+        (REWARD + "left.write('NaN')", FailedError, "no finite number"),
+        (REWARD + "left.write('\"1\"')", FailedError, "no finite number"),
+        (REWARD + "left.write('{\"score\": [1]}')", FailedError, "the reward file holds no reward"),
+        (REWARD + "left.write('[' * 100000)", FailedError, "the reward file holds no reward"),
+        (
+            "import os, time\nfor _ in range(100):\n    if os.fork() == 0: time.sleep(30); os._exit(0)\ntime.sleep(30)",
+            CallLimitError,
+            "over 64 processes",
+        ),
+    ],
+)
+def test_a_program_that_fails_costs_its_rollout(tmp_path: Path, source: str, kind: type[Exception], says: str) -> None:
+    (failed,) = run(tmp_path, source, timeout_s=1 if "clock" in says else 30)
+    assert isinstance(failed, kind)
+    assert says in str(failed)
+
+
+def test_a_program_that_ends_well_without_a_reward_leaves_it_to_the_other_parts(tmp_path: Path) -> None:
+    assert run(tmp_path, "print(1)") == [Outcome()]
+
+
+def test_a_program_that_has_left_its_reward_may_end_with_any_status(tmp_path: Path) -> None:
+    (ended,) = run(tmp_path, REWARD + "left.write('2'); left.close(); raise SystemExit(3)")
+    assert ended.reward == 2.0
+
+
+def test_what_a_program_leaves_running_ends_with_its_rollout(tmp_path: Path) -> None:
+    source = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(1000)\n"
+    with hosts(tmp_path, source) as opened:
+        assert asyncio.run(outcome(opened)) == Outcome()
+        assert eventually(lambda: not any("agent.py" in each.command for each in below_keeper(opened)))
+
+
+def below_keeper(opened: Hosts) -> list[Any]:
+    now = all_processes()
+    return [now[process] for process in below({opened.keeper.pid}, now=now)]
+
+
+REACH = """
+import json, os, socket
+tried = {}
+def attempt(name, do):
+    try:
+        do()
+        tried[name] = 1
+    except OSError:
+        tried[name] = 0
+port = int(os.environ["OPENAI_BASE_URL"].rpartition(":")[2].split("/")[0])
+attempt("endpoint", lambda: socket.create_connection(("127.0.0.1", port), 5).close())
+attempt("other", lambda: socket.create_connection(("127.0.0.1", json.load(open(os.environ["RLHF_ROW"]))["other"]), 5))
+attempt("udp", lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+attempt("mptcp", lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262))
+attempt("unix", lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+attempt("listen", lambda: socket.create_server(("127.0.0.1", 0)))
+other = ("127.0.0.1", json.load(open(os.environ["RLHF_ROW"]))["other"])
+attempt("fast open", lambda: socket.socket().sendto(b"x", 0x20000000, other))
+attempt("file", lambda: open(json.load(open(os.environ["RLHF_ROW"]))["secret"]))
+attempt("own file", lambda: open("mine.txt", "w").close())
+json.dump({"score": 0, **tried}, open(os.environ["RLHF_REWARD"], "w"))
+"""
+
+
+def test_a_program_reaches_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
+    secret = tmp_path / "secret" / "key"
+    secret.parent.mkdir()
+    secret.write_text("x")
+    (tmp_path / "code").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as endpoint, socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=lambda: endpoint.accept(), daemon=True).start()
+        port = endpoint.getsockname()[1]
+        with hosts(tmp_path / "code", REACH, port=port) as opened:
+            if opened.unconfined:
+                pytest.skip(f"this kernel cannot forbid {opened.unconfined}")
+            row = {"other": other.getsockname()[1], "secret": str(secret)}
+            ended = asyncio.run(outcome(opened, port, **row))
+    assert isinstance(ended, Outcome), ended
+    assert {name for name, reached in ended.parts.items() if reached} == {"endpoint", "own file"}

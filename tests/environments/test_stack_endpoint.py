@@ -1,0 +1,357 @@
+"""The endpoint with vLLM's own app, official clients before it and scripted turns behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from waiting import STACK_WAIT_S
+from worlds import make_config
+
+from rlhf.data.dialogue import Dialogue
+from rlhf.data.model_files import load_tokenizer, stop_token_ids
+from rlhf.environments.branches import play_coroutine
+from rlhf.environments.endpoint import Endpoint
+from rlhf.environments.turns import Limits
+from rlhf.quickstart import write_quickstart
+from rlhf.rollout.requests import Completion
+from rlhf.types import Outcome, Prompt, Rollout, VersionSpan
+
+pytestmark = pytest.mark.stack
+
+LIMITS = Limits(max_response_tokens=40, max_rollout_tokens=400, max_sequence_tokens=600)
+USER = {"role": "user", "content": "What is 1 + 2? <|end|>"}
+SCHEMA = {"type": "object", "properties": {"expression": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "", "parameters": SCHEMA}}]
+CALLS = [
+    {"id": "abc123def", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "1"}'}}
+]
+CALL = {"role": "assistant", "content": "", "tool_calls": CALLS}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+@dataclass
+class World:
+    """An endpoint in an event loop of its own; `played` runs a function with the URL and key of a rollout."""
+
+    endpoint: Endpoint
+    loop: asyncio.AbstractEventLoop
+    tokenizer: Any
+    dialogue: Dialogue
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+    def played(
+        self,
+        act: Callable[[str, str], Any],
+        turns: list[dict[str, Any]],
+        *,
+        limits: Limits = LIMITS,
+        delay: float = 0.0,
+    ) -> tuple[Rollout, Any]:
+        """The rollout, and what `act` returns."""
+        returned, left = [], list(turns)
+
+        async def generate(token_ids: np.ndarray, *, max_tokens: int, turn: int, offered: Any = None) -> Completion:
+            await asyncio.sleep(delay)
+            message = dict(left.pop(0)) if left else said(f"turn {turn}")
+            text = message["content"] + "".join(call["function"]["arguments"] for call in message.get("tool_calls", ()))
+            ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+            ids = np.array(ids[:max_tokens], np.int32)
+            reason = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
+            return Completion(ids, -np.ones(len(ids)), reason, (VersionSpan(0, len(ids), turn),), 0, message)
+
+        async def run(where: Mapping[str, str]) -> Outcome:
+            returned.append(await asyncio.to_thread(act, where["url"], where["key"]))
+            return Outcome(reward=1.0)
+
+        prompt = Prompt("p", 0, np.array([5], np.int32), (), "", "p")
+        play = play_coroutine(
+            prompt, 0, lambda branches: self.endpoint.play(branches, run),
+            generate=generate, templates=self.dialogue, limits=limits,
+        )  # fmt: skip
+        rollout = asyncio.run_coroutine_threadsafe(play, self.loop).result(STACK_WAIT_S)
+        if not returned:
+            raise AssertionError(rollout.facts)
+        return rollout, returned[0]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("endpoint")
+    write_quickstart(folder / "data", warmup_steps=0, train_rows=4, test_rows=2, tools=True)
+    config = make_config(folder / "data" / "model", run={"dir": str(folder / "run")})
+    tokenizer = load_tokenizer(config.model)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    endpoint = Endpoint(config, print)
+    dialogue = Dialogue(tokenizer, stop_ids=stop_token_ids(config.model.path, tokenizer))
+    started = World(endpoint, loop, tokenizer, dialogue)
+    started.played(lambda url, key: post(url, key, "/v1/chat/completions", messages=[USER]), [])  # outlives each test
+    yield started
+    endpoint.close()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+def post(url: str, key: str, path: str, **values: Any) -> httpx.Response:
+    return httpx.post(f"{url}{path}", json=values, headers={"Authorization": f"Bearer {key}"}, timeout=120)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_client_of_openai_holds_a_conversation_that_is_one_sequence(world: World, streams: bool) -> None:
+    openai = pytest.importorskip("openai")
+
+    def act(url: str, key: str) -> list[Any]:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+        messages: list[Any] = [USER]
+        for answer in ("3", "4"):
+            how = {"model": "gpt-9", "messages": messages, "tools": TOOLS, "temperature": 0.0, "logprobs": True}
+            if streams:
+                chunks = list(client.chat.completions.create(**how, stream=True))
+                deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+                (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
+                assert chunks[-1].choices[0].finish_reason == "tool_calls"
+                messages.append({"role": "assistant", "tool_calls": [call.model_dump(exclude={"index"})]})
+            else:
+                (choice,) = client.chat.completions.create(**how).choices
+                assert choice.finish_reason == "tool_calls"
+                assert len(choice.logprobs.content) > 1
+                messages.append(choice.message)
+                (call,) = choice.message.tool_calls
+            assert json.loads(call.function.arguments) == {"expression": "1"}
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": answer}]})
+        last = client.chat.completions.create(model="gpt-9", messages=messages, tools=TOOLS)
+        assert last.choices[0].message.content == "It is 3."
+        return messages
+
+    second = {**CALL, "tool_calls": [{**CALLS[0], "id": "second000"}]}
+    rollout, _ = world.played(act, [CALL, second, said("It is 3.")])
+    (sequence,) = rollout.sequences
+    text = world.tokenizer.decode(sequence.token_ids)
+    assert text.count("It is 3.") == 1
+    assert text.count("What is 1 + 2?") == 1
+    assert [span.version for span in sequence.version_spans] == [0, 1, 2]
+    sampled = world.tokenizer.decode(sequence.token_ids[sequence.response_mask])
+    assert sampled == '{"expression": "1"}<|end|>{"expression": "1"}<|end|>It is 3.<|end|>'
+    assert rollout.facts["calls"] == {"first": 1, "continued": 2}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_client_of_anthropic_holds_a_conversation_that_is_one_sequence(world: World, streams: bool) -> None:
+    anthropic = pytest.importorskip("anthropic")
+
+    def act(url: str, key: str) -> None:
+        client = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
+        tools = [{"name": "calculator", "description": "", "input_schema": SCHEMA}]
+        messages: list[Any] = [USER]
+        how = {
+            "model": "claude",
+            "max_tokens": 5000,
+            "tools": tools,
+            "messages": messages,
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "system": [{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}],
+        }
+        if streams:
+            with client.messages.stream(**how) as stream:
+                first = stream.get_final_message()
+        else:
+            first = client.messages.create(**how)
+        assert first.stop_reason == "tool_use"
+        (call,) = (block for block in first.content if block.type == "tool_use")
+        assert call.input == {"expression": "1"}
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "3"}]}
+        messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+        assert client.messages.count_tokens(model="claude", messages=messages, tools=tools).input_tokens > 5
+        last = client.messages.create(**how)
+        assert last.content[0].text == "3"
+
+    rollout, _ = world.played(act, [CALL, said("3")])
+    assert len(rollout.sequences) == 1
+    assert rollout.facts["calls"] == {"first": 1, "continued": 1}
+
+
+def test_the_responses_api_goes_on_too(world: World) -> None:
+    openai = pytest.importorskip("openai")
+
+    def act(url: str, key: str) -> None:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+        tools = [{"type": "function", "name": "calculator", "description": "", "parameters": SCHEMA}]
+        given: list[Any] = [USER]
+        first = client.responses.create(model="gpt-9", input=given, tools=tools)
+        (call,) = first.output
+        given += [*first.output, {"type": "function_call_output", "call_id": call.call_id, "output": "3"}]
+        events = list(client.responses.create(model="gpt-9", input=given, tools=tools, stream=True))
+        assert events[-1].response.output_text == "3"
+
+    rollout, _ = world.played(act, [CALL, said("3")])
+    assert len(rollout.sequences) == 1
+    assert rollout.facts["calls"] == {"first": 1, "continued": 1}
+
+
+def test_a_control_token_in_what_a_user_says_is_text(world: World) -> None:
+    rollout, _ = world.played(lambda url, key: post(url, key, "/v1/chat/completions", messages=[USER]), [said("3")])
+    said_ids = rollout.sequences[0].token_ids[~rollout.sequences[0].response_mask]
+    plain = world.dialogue.prompt([{"role": "user", "content": "What is 1 + 2? "}])
+    eos = world.tokenizer.eos_token_id
+    assert np.count_nonzero(said_ids == eos) == np.count_nonzero(plain == eos)
+
+
+def test_past_the_limits_of_the_rollout_the_context_is_full(world: World) -> None:
+    def act(url: str, key: str) -> list[httpx.Response]:
+        chat = [post(url, key, "/v1/chat/completions", messages=[USER], stream=stream) for stream in (False, True)]
+        return [*chat, post(url, key, "/v1/messages", messages=[USER], max_tokens=5)]
+
+    limits = Limits(max_response_tokens=40, max_rollout_tokens=400, max_turns=1, max_sequence_tokens=600)
+    rollout, (first, second, third) = world.played(act, [said("3")], limits=limits)
+    assert (first.status_code, second.status_code, third.status_code) == (200, 400, 400)
+    assert second.json()["error"]["code"] == "context_length_exceeded"
+    assert "maximum context length is 600" in third.json()["error"]["message"]
+    assert rollout.facts["ended_by"] == "max_turns"
+
+
+def test_a_request_without_a_key_with_another_or_after_the_end_is_refused(world: World) -> None:
+    _, (url, key) = world.played(lambda url, key: (post(url, key, "/v1/messages", messages=[USER]), (url, key))[1], [])
+    for used, why in ((key, "has ended"), ("sk-wrong", "no rollout"), ("", "no rollout")):
+        answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": [USER]}, headers={"x-api-key": used})
+        assert answer.status_code == 401
+        assert why in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/metrics", "/docs", "/openapi.json", "/v1/completions", "/tokenize", "/scale_elastic_ep", "/"]
+)
+def test_other_routes_of_the_app_are_not_served(world: World, path: str) -> None:
+    def act(url: str, key: str) -> Any:
+        post(url, key, "/v1/chat/completions", messages=[USER])
+        return [httpx.request(how, f"{url}{path}", headers={"x-api-key": key}).status_code for how in ("GET", "POST")]
+
+    assert world.played(act, [])[1] == [404, 404]
+
+
+def test_a_turn_whose_client_has_gone_away_is_recorded(world: World) -> None:
+    def act(url: str, key: str) -> None:
+        for streams in (False, True):
+            with contextlib.suppress(httpx.TimeoutException):
+                body = {"messages": [USER], "stream": streams}
+                httpx.post(f"{url}/v1/chat/completions", json=body, headers={"x-api-key": key}, timeout=0.5)
+        time.sleep(2.0)
+
+    rollout, _ = world.played(act, [said("lost"), said("lost too")], delay=1.0)
+    sampled = [world.tokenizer.decode(each.token_ids[each.response_mask]) for each in rollout.sequences]
+    assert sampled == ["lost<|end|>", "lost too<|end|>"]
+
+
+def bodies(count: int) -> Iterator[bytes]:
+    """Requests that a broken or hostile client might send."""
+    rng = random.Random(0)
+    values: list[Any] = [
+        None,
+        0,
+        -1,
+        1e308,
+        "",
+        "x" * 100,
+        [],
+        {},
+        [[]],
+        {"role": "user"},
+        True,
+        "\ud800",
+        ["a"],
+        [USER],
+    ]
+    names = ["model", "messages", "tools", "tool_choice", "stream", "max_tokens", "system", "input", "logprobs", "stop"]
+    for number in range(count):
+        body = {name: rng.choice(values) for name in rng.sample(names, 4)}
+        if number % 3:
+            body["messages"] = rng.choice([[{**USER, "content": rng.choice(values)}], [{"role": rng.choice(values)}]])
+        text = json.dumps(body).encode()
+        yield text[: rng.randrange(len(text))] if number % 10 == 0 else text
+
+
+def test_malformed_requests_and_idle_connections_hold_up_nobody(world: World) -> None:
+    waits = []
+
+    def act(url: str, key: str) -> set[int]:
+        host, port = url.removeprefix("http://").split(":")
+        stalled = [socket.create_connection((host, int(port))) for _ in range(64)]
+        for number, each in enumerate(stalled):
+            each.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"[: number % 46])
+        paths = ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"]
+        client = httpx.Client(timeout=120, headers={"x-api-key": key, "content-type": "application/json"})
+        ends = threading.Event()
+
+        def watch() -> None:
+            with httpx.Client(timeout=120, headers={"x-api-key": key}) as other:
+                while not ends.is_set():
+                    began = time.monotonic()
+                    assert other.get(f"{url}/v1/models").status_code == 200
+                    waits.append(time.monotonic() - began)
+                    time.sleep(0.05)
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        statuses = {client.post(url + paths[n % 4], content=body).status_code for n, body in enumerate(bodies(1000))}
+        for body in (b"x" * (50 << 20), b'{"messages": [' + b"{}," * 400_000 + b"{}]}", b"[" * 2_000_000):
+            with contextlib.suppress(httpx.TransportError):  # it stops reading
+                statuses.add(client.post(f"{url}/v1/chat/completions", content=body).status_code)
+        ends.set()
+        watching.join()
+        for each in stalled:
+            each.close()
+        return statuses
+
+    limits = Limits(max_response_tokens=4, max_rollout_tokens=100_000, max_sequence_tokens=600)
+    rollout, statuses = world.played(act, [], limits=limits)
+    assert statuses <= {200, 400, 404, 413, 422}
+    assert rollout.outcome is not None
+    assert rollout.outcome.status == "ok"
+    print("longest wait", max(waits))
+    assert sorted(waits)[-3] < 1.0
+
+
+def test_many_conversations_at_once_stay_apart(world: World) -> None:
+    def act_of(number: int) -> Callable[[str, str], None]:
+        def act(url: str, key: str) -> None:
+            messages: list[Any] = [{"role": "user", "content": f"number {number}"}]
+            for _ in range(3):
+                answer = post(url, key, "/v1/chat/completions", messages=messages).json()["choices"][0]["message"]
+                messages += [answer, {"role": "user", "content": "more"}]
+
+        return act
+
+    with ThreadPoolExecutor(32) as pool:
+        plays = [pool.submit(world.played, act_of(n), [said(f"{n} {t}") for t in "abc"], delay=0.05) for n in range(32)]
+    for number, each in enumerate(plays):
+        (sequence,) = each.result()[0].sequences
+        sampled = world.tokenizer.decode(sequence.token_ids[sequence.response_mask])
+        assert sampled == "".join(f"{number} {t}<|end|>" for t in "abc")
+
+
+def test_an_endpoint_that_dies_costs_its_rollouts_and_is_started_again(world: World) -> None:
+    def kills(url: str, key: str) -> None:
+        post(url, key, "/v1/chat/completions", messages=[USER])
+        assert world.endpoint._process is not None
+        world.endpoint._process.kill()
+        time.sleep(1.0)
+
+    with pytest.raises(AssertionError, match="endpoint has ended"):
+        world.played(kills, [])
+    assert world.played(lambda url, key: post(url, key, "/v1/messages", messages=[USER], max_tokens=3), [])[0].facts

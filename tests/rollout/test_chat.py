@@ -1,0 +1,132 @@
+"""What a session takes from a request of any API, and what it refuses before the app of vLLM sees it."""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+from typing import Any
+
+import pytest
+
+from rlhf.rollout.chat import (
+    CHAT,
+    MAX_BODY_BYTES,
+    MESSAGES,
+    RESPONSES,
+    RefusedError,
+    asked_of,
+    check_size,
+    message_of,
+    plain_messages,
+)
+
+USER = {"role": "user", "content": "q"}
+
+
+def asked(path: str = CHAT, **values: Any) -> Any:
+    return asked_of(path, json.dumps(values).encode(), "policy")
+
+
+def test_the_session_decides_the_sampling_and_says_what_it_ignores() -> None:
+    taken = asked(model="gpt-9", messages=[USER], temperature=0.1, top_p=0.5, seed=3, stream=True, max_tokens=7)
+    assert taken.body == {"model": "policy", "messages": [USER], "stream": True}
+    assert taken.ignored == ("seed", "temperature", "top_p")
+    assert taken.max_tokens == 7
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"n": 2},
+        {"logit_bias": {"5": 100}},
+        {"response_format": {"type": "json_object"}},
+        {"text": {"format": {"type": "json_schema"}}},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"tool_choice": {"type": "any"}},
+        {"structured_outputs": {"regex": "a"}},
+        {"previous_response_id": "resp_1"},
+        {"max_tokens": 0},
+        {"max_tokens": "8"},
+        {"max_output_tokens": True},
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_what_would_change_the_distribution_is_refused(path: str, values: dict[str, Any]) -> None:
+    with pytest.raises(RefusedError) as refused:
+        asked(path, messages=[USER], **values)
+    assert refused.value.status == HTTPStatus.BAD_REQUEST
+
+
+@pytest.mark.parametrize("values", [{"n": 1}, {"tool_choice": "auto"}, {"response_format": {"type": "text"}}])
+def test_what_changes_nothing_is_not_refused(values: dict[str, Any]) -> None:
+    assert asked(messages=[USER], **values).body["messages"] == [USER]
+
+
+def test_a_choice_of_no_tool_keeps_calls_text() -> None:
+    assert not asked(messages=[USER], tool_choice="none").may_call
+    assert not asked(MESSAGES, messages=[USER], tool_choice={"type": "none"}).may_call
+    assert asked(messages=[USER]).may_call
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b"[" * 9000, b'{"a": ' * 9000])
+def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
+    with pytest.raises(RefusedError):
+        asked_of(CHAT, body, "policy")
+
+
+def test_many_tiny_messages_and_long_bodies_are_refused_before_they_are_read() -> None:
+    with pytest.raises(RefusedError) as refused:
+        asked_of(CHAT, b'{"messages": [' + b"{}," * 400_000 + b"{}]}", "policy")
+    assert refused.value.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    with pytest.raises(RefusedError):
+        check_size(MAX_BODY_BYTES + 1)
+
+
+def test_an_error_has_the_form_of_its_api() -> None:
+    full = RefusedError(HTTPStatus.BAD_REQUEST, "too long", full_context=True)
+    assert full.body(CHAT)["error"]["code"] == "context_length_exceeded"
+    assert full.body(MESSAGES) == {"type": "error", "error": {"type": "invalid_request_error", "message": "too long"}}
+    unknown = RefusedError(HTTPStatus.UNAUTHORIZED, "no key")
+    assert unknown.body(CHAT)["error"]["code"] == "invalid_api_key"
+    assert unknown.body(MESSAGES)["error"]["type"] == "authentication_error"
+
+
+def test_messages_become_texts() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    block = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    assert plain_messages(
+        [
+            {"role": "developer", "content": "be short"},
+            {"role": "user", "content": [block, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "audio": None},
+            {"role": "tool", "tool_call_id": "c1", "content": [block]},
+            {"role": "assistant", "content": "x", "reasoning": "hm", "annotations": []},
+        ]
+    ) == [
+        {"role": "system", "content": "be short"},
+        {"role": "user", "content": ["a", "b"]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+        },
+        {"role": "tool", "content": "a", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "x", "reasoning_content": "hm"},
+    ]
+
+
+@pytest.mark.parametrize("message", [{}, {"role": "user", "content": 3}, {"role": "assistant", "tool_calls": [1]}, 5])
+def test_a_message_that_cannot_be_read_is_refused(message: Any) -> None:
+    with pytest.raises(RefusedError):
+        plain_messages([message])
+
+
+def test_what_the_app_says_of_an_error_is_kept() -> None:
+    assert message_of(b'{"error": {"message": "no"}}') == "no"
+    assert message_of(b"<html>") == message_of(b"[]") == "the request cannot be answered"
+
+
+def test_an_image_is_refused() -> None:
+    with pytest.raises(RefusedError, match="only text"):
+        plain_messages([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
