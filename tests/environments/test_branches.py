@@ -317,9 +317,11 @@ def test_tools_that_a_program_does_not_offer_are_not_called() -> None:
     offers = []
 
     class Offered(Script):
-        async def __call__(self, token_ids: np.ndarray, *, max_tokens: int, turn: int, **how: Any) -> Completion:
+        async def __call__(
+            self, token_ids: np.ndarray, *, max_tokens: int, turn: int, recorded: int, **how: Any
+        ) -> Completion:
             offers.append(how)
-            return await super().__call__(token_ids, max_tokens=max_tokens, turn=turn)
+            return await super().__call__(token_ids, max_tokens=max_tokens, turn=turn, recorded=recorded)
 
     async def coroutine(answer: Answer) -> Outcome:
         await answer({"messages": [USER], "offered": []})

@@ -103,7 +103,7 @@ def plain_gradients(model: Path, dtype: torch.dtype = torch.float32) -> dict[str
         advantage = float(np.float32(advantages[row]))
         surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         d = logprobs - ref_row
-        per_token = -weight * surrogate + 0.1 * ((-d).exp() - 1 + d) - 0.01 * entropy
+        per_token = -weight * surrogate + 0.1 * ratio * ((-d).exp() - 1 + d) - 0.01 * entropy
         total = total + per_token.mean() / len(rows)
     total.backward()
     return {name: p.grad.float().numpy() for name, p in net.named_parameters()}
