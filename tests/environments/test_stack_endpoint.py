@@ -66,7 +66,9 @@ class World:
         """The rollout, and what `act` returns."""
         returned, left = [], list(turns)
 
-        async def generate(token_ids: np.ndarray, *, max_tokens: int, turn: int, offered: Any = None) -> Completion:
+        async def generate(
+            token_ids: np.ndarray, *, max_tokens: int, turn: int, recorded: int, offered: Any = None
+        ) -> Completion:
             await asyncio.sleep(delay)
             message = dict(left.pop(0)) if left else said(f"turn {turn}")
             text = message["content"] + "".join(call["function"]["arguments"] for call in message.get("tool_calls", ()))
