@@ -357,3 +357,4 @@ def test_an_endpoint_that_dies_costs_its_rollouts_and_is_started_again(world: Wo
     with pytest.raises(AssertionError, match="endpoint has ended"):
         world.played(kills, [])
     assert world.played(lambda url, key: post(url, key, "/v1/messages", messages=[USER], max_tokens=3), [])[0].facts
+    world.endpoint.close()  # its new process was started by this test, which is the last
