@@ -155,7 +155,7 @@ def account_of_head(weight: Tensor, *, with_kernels: bool) -> Account:
     account = Account(SEQUENCE)
     with on_meta(account, with_kernels=with_kernels):
         tiles = HEAD_TILE["cuda"] if with_kernels else OLD_TILES
-        values, _ = logprobs._FusedHead.apply(hidden, weight, None, rows, rows, 1.0, None, True, tiles, False)
+        values, _ = logprobs._FusedHead.apply(hidden, weight, None, rows, rows, 1.0, None, True, tiles, False, None)
         values.backward(torch.empty_like(values))
     return account
 
