@@ -91,9 +91,10 @@ $(real_model)/config.json: | environment
 $(real_task)/test.jsonl: tools/real_model_task.py | environment
 	@$(PY) tools/real_model_task.py $(real_task) $(SEED)
 
-# Two at a time: a start of the stack imports for long on one core. A module's tests stay together, for their fixtures.
+# Three at a time on two cores, which were idle for nearly half of the time with two: a stack that starts or ends waits.
+# A module's tests stay together, for their fixtures.
 test: environment  ## all tests but those of test-faults; those on Ray, vLLM and DeepSpeed too
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not faults" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m "not faults" $(PYTEST_ARGS)
 
 test-faults: environment  ## kill, stop and signal the processes of whole runs; more than an hour on two cores
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m faults $(PYTEST_ARGS)
