@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,13 @@ from rlhf.types import PackedTokens
 PROBE_TOKENS = 16
 
 
+class _TopK(NamedTuple):
+    """What `topk` returns."""
+
+    values: Tensor
+    indices: Tensor
+
+
 class _Chosen(TorchFunctionMode):
     """Answers the first choice among all experts with `chosen` [U, k], and leaves the scores before it unmasked."""
 
@@ -45,7 +52,7 @@ class _Chosen(TorchFunctionMode):
                 return scores
             if func in (torch.topk, Tensor.topk):
                 self.answered = True
-                return torch.return_types.topk((scores.gather(1, self.chosen), self.chosen))
+                return _TopK(scores.gather(1, self.chosen), self.chosen)
         return func(*args, **(kwargs or {}))
 
 

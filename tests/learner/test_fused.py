@@ -36,7 +36,7 @@ def test_a_packed_row_with_checkpoints_has_the_plain_log_probs_and_gradients(mon
     for devices in (set(), {DEVICE.type}):
         monkeypatch.setattr(numerics, "KERNEL_DEVICES", devices)
         model.zero_grad()
-        logprobs, entropy, _ = model(tokens, for_update=True)
+        logprobs, entropy, *_ = model(tokens, for_update=True)
         assert entropy is not None
         (logprobs.sum() + entropy.sum()).backward()
         gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
