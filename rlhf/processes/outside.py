@@ -22,33 +22,36 @@ prctl = ctypes.CDLL(None).prctl
 prctl.argtypes = (ctypes.c_int, *4 * (ctypes.c_ulong,))
 
 
-_own: dict[int, int] = {}  # this process -> its open list of children
+_kept: dict[int, int] = {}  # this process -> the open list of children of its first thread
 
 
 def keep_own_children_readable() -> None:
-    """Keep the list of this thread's children open: once confined, the process may not be able to open it again.
+    """Keep the list of this thread's children open, for when the process may not open it again.
 
-    Rules of Landlock are about inodes, and /proc makes new ones for a process when memory has been short.
+    That was seen in a confined process after memory had been short: Landlock's rules are about inodes, and /proc may
+    then make new ones.
     """
-    _own.clear()
+    _kept.clear()
     with contextlib.suppress(FileNotFoundError):  # the kernel has no CONFIG_PROC_CHILDREN
-        _own[os.getpid()] = os.open("/proc/thread-self/children", os.O_RDONLY)
+        _kept[os.getpid()] = os.open("/proc/thread-self/children", os.O_RDONLY)
 
 
 def children_of(pid: int) -> set[int]:
     """Processes that any thread of a process has started, or that it has adopted."""
     children: set[int] = set()
-    if pid in _own and pid == os.getpid():
-        text = b""
-        while more := os.pread(_own[pid], 1 << 16, len(text)):
-            text += more
-        return {int(child) for child in text.split()}
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(ProcessLookupError), open(f"/proc/{pid}/task/{thread}/children") as file:
                 children |= {int(child) for child in file.read().split()}
     except FileNotFoundError:  # the process is gone, or the kernel has no CONFIG_PROC_CHILDREN
         children = {int(other) for other in os.listdir("/proc") if other.isdigit() and _parent(int(other)) == pid}
+    except PermissionError:
+        if pid not in _kept or pid != os.getpid():
+            raise
+        text = b""
+        while more := os.pread(_kept[pid], 1 << 16, len(text)):
+            text += more
+        children = {int(child) for child in text.split()}
     return children
 
 
