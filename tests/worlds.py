@@ -223,3 +223,27 @@ def column_of_rank(batch: StepBatch, epoch: Sequence[Minibatch], rank: int, numb
     column = np.zeros(len(batch.tokens.token_ids), np.float32)
     column[batch.tokens.token_indices(rows_of_rank([epoch], rank))] = numbers
     return column
+
+
+def share_of_loss(policy: Any, tokens: Any, rows: Sequence[int], *, old: bool = True) -> tuple[Any, dict[str, Any]]:
+    """Loss and metrics of a microbatch of four rows in all; row i has the advantage i - 1.5, the reference is itself.
+
+    Args:
+        policy: a PolicyModel on CPU. tokens: of these rows, or a filler if there are none.
+        old: whether old log-probs are given, rather than taken from the update's own pass.
+    """
+    import torch
+
+    from rlhf.learner.policy_model import DeviceTokens
+    from rlhf.learner.update import on_host, policy_microbatch
+    from rlhf.types import Denominators, PolicyTargets
+
+    algo = {"kl_coef": 0.1, "kl_estimator": "k2", "entropy_coef": 0.01}
+    config = make_config(Path("nowhere"), algo=algo)
+    on_device = DeviceTokens.of(tokens, torch.device("cpu"))
+    with torch.no_grad():
+        logprobs = policy(on_device).logprobs.numpy()
+    advantages = np.repeat(np.array([i - 1.5 for i in rows] or [0.0], np.float32), tokens.lengths)
+    targets = PolicyTargets(advantages, logprobs if old else None, logprobs)
+    loss, metrics = policy_microbatch(policy, on_device, targets, Denominators(10, 4, 4), config)
+    return loss, on_host(metrics)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from model_families import make_family
 from torch import Tensor
-from worlds import make_config
+from worlds import share_of_loss
 
 from rlhf.algo.packing import filler, pack
 from rlhf.learner.packed_attention import PACKED
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, prepare_transformer, transformer_outputs
-from rlhf.learner.update import on_host, policy_microbatch
 from rlhf.log.reductions import merge_metrics
-from rlhf.types import Denominators, PackedTokens, PolicyTargets, Support
+from rlhf.types import PackedTokens, Support
 
 CPU = torch.device("cpu")
 SEQUENCES = [np.array(x, np.int32) for x in ([1, 2, 3, 4, 9], [1, 2, 3, 7, 8, 2], [5, 6, 7], [5, 6, 3, 3])]
@@ -71,19 +67,6 @@ def gradients(policy: PolicyModel) -> Tensor:
     return torch.cat([param.grad.flatten() for param in policy.parameters() if param.grad is not None])
 
 
-def share_of_loss(policy: PolicyModel, rows: list[int], old: bool) -> tuple[Tensor, dict[str, Any]]:
-    """Loss and metrics of a microbatch of four rows in all; the reference is the policy itself."""
-    algo = {"kl_coef": 0.1, "kl_estimator": "k2", "entropy_coef": 0.01}
-    config = make_config(Path("nowhere"), algo=algo)
-    tokens = DeviceTokens.of(packed(rows), CPU)
-    with torch.no_grad():
-        logprobs = policy(tokens).logprobs.numpy()
-    advantages = np.concatenate([np.full(len(SEQUENCES[i]), i - 1.5, np.float32) for i in rows] or [np.zeros(2)])
-    targets = PolicyTargets(advantages.astype(np.float32), logprobs if old else None, logprobs)
-    loss, metrics = policy_microbatch(policy, tokens, targets, Denominators(10, 4, 4), config)
-    return loss, on_host(metrics)
-
-
 def test_log_probs_entropies_and_gradients_equal_those_of_full_logits(policy: PolicyModel) -> None:
     rows = [0, 1, 2, 3]
     tokens = DeviceTokens.of(packed(rows), CPU)
@@ -111,7 +94,7 @@ def with_first(x: Tensor) -> Tensor:
 def test_on_the_first_step_the_ratio_is_exactly_1_and_the_kl_to_the_reference_exactly_0(
     policy: PolicyModel, old: bool
 ) -> None:
-    metrics = share_of_loss(policy, [0, 1, 2, 3], old)[1]
+    metrics = share_of_loss(policy, packed([0, 1, 2, 3]), [0, 1, 2, 3], old=old)[1]
     assert metrics["policy/ratio"].value() == metrics["policy/ratio_max"].value() == 1.0
     assert metrics["policy/kl_k1"].value() == metrics["policy/kl_k2"].value() == 0.0
 
@@ -122,7 +105,7 @@ def test_order_and_microbatches_change_neither_loss_nor_gradient(policy: PolicyM
         policy.zero_grad()
         parts = []
         for row in rows:
-            loss, metrics = share_of_loss(policy, row, old=True)
+            loss, metrics = share_of_loss(policy, packed(row), row)
             loss.backward()
             parts.append(metrics)
         merged = merge_metrics(parts)

@@ -13,17 +13,16 @@ import torch
 from model_families import make_family
 from torch import Tensor, nn
 from torch.nn import functional as F
-from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, run_world
+from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, run_world, share_of_loss
 
 from rlhf.algo.packing import filler, pack
 from rlhf.config.sections import Checkpointing, ModelConfig
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy, transformer_outputs
 from rlhf.learner.replay import RecordShape, check_replay, replay_recorded
 from rlhf.learner.routing import choices_of_row, experts_of
-from rlhf.learner.update import on_host, policy_microbatch
 from rlhf.log.reductions import merge_metrics
 from rlhf.step.batch import broadcast_to_tokens
-from rlhf.types import Denominators, PackedTokens, PolicyTargets, World
+from rlhf.types import PackedTokens, PolicyTargets, World
 
 pytestmark = pytest.mark.slow
 
@@ -194,19 +193,6 @@ def test_log_probs_and_gradients_equal_those_of_a_dense_computation(
     assert all(expected[name].norm() > 1e-4 * norm for name in routers)
 
 
-def share_of_loss(policy: PolicyModel, rows: list[int], *, old: bool = True) -> tuple[Tensor, dict[str, Any]]:
-    """Loss and metrics of a microbatch of four rows in all; the reference is the policy itself."""
-    algo = {"kl_coef": 0.1, "kl_estimator": "k2", "entropy_coef": 0.01}
-    config = make_config(Path("nowhere"), algo=algo)
-    tokens = DeviceTokens.of(packed(rows, shape_of(policy)), CPU)
-    with torch.no_grad():
-        logprobs = policy(tokens).logprobs.numpy()
-    advantages = np.concatenate([np.full(len(SEQUENCES[i]), i - 1.5, np.float32) for i in rows] or [np.zeros(2)])
-    targets = PolicyTargets(advantages.astype(np.float32), logprobs if old else None, logprobs)
-    loss, metrics = policy_microbatch(policy, tokens, targets, Denominators(10, 4, 4), config)
-    return loss, on_host(metrics)
-
-
 def test_order_and_microbatches_change_neither_loss_nor_gradient(tmp_path: Path) -> None:
     policy = load("qwen3_moe", tmp_path)
     results = []
@@ -214,7 +200,7 @@ def test_order_and_microbatches_change_neither_loss_nor_gradient(tmp_path: Path)
         policy.zero_grad()
         parts = []
         for row in rows:
-            loss, metrics = share_of_loss(policy, row)
+            loss, metrics = share_of_loss(policy, packed(row, shape_of(policy)), row)
             loss.backward()
             parts.append(metrics)
         grads = torch.cat([grad.flatten() for grad in gradients(policy).values()])
