@@ -13,7 +13,7 @@ rollout whose advantage is 0 has no gradient if the loss has no KL, entropy bonu
 algo.log_kl or a teacher asks for its log-probs, it gets no forward and no backward pass.
 
 The docstring of each package (its `__init__.py`) says where to add to it. The keys of the YAML and the values that they
-accept are in `config/sections.py`, contradictions between keys in `config/grpo.py`.
+accept are in `config/sections.py`, contradictions between keys in `config/contradictions.py`.
 """
 
 from __future__ import annotations
