@@ -11,7 +11,7 @@ HEAD_TILE = {"cuda": (16384, 4096), "cpu": (1024, 2048)}
 # Elements that GPUs reduce at once, and that ZeRO-3 gathers ahead: about one layer of a 7 B model.
 REDUCE_BUCKET = 250_000_000
 
-# Bytes of a weight transfer sent at once; the next bucket is filled while an engine loads this one.
+# Bytes of a weight transfer sent at once.
 BUCKET_BYTES = 256 * 2**20
 
 # A transfer of what has changed takes this for each bfloat16 element: its value, and its place in a block. If more than

@@ -52,7 +52,7 @@ class Patient:
     tiny: bool = False  # the model is one that the doctor has made
     least_free: float = math.inf  # bytes: this machine's lowest free memory at the end of a check
     at_end: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
-    nodes: dict[str, dict[str, Any]] = field(init=False)  # by name: `report` of the node, its `gpus`
+    nodes: dict[str, dict[str, Any]] = field(init=False)  # by name: `report` of the node, its `gpus` and `cards`
     prompts: list[Prompt] = field(init=False)  # the first of each source, tokenized, as an environment leaves them
     rows: list[Prompt] = field(init=False)  # the same as the data has them
     engines: Engines = field(init=False)  # that have started, with the learners

@@ -58,10 +58,14 @@ async def check_collective(patient: Patient) -> Finding:
 
 
 async def check_transfer(patient: Patient) -> Finding:
-    """Seconds of a weight transfer into all engines, from pause to resume; a first transfer warms up."""
+    """Seconds of a weight transfer into all engines, from pause to resume.
+
+    A first transfer warms up, except where a second one would send nothing, because nothing has changed.
+    """
     engines = patient.engines
     size = sum(meta.bytes for meta in (await engines.learners.call("metadata"))[0])
-    await engines.send_weights(0)
+    if not patient.config.sends_changes:
+        await engines.send_weights(0)
     began = time.monotonic()
     await engines.send_weights(0)
     seconds = patient.transfer_s = time.monotonic() - began
@@ -103,8 +107,11 @@ def judged_step(
         f"a step computes {computing:,.1f} s; gradients between learners {sending:,.1f} s ({shares['gradients']:.0%}), "
         f"weights to the engines {transfer_s:,.1f} s ({shares['weights']:.0%})"
     )
+    stage = (
+        "" if config.learner.zero_stage == 1 else "learner.zero_stage=1 sends the fewest bytes if it fits (--plan); "
+    )
     remedies = {
-        "gradients": f"learner.zero_stage=1 sends the fewest bytes if it fits (--plan); larger minibatches; {REMEDY}",
+        "gradients": f"{stage}larger minibatches; {REMEDY}",
         "weights": f"larger steps, or a faster network between learners and engines; {REMEDY}",
     }
     worst = max(shares, key=lambda name: shares[name])

@@ -263,12 +263,13 @@ async def check_microbatch(patient: Patient) -> Finding:
     text += f", {tflops:.3g} TFLOP/s, {mfu}; one large product reaches {product:.3g}"
     text += f"\npeak memory {peak:.1f} GiB, --plan {planned:.1f}"
     numbers |= {"tflops": tflops, "planned_gib": planned} | ({"mfu": tflops / best} if best else {})
+    problems = []
     if product < (1 - SLOW_GPU) * typical and config.cluster.device == "cuda":
         slow = f"learner {products.index(product)} reaches {product:.3g} TFLOP/s, the median {typical:.3g}"
-        return Finding("warn", text, f"{slow}: is it hot, throttled or shared (nvidia-smi -q -d PERFORMANCE)?", numbers)
+        problems.append(f"{slow}: is it hot, throttled or shared (nvidia-smi -q -d PERFORMANCE)?")
     if peak > PEAK_FACTOR * planned:
-        return Finding("warn", text, "--plan estimates too little here: report it, with this table", numbers)
-    return Finding("ok", text, numbers=numbers)
+        problems.append("--plan estimates too little here: report it, with this table")
+    return Finding("warn" if problems else "ok", text, "; ".join(problems), numbers)
 
 
 async def check_sampling(patient: Patient) -> Finding:

@@ -48,8 +48,8 @@ def hub_shapes(transformer: PreTrainedModel, name: str, tensor: Tensor) -> Itera
 def hub_ranges(transformer: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[int, int]]:
     """The elements [first, stop) of the flattened tensor that each of `hub_tensors` consists of, in its order.
 
-    They are found on numbered elements, in two columns instead of all. ValueError if the hub's format has them in
-    another order, so that changes of a part of the tensor could not be sent.
+    To find them, the elements are numbered and converted; two columns are enough, which saves memory. ValueError if the
+    hub's format has them in another order, so that changes of a part of the tensor could not be sent.
     """
     shape = whole_shape(tensor)
     rows, columns = math.prod(shape[:-1]), min(shape[-1], 2) if len(shape) > 1 else math.prod(shape)

@@ -134,7 +134,7 @@ class PolicyModel(nn.Module):
 
     @torch.no_grad()
     def as_teacher(self, tokens: DeviceTokens) -> HeadInput:
-        """From what its logits at temperature 1 follow at the response tokens."""
+        """The states at the response tokens and the head, from which its logits at temperature 1 can be computed."""
         hidden = transformer_outputs(self.transformer, tokens).last_hidden_state[0]
         _, rows = response_states(tokens.response_mask, tokens.cu_seqlens)
         expand = tokens.segments.expand
@@ -174,14 +174,19 @@ def computing_in_float32(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def load_policy(model: ModelConfig, *, temperature: float, key: str = "model.path", seed: int = 0) -> PolicyModel:
+def load_policy(
+    model: ModelConfig, *, temperature: float, key: str = "model.path", seed: int = 0, exported: bool = True
+) -> PolicyModel:
     """Load a model from a folder or the hub for training; ValueError if it does not take packed rows, or adapters.
 
-    `seed`: of new adapters.
+    `seed`: of new adapters. `exported`: whether it will be, with what is frozen; then the files must have that.
     """
     _, kind = language_model(model.path, trust_remote_code=model.trust_remote_code)
     transformer, _ = load_packed(kind, model.path, model, key=key)
-    frozen_tensors(transformer, model_tensors(transformer), model.path)  # an export would come too late for its errors
+    if exported:
+        frozen_tensors(
+            transformer, model_tensors(transformer), model.path
+        )  # an error would come too late at the export
     if (lora := model.lora) is not None:
         names = linear_names(transformer, targets=lora.targets, exclude=lora.exclude)
         adapt(transformer, names, rank=lora.rank, scale=lora.scale, seed=seed)

@@ -41,7 +41,7 @@ def make_reference(config: GRPOConfig, rank: TrainedRank) -> Reference | None:
         return AdaptersOff(rank)
     frozen = config.model.model_copy(update={"gradient_checkpointing": False})
     with rank.loading():
-        model = load_policy(frozen, temperature=config.rollout.temperature)
+        model = load_policy(frozen, temperature=config.rollout.temperature, exported=False)
     if config.learner.replays_experts:  # the KL compares weights, not choices of experts
         replay_recorded(model.transformer)
     if config.algo.ref_update == "fixed":
@@ -55,7 +55,7 @@ def make_teachers(config: GRPOConfig, rank: TrainedRank) -> dict[str, FrozenCopy
     for key, path in config.further_models.items():
         model = config.model.model_copy(update={"path": path, "gradient_checkpointing": False, "lora": None})
         with rank.loading():
-            teacher = FrozenCopy(load_policy(model, temperature=1.0, key=key), rank)
+            teacher = FrozenCopy(load_policy(model, temperature=1.0, key=key, exported=False), rank)
         check_packed(teacher.logprobs, rank.device, dtype=model.dtype, key=key, path=path)
         teachers[path] = teacher
     return teachers

@@ -49,15 +49,16 @@ def trained(config: GRPOConfig, **values: Any) -> GRPOConfig:
 def with_fewest_bytes(config: GRPOConfig, shape: ModelShape) -> tuple[GRPOConfig, str | None]:
     """The config at the first of ZeRO's stages that fits (on shared GPUs, with an engine's share that fits).
 
-    The text is why not even the last one fits.
+    The text is why not even the last one fits, or what contradicts it.
     """
     most = config.rollout.gpu_memory_utilization
     shared = config.cluster.placement == "colocated"
     for stage in STAGES if config.cluster.learners > 1 else (config.learner.zero_stage,):
         for share in (most, *(share for share in SHARES if shared and share < most)):
             candidate = changed(trained(config, zero_stage=stage), rollout={"gpu_memory_utilization": share})
-            estimates = memory_of_roles(candidate, shape)
-            if (problem := next(memory_warnings(candidate, estimates, shape, 0.0), None)) is None:
+            warnings = memory_warnings(candidate, memory_of_roles(candidate, shape), shape, 0.0)
+            problem = next(candidate.contradictions(), None) or next(warnings, None)
+            if problem is None:
                 return candidate, None
     return candidate, problem
 
@@ -65,8 +66,8 @@ def with_fewest_bytes(config: GRPOConfig, shape: ModelShape) -> tuple[GRPOConfig
 def splits(config: GRPOConfig, gpus: int) -> Iterator[GRPOConfig]:
     """The config on so many GPUs, with each number of learners that leaves whole engines."""
     width = config.cluster.tensor_parallel
-    step = max(1, gpus // SPLITS)
     shared = config.cluster.placement == "colocated"
+    step = 1 if shared else max(1, gpus // SPLITS)
     for learners in range(step, gpus + 1, step):
         engines = learners // width if shared else 1
         one = changed(config, cluster={"learners": learners, "engines": engines})
@@ -92,13 +93,12 @@ def fastest(config: GRPOConfig, shape: ModelShape, gpus: int, kind: str, scale: 
     placement, lag = KINDS[kind]
     base = changed(config, cluster={"placement": placement}, rollout={"max_policy_lag": lag})
     found: list[Layout] = []
-    reason = f"{counted(gpus, 'GPU')} cannot be divided so"
+    reason = f"{counted(gpus, 'GPU')} cannot hold whole engines and learners in this way"
     for offload in dict.fromkeys((config.learner.offload_optimizer, True)):
         if found:
             break
         for split in (split for setting in settings(base, offload=offload) for split in splits(setting, gpus)):
-            if refused := next(split.contradictions(), None):
-                reason = refused
+            if shape.heads % split.cluster.tensor_parallel:  # vLLM would refuse it
                 continue
             candidate, problem = with_fewest_bytes(split, shape)
             if problem:
@@ -158,6 +158,8 @@ def _stages(config: GRPOConfig, shape: ModelShape) -> Iterator[tuple[str, str]]:
     for (role, training), (_, other) in zip(config.trained_roles(), least.trained_roles(), strict=True):
         now, best = training.section.zero_stage, other.section.zero_stage
         sent = {stage: communicated_bytes(role, training, config, shape, stage=stage) / 1e9 for stage in (best, now)}
-        text = f"stage {best} fits and sends the fewest bytes, {sent[best]:,.1f} GB per {role.name} and step"
+        share = least.rollout.gpu_memory_utilization
+        at = "" if share == config.rollout.gpu_memory_utilization else f" with rollout.gpu_memory_utilization={share:g}"
+        text = f"stage {best} fits{at} and sends the fewest bytes, {sent[best]:,.1f} GB per {role.name} and step"
         as_set = "" if now == best else f"; stage {now}, as set, sends {sent[now]:,.1f}"
         yield f"ZeRO here, {role.name}", text + as_set

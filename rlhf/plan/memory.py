@@ -230,7 +230,9 @@ def _trained(
         # At the end of backward no activations are left, but the embedding's gradient, and if tied the head's too.
         ends = b * shape.embedding_parameters * (1 if shape.head_parameters or head.name != HEAD else 2)
         over = max(0.0, ends - activations.size - head.size)
-        work.append(Part("embedding gradients", over, f"{ends / GIB:.2f} GiB, where activations were"))
+        if over:
+            how = f"{ends / GIB:.2f} GiB, less the activations and head that are freed by then"
+            work.append(Part("embedding gradients", over, how))
     return (*state, *reference, *work, activations, head, _overhead("learner", config))
 
 

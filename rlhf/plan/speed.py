@@ -130,10 +130,8 @@ def communicated_bytes(
     if count is None or n == 1:
         return 0.0
     b = BYTES[config.model.dtype]
-    updates, microbatches = (
-        training.updates_per_step,
-        training.updates_per_step * microbatches_per_update(config, training),
-    )
+    updates = training.updates_per_step
+    microbatches = updates * microbatches_per_update(config, training)
     gradient, weights = count * (BYTES[training.section.reduce_dtype] if b == 2 else b), count * b
     if stage == 3:
         frozen = b * policy.parameters if config.model.lora else 0

@@ -85,7 +85,7 @@ def whole_layers(changed: Sequence[str], workers: Sequence[Loaded]) -> list[str]
         for name, (_, elements, *numbers) in worker.items():
             layers.setdefault(name, set()).update(numbers)
             if elements and not numbers:
-                return [name for worker in workers[:1] for name in worker]
+                return list(workers[0])
     chosen, held = set(changed), set[int]()
     while more := set().union(*(layers[name] for name in chosen)) - held:
         held |= more

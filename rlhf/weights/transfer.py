@@ -130,7 +130,9 @@ class CPUSender:
         """Bring every engine the weights as `version`; rank 0 says what it sent. Called on every learner rank."""
         if torch.accelerator.is_available():  # DeepSpeed's step ends in an all-gather that may still run
             torch.accelerator.synchronize()
-        counts = self._changes.count() if self._changes is not None and self._complete else None
+        changes = self._changes
+        # rank 0 alone knows whether the engines have loaded the last transfer
+        counts = changes.count() if changes is not None and changes.on_all_ranks(self._complete) else None
         share = None if counts is None else int(counts.sum()) / sum(meta.numel for meta in self._metadata)
         self._complete, why, size = False, "", None
         if counts is not None and share is not None and share <= MOST_CHANGED:
@@ -196,7 +198,7 @@ class CPUSender:
 
     @contextlib.contextmanager
     def _receiving(self, messages: Sequence[Message]) -> Iterator[list[bool]]:
-        """While engines of other nodes receive these; the list gets what each of them answers, at the end."""
+        """While engines of other nodes receive these; when the block ends, the list has what each of them answered."""
         answers: list[bool] = []
         if self._group is None or not messages:
             yield answers

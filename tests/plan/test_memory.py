@@ -211,7 +211,7 @@ def test_gradients_of_the_embedding_count_where_they_are_more_than_the_activatio
     assert parts["embedding gradients"] == pytest.approx(ends - before)
     assert parts["embedding gradients"] > 0
     parts = {part.name: part.size for part in learner_memory(model_shape(QWEN25_1B5), make())}
-    assert parts["embedding gradients"] == 0
+    assert "embedding gradients" not in parts
 
 
 def test_70b_on_64_learners_at_zero_3_divides_everything(make: Any) -> None:
