@@ -487,7 +487,7 @@ def test_a_gpu_that_computes_slower_than_the_others_is_named(make: Any) -> None:
     ("gb_per_second", "transfer_s", "status", "says"),
     [
         (300.0, 0.5, "ok", ""),
-        (5.0, 0.5, "warn", "learner.zero_stage=1"),  # 28 GB in 5.6 s
+        (5.0, 0.5, "warn", "larger minibatches"),  # 28 GB in 5.6 s
         (0.5, 0.5, "fail", "NCCL_SOCKET_IFNAME"),  # TCP over the wrong interface
         (300.0, 3.0, "warn", "between learners and engines"),
         (300.0, 60.0, "fail", "between learners and engines"),
@@ -507,6 +507,11 @@ def test_a_network_is_judged_by_what_this_run_sends_over_it(
     assert result.text.startswith("a step computes 21.3 s; gradients between learners ")
     sent = 4 * 3 * 7 / 8 * 3.0874 / gb_per_second
     assert result.numbers["gradients"] == pytest.approx(sent / (sent + 21.33 + transfer_s), rel=1e-2)
+    assert "zero_stage" not in result.remedy  # it is 1
+    section = config.learner.model_copy(update={"zero_stage": 2})
+    at_2 = network.judged_step(config.model_copy(update={"learner": section}), shape, **speeds)
+    advised = at_2.status != "ok" and at_2.numbers["gradients"] >= at_2.numbers["weights"]
+    assert ("learner.zero_stage=1" in at_2.remedy) == advised
 
 
 def test_network_cards_of_which_some_are_down_are_named(make: Any, tmp_path: Path) -> None:
