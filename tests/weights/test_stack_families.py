@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.stack
 
 AGREEMENT = 1e-5  # mean |log-prob difference| in float32; measured: 3e-7
 LENGTHS = (48, 13, 70)
+STAND_INS = str(Path(__file__).parent.parent / "stand_ins")
 CHANGED_ALONE = 6  # tensors of a model
 
 
@@ -74,6 +76,11 @@ def differences(world: World, folder: Path) -> tuple[list[float], float, list[st
     tensors, sent alone; what perturbing moved; and the tensors, one of a kind, that vLLM could lose in a later transfer
     unnamed."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if importlib.util.find_spec("torchvision") is None:  # which vLLM's class of a wrapper imports
+        # Here, and not where the test begins: the fork server keeps the path that it was started with. vLLM reads a
+        # class in a further process.
+        sys.path.append(STAND_INS)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (STAND_INS, os.environ.get("PYTHONPATH"))))
     from rlhf.learner.policy import Learner
 
     learner, engine = Learner(make_config(folder), world), Engine(folder)
@@ -142,12 +149,7 @@ def is_named(engine: Engine, learner: Any, name: str) -> bool:
 # a hybrid with stacked experts, windows and caps, an expert per tensor, experts and sinks that no loader fills, and a
 # checkpoint that wraps a text model
 @pytest.mark.parametrize("model_type", ["granitemoehybrid", "gemma2", "qwen3_moe", "gpt_oss", "gemma3"])
-def test_the_engine_follows_every_tensor_of_the_learner(
-    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if importlib.util.find_spec("torchvision") is None:  # which vLLM's class of a wrapper imports
-        stand_ins = Path(__file__).parent.parent / "stand_ins"
-        monkeypatch.setenv("PYTHONPATH", f"{stand_ins}:{os.environ.get('PYTHONPATH', '')}")
+def test_the_engine_follows_every_tensor_of_the_learner(model_type: str, tmp_path: Path) -> None:
     ((measured, moved, unnamed),) = run_world(differences, 1, write_family(model_type, tmp_path))
     assert max(measured) < AGREEMENT
     assert moved > 1000 * AGREEMENT
