@@ -28,6 +28,7 @@ from rlhf.config.base import with_home
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import merged
 from rlhf.config.printing import say, to_stderr
+from rlhf.config.sections import UNRESTRICTED
 from rlhf.plan.start_checks import evaluation_problems, input_problems
 
 if TYPE_CHECKING:
@@ -113,11 +114,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         contradictions=lambda config: config.sampling_contradictions(), check=problems, complete=complete,
     )  # fmt: skip
     # engines that train nothing need not return experts, nor the tokens that each was sampled from
-    everything = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
     config = config.model_copy(
         update={
             "learner": config.learner.model_copy(update={"router_replay": "none"}),
-            "rollout": config.rollout.model_copy(update=everything),
+            "rollout": config.rollout.model_copy(update=UNRESTRICTED),
         }
     )
     from rich.console import Console

@@ -186,7 +186,7 @@ class DataConfig(DatasetsConfig[SourceConfig]):
     max_prompt_tokens: PositiveInt = key(1024, "longest prompt with its template, tokens; longer ones are left out")
     eval_rows: PositiveInt | None = key(None, "first rows of each evaluation set to use; null: all")
     curriculum: CurriculumConfig | None = key(
-        None, "draw prompts that are always or never solved less; null: all alike"
+        None, "draw prompts less, the further their pass rate is from a half; null: all alike"
     )
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ BUILT_IN = (*TOOLS, PROGRAM)
 
 
 COMMAND = "of name: program: what is started for each rollout, such as [venv/bin/python, agent.py]"
-TIMEOUT = "seconds that a program may take for its rollout by the clock"
+TIMEOUT = "of name: program: seconds that it may take for its rollout by the clock; null: 600"
 
 
 class EnvironmentPart(Section):
@@ -34,7 +34,7 @@ class EnvironmentPart(Section):
     )
     options: dict[str, Any] = key({}, "keyword arguments of the class")
     command: tuple[str, ...] = key((), COMMAND, strict=False)
-    timeout_s: PositiveFloat = key(600.0, TIMEOUT)
+    timeout_s: PositiveFloat | None = key(None, TIMEOUT)
 
     @field_validator("name")
     @classmethod
@@ -49,6 +49,11 @@ class EnvironmentPart(Section):
                 f"environment.name={self.name} with command={list(self.command)}: {missing} is missing. Write {{name: "
                 "program, command: [python, agent.py]}."
             )
+        if self.timeout_s is not None and self.name != PROGRAM:
+            raise ValueError(
+                f"environment.timeout_s={self.timeout_s:g} with name={self.name}: it is for a program alone. "
+                "Remove it, or write {name: program, command: [...]}."
+            )
         if self.name == PROGRAM and self.options:
             raise ValueError(f"environment.options={self.options} of a program: it takes none. Put them into command.")
         return self
@@ -62,7 +67,7 @@ class EnvironmentConfig(Section):
     )
     options: dict[str, Any] = key({}, "keyword arguments of the class")
     command: tuple[str, ...] = key((), COMMAND, strict=False)
-    timeout_s: PositiveFloat = key(600.0, TIMEOUT)
+    timeout_s: PositiveFloat | None = key(None, TIMEOUT)
     by_name: dict[str, EnvironmentPart] = key({}, "several environments; the row's column `environment` names its own")
     weight: float = key(1.0, "factor of the environment's own reward in the sum")
     processes: PositiveInt = key(64, "processes for environments on each node; a rollout waits until one is free")
@@ -109,6 +114,11 @@ class EnvironmentConfig(Section):
             )
         if self.command and self.name is None:
             raise ValueError(f"environment.command={list(self.command)} without environment.name. Set it to program.")
+        if self.timeout_s is not None and self.name is None:
+            raise ValueError(
+                f"environment.timeout_s={self.timeout_s:g} without environment.name: nothing reads it. Set it next to "
+                "the command of a program."
+            )
         _ = self.parts  # checks them
         return self
 

@@ -112,6 +112,9 @@ class RepetitionOptions(Section):
     free_fraction: float = key(0.1, "share of repeated n-grams that costs nothing", ge=0, lt=1)
 
 
+WALL_PER_CPU = 2  # a test of `code` that sleeps may take this times its CPU seconds
+
+
 class CodeOptions(Section):
     """Tests of the row against the Python code of the response, which runs confined."""
 
@@ -138,7 +141,7 @@ class RubricOptions(Section):
     criteria_column: str | None = key(None, "column with the criteria of the row, in place of criteria")
     key_variable_name: str | None = key(None, "environment variable of the run that holds the key of the endpoint")
     retries: NonNegativeInt = key(3, "further tries of a request that fails")
-    timeout_s: PositiveFloat = key(60.0, "seconds that one request may take")
+    timeout_s: PositiveFloat = key(60.0, "seconds that a request may wait for its answer")
     requests_at_once: PositiveInt = key(32, "requests at the same time")
     max_new_tokens: PositiveInt = key(512, "longest answer of the grader, tokens")
     max_requests: PositiveInt | None = key(None, "requests of the program in all; null: no bound")
@@ -231,6 +234,16 @@ class RewardConfig(Section):
             raise ValueError(f"reward.by_source={by_source!r}: not a mapping. Write {{source: [{{name: gsm8k}}]}}.")
         read = {"by_source": {name: _parts(parts, f"reward.by_source.{name}") for name, parts in by_source.items()}}
         return value | read | ({"parts": _parts(value["parts"], "reward.parts")} if "parts" in value else {})
+
+    @model_validator(mode="after")
+    def _late_code_is_graded(self) -> Self:
+        for options in (CodeOptions(**part.options) for part in self.all_parts if part.name == "code"):
+            if (seconds := WALL_PER_CPU * options.cpu_seconds) >= self.wall_seconds:
+                raise ValueError(
+                    f"reward code: cpu_seconds={options.cpu_seconds:g} allows {seconds:g} s by the clock, and reward."
+                    f"wall_seconds={self.wall_seconds:g} ends all tests before. Raise reward.wall_seconds."
+                )
+        return self
 
     def parts_of(self, source: str) -> tuple[RewardPart, ...]:
         return self.by_source.get(source, self.parts)

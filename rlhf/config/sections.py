@@ -356,9 +356,11 @@ class EvaluationConfig(AnyEvaluationConfig):
         return _restriction(self)
 
 
+UNRESTRICTED: dict[str, Any] = {"top_p": 1.0, "top_k": None, "min_p": 0.0}  # sampling from all tokens
+
+
 def _restriction(section: RolloutConfig | EvaluationConfig) -> dict[str, Any]:
-    unrestricted = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
-    return {name: getattr(section, name) for name, all_ in unrestricted.items() if getattr(section, name) != all_}
+    return {name: getattr(section, name) for name, all_ in UNRESTRICTED.items() if getattr(section, name) != all_}
 
 
 class WandbConfig(Section):

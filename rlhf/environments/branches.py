@@ -13,7 +13,9 @@ Each request is counted by its kind (`calls` of the facts):
 
     first, continued        begins the rollout; goes on from a turn
     parallel, retried       is asked for while others are sampled; asks once more for what was answered
-    branched, rewritten     goes on otherwise from a turn that was gone on from; shares its first message with another
+    branched                continues a turn that another request has already continued
+    rewritten               shares its first message with another: a message was changed, or a turn was cut by a limit
+                            before it ended, after which no log goes on
     separate                shares nothing: a title, a summary, another agent
 """
 
@@ -238,8 +240,9 @@ class Branches:
                 f"`generate` was called with {len(token_ids)} tokens, and a sequence has at most "
                 f"{self.limits.max_sequence_tokens}: data.max_prompt_tokens and rollout.max_rollout_tokens. Raise them."
             )
-        self.kinds[self._kind(context, texts)] += 1
-        self.asked.add(texts)
+        asked = texts or (str(list(request["token_ids"])),)
+        self.kinds[self._kind(context, asked)] += 1
+        self.asked.add(asked)
         if context is None or context.continued:
             return self._new_log(token_ids)
         context.continued = True
@@ -320,13 +323,16 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
     content = message.get("content") or ""
     if isinstance(content, str):
         return [content.strip() if message["role"] == "assistant" else content]
-    return list(content)
+    if all(isinstance(text, str) for text in content):
+        return list(content)
+    return [json.dumps(content, sort_keys=True, default=str)]  # blocks of another form, which the template reads
 
 
 def _with_text(message: Mapping[str, Any]) -> Message:
     """The message for a template: blocks of text on lines of their own."""
     content = message.get("content")
-    return dict(message) if content is None or isinstance(content, str) else {**message, "content": "\n".join(content)}
+    is_texts = isinstance(content, list) and all(isinstance(text, str) for text in content)
+    return {**message, "content": "\n".join(content or ())} if is_texts else dict(message)
 
 
 def _opening(texts: tuple[str, ...]) -> str | None:

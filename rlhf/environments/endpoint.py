@@ -24,10 +24,10 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.environments.branches import Branches, TooLongError
 from rlhf.environments.turns import FailedError
 from rlhf.processes.channel import MAX_BYTES
+from rlhf.rollout.chat import BACKLOG, ENDED
 from rlhf.types import Outcome
 
-BACKLOG = 1024
-MAX_CHARS_PER_TOKEN = 16  # of a request that is rendered at all; rendering holds up the driver
+RENDERED_CHARS_PER_TOKEN = 16  # of a request that is rendered at all; rendering holds up the driver
 LOOPBACK = "127.0.0.1"
 
 Run = Callable[[Mapping[str, str]], Awaitable[Outcome]]
@@ -37,11 +37,10 @@ class Endpoint:
     """Where the programs of a run reach the model.
 
     Args:
-        host: the address that it listens at.
         say: gets warnings.
     """
 
-    def __init__(self, config: GRPOConfig, say: Callable[[str], None], *, host: str = LOOPBACK) -> None:
+    def __init__(self, config: GRPOConfig, say: Callable[[str], None]) -> None:
         model = config.model
         self._plan = {
             "model": {
@@ -52,7 +51,7 @@ class Endpoint:
             }
         }
         self._say, self._start_s = say, config.cluster.start_deadline_s
-        self._listening = socket.create_server((host, 0), backlog=BACKLOG)
+        self._listening = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
         self.host, self.port = self._listening.getsockname()[:2]
         self._process: subprocess.Popen[bytes] | None = None
         self._starting = asyncio.Lock()
@@ -86,7 +85,10 @@ class Endpoint:
         fds = [theirs.fileno(), self._listening.fileno()]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rlhf.rollout.endpoint", *map(str, fds)], pass_fds=fds, stdin=subprocess.PIPE
+                [sys.executable, "-m", "rlhf.rollout.endpoint", *map(str, fds)],
+                pass_fds=fds,
+                stdin=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the driver alone
             )
         assert self._process.stdin is not None
         with self._process.stdin as stdin, contextlib.suppress(BrokenPipeError):
@@ -97,20 +99,30 @@ class Endpoint:
         except TimeoutError:
             ready = b""
         if not ready:
-            self._process.kill()
+            self._end(self._process, self._writer)
             raise FailedError(
                 f"the endpoint has not started within cluster.start_deadline_s={self._start_s:g} s, or has ended; its "
                 "own messages are above"
             )
-        self._begin(self._serve(reader))
+        self._begin(self._serve(reader, self._process, self._writer))
 
-    async def _serve(self, reader: asyncio.StreamReader) -> None:
+    async def _serve(
+        self, reader: asyncio.StreamReader, process: subprocess.Popen[bytes], writer: asyncio.StreamWriter
+    ) -> None:
         """Answer until the process ends."""
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
                 self._begin(self._answer(json.loads(line)))
+        self._end(process, writer)
         for key in list(self._lost):
             self._lose(key, FailedError("the process of the endpoint has ended"))
+
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes], writer: asyncio.StreamWriter) -> None:
+        """See a process dead, so that the next rollout starts another one."""
+        process.kill()
+        process.wait()
+        writer.close()
 
     def _lose(self, key: str, error: Exception) -> None:
         """End a rollout with an error, which `play` raises."""
@@ -122,19 +134,19 @@ class Endpoint:
             answer = await self._answered(request)
         except Exception as error:  # of the engines, or the run
             self._lose(request["session"], error)
-            answer = _refused("the rollout of this key has ended")
+            answer = _refused(ENDED)
         self._send({"answer": request["ask"], **answer})
 
     async def _answered(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The turn that a program asks for, or what is wrong with its request."""
         branches = self._branches.get(request["session"])
         if branches is None:
-            return _refused("the rollout of this key has ended")
+            return _refused(ENDED)
         self._tell_ignored(request["ignored"])
         most, messages, tools = branches.limits.max_sequence_tokens, request["messages"], request["tools"]
         full = f"This model's maximum context length is {most} tokens. Please reduce the length of the messages."
         try:
-            if len(json.dumps([messages, tools])) > MAX_CHARS_PER_TOKEN * most:
+            if len(json.dumps([messages, tools], ensure_ascii=False)) > RENDERED_CHARS_PER_TOKEN * most:
                 return _refused(full, full_context=True)
             if request["counts"]:
                 return {"prompt_tokens": branches.count(messages, tools)}

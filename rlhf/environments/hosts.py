@@ -63,9 +63,18 @@ def _read_by(commands: Sequence[Sequence[str]], python: str) -> list[str]:
         if found is None:
             raise ValueError(
                 f"environment.command={list(command)}: no program {command[0]} is there. Name one, such as "
-                "venv/bin/python, or python for the interpreter of the run."
+                "venv/bin/python, or python for environment.python, by default the interpreter of the run."
             )
-        readable |= {each.parents[1] for each in (Path(found).absolute(), Path(found).resolve())}
+        for folder in (Path(found).absolute().parent, Path(found).resolve().parent):
+            # of an interpreter the folder that also has its lib
+            readable.add(folder.parent if folder.name == "bin" and folder.parent != Path("/") else folder)
+        if missing := [word for word in command[1:] if word.endswith(".py") and not os.path.exists(word)]:
+            raise ValueError(f"environment.command={list(command)}: there is no file {missing[0]}. Correct its path.")
+        if Path("/") in readable:
+            raise ValueError(
+                f"environment.command={list(command)}: {command[0]} stands in /, so a program could read every file. "
+                "Put it into a folder of its own."
+            )
         paths = [Path(word).absolute() for word in command[1:] if os.path.exists(word)]
         readable |= {path if path.is_dir() else path.parent for path in paths}
     return sorted(map(str, readable))

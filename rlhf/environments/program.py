@@ -25,8 +25,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+TIMEOUT_S = 600.0  # where the config sets none
 ALIVE_S = 1.0  # between signs of life
 MAX_REWARD_BYTES, SHOWN_BYTES = 1 << 20, 1000  # of the reward file; of the output in an error
+MAX_OUTPUT_BYTES = 64 << 20
 KEPT = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 
 
@@ -40,21 +42,25 @@ class Program:
     Args:
         command: `python` is the interpreter of this process; words that name files are taken from where the run was
             started.
-        timeout_s: for a whole rollout.
+        timeout_s: for a whole rollout; None: TIMEOUT_S.
         env: variables that it gets in addition.
     """
 
-    def __init__(self, command: Sequence[str], timeout_s: float, env: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], timeout_s: float | None, env: Sequence[str]) -> None:
         words = [sys.executable if command[0] == "python" else command[0], *command[1:]]
-        self._command = [os.path.abspath(word) if os.path.exists(word) else word for word in words]
-        self._timeout_s, self._env = timeout_s, tuple(env)
+        after_m = words.index("-m") + 1 if "-m" in words else -1  # the name of a module, which may be that of a folder
+        self._command = [
+            os.path.abspath(word) if os.path.exists(word) and number != after_m else word
+            for number, word in enumerate(words)
+        ]
+        self._timeout_s, self._env = timeout_s or TIMEOUT_S, tuple(env)
 
     def play(self, message: Mapping[str, Any], say_alive: Callable[[], None]) -> dict[str, Any]:
         """The program's outcome.
 
         Raises:
             TimeLimitError: it did not end in time.
-            ValueError: it failed without leaving a reward, or its reward is none.
+            ValueError: it failed without leaving a reward, its reward is no number, or it printed too much.
         """
         folder = Path(tempfile.mkdtemp(prefix="program-"))
         try:
@@ -96,6 +102,8 @@ class Program:
             while not select.select([ended], [], [], max(0.0, min(ALIVE_S, deadline - time.monotonic())))[0]:
                 if time.monotonic() > deadline:
                     raise TimeLimitError(f"over {self._timeout_s:g} seconds by the clock (environment.timeout_s)")
+                if (size := os.fstat(output.fileno()).st_size) > MAX_OUTPUT_BYTES:
+                    raise ValueError(f"the program printed {size:,} bytes, more than {MAX_OUTPUT_BYTES:,}")
                 say_alive()
             return process.wait()
         finally:

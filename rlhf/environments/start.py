@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -40,8 +41,11 @@ class StartedEnvironments(Environments):
 
     def __init__(self, config: GRPOConfig, tokenizer: Any, *, say: Callable[[str], None] = to_stderr) -> None:
         endpoint = Endpoint(config, say) if config.environment.has_programs else None
-        self.hosts = Hosts(config.environment, config.tools, say=say, port=endpoint.port if endpoint else 0)
-        try:
+        with contextlib.ExitStack() as opened:
+            if endpoint is not None:
+                opened.callback(endpoint.close)
+            self.hosts = Hosts(config.environment, config.tools, say=say, port=endpoint.port if endpoint else 0)
+            opened.callback(self.hosts.close)
             self.tools = _all_tools(self.hosts.about)
             self._check_rewards(config)
             data = config.data
@@ -49,9 +53,7 @@ class StartedEnvironments(Environments):
             dialogue = Dialogue(tokenizer, data.template, data.chat_template_kwargs, stop_ids=stops)
             names = _parser_names(config, tokenizer, must_call=bool(self.tools))
             self.warnings = (*dialogue.check(self.tools), *self._unconfined())
-        except BaseException:
-            self.hosts.close()
-            raise
+            opened.pop_all()
         parsing = Parsing(names.tools, names.reasoning, tuple(self.tools), data.chat_template_kwargs)
         self.spread = Spread(self.hosts, say)
         super().__init__(config, self.spread, dialogue, parsing, tokenizer, endpoint)

@@ -209,9 +209,9 @@ async def _turns(
 def check_size(messages: Sequence[Mapping[str, Any]], *, most: int, key: str) -> None:
     """Refuse messages that cannot fit `most` tokens before they are rendered: that would hold up every rollout."""
     contents = [message.get("content") or "" for message in messages]
-    if (
-        size := sum(len(content) if isinstance(content, str) else sum(map(len, content)) for content in contents)
-    ) > most * MAX_CHARS_PER_TOKEN:
+    blocks = ([content] if isinstance(content, str) else map(str, content) for content in contents)
+    size = sum(len(text) for texts in blocks for text in texts)
+    if size > most * MAX_CHARS_PER_TOKEN:
         raise FailedError(f"{key}={most}: messages of {size:,} characters cannot fit so many tokens. Shorten them.")
 
 

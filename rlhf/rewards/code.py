@@ -1,4 +1,4 @@
-"""Grade a program: the row's tests against the code of the response, which runs in a process that nobody believes.
+"""Grade a program: the row's tests against the code of the response, which runs in an untrusted process.
 
     worker (the grader)                           solution (`rlhf.processes.solution`)
       tests of the row ── f(2) ─────────────────>  confined: no files, network, processes or environment
@@ -24,7 +24,7 @@ import time
 from typing import Any, BinaryIO, Self
 
 from rlhf.answers.thoughts import after_thinking
-from rlhf.config.reward import CodeOptions
+from rlhf.config.reward import WALL_PER_CPU, CodeOptions
 from rlhf.processes.attributes import from_json
 from rlhf.processes.channel import Channel
 from rlhf.processes.forkers import BOOT, PACKAGE
@@ -32,20 +32,23 @@ from rlhf.processes.outside import Stopwatch
 from rlhf.rewards.code_tests import FORMS, CallTest, ProgramTest, Tests, read_tests
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, UNSCORABLE, Grade
 
-BLOCK = re.compile(r"^([ \t]*)(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\2[ \t]*$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})([^`]*)")  # of a line
 MAX_ANSWER_BYTES = 1 << 22  # of one result, and of what a program prints
 READ_BYTES = 1 << 16
 START_S = 5.0  # for a Python interpreter, next to other jobs; less than `reward.wall_seconds`
 POLL_S = 0.02
-WALL_PER_CPU = 2  # a test that sleeps may take this times its CPU seconds
 
 
 class WrongError(Exception):
     """A test has no right result."""
 
 
+class LateError(WrongError):
+    """A test has exceeded a limit of time; those after it are not run."""
+
+
 class NotStartedError(Exception):
-    """The process did not start; the response cannot be to blame, because it had not been sent its code."""
+    """The process did not start; the response cannot be to blame: its code had not been sent yet."""
 
 
 def code_reward(response: str, columns: dict[str, Any], options: CodeOptions) -> Grade:
@@ -88,10 +91,24 @@ def find_code(response: str, *, whole: bool) -> str | None:
     answer = after_thinking(response)
     if answer is None:
         return None
-    if blocks := BLOCK.findall(answer):
-        indent, _, code = blocks[-1]
-        return textwrap.dedent(code) if indent else str(code)
+    if (code := _last_block(answer)) is not None:
+        return code
     return answer if whole and answer.strip() else None
+
+
+def _last_block(answer: str) -> str | None:
+    """The content of the last fenced block that is closed, by a fence of the same characters."""
+    block, opened, lines = None, None, list[str]()
+    for line in answer.split("\n"):
+        fence = FENCE.fullmatch(line)
+        if opened is None:
+            opened, lines = fence, []
+        elif fence and fence[2] == opened[2] and not fence[3].strip():
+            text = "".join(f"{each}\n" for each in lines)
+            block, opened = textwrap.dedent(text) if opened[1] else text, None
+        else:
+            lines.append(line)
+    return block
 
 
 def _passed(code: str, tests: Tests, options: CodeOptions) -> tuple[int, str]:
@@ -113,7 +130,7 @@ def _passed(code: str, tests: Tests, options: CodeOptions) -> tuple[int, str]:
                 passed += 1
             except WrongError as error:
                 problem = f"test {number}: {error}"
-                if options.mode == "all" or (solution and solution.late):
+                if options.mode == "all" or isinstance(error, LateError):
                     break
     return passed, problem
 
@@ -141,11 +158,10 @@ class Solution:
 
     Attributes:
         ended: it answers no more.
-        late: it has exceeded a limit of time.
     """
 
     def __init__(self, cpu_seconds: float, stdin: str | None = None) -> None:
-        self.ended = self.late = False
+        self.ended = False
         self._limits = {"cpu_seconds": cpu_seconds, "wall_seconds": WALL_PER_CPU * cpu_seconds}
         self._watch, self._rest, self._open = Stopwatch(), bytearray(), contextlib.ExitStack()
         try:
@@ -192,9 +208,9 @@ class Solution:
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """The answer to a message, whatever the code of the response says it is."""
-        self._send(message)
         if not self._watch.running:
             self._watch.start(self._process.pid)
+        self._send(message)
         answer = self._read_line(self._channel.socket.fileno())
         self._watch.stop()
         if not isinstance(answer, dict):
@@ -216,10 +232,12 @@ class Solution:
         return self._rest.decode(errors="replace")
 
     def _send(self, message: dict[str, Any]) -> None:
-        try:
-            self._channel.send(message)
-        except OSError:
-            self._fail("the process ended, or reads nothing")
+        self._channel.queue(message)
+        while not self._channel.flush():  # it may be computing, and read nothing
+            if self._process.poll() is not None:
+                self._fail("the process ended")
+            self._check_time()
+            select.select([], [self._channel.socket], [], POLL_S)
 
     def _fail(self, problem: str) -> None:
         self.ended = True
@@ -227,8 +245,8 @@ class Solution:
 
     def _check_time(self) -> None:
         if self._watch.running and (limit := self._watch.exceeded(**self._limits)):
-            self.late = True
-            self._fail(limit)
+            self.ended = True
+            raise LateError(limit)
 
     def _read_line(self, fd: int) -> Any:
         while b"\n" not in self._rest:

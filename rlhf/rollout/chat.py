@@ -28,6 +28,8 @@ KEPT = {
 }
 LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 SILENT = {*LIMITS, "user", "metadata", "store", "thinking", "reasoning", "reasoning_effort", "context_management"}
+BACKLOG = 1024  # connections that wait to be accepted
+ENDED = "the rollout of this key has ended"
 CHANGES = "it would change the distribution that is sampled from, and trained. Remove it"
 
 

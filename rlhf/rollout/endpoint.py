@@ -9,7 +9,8 @@ connection holds up neither the driver nor an engine. The turn is sampled before
 for a stream gets it in a few events, one that goes away loses only its answer, and an engine that dies costs time.
 
 The driver sends {"open": token}, {"close": token} and answers {"answer": number, ...}; it gets {"ready": true} and
-{"ask": number, "session": token, "messages", "tools", "parses_calls", "max_tokens", "counts", "ignored"}.
+{"ask": number, "session": token, "messages", "tools", "parses_calls", "max_tokens", "counts", "ignored",
+"wants_ids"}.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from rlhf.processes.channel import MAX_BYTES
 from rlhf.processes.outside import die_with_parent
 from rlhf.rollout.chat import (
+    BACKLOG,
     COUNT_TOKENS,
+    ENDED,
     ROUTES,
     Asked,
     RefusedError,
@@ -62,7 +65,6 @@ from rlhf.rollout.chat import (
 
 KEEP_ALIVE_S = 600.0  # an idle connection of an agent that works meanwhile
 REMEMBERED = 10_000  # tokens of ended rollouts: a late request is told that its rollout has ended
-BACKLOG = 1024
 NAME = "policy"  # of the model, whatever name a client uses
 
 Scope = MutableMapping[str, Any]
@@ -170,7 +172,7 @@ class Guard:
         token = headers.get(b"x-api-key") or headers.get(b"authorization", "").removeprefix("Bearer ").strip()
         if token in self._driver.tokens:
             return token
-        reason = "the rollout of this key has ended" if token in self._driver.ended else "no rollout has this key"
+        reason = ENDED if token in self._driver.ended else "no rollout has this key"
         raise RefusedError(HTTPStatus.UNAUTHORIZED, reason)
 
 

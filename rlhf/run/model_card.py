@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.config.secrets import with_references
-from rlhf.config.sections import LoraConfig
+from rlhf.config.sections import UNRESTRICTED, LoraConfig
 from rlhf.run.state import RunState
 
 NEW_TOKENS = 512  # in the example, where the config says none
@@ -77,8 +77,7 @@ def _usage(config: Mapping[str, Any], *, is_adapter: bool) -> str:
     messages = [{"role": role, "content": text} for role, text in texts.items() if text]
     longest, temperature = rollout.get("max_response_tokens", NEW_TOKENS), rollout.get("temperature", 1.0)
     sampling = {"max_new_tokens": longest, "temperature": temperature}
-    unrestricted = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
-    sampling |= {name: rollout[name] for name, all_ in unrestricted.items() if rollout.get(name, all_) != all_}
+    sampling |= {name: rollout[name] for name, all_ in UNRESTRICTED.items() if rollout.get(name, all_) != all_}
     notes = "`vllm serve FOLDER` answers at an OpenAI endpoint."
     if is_adapter:
         base, rank = config["model"]["path"], LoraConfig(rank=config["model"]["lora"]["rank"]).slot_rank

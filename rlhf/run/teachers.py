@@ -103,13 +103,12 @@ class Teachers:
             )
         self._of: dict[str, TeacherModel] = {}
         self._hinted: dict[str, np.ndarray] = {}
-        for source, rows in prompts.items():
-            teachers = config.algo.teacher
-            if teachers is None or teachers.in_loss:  # in the loss the learners compare for themselves
-                break
-            if (teacher := teachers.of(source)) is not None:
-                self._of[source] = teacher
-                self._hinted |= with_hints(config, teacher, rows, tokenizer) if teacher.hint_column else {}
+        teachers = config.algo.teacher
+        if teachers is not None and not teachers.in_loss:  # in the loss the learners compare for themselves
+            for source, rows in prompts.items():
+                if (teacher := teachers.of(source)) is not None:
+                    self._of[source] = teacher
+                    self._hinted |= with_hints(config, teacher, rows, tokenizer) if teacher.hint_column else {}
         self._servers: dict[str, Server] = {}
         for source, teacher in self._of.items():
             if teacher.endpoint is not None and teacher.endpoint not in self._servers:

@@ -86,6 +86,8 @@ def test_its_reward_may_be_the_only_one() -> None:
         (["environment={command: [x]}"], ("environment.command=['x']", "Set it to program")),
         (["environment={by_name: {c: {name: program}}}"], ("a command is missing",)),
         (["environment={name: program, command: [x], options: {a: 1}}"], ("Put them into command",)),
+        (["environment={name: a:B, timeout_s: 5}"], ("environment.timeout_s=5 with name=a:B", "Remove it")),
+        (["environment={timeout_s: 5}"], ("environment.timeout_s=5 without environment.name",)),
         (["environment={name: program, command: [x], timeout_s: 0}"], ("environment.timeout_s=0",)),
         (["environment={name: program, command: [x]}", "tools=[calculator]"], ("a program offers its own tools",)),
         (["tools=[program]"], ("tools.0='program'", "no such environment or tool")),

@@ -313,6 +313,48 @@ def test_every_request_is_counted_by_what_it_is_to_those_before_it() -> None:
     assert rollout.response_length == sum(len(word) + 1 for word in words)
 
 
+def test_requests_of_ids_are_counted_too() -> None:
+    async def coroutine(answer: Answer) -> Outcome:
+        first = await answer({"token_ids": [65, 66]})
+        for _ in range(2):
+            await answer({"token_ids": [65, 66, *first["token_ids"], 67]})
+        await answer({"token_ids": [67]})
+        return Outcome()
+
+    rollout, _ = play(coroutine, ["one", "two", "three", "four"])
+    assert rollout.facts["calls"] == {"first": 1, "continued": 1, "retried": 1, "separate": 1}
+
+
+def test_a_conversation_after_a_turn_that_was_cut_is_another_sequence() -> None:
+    async def coroutine(answer: Answer) -> Outcome:
+        cut = await answer({"messages": [USER]})
+        await answer({"messages": [USER, said(cut["content"]), {"role": "user", "content": "more"}]})
+        return Outcome()
+
+    rollout, _ = play(coroutine, ["abcdef", "two"], Limits(max_response_tokens=4, max_rollout_tokens=500))
+    assert contexts(rollout) == [("u:q|a:abcd", "abcd"), ("u:q|a:abcdef|u:more|a:two|", "two|")]
+    assert rollout.facts["calls"] == {"first": 1, "rewritten": 1}
+
+
+def test_blocks_that_a_template_reads_itself_are_given_to_it() -> None:
+    blocks = [{"type": "text", "text": "q"}]
+    given = []
+
+    class Reads(Templates):
+        def prompt(self, messages: Any, tools: Any = None) -> np.ndarray:
+            given.extend(message["content"] for message in messages)
+            return super().prompt([USER], tools)
+
+    async def coroutine(answer: Answer) -> Outcome:
+        await answer({"messages": [{"role": "user", "content": blocks}]})
+        return Outcome(reward=1.0)
+
+    how: Any = {"generate": Script(["one"]), "templates": Reads(), "limits": ROOMY}
+    rollout = asyncio.run(play_coroutine(prompt(), 0, lambda branches: coroutine(branches.answer), **how))
+    assert rollout.outcome == Outcome(reward=1.0)
+    assert given == [blocks]
+
+
 def test_tools_that_a_program_does_not_offer_are_not_called() -> None:
     offers = []
 

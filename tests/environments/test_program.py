@@ -92,6 +92,7 @@ def test_a_program_gets_its_row_and_leaves_its_reward(tmp_path: Path) -> None:
         (REWARD + "left.write('\"1\"')", FailedError, "no finite number"),
         (REWARD + "left.write('{\"score\": [1]}')", FailedError, "the reward file holds no reward"),
         (REWARD + "left.write('[' * 100000)", FailedError, "the reward file holds no reward"),
+        ("import sys\nwhile True: sys.stdout.write('x' * 1_000_000)", FailedError, "the program printed "),
         (
             "import os, time\nfor _ in range(100):\n    if os.fork() == 0: time.sleep(30); os._exit(0)\ntime.sleep(30)",
             CallLimitError,
@@ -112,6 +113,28 @@ def test_a_program_that_ends_well_without_a_reward_leaves_it_to_the_other_parts(
 def test_a_program_that_has_left_its_reward_may_end_with_any_status(tmp_path: Path) -> None:
     (ended,) = run(tmp_path, REWARD + "left.write('2'); left.close(); raise SystemExit(3)")
     assert ended.reward == 2.0
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["python", "nowhere/agent.py"], "there is no file nowhere/agent.py"),
+        (["nowhere/agent"], "no program nowhere/agent is there"),
+    ],
+)
+def test_a_command_that_cannot_be_started_is_refused_before_any_rollout(
+    tmp_path: Path, command: list[str], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says), hosts(tmp_path, "", command=command):
+        raise AssertionError("it started")
+
+
+def test_a_module_is_started_by_its_name_also_where_a_file_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "this").write_text("a file of that name")
+    monkeypatch.chdir(tmp_path)
+    assert run(tmp_path, "", command=["python", "-m", "this"]) == [Outcome()]
 
 
 def test_what_a_program_leaves_running_ends_with_its_rollout(tmp_path: Path) -> None:

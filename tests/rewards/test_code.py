@@ -9,6 +9,7 @@ import platform
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,6 +142,20 @@ def test_a_test_that_takes_too_long_fails(kind: str, ending: str) -> None:
     result = grade(code, tests, cpu_seconds=0.2, mode="fraction")
     assert result.value == 0.0
     assert "over 0." in result.detail
+
+
+def test_a_program_that_takes_too_long_ends_the_tests_after_it_too() -> None:
+    code = "import time\nn = int(input())\nif n == 3: time.sleep(60)\nprint(n * n)"
+    result = grade(code, PROGRAM, cpu_seconds=0.5, mode="fraction")
+    assert (result.value, result.status) == (0.0, "ok")
+    assert result.detail.startswith("test 1: over 1 seconds by the clock")
+
+
+def test_a_solution_that_reads_no_further_call_is_ended_by_its_limit() -> None:
+    code = "def square(x):\n    while True: pass"
+    result = grade(code, [f"assert square('{'9' * 3_000_000}') == {n}" for n in range(2)], cpu_seconds=0.5)
+    assert (result.value, result.status) == (0.0, "ok")
+    assert "over 0.5 CPU seconds" in result.detail
 
 
 # --- attempts to be paid without solving; each may take part of the honest way: it answers the first test ---
@@ -335,10 +350,19 @@ def test_the_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         ("def f(): 1", False, None),
         ("def f(): 1", True, "def f(): 1"),
         ("````python\nx = '''\n```\n'''\n````", False, "x = '''\n```\n'''\n"),
+        ("```python\na\n```\n~~~\nb\n```\n", False, "a\n"),
+        ("```python\r\na\r\n```\r\n", False, "a\r\n"),
     ],
 )
 def test_the_last_block_is_the_code(response: str, whole: bool, code: str | None) -> None:
     assert find_code(response, whole=whole) == code
+
+
+def test_many_fences_are_read_in_the_time_that_reading_takes() -> None:
+    response = "```python\n" * 200_000  # a search from each would read all that follows it
+    started = time.process_time()
+    assert find_code(response, whole=False) is None
+    assert time.process_time() - started < 10
 
 
 def test_a_response_without_code_has_no_answer() -> None:
@@ -417,9 +441,10 @@ def test_a_grading_process_runs_solutions_below_it(pool: Pool, code: str, value:
 @pytest.mark.slow
 def test_the_limit_of_all_tests_which_depends_on_the_load_judges_no_response() -> None:
     prompt = Prompt("slow", 0, np.zeros(1, np.int32), (), "", "code", {"tests": ASSERTS})
-    config = RewardConfig.model_validate({"parts": ["code"], "workers": 1, "wall_seconds": 1.0})
+    part = {"name": "code", "cpu_seconds": 1.4}
+    config = RewardConfig.model_validate({"parts": [part], "workers": 1, "wall_seconds": 3.0})
     with Scorer(config) as scorer:
-        text = "```python\nimport time\ndef square(x):\n    time.sleep(3)\n```"
+        text = "```python\nimport time\ndef square(x):\n    time.sleep(2)\n    return x * x\n```"
         (scored,) = asyncio.run(scorer.score_group(prompt, [rollout_of([1])], [text]))
     assert (scored.reward, scored.status) == (None, "timeout")
 

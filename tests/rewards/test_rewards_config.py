@@ -55,6 +55,10 @@ def test_the_config_knows_exactly_the_rewards_that_exist() -> None:
         ([{"name": "length", "max_tokens": 5, "min_tokens": 9}], r"reward\.parts\.0: .*exceed max_tokens"),
         ([{"name": "math", "weight": "1"}], r"reward\.parts\.0\.weight=\"1\": .* reward\.parts\.0\.weight=1\."),
         ([{"name": "rubric", "url": "http://h/v1", "model": "m"}], r"reward\.parts\.0: .*exactly one of criteria"),
+        (
+            {"parts": [{"name": "code", "cpu_seconds": 20}], "wall_seconds": 30},
+            r"code: cpu_seconds=20 allows 40 s by the clock, and reward\.wall_seconds=30 ends all tests before",
+        ),
         (["math", "math"], r"reward\.parts\.1\.name='math': named twice"),
         ({"parts": "math"}, "reward.parts=.math.: not a list"),
         ({"by_source": {"x": ["maht"]}}, r"reward\.by_source\.x\.0\.name='maht'"),
