@@ -26,8 +26,8 @@ AGREEMENT = 0.03  # mean |log-prob difference|; measured: 0.006, and 0.09 from t
 
 
 def differences(_: World, export: Path, start: Path) -> list[float]:
-    """Mean |log-prob difference| of vLLM, in bfloat16 with the export, from the learner, in float32 with the export, and
-    with the start model."""
+    """Mean |log-prob difference| of vLLM, which has the export in bfloat16, from the learner, in float32, with the
+    export, and with the start model."""
     prepare_for_vllm()
     sequences, weights = make_sequences()
     engine = np.concatenate([logprobs[1:] for logprobs in Engine(export, dtype="bfloat16").logprobs(sequences)])
@@ -35,7 +35,7 @@ def differences(_: World, export: Path, start: Path) -> list[float]:
     return [float(np.abs(engine - learner).mean()) for learner in learners]
 
 
-def test_a_run_trains_the_text_model_of_qwen_3_5_and_exports_a_checkpoint_with_the_rest_as_it_was(tmp_path: Path) -> None:
+def test_a_run_trains_the_text_model_of_qwen_3_5_and_exports_the_rest_as_it_was(tmp_path: Path) -> None:
     start = write_family("qwen3_5", tmp_path / "model")
     result = stack_result("qwen3_5", start)
     assert result["stack"] == "ok"
