@@ -34,12 +34,12 @@ CHANGED_ALONE = 6  # tensors of a model
 class Engine:
     """vLLM in this process, and the calls of an engine that the learner makes."""
 
-    def __init__(self, folder: Path, *, backend: str = BACKEND, **options: Any) -> None:
+    def __init__(self, folder: Path, *, dtype: str = "float32", backend: str = BACKEND, **options: Any) -> None:
         from vllm import LLM
         from vllm.config.weight_transfer import WeightTransferConfig
 
         self.llm = LLM(
-            str(folder), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=8,
+            str(folder), dtype=dtype, enforce_eager=True, max_model_len=128, max_num_seqs=8,
             gpu_memory_utilization=0.05, weight_transfer_config=WeightTransferConfig(backend=RECEIVERS[backend]),
             worker_extension_cls=WORKER_EXTENSION, enable_prefix_caching=False,
             language_model_only=True, disable_log_stats=True, **options,
@@ -61,6 +61,16 @@ class Engine:
         return [np.array([0.0, *(row[i][int(ids[i])].logprob for i in range(1, len(ids)))]) for ids, row in rows]
 
 
+def prepare_for_vllm() -> None:
+    """In a rank that is to have an engine, first of all."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if importlib.util.find_spec("torchvision") is None:  # which vLLM's class of a wrapper imports
+        # Here, and not where the test begins: the fork server keeps the path that it was started with. vLLM reads a
+        # class in a further process.
+        sys.path.append(STAND_INS)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (STAND_INS, os.environ.get("PYTHONPATH"))))
+
+
 def sleep_at_level_2(worker: Any) -> None:
     """What an engine on a GPU has when it wakes: vLLM restores buffers, all else is what the memory held."""
     for module in worker.model_runner.get_model().modules():
@@ -75,12 +85,7 @@ def differences(world: World, folder: Path) -> tuple[list[float], float, list[st
     """Engine against learner: at the start, on perturbed weights, on the true ones after it slept, on changes of single
     tensors, sent alone; what perturbing moved; and the tensors, one of a kind, that vLLM could lose in a later transfer
     unnamed."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    if importlib.util.find_spec("torchvision") is None:  # which vLLM's class of a wrapper imports
-        # Here, and not where the test begins: the fork server keeps the path that it was started with. vLLM reads a
-        # class in a further process.
-        sys.path.append(STAND_INS)
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (STAND_INS, os.environ.get("PYTHONPATH"))))
+    prepare_for_vllm()
     from rlhf.learner.policy import Learner
 
     learner, engine = Learner(make_config(folder), world), Engine(folder)

@@ -1,4 +1,4 @@
-"""Qwen 3.5 to 3.8 as they are released, cut down: three GRPO steps with the canary, and what comes out.
+"""Qwen 3.5 to 3.8 as they are released, cut down: three GRPO steps with the canary, what comes out, and vLLM with that.
 
 vLLM's class imports torchvision; tests/stand_ins has the names where no build for CPU is installed.
 """
@@ -8,15 +8,31 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from model_families import NOT_LOADED, write_family
 from safetensors.torch import load_file
+from test_stack_families import Engine, prepare_for_vllm
+from worlds import run_world
 
 from rlhf.plan.model_shape import NOT_LOADED as NOT_TRAINED
-from tools.model_table import stack_result
+from rlhf.types import World
+from tools.model_table import make_sequences, packed, stack_result
 
 pytestmark = pytest.mark.stack
+
+AGREEMENT = 0.03  # mean |log-prob difference|; measured: 0.006, and 0.09 from the start model
+
+
+def differences(_: World, export: Path, start: Path) -> list[float]:
+    """Mean |log-prob difference| of vLLM, which has the export in bfloat16, from the learner, in float32, with the
+    export, and with the start model."""
+    prepare_for_vllm()
+    sequences, weights = make_sequences()
+    engine = np.concatenate([logprobs[1:] for logprobs in Engine(export, dtype="bfloat16").logprobs(sequences)])
+    learners = (np.concatenate(packed(folder, sequences, weights)[0]) for folder in (export, start))
+    return [float(np.abs(engine - learner).mean()) for learner in learners]
 
 
 def test_a_run_trains_the_text_model_of_qwen_3_5_and_exports_the_rest_as_it_was(tmp_path: Path) -> None:
@@ -32,3 +48,5 @@ def test_a_run_trains_the_text_model_of_qwen_3_5_and_exports_the_rest_as_it_was(
     assert frozen > NOT_LOADED["qwen3_5"].keys()
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    ((difference, moved),) = run_world(differences, 1, tmp_path / "run" / "model", start)
+    assert difference < AGREEMENT < moved
