@@ -152,6 +152,19 @@ def test_ray_takes_the_loopback_interface_for_its_address() -> None:
         assert services.get_node_ip_address() == "127.0.0.1"
 
 
+def test_ray_starts_none_of_the_processes_that_nobody_needs() -> None:
+    from ray._private.node import Node
+
+    from rlhf.cluster import session
+
+    methods = ("start_api_server", "start_log_monitor", "start_monitor")
+    read = {*names_read_by(Node.start_head_processes.__code__), *names_read_by(Node.start_ray_processes.__code__)}
+    assert read >= {*methods}
+    with session._own_cluster(""):
+        for method in methods:
+            getattr(Node, method)(None)  # the true one would ask None for the names of its files
+
+
 def test_ray_has_the_flags_that_we_set() -> None:
     import ray
 

@@ -147,8 +147,7 @@ def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_from_a_w
     assert "already holds a run" in again.stderr
     assert all(remedy in again.stderr for remedy in ("--resume", "run.dir=", "rm -r"))
 
-    # Longer, in a notebook, on one learner and with two engines on the exported model's successor: the same run goes on,
-    # from the last checkpoint that is whole.
+    # Longer, in a notebook, on one learner and with two engines: the same run goes on, from the last whole checkpoint.
     shard = run / "checkpoints" / "step-000003" / "weights-00000.safetensors"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
