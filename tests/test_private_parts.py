@@ -218,6 +218,18 @@ def test_deepspeed_builds_no_all_reduce_of_its_own_on_cpu(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+def test_the_optimizer_that_deepspeed_asks_for_does_not_load_the_compiler() -> None:
+    script = """
+import sys
+import rlhf.learner.deepspeed_settings
+from deepspeed.runtime import compiler
+from deepspeed.runtime.zero.muon.original_muon import muon_update
+print(muon_update.__code__.co_name, compiler.compile().__name__, "torch._inductor.lowering" in sys.modules)
+"""
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "muon_update compile False\n"
+
+
+@pytest.mark.slow
 def test_elements_that_are_copied_into_real_memory_are_counted() -> None:
     from rlhf.weights.receivers import CopiedInPlace
 

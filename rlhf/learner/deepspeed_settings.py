@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 from typing import Any
@@ -17,6 +18,19 @@ from rlhf.types import World
 
 SHM_OP = "deepspeed_shm_comm"
 
+
+def _import_muon() -> None:
+    """Import an optimizer that DeepSpeed asks for at every start, but not torch's compiler with it: 1 s of a core."""
+    compiler: Any = importlib.import_module("deepspeed.runtime.compiler")
+    compile_kernels = compiler.compile
+    compiler.compile = lambda: compiler.dummy_decorator
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = compile_kernels
+
+
+_import_muon()  # nothing here uses it
 _meeting_places: list[dist.TCPStore] = []  # they last as long as their process
 
 
