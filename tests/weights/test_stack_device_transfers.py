@@ -5,7 +5,6 @@ Two learners, two engines of one GPU and one engine of two, each worker a proces
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import multiprocessing
 import os
@@ -175,7 +174,7 @@ def difference(a: list[np.ndarray], b: list[np.ndarray]) -> float:
 
 def all_processes(world: World, folder: Path) -> dict[str, Case]:
     """Start workers and learners as forks of a process that has imported vLLM; the report of rank 0."""
-    importlib.import_module("vllm.v1.engine.llm_engine")
+    import vllm  # noqa: F401
 
     processes, engines = [], {}
     for name, gpus in GPUS.items():
