@@ -12,7 +12,6 @@ A signal to the command is passed on. The driver is killed when the command is; 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import signal
@@ -27,7 +26,6 @@ from rlhf.config.printing import lossy_output, say
 from rlhf.processes.outside import adopt_orphans, die_with_parent
 
 LEFT_S = 30.0  # for the processes of a lost driver to end; the guard of its Ray kills them
-NEW_OBJECTS = 20_000  # before a collection of garbage; with Python's 700 it takes a fifth of the imports' time
 LOST = "the driver has ended without a message, as Ray ends it when its raylet or its control service is gone."
 
 
@@ -136,7 +134,6 @@ def _drive(main: Callable[[], None], command: int, to_command: int, *, takes_ove
     """In the driver: run the program and exit."""
     global _to_command, _takes_over
     _to_command, _takes_over = to_command, takes_over
-    gc.set_threshold(NEW_OBJECTS)
     os.setsid()  # a signal to the group or from the terminal comes through the command alone
     die_with_parent(signal.SIGKILL)
     if os.getppid() != command:
