@@ -27,7 +27,6 @@ ON_THE_STACK = {
     "cluster/rank_group.py": "ray",
     "cluster/session.py": "ray",
     "learner/deepspeed_settings.py": "deepspeed",
-    "learner/rank.py": "deepspeed",
     "rollout/endpoint.py": "vllm",
     "rollout/engine.py": "vllm",
     "rollout/messages.py": "vllm",

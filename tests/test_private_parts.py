@@ -152,6 +152,19 @@ def test_ray_takes_the_loopback_interface_for_its_address() -> None:
         assert services.get_node_ip_address() == "127.0.0.1"
 
 
+def test_ray_starts_none_of_the_processes_that_nobody_needs() -> None:
+    from ray._private.node import Node
+
+    from rlhf.cluster import session
+
+    methods = ("start_api_server", "start_log_monitor", "start_monitor")
+    read = {*names_read_by(Node.start_head_processes.__code__), *names_read_by(Node.start_ray_processes.__code__)}
+    assert read >= {*methods}
+    with session._own_cluster(""):
+        for method in methods:
+            getattr(Node, method)(None)  # the true one would ask None for the names of its files
+
+
 def test_ray_has_the_flags_that_we_set() -> None:
     import ray
 
@@ -202,6 +215,20 @@ def test_deepspeed_builds_no_all_reduce_of_its_own_on_cpu(monkeypatch: pytest.Mo
         monkeypatch.setitem(deepspeed.ops.__compatible_ops__, SHM_OP, compatible)
         backend.build_shm_op()
     assert built == [True]
+
+
+@pytest.mark.slow
+def test_deepspeed_loads_neither_mlflow_nor_torchs_compiler() -> None:
+    script = """
+import sys
+import rlhf.learner.rank
+from deepspeed.runtime import compiler
+from deepspeed.runtime.zero.muon.original_muon import muon_update
+print({"mlflow", "torch._inductor.lowering"} & {*sys.modules})
+print(muon_update.__code__.co_name, compiler.compile().__name__)
+import mlflow
+"""
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\nmuon_update compile\n"
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -76,6 +77,17 @@ class Found:
         return self.nodes[0]
 
 
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """The tree of a module; the garbage collector would visit what stays again and again, for most of the time."""
+    gc.disable()
+    try:
+        return ast.parse(text)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 class Sources:
     """The modules that `read` gives by their paths, as `vllm/outputs.py`; it returns None where there is no file."""
 
@@ -100,7 +112,7 @@ class Sources:
 
     def _tree(self, module: str) -> ast.Module | None:
         if module not in self._trees and (text := self._text(module)) is not None:
-            self._trees[module] = ast.parse(text)
+            self._trees[module] = parsed(text)
         return self._trees.get(module)
 
     def find(self, name: str) -> Found | None:

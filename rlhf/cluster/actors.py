@@ -73,6 +73,7 @@ class HostedActor:
         try:
             module = importlib.import_module(self._module)
         finally:
+            gc.freeze()  # what was imported stays
             gc.enable()
         self._hosted = getattr(module, self._name)(*arguments)
 

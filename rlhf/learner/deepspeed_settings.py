@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import socket
+import sys
+from collections.abc import Iterator
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from rlhf.algo.sizes import REDUCE_BUCKET
 from rlhf.config.sections import TrainedConfig
@@ -17,6 +21,32 @@ from rlhf.types import World
 
 SHM_OP = "deepspeed_shm_comm"
 
+
+@contextlib.contextmanager
+def _lean() -> Iterator[None]:
+    """A context in which DeepSpeed is imported without mlflow, which its autotuner takes where that is installed."""
+    if "mlflow" in sys.modules:
+        yield
+        return
+    sys.modules["mlflow"] = None  # type: ignore[assignment]
+    yield
+    del sys.modules["mlflow"]
+
+
+with _lean():
+    import deepspeed
+    from deepspeed.runtime import compiler
+
+
+def _import_muon() -> None:
+    """Import what every start of DeepSpeed asks for, but not torch's compiler with it: 1 s of a core."""
+    compile_kernels = compiler.compile
+    compiler.compile = lambda: compiler.dummy_decorator
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    compiler.compile = compile_kernels
+
+
+_import_muon()
 _meeting_places: list[dist.TCPStore] = []  # they last as long as their process
 
 
@@ -54,6 +84,11 @@ def _meet_on_loopback(world: World) -> None:
         listener = socket.create_server((world.master_host, world.master_port))
         host, port, fd = world.master_host, world.master_port, listener.detach()
         _meeting_places.append(dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
+
+
+def wrapped(module: nn.Module, settings: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> Any:
+    """DeepSpeed's engine around a module."""
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=settings)[0]
 
 
 def any_settings(world: World, *, dtype: str, zero: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from rlhf.algo.schedules import learning_rate
 from rlhf.config.roles import Training
 from rlhf.config.sections import ModelConfig
 from rlhf.learner import rank_checkpoint
-from rlhf.learner.deepspeed_settings import any_settings, join_world, training_settings
+from rlhf.learner.deepspeed_settings import any_settings, join_world, training_settings, wrapped
 from rlhf.learner.fused import account
 from rlhf.learner.hub_format import frozen_tensors, model_tensors, write_model, write_model_config
 from rlhf.learner.offload import Offload, gradient_buffers, optimizer_tensors
@@ -95,7 +94,7 @@ class TrainedRank:
         options = self.training.section.optimizer.model_dump(exclude={"variant"})
         # The fused kernel, on CPU too, reads parameter, gradient and both moments once.
         adam = torch.optim.AdamW(self.trained.values(), fused=True, **options)
-        self.deepspeed, *_ = deepspeed.initialize(model=module, optimizer=adam, config=self._settings)
+        self.deepspeed = wrapped(module, self._settings, adam)
         self.published = {**self.trained} if has_adapters(module) else model_tensors(self.transformer)
 
     def place_frozen(self, module: nn.Module) -> Any:
@@ -103,8 +102,7 @@ class TrainedRank:
         if self.training.section.zero_stage < 3:
             return module.to(self.device)
         settings = any_settings(self.world, dtype=self._model.dtype, zero={"stage": 3})
-        wrapped, *_ = deepspeed.initialize(model=module, config=settings)
-        return wrapped
+        return wrapped(module, settings)
 
     @property
     def transformer(self) -> PreTrainedModel:
@@ -125,8 +123,10 @@ class TrainedRank:
 
     def whole(self, param: Tensor, *, modify: bool = False) -> contextlib.AbstractContextManager[None]:
         """A context in which the tensor is whole: gathered where ZeRO-3 partitions it, unchanged elsewhere."""
+        from deepspeed import zero
+
         writer = 0 if modify else None
-        return deepspeed.zero.GatheredParameters([param], modifier_rank=writer, enabled=hasattr(param, "ds_id"))
+        return zero.GatheredParameters([param], modifier_rank=writer, enabled=hasattr(param, "ds_id"))
 
     def each_whole(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """These tensors by name, each whole until the next one is asked for."""

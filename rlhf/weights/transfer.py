@@ -306,6 +306,7 @@ def register_with_vllm() -> None:
     from vllm.platforms import current_platform
 
     from rlhf.weights.cpu_kernels import add_adapter_in_two_products, rotate_heads_on_cpu, round_rows_alike
+    from rlhf.weights.cpu_worker import fork_worker_of_one_thread
 
     for name in RECEIVERS.values():
         with contextlib.suppress(ValueError):  # registered by an earlier call
@@ -316,3 +317,4 @@ def register_with_vllm() -> None:
         rotate_heads_on_cpu()
         round_rows_alike()
         add_adapter_in_two_products()
+        fork_worker_of_one_thread()

@@ -55,19 +55,27 @@ json.dump(reward, open(os.environ["RLHF_REWARD"], "w"))
 """
 
 
-@pytest.mark.parametrize(("program", "door"), [("grpo", "coroutine"), ("ppo", "coroutine"), ("grpo", "program")])
-def test_log_probs_of_engine_and_learner_agree_over_turns_and_branches(tmp_path: Path, program: str, door: str) -> None:
-    data = tmp_path / "data"
+@pytest.mark.parametrize(("algorithm", "doors"), [("grpo", ("coroutine", "program")), ("ppo", ("coroutine",))])
+def test_log_probs_of_engine_and_learner_agree_over_turns_and_branches(
+    tmp_path: Path, algorithm: str, doors: tuple[str, ...]
+) -> None:
+    data, samples = tmp_path / "data", 4 * len(doors)
     write_quickstart(data, warmup_steps=0, train_rows=64, test_rows=8, tools=True)
-    (tmp_path / "played.py").write_text(PLAY if door == "coroutine" else AGENT)
-    command = {"name": "program", "command": ["python", f"{tmp_path}/played.py"]}
+    for file in (data / "train.jsonl", data / "test.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        lines = [json.dumps(row | {"environment": doors[i % len(doors)]}) for i, row in enumerate(rows)]
+        file.write_text("\n".join(lines))
+    (tmp_path / "play.py").write_text(PLAY)
+    (tmp_path / "agent.py").write_text(AGENT)
+    command = {"name": "program", "command": ["python", f"{tmp_path}/agent.py"]}
+    by_name = {"coroutine": f"{tmp_path}/play.py:play", "program": command}
     config: dict[str, Any] = {
         "run": {"dir": str(tmp_path / "run"), "steps": 2, "seed": 1},
         "model": {"path": str(data / "model"), "dtype": "float32"},
         "data": {"train": str(data / "train.jsonl"), "eval": str(data / "test.jsonl"), "max_prompt_tokens": 64},
-        "environment": f"{tmp_path}/played.py:play" if door == "coroutine" else command,
+        "environment": {"by_name": {door: by_name[door] for door in doors}},
         "rollout": {
-            "prompts_per_step": 8, "samples_per_prompt": 4, "max_response_tokens": 48, "max_rollout_tokens": 144,
+            "prompts_per_step": 8, "samples_per_prompt": samples, "max_response_tokens": 48, "max_rollout_tokens": 144,
         },
         "algo": {"kl_coef": 0.05},
         "learner": {"minibatches_per_epoch": 2, "max_tokens_per_microbatch": 512, "optimizer": {"lr": 1e-3}},
@@ -78,7 +86,7 @@ def test_log_probs_of_engine_and_learner_agree_over_turns_and_branches(tmp_path:
     file = tmp_path / "config.yaml"
     file.write_text(json.dumps(config))
     done = subprocess.run(
-        [sys.executable, "-m", f"rlhf.{program}", "--config", str(file)],
+        [sys.executable, "-m", f"rlhf.{algorithm}", "--config", str(file)],
         capture_output=True, text=True, timeout=STACK_WAIT_S, stdin=subprocess.DEVNULL, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -94,13 +102,14 @@ def test_log_probs_of_engine_and_learner_agree_over_turns_and_branches(tmp_path:
         for step in (1, 2)
         for line in (tmp_path / "run" / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()
     ]
-    assert len(rows) == 64
-    branched = [row for row in rows if row["facts"]["turns"] == 3]
-    assert branched
-    assert all(len(row["versions"]) == 3 for row in branched)
+    assert len(rows) == 2 * 8 * samples
     assert {row["facts"]["ended_by"] for row in rows} <= {"answer", "max_response_tokens"}
-    if door == "program":
-        first_turns = [row["versions"][0][1] - row["versions"][0][0] for row in branched]
-        said = [row for row, tokens in zip(branched, first_turns, strict=True) if tokens < 48]  # nothing follows a cut
-        assert said
-        assert all(row["facts"]["calls"] == {"first": 1, "continued": 1, "retried": 1} for row in said)
+    for number, door in enumerate(doors, start=1):
+        own = [row for row in rows if int(row["prompt_id"].rpartition("/")[2]) % len(doors) == number % len(doors)]
+        branched = [row for row in own if row["facts"]["turns"] == 3]
+        assert branched, door
+        assert all(len(row["versions"]) == 3 for row in branched)
+        if door == "program":
+            said = [row for row in branched if row["versions"][0][1] - row["versions"][0][0] < 48]  # not cut
+            assert said
+            assert all(row["facts"]["calls"] == {"first": 1, "continued": 1, "retried": 1} for row in said)

@@ -82,7 +82,8 @@ def untied(path: Path, target: Path) -> Path:
 class Pair:
     """A learner and the other implementation behind the calls that engines take; `stale` is what it never takes.
 
-    What does not depend on `stale` is computed once.
+    What does not depend on `stale` is computed once: where a perturbation comes again and reaches other tensors, its
+    numbers are known, and no weight is moved.
     """
 
     def __init__(self, learner: Any, path: Path, dtype: str) -> None:
@@ -94,6 +95,8 @@ class Pair:
         self.stale = self.wrong = ""
         self.run: tuple[int, ...] = ()
         self.known: dict[Any, Any] = {}
+        self.seen: set[tuple[int, ...]] = set()  # perturbations, all of whose numbers are known
+        self.is_known = False  # whether the present one is such
         self.learners, self.group = Calls(self.of_learner), Calls(self.of_engine)
         self.answers = {prompt.id: np.array(prompt.columns["ids"], np.int32) for prompt in prompts_of(path)}
 
@@ -110,10 +113,23 @@ class Pair:
             if key not in self.known:
                 self.known[key] = self.learner.canary(*arguments)
             return self.known[key]
-        self.run = {"perturb_weights": arguments, "restore_weights": ()}.get(method, self.run)
-        return getattr(self.learner, method)(*arguments)
+        if method == "tensor_names":
+            return self.learner.tensor_names()
+        if method == "perturb_weights":
+            self.run = arguments
+            self.is_known = arguments in self.seen and self.stale not in self.learner.tensor_names()[slice(*arguments)]
+        else:
+            assert method == "restore_weights"
+            self.seen.add(self.run)
+            self.run = ()
+        if not self.is_known:
+            getattr(self.learner, method)(*arguments)
+        self.is_known &= bool(self.run)
+        return None
 
     async def send_weights(self, version: int) -> None:
+        if self.is_known:
+            return
         for name, tensor in self.learner:
             if name != self.stale:
                 self.params[name].copy_(tensor)

@@ -6,16 +6,20 @@ The learner and one engine in one process, without Ray; tools/model_table.py has
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from model_families import write_family
+from waiting import STACK_WAIT_S, free_port
 from worlds import make_config, run_world
 
 from rlhf.plan.model_shape import read_shape
@@ -29,6 +33,7 @@ AGREEMENT = 1e-5  # mean |log-prob difference| in float32; measured: 3e-7
 LENGTHS = (48, 13, 70)
 STAND_INS = str(Path(__file__).parent.parent / "stand_ins")
 CHANGED_ALONE = 6  # tensors of a model
+FORK = multiprocessing.get_context("fork")
 
 
 class Engine:
@@ -85,7 +90,6 @@ def differences(world: World, folder: Path) -> tuple[list[float], float, list[st
     """Engine against learner: at the start, on perturbed weights, on the true ones after it slept, on changes of single
     tensors, sent alone; what perturbing moved; and the tensors, one of a kind, that vLLM could lose in a later transfer
     unnamed."""
-    prepare_for_vllm()
     from rlhf.learner.policy import Learner
 
     learner, engine = Learner(make_config(folder), world), Engine(folder)
@@ -151,11 +155,50 @@ def is_named(engine: Engine, learner: Any, name: str) -> bool:
     return False
 
 
+def report(answers: Any, world: World, folder: Path) -> None:
+    try:
+        answers.put(differences(world, folder))
+    except BaseException:
+        answers.put(traceback.format_exc())
+
+
+def in_each_family(world: World, folders: dict[str, Path]) -> dict[str, Any]:
+    """`differences`, or the error, of each family: processes one after another, forks of this one with its imports."""
+    prepare_for_vllm()
+    importlib.import_module("vllm.v1.engine.llm_engine")
+    importlib.import_module("rlhf.learner.policy")
+    found: dict[str, Any] = {}
+    for name, folder in folders.items():
+        answers = FORK.SimpleQueue()
+        process = FORK.Process(target=report, args=(answers, replace(world, master_port=free_port()), folder))
+        process.start()
+        process.join(STACK_WAIT_S)
+        found[name] = "it ended without a word" if answers.empty() else answers.get()
+        process.kill()
+        process.join()
+    return found
+
+
 # a hybrid with stacked experts, windows and caps, an expert per tensor, experts and sinks that no loader fills, and a
 # checkpoint that wraps a text model
-@pytest.mark.parametrize("model_type", ["granitemoehybrid", "gemma2", "qwen3_moe", "gpt_oss", "gemma3"])
-def test_the_engine_follows_every_tensor_of_the_learner(model_type: str, tmp_path: Path) -> None:
-    ((measured, moved, unnamed),) = run_world(differences, 1, write_family(model_type, tmp_path))
+FAMILIES = ["granitemoehybrid", "gemma2", "qwen3_moe", "gpt_oss", "gemma3"]
+
+
+@pytest.fixture(scope="module")
+def families(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    asked = [item.name for item in request.session.items if item.path == request.path]
+    folders = {
+        name: write_family(name, tmp_path_factory.mktemp(name))
+        for name in FAMILIES
+        if any(f"[{name}]" in test for test in asked)
+    }
+    return run_world(in_each_family, 1, folders)[0]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_engine_follows_every_tensor_of_the_learner(model_type: str, families: dict[str, Any]) -> None:
+    assert not isinstance(families[model_type], str), families[model_type]
+    measured, moved, unnamed = families[model_type]
     assert max(measured) < AGREEMENT
     assert moved > 1000 * AGREEMENT
     assert unnamed == []

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from worlds import ALONE, make_config
 
 from rlhf.weights import transfer
+from rlhf.weights.cpu_worker import fork_worker_of_one_thread
 
 pytestmark = pytest.mark.slow
 
@@ -120,3 +124,29 @@ def test_workers_busy_wait_less_on_cpu_and_as_vllm_does_on_gpus(on_cpu: bool, mo
     transfer.register_with_vllm()
     assert gc.isenabled()
     assert SpinCondition.__init__.__defaults__ == ((transfer.SPIN_S,) if on_cpu else (1,))
+
+
+@pytest.mark.parametrize(
+    ("threads", "workers", "method"), [("1", 1, "fork"), ("2", 1, "spawn"), ("1", 2, "spawn")], ids=str
+)
+def test_the_only_worker_of_an_engine_on_cpu_is_forked_to_its_core_if_it_has_one_thread(
+    threads: str, workers: int, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.executor import multiproc_executor as executor
+
+    def make(vllm_config: Any, inherited_fds: list[int] | None = None) -> Any:
+        return executor.get_mp_context().get_start_method(), os.sched_getaffinity(0), inherited_fds
+
+    before, core = os.sched_getaffinity(0), min(os.sched_getaffinity(0))
+    monkeypatch.setattr(executor, "get_mp_context", lambda: multiprocessing.get_context("spawn"))
+    monkeypatch.setattr(executor.WorkerProc, "make_worker_process", staticmethod(make))
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", str(core))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for _ in range(2):  # the plugin runs more than once in some processes
+        fork_worker_of_one_thread()
+    config = SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=workers))
+    expected = ("fork", {core}, []) if method == "fork" else ("spawn", before, None)
+    assert executor.WorkerProc.make_worker_process(vllm_config=config) == expected
+    assert os.sched_getaffinity(0) == before
+    assert executor.get_mp_context().get_start_method() == "spawn"
