@@ -118,6 +118,15 @@ def _reward(file: Path) -> dict[str, Any] | None:
         text = file.open("rb").read(MAX_REWARD_BYTES + 1)
     except FileNotFoundError:
         return None
+    return reward_in(text, "the reward file")
+
+
+def reward_in(text: bytes, where: str) -> dict[str, Any]:
+    """The reward that JSON says: a number, null, or an object with `score`, further numbers and `facts`.
+
+    Raises:
+        ValueError: it says something else, or has over MAX_REWARD_BYTES.
+    """
     try:
         if len(text) > MAX_REWARD_BYTES:
             raise ValueError(f"it has over {MAX_REWARD_BYTES} bytes")
@@ -125,14 +134,10 @@ def _reward(file: Path) -> dict[str, Any] | None:
         parts = dict(value) if isinstance(value, dict) else {"score": value}
         facts, score = parts.pop("facts", None) or {}, parts.pop("score", None)
         numbers = {name: _finite(part) for name, part in parts.items()}
-        return {
-            "reward": None if score is None else _finite(score),
-            "parts": numbers,
-            "facts": dict(facts),
-            "attributes": None,
-        }
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"the reward file holds no reward: {error}") from None
+        reward = None if score is None else _finite(score)
+        return {"reward": reward, "parts": numbers, "facts": dict(facts), "attributes": None}
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{where} holds no reward: {error}") from None
 
 
 def _finite(value: Any) -> float:
