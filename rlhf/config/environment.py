@@ -32,6 +32,7 @@ EXAMPLES = {
 }
 NEEDED = {PROGRAM: "command", SERVICE: "url"}
 FOR_ALONE = {"command": (PROGRAM,), "url": (SERVICE,), "key_variable_name": (SERVICE,), "timeout_s": (PROGRAM, SERVICE)}
+KINDS = ("first", "parallel", "retried", "branched", "rewritten", "separate")  # of requests that begin a sequence
 
 
 class _Driven(Section):
@@ -102,6 +103,9 @@ class EnvironmentConfig(_Driven):
     endpoint_host: str = key(
         LOOPBACK, "IPv4 address of the driver's node at which programs and services reach the model"
     )
+    trained_sequences: tuple[str, ...] = key(
+        KINDS, f"of a coroutine, program or service: all, or a list: those that {', '.join(KINDS)} requests begin"
+    )
     cpu_seconds: PositiveFloat = key(30.0, "CPU seconds that one call may take")
     wall_seconds: PositiveFloat = key(120.0, "seconds that one call may take by the clock")
     memory_mb: int = key(1024, "memory that a process may add to what it starts with, MiB", ge=64)
@@ -127,6 +131,18 @@ class EnvironmentConfig(_Driven):
     @classmethod
     def _names_something(cls, value: str | None) -> str | None:
         return None if value is None else checked_name(value, "environment.name")
+
+    @field_validator("trained_sequences", mode="before")
+    @classmethod
+    def _names_kinds(cls, value: Any) -> Any:
+        if value == "all":
+            return KINDS
+        if isinstance(value, list | tuple) and value and all(kind in KINDS for kind in value):
+            return tuple(value)
+        raise ValueError(
+            f"environment.trained_sequences={value!r}: a sequence is named by the request that begins it, and what "
+            f"continues it goes with it. Use all, or some of [{', '.join(KINDS)}]."
+        )
 
     @field_validator("endpoint_host")
     @classmethod

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.config.environment import SERVICE
+from rlhf.config.environment import KINDS, SERVICE
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.parsers import ParserNames, parsers_of
 from rlhf.config.printing import to_stderr
@@ -54,7 +54,7 @@ class StartedEnvironments(Environments):
             }
             self.hosts.services = {value: service.play for value, service in asked.items()}
             self.tools = _all_tools(self.hosts.about)
-            self._check_rewards(config)
+            self._check(config)
             data = config.data
             stops = stop_token_ids(config.model.path, tokenizer)
             dialogue = Dialogue(tokenizer, data.template, data.chat_template_kwargs, stop_ids=stops)
@@ -66,8 +66,13 @@ class StartedEnvironments(Environments):
         super().__init__(config, self.spread, dialogue, parsing, tokenizer, endpoint)
         self.dialogue = dialogue
 
-    def _check_rewards(self, config: GRPOConfig) -> None:
-        reward = config.reward
+    def _check(self, config: GRPOConfig) -> None:
+        kinds, reward = config.environment.trained_sequences, config.reward
+        if kinds != KINDS and not any(about["plays"] for about in self.hosts.about.values()):
+            raise ValueError(
+                f"environment.trained_sequences={list(kinds)}: a rollout with a class or tools is one sequence, and no "
+                "request begins it. Remove the key."
+            )
         if not reward.leaves_something_ungraded or config.reward_model is not None:
             return
         for value, about in self.hosts.about.items():

@@ -102,6 +102,9 @@ def test_its_reward_may_be_the_only_one() -> None:
         (["environment={name: a:B, endpoint_host: 10.0.0.1}"], ("endpoint_host=10.0.0.1 without a program",)),
         (["environment={name: program, command: [x], timeout_s: 0}"], ("environment.timeout_s=0",)),
         (["environment={name: program, command: [x]}", "tools=[calculator]"], ("offers its own tools",)),
+        (["environment={name: a:b, trained_sequences: [fist]}"], ("trained_sequences=['fist']", "Use all, or some")),
+        (["environment={name: a:b, trained_sequences: [continued]}"], ("what continues it goes with it",)),
+        (["environment={name: a:b, trained_sequences: []}"], ("trained_sequences=[]",)),
         (["tools=[program]"], ("tools.0='program'", "no such environment or tool")),
         (["environment={name: a:B, memory_mb: 1}"], ("environment.memory_mb=1",)),
         (["environment={name: a:B, max_failed_fraction: 2}"], ("environment.max_failed_fraction=2",)),
@@ -130,6 +133,14 @@ def test_several_environments_need_rows_that_choose() -> None:
     by_name = "environment={by_name: {a: my.module:A}}"
     assert "in data.train: no row chooses an environment" in refusal(by_name)
     assert "in data.eval: no row chooses an environment" in refusal(DATA, by_name, "data.eval=environment")
+
+
+def test_trained_sequences_are_all_or_some_and_the_resolved_config_says_which(tmp_path: Path) -> None:
+    assert load(DATA, "environment={name: a:b}") == load(DATA, "environment={name: a:b, trained_sequences: all}")
+    config = load(DATA, "environment={name: a:b, trained_sequences: [first, rewritten]}")
+    assert config.environment.trained_sequences == ("first", "rewritten")
+    (written := tmp_path / "config.yaml").write_text(resolved_yaml(config))
+    assert load_config(GRPOConfig, [str(written)]) == config
 
 
 def test_an_evaluation_needs_no_data_to_train_on() -> None:

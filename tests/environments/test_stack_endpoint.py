@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from waiting import STACK_WAIT_S, free_port
+from waiting import STACK_WAIT_S, eventually, free_port
 from worlds import make_config
 
 from rlhf.config.environment import EnvironmentPart
@@ -287,10 +287,16 @@ DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
 @contextlib.contextmanager
 def documented_service(port: int) -> Iterator[None]:
     """The service of docs/environments.md, at another port."""
+
+    def is_open() -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
     (source,) = (block for block in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL) if "8080" in block)
     command = [sys.executable, "-c", source.replace("8080", str(port))]
     with subprocess.Popen(command, env={**os.environ, "AGENTS_KEY": "hush hush"}, stderr=subprocess.DEVNULL) as process:
         try:
+            assert eventually(is_open)
             yield
         finally:
             process.kill()
