@@ -13,7 +13,9 @@ The first two spellings mean the same; the last one has several, chosen by the c
 from __future__ import annotations
 
 import contextlib
+import os
 from ipaddress import IPv4Address
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -31,7 +33,13 @@ EXAMPLES = {
     SERVICE: '{name: service, url: "http://HOST:PORT"}',
 }
 NEEDED = {PROGRAM: "command", SERVICE: "url"}
-FOR_ALONE = {"command": (PROGRAM,), "url": (SERVICE,), "key_variable_name": (SERVICE,), "timeout_s": (PROGRAM, SERVICE)}
+FOR_ALONE = {
+    "command": (PROGRAM,),
+    "returned_files": (PROGRAM,),
+    "url": (SERVICE,),
+    "key_variable_name": (SERVICE,),
+    "timeout_s": (PROGRAM, SERVICE),
+}
 KINDS = ("first", "parallel", "retried", "branched", "rewritten", "separate")  # of requests that begin a sequence
 
 
@@ -42,6 +50,10 @@ class _Driven(Section):
     command: tuple[str, ...] = key(
         (), "of name: program: what is started for each rollout, such as [venv/bin/python, agent.py]", strict=False
     )
+    returned_files: tuple[str, ...] = key(
+        (), "of name: program: patterns of files in its folder that rewards get, such as [answer.txt, 'src/*.py']",
+        strict=False,
+    )  # fmt: skip
     url: str | None = key(None, "of name: service: where a rollout is asked for", pattern="^https?://[^/]")
     key_variable_name: str | None = key(
         None, "of name: service: environment variable of the run that holds the service's key"
@@ -77,6 +89,16 @@ class EnvironmentPart(_Driven):
             raise ValueError(
                 f"environment.options={self.options} of a {self.name}: it takes none. Put them into {needed}."
             )
+        for pattern in self.returned_files:
+            try:
+                inside = ".." not in pattern.split("/") and not [*Path(os.devnull).glob(pattern)]
+            except (ValueError, NotImplementedError):  # it is no pattern, or absolute
+                inside = False
+            if not inside:
+                raise ValueError(
+                    f"environment.returned_files={list(self.returned_files)}: {pattern!r} is no pattern of files below "
+                    "the program's folder. Write such as answer.txt or src/*.py."
+                )
         if self.key_variable_name and "@" in urlsplit(self.url or "").netloc:
             raise ValueError(
                 f"environment.key_variable_name={self.key_variable_name} with a password in the url: both would be the "

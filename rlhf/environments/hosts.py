@@ -104,7 +104,13 @@ class Hosts(Workers, Sessions):
     ) -> None:
         Sessions.__init__(self, config, {})
         self.tools = tools
-        told = {"name", "options", "command", "timeout_s"}  # the address of a service may have a password
+        told = {
+            "name",
+            "options",
+            "command",
+            "timeout_s",
+            "returned_files",
+        }  # the address of a service may have a password
         parts = {value: part.model_dump(include=told) for value, part in config.parts.items()}
         parts = parts or {"": {"name": None, "options": {}}}
         hello = {"environments": parts, "tools": list(tools), "wall_seconds": config.wall_seconds, "env": config.env}

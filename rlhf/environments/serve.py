@@ -52,7 +52,7 @@ def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             environments[value] = None
             continue
         if part["name"] == PROGRAM:
-            environments[value] = Program(part["command"], part["timeout_s"], hello["env"])
+            environments[value] = Program(part["command"], part["timeout_s"], hello["env"], part["returned_files"])
             continue
         play = _coroutine(part["name"])
         if play is not None and (part["options"] or hello["tools"]):

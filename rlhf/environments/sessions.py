@@ -214,7 +214,9 @@ def outcome_of(said: Mapping[str, Any]) -> Outcome:
     with _checked("finish"):
         reward = None if said["reward"] is None else _finite(said["reward"])
         parts = {str(name): _finite(value) for name, value in list(said["parts"].items())[:MAX_PARTS]}
-        return Outcome("ok", reward, parts, dict(list(said["facts"].items())[:MAX_FACTS]), said["attributes"] or {})
+        facts, files = dict(list(said["facts"].items())[:MAX_FACTS]), said.get("files")
+        files = None if files is None else {str(name): str(text) for name, text in files.items()}
+        return Outcome("ok", reward, parts, facts, said["attributes"] or {}, files=files)
 
 
 def _finite(value: Any) -> float:
