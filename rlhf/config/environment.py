@@ -41,6 +41,7 @@ FOR_ALONE = {
     "timeout_s": (PROGRAM, SERVICE),
 }
 KINDS = ("first", "parallel", "retried", "branched", "rewritten", "separate")  # of requests that begin a sequence
+ALL = ("all",)
 
 
 class _Driven(Section):
@@ -126,7 +127,7 @@ class EnvironmentConfig(_Driven):
         LOOPBACK, "IPv4 address of the driver's node at which programs and services reach the model"
     )
     trained_sequences: tuple[str, ...] = key(
-        KINDS, f"of a coroutine, program or service: all, or a list: those that {', '.join(KINDS)} requests begin"
+        ALL, f"of a coroutine, program or service: all, or a list: those that {', '.join(KINDS)} requests begin"
     )
     cpu_seconds: PositiveFloat = key(30.0, "CPU seconds that one call may take")
     wall_seconds: PositiveFloat = key(120.0, "seconds that one call may take by the clock")
@@ -157,13 +158,12 @@ class EnvironmentConfig(_Driven):
     @field_validator("trained_sequences", mode="before")
     @classmethod
     def _names_kinds(cls, value: Any) -> Any:
-        if value == "all":
-            return KINDS
-        if isinstance(value, list | tuple) and value and all(kind in KINDS for kind in value):
-            return tuple(value)
+        kinds = ALL if value == "all" else tuple(value) if isinstance(value, list | tuple) else ()
+        if kinds == ALL or (kinds and all(kind in KINDS for kind in kinds)):
+            return kinds
         raise ValueError(
             f"environment.trained_sequences={value!r}: a sequence is named by the request that begins it, and what "
-            f"continues it goes with it. Use all, or some of [{', '.join(KINDS)}]."
+            f"continues it goes with it. Use [all], or some of [{', '.join(KINDS)}]."
         )
 
     @field_validator("endpoint_host")
@@ -217,6 +217,11 @@ class EnvironmentConfig(_Driven):
                 "": EnvironmentPart(name=self.name, **{field: getattr(self, field) for field in _Driven.model_fields})
             }
         return self.by_name
+
+    @property
+    def trained_kinds(self) -> tuple[str, ...]:
+        """Kinds of requests whose sequences are trained."""
+        return KINDS if self.trained_sequences == ALL else self.trained_sequences
 
     @property
     def uses_endpoint(self) -> bool:

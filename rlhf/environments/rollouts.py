@@ -114,7 +114,7 @@ class Environments:
         try:
             how: dict[str, Any] = {"generate": turns, "templates": self._templates, "limits": limits}
             if session.plays:
-                trained = self._config.environment.trained_sequences
+                trained = self._config.environment.trained_kinds
                 return None, await play_coroutine(prompt, sample, self._play(session), **how, trained=trained)
             opened = self.opened_prompt(prompt, session)
             return opened, await play_turns(opened, sample, session, **how)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.config.environment import KINDS, SERVICE
+from rlhf.config.environment import ALL, SERVICE
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.parsers import ParserNames, parsers_of
 from rlhf.config.printing import to_stderr
@@ -68,7 +68,7 @@ class StartedEnvironments(Environments):
 
     def _check(self, config: GRPOConfig) -> None:
         kinds, reward = config.environment.trained_sequences, config.reward
-        if kinds != KINDS and not any(about["plays"] for about in self.hosts.about.values()):
+        if kinds != ALL and not any(about["plays"] for about in self.hosts.about.values()):
             raise ValueError(
                 f"environment.trained_sequences={list(kinds)}: a rollout with a class or tools is one sequence, and no "
                 "request begins it. Remove the key."

@@ -106,7 +106,7 @@ def test_its_reward_may_be_the_only_one() -> None:
         (["environment={name: a:B, endpoint_host: 10.0.0.1}"], ("endpoint_host=10.0.0.1 without a program",)),
         (["environment={name: program, command: [x], timeout_s: 0}"], ("environment.timeout_s=0",)),
         (["environment={name: program, command: [x]}", "tools=[calculator]"], ("offers its own tools",)),
-        (["environment={name: a:b, trained_sequences: [fist]}"], ("trained_sequences=['fist']", "Use all, or some")),
+        (["environment={name: a:b, trained_sequences: [fist]}"], ("trained_sequences=['fist']", "Use [all], or some")),
         (["environment={name: a:b, trained_sequences: [continued]}"], ("what continues it goes with it",)),
         (["environment={name: a:b, trained_sequences: []}"], ("trained_sequences=[]",)),
         (["tools=[program]"], ("tools.0='program'", "no such environment or tool")),
