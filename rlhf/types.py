@@ -123,6 +123,7 @@ class Outcome:
         reward: its own reward, a part of the whole one; None if it gives none.
         parts: further named rewards. facts: for rollouts/ and for other parts of the reward.
         attributes: of the environment, for reward functions that read `environments`.
+        files: texts that a program has left, by name, for parts of the reward; None: none were asked for.
         error: what failed, on one line.
     """
 
@@ -132,6 +133,7 @@ class Outcome:
     facts: dict[str, Any] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+    files: dict[str, str] | None = None
 
 
 NEVER_SAMPLED = sys.maxsize  # version of a rollout without tokens: it is never too old

@@ -248,7 +248,7 @@ class Cluster:
 
         Programs run on this node alone: their endpoint listens on loopback.
         """
-        if spread.here.config.has_programs:
+        if spread.here.config.uses_endpoint:
             return
         nodes = EnvironmentNodes(spread, self.config.cluster)
         if nodes.group.actors:

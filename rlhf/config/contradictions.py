@@ -148,10 +148,10 @@ def environment_problems(config: GRPOConfig) -> Iterator[str]:
             f"rollout.stop={list(rollout.stop)} and {rollout.truncate_token=!s} with an environment or tools: what "
             "follows a turn is joined at the token with which the template ends it. Remove both keys."
         )
-    if config.tools and environment.has_programs:
+    if config.tools and environment.uses_endpoint:
         yield (
-            f"tools={list(config.tools)} with a program as environment: a program offers its own tools in its "
-            "requests. Remove the key."
+            f"tools={list(config.tools)} with a program or service as environment: an agent offers its own tools in "
+            "its requests. Remove the key."
         )
     made = {source.label for source in (*config.data.train, *config.data.eval) if source.is_environment}
     compared = {part.name for label in made for part in config.reward.parts_of(label) if part.needs_answer}

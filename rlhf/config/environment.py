@@ -1,40 +1,75 @@
 """The `environment` section and the list `tools`: what a model may act on, and the limits of the processes it runs in.
 
-Three spellings of an environment mean the same; the last one has several, chosen by the column `environment` of a row:
+The first two spellings mean the same; the last one has several, chosen by the column `environment` of a row:
 
     environment: my.module:Class
     environment: {name: my.module:Class, options: {level: 3}}
     environment: {name: my.module:play}                         a coroutine that gets `generate`
     environment: {name: program, command: [python, agent.py]}   a program that speaks to the model over HTTP
+    environment: {name: service, url: "http://host:8000"}       a service that runs such agents
     environment: {by_name: {chess: my.module:Chess, sums: {name: calculator}}}
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+from ipaddress import IPv4Address
+from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from rlhf.config.base import USER_CODE, FilePath, Fraction, Section, key, suggest
 
-PROGRAM = "program"
+PROGRAM, SERVICE = "program", "service"
 TOOLS = ("calculator", "python")
-BUILT_IN = (*TOOLS, PROGRAM)
+BUILT_IN = (*TOOLS, PROGRAM, SERVICE)
+LOOPBACK = "127.0.0.1"
+
+EXAMPLES = {
+    PROGRAM: "{name: program, command: [python, agent.py]}",
+    SERVICE: '{name: service, url: "http://HOST:PORT"}',
+}
+NEEDED = {PROGRAM: "command", SERVICE: "url"}
+FOR_ALONE = {
+    "command": (PROGRAM,),
+    "returned_files": (PROGRAM,),
+    "url": (SERVICE,),
+    "key_variable_name": (SERVICE,),
+    "timeout_s": (PROGRAM, SERVICE),
+}
+KINDS = ("first", "parallel", "retried", "branched", "rewritten", "separate")  # of requests that begin a sequence
+ALL = ("all",)
 
 
-COMMAND = "of name: program: what is started for each rollout, such as [venv/bin/python, agent.py]"
-TIMEOUT = "of name: program: seconds that it may take for its rollout by the clock; null: 600"
+class _Driven(Section):
+    """The keys of one environment besides its name."""
+
+    options: dict[str, Any] = key({}, "keyword arguments of the class")
+    command: tuple[str, ...] = key(
+        (), "of name: program: what is started for each rollout, such as [venv/bin/python, agent.py]", strict=False
+    )
+    returned_files: tuple[str, ...] = key(
+        (), "of name: program: patterns of files in its folder that rewards get, such as [answer.txt, 'src/*.py']",
+        strict=False,
+    )  # fmt: skip
+    url: str | None = key(None, "of name: service: where a rollout is asked for", pattern="^https?://[^/]")
+    key_variable_name: str | None = key(
+        None, "of name: service: environment variable of the run that holds the service's key"
+    )
+    timeout_s: PositiveFloat | None = key(
+        None, "of a program or service: seconds that a rollout may take by the clock; null: 600"
+    )
 
 
-class EnvironmentPart(Section):
+class EnvironmentPart(_Driven):
     """One environment: its class, coroutine or built-in tool, and the arguments with which it is made."""
 
     name: FilePath = Field(
-        description="your.module:Class, your.module:coroutine, a/file.py:Class, calculator, python or program"
+        description=f"your.module:Class, your.module:coroutine, a/file.py:Class, or {' or '.join(BUILT_IN)}"
     )
-    options: dict[str, Any] = key({}, "keyword arguments of the class")
-    command: tuple[str, ...] = key((), COMMAND, strict=False)
-    timeout_s: PositiveFloat | None = key(None, TIMEOUT)
 
     @field_validator("name")
     @classmethod
@@ -42,39 +77,58 @@ class EnvironmentPart(Section):
         return checked_name(value, "environment.name")
 
     @model_validator(mode="after")
-    def _has_a_command(self) -> Self:
-        if (self.name == PROGRAM) != bool(self.command):
-            missing = "a command" if self.name == PROGRAM else f"name: {PROGRAM}"
+    def _has_what_it_needs(self) -> Self:
+        for field, names in FOR_ALONE.items():
+            if (value := getattr(self, field)) and self.name not in names:
+                raise ValueError(
+                    f"environment.{field}={_shown(value)} with name={self.name}: it is for {' or '.join(names)} alone. "
+                    f"Remove it, or write {EXAMPLES[names[0]]}."
+                )
+        if (needed := NEEDED.get(self.name)) and not getattr(self, needed):
+            raise ValueError(f"environment.name={self.name}: {needed} is missing. Write {EXAMPLES[self.name]}.")
+        if needed and self.options:
             raise ValueError(
-                f"environment.name={self.name} with command={list(self.command)}: {missing} is missing. Write {{name: "
-                "program, command: [python, agent.py]}."
+                f"environment.options={self.options} of a {self.name}: it takes none. Put them into {needed}."
             )
-        if self.timeout_s is not None and self.name != PROGRAM:
+        for pattern in self.returned_files:
+            try:
+                inside = ".." not in pattern.split("/") and not [*Path(os.devnull).glob(pattern)]
+            except (ValueError, NotImplementedError):  # it is no pattern, or absolute
+                inside = False
+            if not inside:
+                raise ValueError(
+                    f"environment.returned_files={list(self.returned_files)}: {pattern!r} is no pattern of files below "
+                    "the program's folder. Write such as answer.txt or src/*.py."
+                )
+        if self.key_variable_name and "@" in urlsplit(self.url or "").netloc:
             raise ValueError(
-                f"environment.timeout_s={self.timeout_s:g} with name={self.name}: it is for a program alone. "
-                "Remove it, or write {name: program, command: [...]}."
+                f"environment.key_variable_name={self.key_variable_name} with a password in the url: both would be the "
+                "request's authorization. Keep one of them."
             )
-        if self.name == PROGRAM and self.options:
-            raise ValueError(f"environment.options={self.options} of a program: it takes none. Put them into command.")
         return self
 
 
-class EnvironmentConfig(Section):
+class EnvironmentConfig(_Driven):
     """What the model acts on in a rollout, and what its processes may use and reach."""
 
     name: FilePath | None = key(
         None, f"your.module:Class, your.module:coroutine, a/file.py:Class, or {' or '.join(BUILT_IN)}; null: none"
     )
-    options: dict[str, Any] = key({}, "keyword arguments of the class")
-    command: tuple[str, ...] = key((), COMMAND, strict=False)
-    timeout_s: PositiveFloat | None = key(None, TIMEOUT)
     by_name: dict[str, EnvironmentPart] = key({}, "several environments; the row's column `environment` names its own")
     weight: float = key(1.0, "factor of the environment's own reward in the sum")
-    processes: PositiveInt = key(64, "processes for environments on each node; a rollout waits until one is free")
+    processes: PositiveInt = key(
+        64, "processes for environments on each node, rollouts at once of a service; others wait for a free one"
+    )
     python: FilePath | None = key(None, "interpreter that runs them, such as venv/bin/python; null: that of the run")
     env: tuple[str, ...] = key((), "environment variables that they get", strict=False)
     network: bool = key(False, "let them open network connections")
     files: tuple[FilePath, ...] = key((), "what else than their code they may read and write", strict=False)
+    endpoint_host: str = key(
+        LOOPBACK, "IPv4 address of the driver's node at which programs and services reach the model"
+    )
+    trained_sequences: tuple[str, ...] = key(
+        ALL, f"of a coroutine, program or service: all, or a list: those that {', '.join(KINDS)} requests begin"
+    )
     cpu_seconds: PositiveFloat = key(30.0, "CPU seconds that one call may take")
     wall_seconds: PositiveFloat = key(120.0, "seconds that one call may take by the clock")
     memory_mb: int = key(1024, "memory that a process may add to what it starts with, MiB", ge=64)
@@ -101,6 +155,28 @@ class EnvironmentConfig(Section):
     def _names_something(cls, value: str | None) -> str | None:
         return None if value is None else checked_name(value, "environment.name")
 
+    @field_validator("trained_sequences", mode="before")
+    @classmethod
+    def _names_kinds(cls, value: Any) -> Any:
+        kinds = ALL if value == "all" else tuple(value) if isinstance(value, list | tuple) else ()
+        if kinds == ALL or (kinds and all(kind in KINDS for kind in kinds)):
+            return kinds
+        raise ValueError(
+            f"environment.trained_sequences={value!r}: a sequence is named by the request that begins it, and what "
+            f"continues it goes with it. Use [all], or some of [{', '.join(KINDS)}]."
+        )
+
+    @field_validator("endpoint_host")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        with contextlib.suppress(ValueError):
+            if not ((address := IPv4Address(value)).is_unspecified or address.is_multicast):
+                return value
+        raise ValueError(
+            f"environment.endpoint_host={value!r}: agents are told it as the address of the driver's node, so it is "
+            f"one IPv4 address. Use {LOOPBACK}, or one that `hostname -I` prints there."
+        )
+
     @model_validator(mode="after")
     def _one_way_of_naming(self) -> Self:
         if self.name is not None and self.by_name:
@@ -112,27 +188,48 @@ class EnvironmentConfig(Section):
             raise ValueError(
                 f"environment.options={self.options} without environment.name: nothing would get them. Name the class."
             )
-        if self.command and self.name is None:
-            raise ValueError(f"environment.command={list(self.command)} without environment.name. Set it to program.")
-        if self.timeout_s is not None and self.name is None:
+        for field, names in FOR_ALONE.items():
+            if self.name is None and (value := getattr(self, field)):
+                raise ValueError(
+                    f"environment.{field}={_shown(value)} without environment.name: nothing reads it. Write "
+                    f"{EXAMPLES[names[0]]}."
+                )
+        grants = {"python": self.python, "env": self.env, "network": self.network, "files": self.files}
+        if self.parts and all(part.name == SERVICE for part in self.parts.values()):
+            for field, value in grants.items():
+                if value:
+                    raise ValueError(
+                        f"environment.{field}={_shown(value)} with a service: it runs in processes of yours, which get "
+                        "nothing from the run. Remove the key."
+                    )
+        if self.endpoint_host != LOOPBACK and not self.uses_endpoint:
             raise ValueError(
-                f"environment.timeout_s={self.timeout_s:g} without environment.name: nothing reads it. Set it next to "
-                "the command of a program."
+                f"environment.endpoint_host={self.endpoint_host} without a program or service: nothing reads it. "
+                "Remove the key."
             )
-        _ = self.parts  # checks them
         return self
 
     @property
     def parts(self) -> dict[str, EnvironmentPart]:
         """All environments by the value of the column that chooses them; "" where there is one for all rows."""
         if self.name is not None:
-            only = EnvironmentPart(name=self.name, options=self.options, command=self.command, timeout_s=self.timeout_s)
-            return {"": only}
+            return {
+                "": EnvironmentPart(name=self.name, **{field: getattr(self, field) for field in _Driven.model_fields})
+            }
         return self.by_name
 
     @property
-    def has_programs(self) -> bool:
-        return any(part.name == PROGRAM for part in self.parts.values())
+    def trained_kinds(self) -> tuple[str, ...]:
+        """Kinds of requests whose sequences are trained."""
+        return KINDS if self.trained_sequences == ALL else self.trained_sequences
+
+    @property
+    def uses_endpoint(self) -> bool:
+        return any(part.name in NEEDED for part in self.parts.values())
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(list(value) if isinstance(value, tuple) else value)
 
 
 def checked_name(name: str, key: str, built_in: tuple[str, ...] = BUILT_IN) -> str:

@@ -24,12 +24,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from rlhf.config.environment import KINDS
 from rlhf.environments.turns import (
     CALL_LIMIT,
     FAILED,
@@ -42,6 +43,7 @@ from rlhf.environments.turns import (
     Templates,
     check_size,
     failed_rollout,
+    unsampled,
 )
 from rlhf.rollout.requests import Completion
 from rlhf.rollout.token_log import TokenLog
@@ -92,11 +94,17 @@ class _Context:
 
 @dataclass
 class Branches:
-    """The contexts of one rollout, and the turns that are asked for."""
+    """The contexts of one rollout, and the turns that are asked for.
+
+    Attributes:
+        trained: kinds of requests whose sequences are trained.
+        logs: of those sequences.
+    """
 
     generate: NextTurn
     templates: Templates
     limits: Limits
+    trained: Collection[str]
     played: Played = field(default_factory=lambda: Played(offers_tools=False))
     logs: list[TokenLog] = field(default_factory=list)
     contexts: list[_Context] = field(default_factory=list)
@@ -241,18 +249,20 @@ class Branches:
                 f"{self.limits.max_sequence_tokens}: data.max_prompt_tokens and rollout.max_rollout_tokens. Raise them."
             )
         asked = texts or (str(list(request["token_ids"])),)
-        self.kinds[self._kind(context, asked)] += 1
+        kind = self._kind(context, asked)
+        self.kinds[kind] += 1
         self.asked.add(asked)
         if context is None or context.continued:
-            return self._new_log(token_ids)
+            return self._new_log(token_ids, kind)
         context.continued = True
         if len(more):
             context.log.add_said(more)
         return context.log
 
-    def _new_log(self, token_ids: np.ndarray) -> TokenLog:
+    def _new_log(self, token_ids: np.ndarray, kind: str) -> TokenLog:
         log = TokenLog(token_ids.astype(np.int32))
-        self.logs.append(log)
+        if kind in self.trained:
+            self.logs.append(log)
         return log
 
     def _ids(self, request: Mapping[str, Any]) -> np.ndarray:
@@ -295,10 +305,21 @@ class Branches:
 
 
 async def play_coroutine(
-    prompt: Prompt, sample: int, play: Play, *, generate: NextTurn, templates: Templates, limits: Limits
+    prompt: Prompt,
+    sample: int,
+    play: Play,
+    *,
+    generate: NextTurn,
+    templates: Templates,
+    limits: Limits,
+    trained: Collection[str] = KINDS,
 ) -> Rollout:
-    """Run a coroutine to its end. What fails is in the rollout's outcome, never raised."""
-    branches = Branches(generate, templates, limits)
+    """Run a coroutine to its end. What fails is in the rollout's outcome, never raised.
+
+    Args:
+        trained: kinds of requests; sequences that others have begun are not in the rollout, which is judged as it is.
+    """
+    branches = Branches(generate, templates, limits, trained)
     played = branches.played
     try:
         outcome = await play(branches)
@@ -312,11 +333,12 @@ async def play_coroutine(
         played.end("abort", FAILED)
         outcome = Outcome(status=FAILED, error=str(error))
     await branches.all_answered()
-    sequences = [sequence for log in branches.logs if (sequence := log.sequence()).response_length]
-    if not sequences:
+    if not branches.sampled:
         return failed_rollout(prompt, sample, outcome.status, outcome.error)
+    sequences = [sequence for log in branches.logs if (sequence := log.sequence()).response_length]
     played.calls = dict(branches.kinds)
-    return played.rollout(prompt, sample, sequences, outcome)
+    played.untrained_tokens = branches.sampled - sum(sequence.response_length for sequence in sequences)
+    return played.rollout(prompt, sample, sequences or [unsampled(prompt)], outcome)
 
 
 def _texts(message: Mapping[str, Any]) -> list[str]:

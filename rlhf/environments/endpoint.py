@@ -28,16 +28,18 @@ from rlhf.rollout.chat import BACKLOG, ENDED
 from rlhf.types import Outcome
 
 RENDERED_CHARS_PER_TOKEN = 16  # of a request that is rendered at all; rendering holds up the driver
-LOOPBACK = "127.0.0.1"
 
 Run = Callable[[Mapping[str, str]], Awaitable[Outcome]]
 
 
 class Endpoint:
-    """Where the programs of a run reach the model.
+    """Where the programs of a run, and agents of its services, reach the model.
 
     Args:
         say: gets warnings.
+
+    Raises:
+        ValueError: this node does not have the address at which it is to listen.
     """
 
     def __init__(self, config: GRPOConfig, say: Callable[[str], None]) -> None:
@@ -51,7 +53,13 @@ class Endpoint:
             }
         }
         self._say, self._start_s = say, config.cluster.start_deadline_s
-        self._listening = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
+        try:
+            self._listening = socket.create_server((config.environment.endpoint_host, 0), backlog=BACKLOG)
+        except OSError as error:
+            raise ValueError(
+                f"environment.endpoint_host={config.environment.endpoint_host}: the driver's node cannot listen there "
+                f"({error.strerror}). Use one of the addresses that `hostname -I` prints on it."
+            ) from None
         self.host, self.port = self._listening.getsockname()[:2]
         self._process: subprocess.Popen[bytes] | None = None
         self._starting = asyncio.Lock()

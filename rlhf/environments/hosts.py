@@ -104,9 +104,15 @@ class Hosts(Workers, Sessions):
     ) -> None:
         Sessions.__init__(self, config, {})
         self.tools = tools
-        parts = {value: part.model_dump() for value, part in config.parts.items()} or {
-            "": {"name": None, "options": {}}
-        }
+        told = {
+            "name",
+            "options",
+            "command",
+            "timeout_s",
+            "returned_files",
+        }  # the address of a service may have a password
+        parts = {value: part.model_dump(include=told) for value, part in config.parts.items()}
+        parts = parts or {"": {"name": None, "options": {}}}
         hello = {"environments": parts, "tools": list(tools), "wall_seconds": config.wall_seconds, "env": config.env}
         commands = [part.command for part in config.parts.values()]
         names = [*(part["name"] or "" for part in parts.values()), *tools]

@@ -29,6 +29,7 @@ TIMEOUT_S = 600.0  # where the config sets none
 ALIVE_S = 1.0  # between signs of life
 MAX_REWARD_BYTES, SHOWN_BYTES = 1 << 20, 1000  # of the reward file; of the output in an error
 MAX_OUTPUT_BYTES = 64 << 20
+MAX_FILES, MAX_FILE_BYTES = 32, 64 << 10
 KEPT = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 
 
@@ -44,16 +45,19 @@ class Program:
             started.
         timeout_s: for a whole rollout; None: TIMEOUT_S.
         env: variables that it gets in addition.
+        returned_files: patterns of the files in its folder that parts of the reward get.
     """
 
-    def __init__(self, command: Sequence[str], timeout_s: float | None, env: Sequence[str]) -> None:
+    def __init__(
+        self, command: Sequence[str], timeout_s: float | None, env: Sequence[str], returned_files: Sequence[str] = ()
+    ) -> None:
         words = [sys.executable if command[0] == "python" else command[0], *command[1:]]
         after_m = words.index("-m") + 1 if "-m" in words else -1  # the name of a module, which may be that of a folder
         self._command = [
             os.path.abspath(word) if os.path.exists(word) and number != after_m else word
             for number, word in enumerate(words)
         ]
-        self._timeout_s, self._env = timeout_s or TIMEOUT_S, tuple(env)
+        self._timeout_s, self._env, self._returned = timeout_s or TIMEOUT_S, tuple(env), tuple(returned_files)
 
     def play(self, message: Mapping[str, Any], say_alive: Callable[[], None]) -> dict[str, Any]:
         """The program's outcome.
@@ -71,7 +75,8 @@ class Program:
             reward = _reward(folder / "reward.json")
             if reward is None and status != 0:
                 raise ValueError(f"the program ended with status {status}: {shown or 'it printed nothing'}")
-            return reward or {"reward": None, "parts": {}, "facts": {}, "attributes": None}
+            reward = reward or reward_in(b"null", "")
+            return {**reward, "files": _left(folder / "work", self._returned)} if self._returned else reward
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -112,12 +117,39 @@ class Program:
             process.wait()
 
 
+def _left(folder: Path, patterns: Sequence[str]) -> dict[str, str]:
+    """The texts of regular files in a folder by their relative names: at most MAX_FILES, and MAX_FILE_BYTES of each.
+
+    Raises:
+        ValueError: there are more files.
+    """
+    texts: dict[str, str] = {}
+    for path in (path for pattern in patterns for path in folder.glob(pattern)):
+        name = str(path.relative_to(folder))
+        if name in texts or path.is_symlink() or not path.is_file():
+            continue
+        if len(texts) == MAX_FILES:
+            raise ValueError(f"the program left over {MAX_FILES} files of environment.returned_files")
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            texts[name] = file.read(MAX_FILE_BYTES).decode("utf-8", "replace")
+    return dict(sorted(texts.items()))
+
+
 def _reward(file: Path) -> dict[str, Any] | None:
     """What the program has left in its reward file; None if there is no such file."""
     try:
         text = file.open("rb").read(MAX_REWARD_BYTES + 1)
     except FileNotFoundError:
         return None
+    return reward_in(text, "the reward file")
+
+
+def reward_in(text: bytes, where: str) -> dict[str, Any]:
+    """The reward that JSON says: a number, null, or an object with `score`, further numbers and `facts`.
+
+    Raises:
+        ValueError: it says something else, or has over MAX_REWARD_BYTES.
+    """
     try:
         if len(text) > MAX_REWARD_BYTES:
             raise ValueError(f"it has over {MAX_REWARD_BYTES} bytes")
@@ -125,14 +157,10 @@ def _reward(file: Path) -> dict[str, Any] | None:
         parts = dict(value) if isinstance(value, dict) else {"score": value}
         facts, score = parts.pop("facts", None) or {}, parts.pop("score", None)
         numbers = {name: _finite(part) for name, part in parts.items()}
-        return {
-            "reward": None if score is None else _finite(score),
-            "parts": numbers,
-            "facts": dict(facts),
-            "attributes": None,
-        }
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"the reward file holds no reward: {error}") from None
+        reward = None if score is None else _finite(score)
+        return {"reward": reward, "parts": numbers, "facts": dict(facts), "attributes": None}
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{where} holds no reward: {error}") from None
 
 
 def _finite(value: Any) -> float:

@@ -114,7 +114,8 @@ class Environments:
         try:
             how: dict[str, Any] = {"generate": turns, "templates": self._templates, "limits": limits}
             if session.plays:
-                return None, await play_coroutine(prompt, sample, self._play(session), **how)
+                trained = self._config.environment.trained_kinds
+                return None, await play_coroutine(prompt, sample, self._play(session), **how, trained=trained)
             opened = self.opened_prompt(prompt, session)
             return opened, await play_turns(opened, sample, session, **how)
         except FailedError as error:  # the prompt that the reset has made cannot be used

@@ -33,7 +33,7 @@ from rlhf.processes.code import load_module
 ALIVE_S = 1.0  # between signs of life of the event loop
 MAX_ERROR = 2000  # characters of an error
 
-PROGRAM = "program"
+PROGRAM, SERVICE = "program", "service"  # a service is asked by the driver
 Play = Callable[..., Awaitable[Any]]
 
 
@@ -46,10 +46,13 @@ def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     Returns:
         The environments, with the limit of a call; and of each {"tools", "rewards", "blocking", "plays", "program"}.
     """
-    environments: dict[str, Environment | Program | Play] = {}
+    environments: dict[str, Environment | Program | Play | None] = {}
     for value, part in hello["environments"].items():
+        if part["name"] == SERVICE:
+            environments[value] = None
+            continue
         if part["name"] == PROGRAM:
-            environments[value] = Program(part["command"], part["timeout_s"], hello["env"])
+            environments[value] = Program(part["command"], part["timeout_s"], hello["env"], part["returned_files"])
             continue
         play = _coroutine(part["name"])
         if play is not None and (part["options"] or hello["tools"]):
@@ -82,15 +85,15 @@ def _coroutine(name: str | None) -> Play | None:
     return None
 
 
-async def _close(environments: Mapping[str, Environment | Program | Play]) -> None:
+async def _close(environments: Mapping[str, Environment | Program | Play | None]) -> None:
     """Close every instance that no session has."""
     for environment in environments.values():
         if isinstance(environment, Environment):
             await environment.close()
 
 
-def _about(environment: Environment | Program | Play) -> dict[str, Any]:
-    if isinstance(environment, Program):
+def _about(environment: Environment | Program | Play | None) -> dict[str, Any]:
+    if environment is None or isinstance(environment, Program):
         return {"tools": [], "rewards": True, "blocking": True, "plays": True, "program": True}
     if isinstance(environment, Environment):
         told = {"tools": environment.tools, "rewards": environment.has_reward, "blocking": bool(environment.blocking)}
@@ -118,7 +121,7 @@ class Server:
     """The sessions of one process."""
 
     def __init__(
-        self, channel: Channel, environments: Mapping[str, Environment | Program | Play], wall_seconds: float
+        self, channel: Channel, environments: Mapping[str, Environment | Program | Play | None], wall_seconds: float
     ) -> None:
         self._channel, self._environments, self._wall_seconds = channel, environments, wall_seconds
         self._sessions: dict[int, Any] = {}  # the episode of each
@@ -245,6 +248,7 @@ class Server:
         environment = self._environments[message["environment"]]
         if isinstance(environment, Program):
             return environment.play(message, lambda: self._channel.send({"alive": True}))
+        assert environment is not None, "the driver asks a service"
         if not isinstance(environment, Environment):
             return await self._played(environment, message)
         episode = self._sessions[session] = environment.episode()

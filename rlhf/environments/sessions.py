@@ -24,6 +24,7 @@ MAX_PARTS, MAX_FACTS = 64, 64  # named numbers and facts of one rollout
 FAILED_COUNTS_S = 10.0  # that a failed session counts as open: where all fail at once, not every new one is opened
 
 Answer = Callable[[Mapping[str, Any]], Awaitable[Message]]
+Service = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]  # see `service.Service.play`
 
 
 class Sessions:
@@ -34,6 +35,7 @@ class Sessions:
             "plays", "program"}.
 
     Attributes:
+        services: those of the environments that are one, by that value.
         opened: sessions that were reset; another node may have the same set.
         open_sessions: how many this node has, those that wait for a process too; see FAILED_COUNTS_S.
     """
@@ -42,6 +44,7 @@ class Sessions:
 
     def __init__(self, config: EnvironmentConfig, about: dict[str, dict[str, Any]]) -> None:
         self.config, self.about, self.open_sessions = config, about, 0
+        self.services: Mapping[str, Service] = {}
         self.opened: set[int] = set()
         self._answers: dict[int, Answer] = {}  # of coroutines, by session
         self._tasks: set[asyncio.Task[None]] = set()
@@ -183,9 +186,9 @@ class HostedSession:
             failed.cancel()
 
     async def run(self, endpoint: Mapping[str, str]) -> Outcome:
-        """Run the program to its end; `endpoint` is where it reaches the model, and its key there."""
-        said = await self._ask({"do": "play", **self._start, "endpoint": dict(endpoint)})
-        return outcome_of(said)
+        """Run the program, or have the service run its agent; `endpoint`: where it reaches the model, and its key."""
+        ask = self._hosts.services.get(self._start["environment"], self._ask)
+        return outcome_of(await ask({"do": "play", **self._start, "endpoint": dict(endpoint)}))
 
     async def close(self) -> None:
         """Give the process back, or have it killed if it still computes or something failed in it."""
@@ -211,7 +214,9 @@ def outcome_of(said: Mapping[str, Any]) -> Outcome:
     with _checked("finish"):
         reward = None if said["reward"] is None else _finite(said["reward"])
         parts = {str(name): _finite(value) for name, value in list(said["parts"].items())[:MAX_PARTS]}
-        return Outcome("ok", reward, parts, dict(list(said["facts"].items())[:MAX_FACTS]), said["attributes"] or {})
+        facts, files = dict(list(said["facts"].items())[:MAX_FACTS]), said.get("files")
+        files = None if files is None else {str(name): str(text) for name, text in files.items()}
+        return Outcome("ok", reward, parts, facts, said["attributes"] or {}, files=files)
 
 
 def _finite(value: Any) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf.config.environment import ALL, SERVICE
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.parsers import ParserNames, parsers_of
 from rlhf.config.printing import to_stderr
@@ -19,6 +20,7 @@ from rlhf.environments.endpoint import Endpoint
 from rlhf.environments.hosts import Hosts
 from rlhf.environments.nodes import Spread
 from rlhf.environments.rollouts import Environments, row_of
+from rlhf.environments.service import Service
 from rlhf.environments.turns import FailedError
 from rlhf.rollout.requests import Parsing
 from rlhf.types import Prompt
@@ -31,8 +33,8 @@ class StartedEnvironments(Environments):
         say: gets the lines that the environments print, from another thread.
 
     Raises:
-        ValueError: a class or function cannot be loaded, the template cannot go on after a turn, or nothing would judge
-            the rollouts.
+        ValueError: a class or function cannot be loaded, the template cannot go on after a turn, nothing would judge
+            the rollouts, or the key of a service or the address of the endpoint is not there.
 
     Attributes:
         spread: opens the sessions; a cluster adds its other nodes.
@@ -40,14 +42,19 @@ class StartedEnvironments(Environments):
     """
 
     def __init__(self, config: GRPOConfig, tokenizer: Any, *, say: Callable[[str], None] = to_stderr) -> None:
-        endpoint = Endpoint(config, say) if config.environment.has_programs else None
+        endpoint = Endpoint(config, say) if config.environment.uses_endpoint else None
         with contextlib.ExitStack() as opened:
             if endpoint is not None:
                 opened.callback(endpoint.close)
             self.hosts = Hosts(config.environment, config.tools, say=say, port=endpoint.port if endpoint else 0)
             opened.callback(self.hosts.close)
+            parts = config.environment.parts.items()
+            asked = {
+                value: Service(part, config.environment.processes) for value, part in parts if part.name == SERVICE
+            }
+            self.hosts.services = {value: service.play for value, service in asked.items()}
             self.tools = _all_tools(self.hosts.about)
-            self._check_rewards(config)
+            self._check(config)
             data = config.data
             stops = stop_token_ids(config.model.path, tokenizer)
             dialogue = Dialogue(tokenizer, data.template, data.chat_template_kwargs, stop_ids=stops)
@@ -59,8 +66,13 @@ class StartedEnvironments(Environments):
         super().__init__(config, self.spread, dialogue, parsing, tokenizer, endpoint)
         self.dialogue = dialogue
 
-    def _check_rewards(self, config: GRPOConfig) -> None:
-        reward = config.reward
+    def _check(self, config: GRPOConfig) -> None:
+        kinds, reward = config.environment.trained_sequences, config.reward
+        if kinds != ALL and not any(about["plays"] for about in self.hosts.about.values()):
+            raise ValueError(
+                f"environment.trained_sequences={list(kinds)}: a rollout with a class or tools is one sequence, and no "
+                "request begins it. Remove the key."
+            )
         if not reward.leaves_something_ungraded or config.reward_model is not None:
             return
         for value, about in self.hosts.about.items():

@@ -110,6 +110,7 @@ class Played:
     tool_calls: int = 0
     tool_errors: int = 0
     calls: dict[str, int] = field(default_factory=dict)  # requests of a coroutine or program, by kind
+    untrained_tokens: int = 0  # of sequences that `environment.trained_sequences` leaves out
     environment_s: float = 0.0
     finish_reason: str = "stop"
     ended_by: str = "answer"
@@ -143,6 +144,7 @@ class Played:
             "turns": self.turns,
             **({"tool_calls": self.tool_calls, "tool_errors": self.tool_errors} if self.offers_tools else {}),
             **({"calls": self.calls} if self.calls else {}),
+            **({"untrained_tokens": self.untrained_tokens} if self.untrained_tokens else {}),
             "environment_seconds": round(self.environment_s, 3),
             "ended_by": self.ended_by,
             **({"error": outcome.error} if outcome.error else {}),
@@ -221,8 +223,13 @@ def _message(completion: Completion) -> Message:
     return dict(message)
 
 
+def unsampled(prompt: Prompt) -> TokenSequence:
+    """The sequence of a rollout in which nothing that is trained was sampled."""
+    return TokenLog(prompt.token_ids if len(prompt.token_ids) else np.zeros(1, np.int32)).sequence()
+
+
 def failed_rollout(prompt: Prompt, sample: int, status: str, error: str) -> Rollout:
     """A rollout that ended before anything was sampled: its environment could not be reset, or said nothing usable."""
-    played, ids = Played(), prompt.token_ids if len(prompt.token_ids) else np.zeros(1, np.int32)
+    played = Played()
     played.end("abort" if status == FAILED else "stop", status)
-    return played.rollout(prompt, sample, [TokenLog(ids).sequence()], Outcome(status=status, error=error))
+    return played.rollout(prompt, sample, [unsampled(prompt)], Outcome(status=status, error=error))

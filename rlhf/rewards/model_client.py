@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import json
 import math
+import os
 import statistics
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
@@ -106,15 +107,26 @@ class RewardModelClient:
         self._start()
 
 
-def address_and_headers(endpoint: str) -> tuple[str, dict[str, str]]:
+def address_and_headers(
+    endpoint: str, key_variable_name: str | None = None, *, section: str = ""
+) -> tuple[str, dict[str, str]]:
     """Where to post JSON, and with which headers.
 
-    User and password of the address, https://user:password@host, are sent as basic authentication.
+    User and password of the address, https://user:password@host, are sent as basic authentication; the key in an
+    environment variable as a bearer token.
+
+    Raises:
+        ValueError: there is no such variable; the message begins with `section`.
     """
     parts, headers = urlsplit(endpoint), {"Content-Type": "application/json"}
     credentials, _, host = parts.netloc.rpartition("@")
     if credentials:
         headers["Authorization"] = f"Basic {base64.b64encode(unquote(credentials).encode()).decode()}"
+    if key_variable_name is not None:
+        if key_variable_name not in os.environ:
+            reason = "there is no such environment variable. Set it where the run starts, or correct the name."
+            raise ValueError(f"{section}key_variable_name={key_variable_name}: {reason}")
+        headers["Authorization"] = f"Bearer {os.environ[key_variable_name]}"
     return urlunsplit(parts._replace(netloc=host)), headers
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import threading
 import urllib.error
 import urllib.request
@@ -68,12 +67,9 @@ class RubricGrader:
 
     def __init__(self, options: RubricOptions, say: Callable[[str], None]) -> None:
         self._options, self._say = options, say
-        self._url, self._headers = address_and_headers(options.url)
-        if options.key_variable_name is not None:
-            if options.key_variable_name not in os.environ:
-                reason = "there is no such environment variable. Set it where the run starts, or correct the name."
-                raise ValueError(f"reward rubric: key_variable_name={options.key_variable_name}: {reason}")
-            self._headers["Authorization"] = f"Bearer {os.environ[options.key_variable_name]}"
+        self._url, self._headers = address_and_headers(
+            options.url, options.key_variable_name, section="reward rubric: "
+        )
         self.requests = self.tokens = 0  # since the program started
         self._cache: dict[str, asyncio.Task[Verdict]] = {}
         self._told = False

@@ -373,7 +373,8 @@ def _of_turns(prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
     in_thought = prompt.in_thought and not any(turn.get("reasoning_content") for turn in written[-1:])
     facts = {**rollout.facts, **rollout.outcome.facts}  # the class's own, also under a name of ours
     opening = {} if rollout.opening is None else {"messages": rollout.opening}
-    return {"turns": rollout.turns, "facts": facts, "in_thought": in_thought, **opening}
+    files = {} if rollout.outcome.files is None else {"files": rollout.outcome.files}
+    return {"turns": rollout.turns, "facts": facts, "in_thought": in_thought, **opening, **files}
 
 
 def _of_trl(rollout: Rollout) -> dict[str, Any]:

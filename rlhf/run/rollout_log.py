@@ -60,6 +60,8 @@ def environment_metrics(rollouts: Sequence[Rollout]) -> StepMetrics:
         "environment/seconds": _mean([rollout.facts["environment_seconds"] for rollout in rollouts]),
         "environment/sequences": _mean([len(rollout.sequences) for rollout in rollouts]),
     }
+    if any(untrained := [rollout.facts.get("untrained_tokens", 0) for rollout in rollouts]):
+        metrics["environment/untrained_tokens"] = _mean(untrained)
     if offered := [rollout.facts for rollout in rollouts if "tool_calls" in rollout.facts]:
         metrics["environment/tool_calls"] = _mean([facts["tool_calls"] for facts in offered])
         metrics["environment/tool_errors"] = _mean([facts["tool_errors"] for facts in offered])

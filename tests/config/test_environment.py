@@ -81,15 +81,34 @@ def test_its_reward_may_be_the_only_one() -> None:
         (["environment={options: {a: 1}}"], ("environment.options", "Name the class")),
         (["environment={name: a:B, by_name: {c: d:E}}"], ("environment.name=a:B", "Keep one")),
         (["environment={by_name: {c: bad}}"], ("'bad'", "no such environment")),
-        (["environment=program"], ("a command is missing", "command: [python, agent.py]")),
-        (["environment={name: a:B, command: [x]}"], ("name: program is missing",)),
-        (["environment={command: [x]}"], ("environment.command=['x']", "Set it to program")),
-        (["environment={by_name: {c: {name: program}}}"], ("a command is missing",)),
+        (["environment=program"], ("command is missing", "command: [python, agent.py]")),
+        (["environment={name: a:B, command: [x]}"], ("environment.command=['x'] with name=a:B", "for program alone")),
+        (["environment={command: [x]}"], ("environment.command=['x'] without environment.name", "name: program")),
+        (["environment={by_name: {c: {name: program}}}"], ("command is missing",)),
         (["environment={name: program, command: [x], options: {a: 1}}"], ("Put them into command",)),
         (["environment={name: a:B, timeout_s: 5}"], ("environment.timeout_s=5 with name=a:B", "Remove it")),
         (["environment={timeout_s: 5}"], ("environment.timeout_s=5 without environment.name",)),
+        (["environment={name: a:B, returned_files: [x]}"], ("returned_files=['x'] with name=a:B", "for program alone")),
+        (["environment={name: program, command: [x], returned_files: [../x]}"], ("'../x' is no pattern",)),
+        (["environment={name: program, command: [x], returned_files: [/x]}"], ("'/x' is no pattern",)),
+        (["environment={name: program, command: [x], returned_files: ['**x']}"], ("'**x' is no pattern",)),
+        (["environment=service"], ("url is missing", 'url: "http://HOST:PORT"')),
+        (["environment={name: service, url: 'ftp://a'}"], ("environment.url=ftp://a",)),
+        (["environment={name: program, command: [x], url: 'http://a'}"], ("url=http://a", "for service alone")),
+        (["environment={name: program, command: [x], key_variable_name: K}"], ("key_variable_name=K with",)),
+        (["environment={name: service, url: 'http://a', command: [x]}"], ("command=['x'] with name=service",)),
+        (["environment={name: service, url: 'http://a', options: {a: 1}}"], ("Put them into url",)),
+        (["environment={name: service, url: 'http://a:b@c', key_variable_name: K}"], ("Keep one of them",)),
+        (["environment={name: service, url: 'http://a', network: true}"], ("environment.network=True with a service",)),
+        (["environment={name: service, url: 'http://a'}", "tools=[calculator]"], ("offers its own tools",)),
+        (["environment={name: service, url: 'http://a', endpoint_host: 0.0.0.0}"], ("endpoint_host='0.0.0.0'",)),
+        (["environment={name: service, url: 'http://a', endpoint_host: me}"], ("one IPv4 address",)),
+        (["environment={name: a:B, endpoint_host: 10.0.0.1}"], ("endpoint_host=10.0.0.1 without a program",)),
         (["environment={name: program, command: [x], timeout_s: 0}"], ("environment.timeout_s=0",)),
-        (["environment={name: program, command: [x]}", "tools=[calculator]"], ("a program offers its own tools",)),
+        (["environment={name: program, command: [x]}", "tools=[calculator]"], ("offers its own tools",)),
+        (["environment={name: a:b, trained_sequences: [fist]}"], ("trained_sequences=['fist']", "Use [all], or some")),
+        (["environment={name: a:b, trained_sequences: [continued]}"], ("what continues it goes with it",)),
+        (["environment={name: a:b, trained_sequences: []}"], ("trained_sequences=[]",)),
         (["tools=[program]"], ("tools.0='program'", "no such environment or tool")),
         (["environment={name: a:B, memory_mb: 1}"], ("environment.memory_mb=1",)),
         (["environment={name: a:B, max_failed_fraction: 2}"], ("environment.max_failed_fraction=2",)),
@@ -118,6 +137,14 @@ def test_several_environments_need_rows_that_choose() -> None:
     by_name = "environment={by_name: {a: my.module:A}}"
     assert "in data.train: no row chooses an environment" in refusal(by_name)
     assert "in data.eval: no row chooses an environment" in refusal(DATA, by_name, "data.eval=environment")
+
+
+def test_trained_sequences_are_all_or_some_and_the_resolved_config_says_which(tmp_path: Path) -> None:
+    assert load(DATA, "environment={name: a:b}") == load(DATA, "environment={name: a:b, trained_sequences: all}")
+    config = load(DATA, "environment={name: a:b, trained_sequences: [first, rewritten]}")
+    assert config.environment.trained_sequences == ("first", "rewritten")
+    (written := tmp_path / "config.yaml").write_text(resolved_yaml(config))
+    assert load_config(GRPOConfig, [str(written)]) == config
 
 
 def test_an_evaluation_needs_no_data_to_train_on() -> None:

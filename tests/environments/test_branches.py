@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from documented import check_documented
 from fake_environments import Script, Templates, prompt, text
 
+from rlhf.config.environment import KINDS
 from rlhf.environments.branches import play_coroutine
 from rlhf.environments.turns import FailedError, Limits
 from rlhf.rollout.requests import Completion
+from rlhf.run.rollout_log import environment_metrics
 from rlhf.types import Outcome, Rollout
 
 ROOMY = Limits(max_response_tokens=50, max_rollout_tokens=500)
@@ -21,12 +24,13 @@ Answer = Callable[[Any], Awaitable[dict[str, Any]]]
 
 
 def play(
-    coroutine: Callable[[Answer], Awaitable[Outcome]], turns: list[Any], limits: Limits = ROOMY
+    coroutine: Callable[[Answer], Awaitable[Outcome]], turns: list[Any], limits: Limits = ROOMY, **how: Any
 ) -> tuple[Rollout, Script]:
     script = Script(turns)
     played = play_coroutine(
-        prompt(), 0, lambda branches: coroutine(branches.answer), generate=script, templates=Templates(), limits=limits
-    )
+        prompt(), 0, lambda branches: coroutine(branches.answer),
+        generate=script, templates=Templates(), limits=limits, **how,
+    )  # fmt: skip
     return asyncio.run(played), script
 
 
@@ -62,6 +66,44 @@ def test_a_branch_has_the_ids_of_its_beginning_and_trains_them_once() -> None:
     rollout, script = play(coroutine, ["one", "x", "y"])
     assert script.asked[2] == "u:q|a:one|u:b|a:"
     assert contexts(rollout) == [("u:q|a:one|u:a|a:x|", "one|x|"), ("u:q|a:one|u:b|a:y|", "y|")]
+
+
+async def work_with_a_title_and_a_retry(answer: Answer) -> Outcome:
+    for question, turn in (("title?", None), ("q", "one"), ("q", None)):
+        asked = [{"role": "user", "content": question}]
+        await answer({"messages": asked})
+        if turn is not None or question == "title?":
+            more = {"role": "user", "content": "more"}
+            await answer({"messages": [*asked, said(turn or "title"), more]})
+    return Outcome(reward=1.0)
+
+
+@pytest.mark.parametrize(
+    ("trained", "sampled"),
+    [
+        (KINDS, ["title|longer|", "one|two|", "three|"]),
+        (("first",), ["title|longer|"]),
+        (("separate",), ["one|two|"]),
+        (("separate", "retried"), ["one|two|", "three|"]),
+        (("rewritten",), [""]),
+    ],
+)
+def test_sequences_of_some_kinds_are_trained_and_the_others_are_sampled_all_the_same(
+    trained: tuple[str, ...], sampled: list[str]
+) -> None:
+    turns = ["title", "longer", "one", "two", "three"]
+    rollout, script = play(work_with_a_title_and_a_retry, [*turns], trained=trained)
+    assert [text(each.token_ids[each.response_mask]) for each in rollout.sequences] == sampled
+    assert rollout.facts["calls"] == {"first": 1, "continued": 2, "separate": 1, "retried": 1}
+    assert [turn["content"] for turn in rollout.turns if turn["role"] == "assistant"] == turns
+    assert rollout.outcome == Outcome(reward=1.0)
+    assert len(script.asked) == 5
+    left_out = len("title|longer|one|two|three|") - rollout.response_length
+    assert rollout.facts.get("untrained_tokens", 0) == left_out
+    metrics = {name: value for name, value in environment_metrics([rollout]).items() if "untrained" in name}
+    assert bool(metrics) == (left_out > 0)
+    if left_out:
+        check_documented([metrics], logged={"environment.trained_sequences"})
 
 
 def test_turns_asked_for_at_the_same_time_are_branches() -> None:

@@ -115,6 +115,26 @@ def test_a_program_that_has_left_its_reward_may_end_with_any_status(tmp_path: Pa
     assert ended.reward == 2.0
 
 
+def test_files_that_are_asked_for_are_returned_as_texts(tmp_path: Path) -> None:
+    source = (
+        "import os; os.makedirs('src/deep'); os.mkfifo('pipe.txt'); os.symlink('/etc/hostname', 'link.txt')\n"
+        "for name in ('answer.txt', 'other.md', 'src/a.py', 'src/deep/b.py'): open(name, 'w').write(name)\n"
+        "open('big.txt', 'wb').write(b'\\xff' + b'x' * 1_000_000)\n"
+    )
+    (ended,) = run(tmp_path, source, returned_files=["*.txt", "src/**/*.py", "none"])
+    files = ended.files
+    big = files.pop("big.txt")
+    assert files == {name: name for name in ("answer.txt", "src/a.py", "src/deep/b.py")}
+    assert big == "\ufffd" + "x" * 65535
+    (none,) = run(tmp_path, "", returned_files=["*.txt"])
+    assert none.files == {}
+
+
+def test_more_files_than_can_be_returned_cost_the_rollout(tmp_path: Path) -> None:
+    (failed,) = run(tmp_path, "for i in range(40): open(f'{i}', 'w')", returned_files=["*"])
+    assert "the program left over 32 files of environment.returned_files" in str(failed)
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [

@@ -5,25 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from waiting import STACK_WAIT_S
+from waiting import STACK_WAIT_S, eventually, free_port
 from worlds import make_config
 
+from rlhf.config.environment import EnvironmentPart
 from rlhf.data.dialogue import Dialogue
 from rlhf.data.model_files import load_tokenizer, stop_token_ids
 from rlhf.environments.branches import play_coroutine
 from rlhf.environments.endpoint import Endpoint
+from rlhf.environments.service import Service
+from rlhf.environments.sessions import outcome_of
 from rlhf.environments.turns import Limits
 from rlhf.quickstart import write_quickstart
 from rlhf.rollout.requests import Completion
@@ -64,7 +72,27 @@ class World:
         delay: float = 0.0,
     ) -> tuple[Rollout, Any]:
         """The rollout, and what `act` returns."""
-        returned, left = [], list(turns)
+        returned: list[Any] = []
+
+        async def run(where: Mapping[str, str]) -> Outcome:
+            returned.append(await asyncio.to_thread(act, where["url"], where["key"]))
+            return Outcome(reward=1.0)
+
+        rollout = self.run(run, turns, limits=limits, delay=delay)
+        if not returned:
+            raise AssertionError(rollout.facts)
+        return rollout, returned[0]
+
+    def run(
+        self,
+        run: Callable[[Mapping[str, str]], Awaitable[Outcome]],
+        turns: list[dict[str, Any]],
+        *,
+        limits: Limits = LIMITS,
+        delay: float = 0.0,
+    ) -> Rollout:
+        """The rollout of what `run` does with the URL and key of the endpoint."""
+        left = list(turns)
 
         async def generate(
             token_ids: np.ndarray, *, max_tokens: int, turn: int, recorded: int, offered: Any = None
@@ -77,19 +105,12 @@ class World:
             reason = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
             return Completion(ids, -np.ones(len(ids)), reason, (VersionSpan(0, len(ids), turn),), 0, message)
 
-        async def run(where: Mapping[str, str]) -> Outcome:
-            returned.append(await asyncio.to_thread(act, where["url"], where["key"]))
-            return Outcome(reward=1.0)
-
         prompt = Prompt("p", 0, np.array([5], np.int32), (), "", "p")
         play = play_coroutine(
             prompt, 0, lambda branches: self.endpoint.play(branches, run),
             generate=generate, templates=self.dialogue, limits=limits,
         )  # fmt: skip
-        rollout = asyncio.run_coroutine_threadsafe(play, self.loop).result(STACK_WAIT_S)
-        if not returned:
-            raise AssertionError(rollout.facts)
-        return rollout, returned[0]
+        return asyncio.run_coroutine_threadsafe(play, self.loop).result(STACK_WAIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +279,52 @@ def test_a_turn_whose_client_has_gone_away_is_recorded(world: World) -> None:
     rollout, _ = world.played(act, [said("lost"), said("lost too")], delay=1.0)
     sampled = [world.tokenizer.decode(each.token_ids[each.response_mask]) for each in rollout.sequences]
     assert sampled == ["lost<|end|>", "lost too<|end|>"]
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
+
+
+@contextlib.contextmanager
+def documented_service(port: int) -> Iterator[None]:
+    """The service of docs/environments.md, at another port."""
+
+    def is_open() -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
+    (source,) = (block for block in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL) if "8080" in block)
+    command = [sys.executable, "-c", source.replace("8080", str(port))]
+    with subprocess.Popen(command, env={**os.environ, "AGENTS_KEY": "hush hush"}, stderr=subprocess.DEVNULL) as process:
+        try:
+            assert eventually(is_open)
+            yield
+        finally:
+            process.kill()
+
+
+def test_the_service_of_the_docs_runs_rollouts_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openai")
+    monkeypatch.setenv("AGENTS_KEY", "hush hush")
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/begin"
+    client = Service(EnvironmentPart(name="service", url=url, key_variable_name="AGENTS_KEY"), at_once=4)
+    start = {"do": "play", "environment": "", "seeds": {"group": 1, "sample": 0}}
+
+    def run_of(row: dict[str, str]) -> Callable[[Mapping[str, str]], Awaitable[Outcome]]:
+        async def run(where: Mapping[str, str]) -> Outcome:
+            return outcome_of(await client.play({**start, "row": row, "endpoint": dict(where)}))
+
+        return run
+
+    rows = [{"question": f"number {number}", "answer": str(number % 2)} for number in range(8)]
+    with documented_service(port), ThreadPoolExecutor(8) as pool:
+        plays = [pool.submit(world.run, run_of(row), [said("It is 1.")], delay=0.1) for row in rows]
+    for number, each in enumerate(plays):
+        rollout = each.result()
+        assert rollout.outcome == Outcome(reward=float(number % 2)), rollout.outcome
+        (sequence,) = rollout.sequences
+        assert f"number {number}" in world.tokenizer.decode(sequence.token_ids)
+        assert world.tokenizer.decode(sequence.token_ids[sequence.response_mask]) == "It is 1.<|end|>"
 
 
 def bodies(count: int) -> Iterator[bytes]:

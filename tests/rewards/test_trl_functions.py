@@ -34,7 +34,7 @@ async def waiting(completion_ids, **kwargs):
     return [float(len(ids)) for ids in completion_ids]
 
 def turns(response, answer, columns, metadata):
-    return len(metadata["turns"]) + metadata["facts"]["tool_calls"]
+    return len(metadata["turns"]) + metadata["facts"]["tool_calls"] + len(metadata["files"]["a.txt"])
 
 def ours(completions, answer, columns, metadata):
     return [float(len(text)) for text in completions]
@@ -57,7 +57,8 @@ def grade(tmp_path: Path, *names: str, environment: bool = False, **options: Any
     file = tmp_path / "functions.py"
     file.write_text(FUNCTIONS)
     config = RewardConfig(parts=[{"name": f"{file}:{name}", **options} for name in names], workers=1)
-    outcomes = [Outcome(attributes=said(Game(score))) if environment else None for score in (0.5, 0.25)]
+    left = {"a.txt": "xy"}
+    outcomes = [Outcome(attributes=said(Game(score)), files=left) if environment else None for score in (0.5, 0.25)]
     rollouts = [rollout(sample, outcome) for sample, outcome in enumerate(outcomes)]
     messages = ({"role": "user", "content": "q"},)
     prompt = Prompt("p/1", 0, np.array([1], np.int32), messages, "", "p", {"level": 3})
@@ -87,8 +88,8 @@ def test_none_says_that_others_judge(tmp_path: Path) -> None:
     assert [(sample.reward, sample.status) for sample in alone] == [(None, "not_judged"), (1.0, "ok")]
 
 
-def test_a_function_in_our_signature_reads_turns_and_facts(tmp_path: Path) -> None:
-    assert [sample.reward for sample in grade(tmp_path, "turns", environment=True)] == [5.0, 5.0]
+def test_a_function_in_our_signature_reads_turns_facts_and_files(tmp_path: Path) -> None:
+    assert [sample.reward for sample in grade(tmp_path, "turns", environment=True)] == [7.0, 7.0]
 
 
 def test_a_function_in_our_own_signature_may_call_its_first_argument_completions(tmp_path: Path) -> None:
