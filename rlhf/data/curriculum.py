@@ -16,7 +16,7 @@ import numpy as np
 from rlhf.config.data import CurriculumConfig
 
 KEPT_FRACTION = 0.25  # of the draws of a row, at least
-DRAWS_PER_EPOCH = 2  # of one row at most: a policy that meets few rows again and again learns them by heart
+DRAWS_PER_EPOCH = 2  # of one row at most: where few are useful, a step must not consist of them
 CHOICE_SEED = 1  # the generators of choices are others than those of the orders of epochs
 
 
