@@ -228,7 +228,8 @@ print({"mlflow", "torch._inductor.lowering"} & {*sys.modules})
 print(muon_update.__code__.co_name, compiler.compile().__name__)
 import mlflow
 """
-    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\nmuon_update compile\n"
+    said = subprocess.check_output([sys.executable, "-c", script], text=True)
+    assert said.endswith("set()\nmuon_update compile\n")  # after what DeepSpeed logs where there is no GPU
 
 
 @pytest.mark.slow
