@@ -127,7 +127,7 @@ def draw(of_algorithms: dict[str, list[runs.Steps]], path: Path) -> None:
         runs.band(kl, [[row["policy/kl_k3"] for row in steps] for steps in of_seeds], at)
     accuracy.set(title="share of right answers", xlabel="training step")
     kl.set(title="KL to the start, k3, nats per token", xlabel="training step")
-    accuracy.legend(ncols=2, fontsize=7)
+    drawn.legend(loc="outside lower center", ncols=3, fontsize=7)
     report.save(drawn, path)
 
 
