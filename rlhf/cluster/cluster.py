@@ -246,7 +246,7 @@ class Cluster:
     async def host_environments(self, spread: Spread) -> None:
         """Run environments on every other node too, until the end; ValueError names a node that cannot load them.
 
-        Programs run on this node alone: their endpoint listens on loopback.
+        Where one of them is a program or a service, all stay on this node, which has the endpoint.
         """
         if spread.here.config.uses_endpoint:
             return

@@ -81,8 +81,8 @@ class EnvironmentPart(_Driven):
         for field, names in FOR_ALONE.items():
             if (value := getattr(self, field)) and self.name not in names:
                 raise ValueError(
-                    f"environment.{field}={_shown(value)} with name={self.name}: it is for {' or '.join(names)} alone. "
-                    f"Remove it, or write {EXAMPLES[names[0]]}."
+                    f"environment.{field}{_shown(field, value)} with name={self.name}: it is for {' or '.join(names)} "
+                    f"alone. Remove it, or write {EXAMPLES[names[0]]}."
                 )
         if (needed := NEEDED.get(self.name)) and not getattr(self, needed):
             raise ValueError(f"environment.name={self.name}: {needed} is missing. Write {EXAMPLES[self.name]}.")
@@ -92,7 +92,9 @@ class EnvironmentPart(_Driven):
             )
         for pattern in self.returned_files:
             try:
-                inside = ".." not in pattern.split("/") and not [*Path(os.devnull).glob(pattern)]
+                parts = pattern.split("/")
+                inside = ".." not in parts and not [*Path(os.devnull).glob(pattern)]
+                inside = inside and all(part == "**" or "**" not in part for part in parts)
             except (ValueError, NotImplementedError):  # it is no pattern, or absolute
                 inside = False
             if not inside:
@@ -100,7 +102,14 @@ class EnvironmentPart(_Driven):
                     f"environment.returned_files={list(self.returned_files)}: {pattern!r} is no pattern of files below "
                     "the program's folder. Write such as answer.txt or src/*.py."
                 )
-        if self.key_variable_name and "@" in urlsplit(self.url or "").netloc:
+        try:
+            address = urlsplit(self.url or "http://host")
+            is_address = bool(address.hostname) and address.port != 0
+        except ValueError:  # of the host, or the port
+            is_address = False
+        if not is_address:
+            raise ValueError(f"environment.url: it names no host and port. Write such as {EXAMPLES[SERVICE]}.")
+        if self.key_variable_name and "@" in address.netloc:
             raise ValueError(
                 f"environment.key_variable_name={self.key_variable_name} with a password in the url: both would be the "
                 "request's authorization. Keep one of them."
@@ -191,7 +200,7 @@ class EnvironmentConfig(_Driven):
         for field, names in FOR_ALONE.items():
             if self.name is None and (value := getattr(self, field)):
                 raise ValueError(
-                    f"environment.{field}={_shown(value)} without environment.name: nothing reads it. Write "
+                    f"environment.{field}{_shown(field, value)} without environment.name: nothing reads it. Write "
                     f"{EXAMPLES[names[0]]}."
                 )
         grants = {"python": self.python, "env": self.env, "network": self.network, "files": self.files}
@@ -199,13 +208,18 @@ class EnvironmentConfig(_Driven):
             for field, value in grants.items():
                 if value:
                     raise ValueError(
-                        f"environment.{field}={_shown(value)} with a service: it runs in processes of yours, which get "
-                        "nothing from the run. Remove the key."
+                        f"environment.{field}{_shown(field, value)} with a service: it runs in processes of yours, "
+                        "which get nothing from the run. Remove the key."
                     )
         if self.endpoint_host != LOOPBACK and not self.uses_endpoint:
             raise ValueError(
                 f"environment.endpoint_host={self.endpoint_host} without a program or service: nothing reads it. "
                 "Remove the key."
+            )
+        if self.trained_sequences != ALL and not self.parts:
+            raise ValueError(
+                f"environment.trained_sequences={list(self.trained_sequences)} without an environment: nothing reads "
+                "it. Remove the key."
             )
         return self
 
@@ -228,8 +242,11 @@ class EnvironmentConfig(_Driven):
         return any(part.name in NEEDED for part in self.parts.values())
 
 
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(list(value) if isinstance(value, tuple) else value)
+def _shown(field: str, value: Any) -> str:
+    """`=value`; nothing of an address, which may have a password."""
+    if field == "url":
+        return ""
+    return f"={value:g}" if isinstance(value, float) else f"={list(value) if isinstance(value, tuple) else value}"
 
 
 def checked_name(name: str, key: str, built_in: tuple[str, ...] = BUILT_IN) -> str:

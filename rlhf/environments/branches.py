@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -145,6 +146,8 @@ class Branches:
 
     async def _answer(self, request: Mapping[str, Any]) -> Turn:
         """The turn after `messages` (and `tools`) or `token_ids`."""
+        if not self.kinds:
+            self.played.began = time.monotonic()  # a program has waited for its place, and imported its client
         most, asked = self.limits.max_response_tokens, request.get("max_tokens")
         if asked is not None:
             if not isinstance(asked, int) or asked < 1:
@@ -345,7 +348,7 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
     content = message.get("content") or ""
     if isinstance(content, str):
         return [content.strip() if message["role"] == "assistant" else content]
-    if all(isinstance(text, str) for text in content):
+    if isinstance(content, list) and all(isinstance(text, str) for text in content):
         return list(content)
     return [json.dumps(content, sort_keys=True, default=str)]  # blocks of another form, which the template reads
 

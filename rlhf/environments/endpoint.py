@@ -102,12 +102,14 @@ class Endpoint:
         with self._process.stdin as stdin, contextlib.suppress(BrokenPipeError):
             stdin.write(json.dumps(self._plan).encode())
         reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_BYTES)
+        ready = b""
         try:
-            ready = await asyncio.wait_for(reader.readline(), self._start_s)
-        except TimeoutError:
-            ready = b""
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                ready = await asyncio.wait_for(reader.readline(), self._start_s)
+        finally:
+            if not ready:
+                self._end(self._process, self._writer)
         if not ready:
-            self._end(self._process, self._writer)
             raise FailedError(
                 f"the endpoint has not started within cluster.start_deadline_s={self._start_s:g} s, or has ended; its "
                 "own messages are above"
@@ -118,12 +120,14 @@ class Endpoint:
         self, reader: asyncio.StreamReader, process: subprocess.Popen[bytes], writer: asyncio.StreamWriter
     ) -> None:
         """Answer until the process ends."""
-        with contextlib.suppress(ConnectionError):
-            while line := await reader.readline():
-                self._begin(self._answer(json.loads(line)))
-        self._end(process, writer)
-        for key in list(self._lost):
-            self._lose(key, FailedError("the process of the endpoint has ended"))
+        try:
+            with contextlib.suppress(ConnectionError):
+                while line := await reader.readline():
+                    self._begin(self._answer(json.loads(line)))
+        finally:
+            self._end(process, writer)
+            for key in list(self._lost):
+                self._lose(key, FailedError("the process of the endpoint has ended"))
 
     @staticmethod
     def _end(process: subprocess.Popen[bytes], writer: asyncio.StreamWriter) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 
 from rlhf.config.environment import EnvironmentConfig
 from rlhf.config.printing import to_stderr
+from rlhf.environments.program import named_files
 from rlhf.environments.sessions import Sessions
 from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.processes.confinement import Grants
@@ -51,6 +52,17 @@ def _is_of_model(do: str, seat: _Seat) -> bool:
     return do == "call" or (do == "play" and seat.blocking)
 
 
+def _home(folder: Path) -> Path:
+    """The folder of a program, or that around the `bin` of an interpreter, which also has its packages."""
+    around = folder.parent
+    has_packages = (
+        (around / "pyvenv.cfg").exists()
+        or any((around / "lib").glob("python*"))
+        or (around / "lib" / "node_modules").exists()
+    )
+    return around if folder.name == "bin" and around != Path("/") and has_packages else folder
+
+
 def _read_by(commands: Sequence[Sequence[str]], python: str) -> list[str]:
     """What programs need to read: the folders of the files that their commands name, and of their interpreters.
 
@@ -65,18 +77,18 @@ def _read_by(commands: Sequence[Sequence[str]], python: str) -> list[str]:
                 f"environment.command={list(command)}: no program {command[0]} is there. Name one, such as "
                 "venv/bin/python, or python for environment.python, by default the interpreter of the run."
             )
-        for folder in (Path(found).absolute().parent, Path(found).resolve().parent):
-            # of an interpreter the folder that also has its lib
-            readable.add(folder.parent if folder.name == "bin" and folder.parent != Path("/") else folder)
-        if missing := [word for word in command[1:] if word.endswith(".py") and not os.path.exists(word)]:
-            raise ValueError(f"environment.command={list(command)}: there is no file {missing[0]}. Correct its path.")
-        if Path("/") in readable:
+        script = next((word for word in command[1:] if not word.startswith("-")), "")
+        if script.endswith(".py") and not os.path.exists(script):
+            raise ValueError(f"environment.command={list(command)}: there is no file {script}. Correct its path.")
+        own = {_home(Path(found).absolute().parent), _home(Path(found).resolve().parent)}
+        for path in (Path(command[number]).absolute() for number in named_files(command)):
+            own.add(path if path.is_dir() else path.parent)
+        if Path("/") in own:
             raise ValueError(
-                f"environment.command={list(command)}: {command[0]} stands in /, so a program could read every file. "
-                "Put it into a folder of its own."
+                f"environment.command={list(command)}: its program, or what a word of it names, stands in /, so it "
+                "could read every file. Put that into a folder of its own."
             )
-        paths = [Path(word).absolute() for word in command[1:] if os.path.exists(word)]
-        readable |= {path if path.is_dir() else path.parent for path in paths}
+        readable |= own
     return sorted(map(str, readable))
 
 
@@ -104,13 +116,8 @@ class Hosts(Workers, Sessions):
     ) -> None:
         Sessions.__init__(self, config, {})
         self.tools = tools
-        told = {
-            "name",
-            "options",
-            "command",
-            "timeout_s",
-            "returned_files",
-        }  # the address of a service may have a password
+        # The address of a service, which may have a password, is not told.
+        told = {"name", "options", "command", "timeout_s", "returned_files"}
         parts = {value: part.model_dump(include=told) for value, part in config.parts.items()}
         parts = parts or {"": {"name": None, "options": {}}}
         hello = {"environments": parts, "tools": list(tools), "wall_seconds": config.wall_seconds, "env": config.env}

@@ -105,7 +105,7 @@ class RemoteHosts(Sessions):
         self, node: str, here: Sessions, call: Callable[..., Awaitable[Any]], say: Callable[[str], None]
     ) -> None:
         super().__init__(here.config, here.about)
-        self.opened, self.services = here.opened, here.services
+        self.opened = here.opened
         self.node, self._call, self._say = node, call, say
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 

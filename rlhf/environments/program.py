@@ -12,6 +12,7 @@ leave its reward:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -37,6 +38,13 @@ class TimeLimitError(Exception):
     """The program did not end in time."""
 
 
+def named_files(command: Sequence[str]) -> set[int]:
+    """Places of the words after the first that name something which is there; not the module of `python -m`."""
+    first = next((n for n, word in enumerate(command) if n and not word.startswith("-")), 0)
+    module = first if first > 1 and command[first - 1] == "-m" else 0
+    return {number for number, word in enumerate(command) if number not in (0, module) and os.path.exists(word)}
+
+
 class Program:
     """Runs a command once for each rollout.
 
@@ -52,11 +60,8 @@ class Program:
         self, command: Sequence[str], timeout_s: float | None, env: Sequence[str], returned_files: Sequence[str] = ()
     ) -> None:
         words = [sys.executable if command[0] == "python" else command[0], *command[1:]]
-        after_m = words.index("-m") + 1 if "-m" in words else -1  # the name of a module, which may be that of a folder
-        self._command = [
-            os.path.abspath(word) if os.path.exists(word) and number != after_m else word
-            for number, word in enumerate(words)
-        ]
+        files = {0, *named_files(words)} if os.path.exists(words[0]) else named_files(words)
+        self._command = [os.path.abspath(word) if number in files else word for number, word in enumerate(words)]
         self._timeout_s, self._env, self._returned = timeout_s or TIMEOUT_S, tuple(env), tuple(returned_files)
 
     def play(self, message: Mapping[str, Any], say_alive: Callable[[], None]) -> dict[str, Any]:
@@ -118,7 +123,8 @@ class Program:
 
 
 def _left(folder: Path, patterns: Sequence[str]) -> dict[str, str]:
-    """The texts of regular files in a folder by their relative names: at most MAX_FILES, and MAX_FILE_BYTES of each.
+    """The texts of regular files in a folder, which no link leads out of, by their relative names: at most MAX_FILES,
+    and MAX_FILE_BYTES of each. What cannot be read is left out.
 
     Raises:
         ValueError: there are more files.
@@ -126,11 +132,14 @@ def _left(folder: Path, patterns: Sequence[str]) -> dict[str, str]:
     texts: dict[str, str] = {}
     for path in (path for pattern in patterns for path in folder.glob(pattern)):
         name = str(path.relative_to(folder))
-        if name in texts or path.is_symlink() or not path.is_file():
+        if name in texts or not path.is_file() or path.resolve() != folder.resolve() / name:
             continue
         if len(texts) == MAX_FILES:
             raise ValueError(f"the program left over {MAX_FILES} files of environment.returned_files")
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        with (
+            contextlib.suppress(OSError),
+            open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file,
+        ):
             texts[name] = file.read(MAX_FILE_BYTES).decode("utf-8", "replace")
     return dict(sorted(texts.items()))
 

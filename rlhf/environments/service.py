@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 
 from rlhf.config.environment import EnvironmentPart
+from rlhf.config.printing import printable
 from rlhf.environments.program import MAX_REWARD_BYTES, SHOWN_BYTES, TIMEOUT_S, reward_in
 from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.processes.channel import as_json
@@ -67,14 +68,16 @@ class Service:
                 )
             return reward_in(answer, "the answer")
         except (aiohttp.ClientError, ValueError) as error:  # a time-out of the connection is one of the first kind
-            raise FailedError(f"environment.url={self._url}: {type(error).__name__}: {error}") from None
+            said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise FailedError(printable(f"environment.url={self._url}: {' '.join(said.split())}")) from None
         except TimeoutError:
             limit = f"over {self._timeout_s:g} seconds by the clock (environment.timeout_s)"
             raise CallLimitError(limit) from None
 
     async def _post(self, body: bytes) -> bytes:
         """The beginning of the answer, up to one byte more than a reward may have."""
-        times = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_S)
+        connect = min(CONNECT_S, self._timeout_s / 2)  # the first to end: then the model is not to blame
+        times = aiohttp.ClientTimeout(total=self._timeout_s, connect=connect)
         async with (
             aiohttp.ClientSession(timeout=times, auto_decompress=False) as session,
             session.post(self._url, data=body, headers=self._headers, allow_redirects=False) as reply,

@@ -99,6 +99,12 @@ class Limits:
     vocabulary: int = 2**31 - 1  # ids that a coroutine may name
 
 
+# Metrics are made of these, so what an environment says under their names is dropped.
+OWN_FACTS = (
+    "turns", "tool_calls", "tool_errors", "calls", "untrained_tokens", "environment_seconds", "ended_by", "error",
+)  # fmt: skip
+
+
 @dataclass
 class Played:
     """A rollout while it is played, and how it ended."""
@@ -140,7 +146,7 @@ class Played:
 
     def rollout(self, prompt: Prompt, sample: int, sequences: Sequence[TokenSequence], outcome: Outcome) -> Rollout:
         facts = {
-            **outcome.facts,  # first: metrics are made of those below, whatever a class says under their names
+            **{name: fact for name, fact in outcome.facts.items() if name not in OWN_FACTS},
             "turns": self.turns,
             **({"tool_calls": self.tool_calls, "tool_errors": self.tool_errors} if self.offers_tools else {}),
             **({"calls": self.calls} if self.calls else {}),

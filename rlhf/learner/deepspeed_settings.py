@@ -29,8 +29,10 @@ def _lean() -> Iterator[None]:
         yield
         return
     sys.modules["mlflow"] = None  # type: ignore[assignment]
-    yield
-    del sys.modules["mlflow"]
+    try:
+        yield
+    finally:
+        del sys.modules["mlflow"]
 
 
 with _lean():
@@ -42,8 +44,10 @@ def _import_muon() -> None:
     """Import what every start of DeepSpeed asks for, but not torch's compiler with it: 1 s of a core."""
     compile_kernels = compiler.compile
     compiler.compile = lambda: compiler.dummy_decorator
-    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    compiler.compile = compile_kernels
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = compile_kernels
 
 
 _import_muon()

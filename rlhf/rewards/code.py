@@ -234,10 +234,15 @@ class Solution:
     def _send(self, message: dict[str, Any]) -> None:
         self._channel.queue(message)
         while not self._channel.flush():  # it may be computing, and read nothing
-            if self._process.poll() is not None:
-                self._fail("the process ended")
+            if self._process.poll() is not None or self._has_hung_up():
+                self._fail("the process ended, or reads nothing")
             self._check_time()
             select.select([], [self._channel.socket], [], POLL_S)
+
+    def _has_hung_up(self) -> bool:
+        poller = select.poll()
+        poller.register(self._channel.socket, 0)  # hang-ups and errors are always told
+        return bool(poller.poll(0))
 
     def _fail(self, problem: str) -> None:
         self.ended = True

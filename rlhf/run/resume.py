@@ -35,7 +35,8 @@ FREE = frozenset((
     "reward.failure_fraction", "reward.failures_always_allowed", "reward.accept_changed_code",
     "environment.processes", "environment.python", "environment.env", "environment.network", "environment.files",
     "environment.cpu_seconds", "environment.wall_seconds", "environment.memory_mb", "environment.max_failed_fraction",
-    "environment.accept_changed_code",
+    "environment.accept_changed_code", "environment.endpoint_host", "environment.url", "environment.key_variable_name",
+    "environment.timeout_s",
     "reward_model.path", "reward_model.replicas", "reward_model.max_tokens_per_batch", "reward_model.timeout_s",
     "reward_model.retries",
     "algo.teacher.concurrent_requests", "algo.teacher.timeout_s", "algo.teacher.retries",
@@ -62,6 +63,8 @@ def is_free(key: str, *, deterministic: bool = False) -> bool:
     if parts[0] == "reward" and parts[-1] in GRANTS and parts[-2].isdigit():
         return True
     if key.startswith("algo.teacher.") and parts[-1] in ("path", "endpoint"):
+        return True
+    if key.startswith("environment.by_name.") and parts[-1] in ("url", "key_variable_name", "timeout_s"):
         return True
     kept = KEPT | ROUNDING if deterministic else KEPT
     return key not in kept and any(".".join(parts[:n]) in FREE for n in range(1, len(parts) + 1))

@@ -24,11 +24,12 @@ def fork_worker_of_one_thread() -> None:
 
     def make_worker_process(vllm_config: Any, **arguments: Any) -> Any:
         threads = (os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads())  # of the worker, of this process
-        bound_otherwise = os.environ.keys() & {"KMP_AFFINITY", "OMP_PLACES"}
+        listed = os.environ.get("GOMP_CPU_AFFINITY", "").split()  # vLLM's are numbers; others may have ranges
+        bound_otherwise = os.environ.keys() & {"KMP_AFFINITY", "OMP_PLACES"} or not all(map(str.isdecimal, listed))
         if vllm_config.parallel_config.local_world_size > 1 or threads != ("1", 1) or bound_otherwise:
             return make(vllm_config=vllm_config, **arguments)
         own = os.sched_getaffinity(0)
-        cores = {int(core) for core in os.environ.get("GOMP_CPU_AFFINITY", "").split()}
+        cores = set(map(int, listed))
         executor.get_mp_context = lambda: multiprocessing.get_context("fork")
         os.sched_setaffinity(0, cores or own)
         try:

@@ -367,6 +367,28 @@ def test_requests_of_ids_are_counted_too() -> None:
     assert rollout.facts["calls"] == {"first": 1, "continued": 1, "retried": 1, "separate": 1}
 
 
+def test_facts_with_the_names_of_our_own_are_dropped() -> None:
+    async def coroutine(answer: Answer) -> Outcome:
+        await answer({"messages": [USER]})
+        return Outcome(facts={"tool_calls": 3, "calls": 5, "untrained_tokens": "x", "moves": 7})
+
+    rollout, _ = play(coroutine, ["one"])
+    assert rollout.facts["calls"] == {"first": 1}
+    assert rollout.facts["moves"] == 7
+    assert not rollout.facts.keys() & {"tool_calls", "untrained_tokens"}
+    assert "environment/turns" in environment_metrics([rollout])
+
+
+def test_the_time_of_a_rollout_begins_with_its_first_request() -> None:
+    async def coroutine(answer: Answer) -> Outcome:
+        await asyncio.sleep(0.3)  # for a place, or for imports
+        assert (await answer({"messages": [USER]}))["finish_reason"] == "stop"
+        return Outcome()
+
+    rollout, _ = play(coroutine, ["one"], Limits(50, 500, max_rollout_s=0.2))
+    assert rollout.facts["ended_by"] == "answer"
+
+
 def test_a_conversation_after_a_turn_that_was_cut_is_another_sequence() -> None:
     async def coroutine(answer: Answer) -> Outcome:
         cut = await answer({"messages": [USER]})

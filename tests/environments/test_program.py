@@ -17,7 +17,8 @@ from processes import all_processes, below
 from waiting import eventually
 
 from rlhf.config.environment import EnvironmentConfig
-from rlhf.environments.hosts import Hosts
+from rlhf.environments.hosts import Hosts, _read_by
+from rlhf.environments.program import named_files
 from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.types import Outcome
 
@@ -147,6 +148,37 @@ def test_a_command_that_cannot_be_started_is_refused_before_any_rollout(
 ) -> None:
     with pytest.raises(ValueError, match=says), hosts(tmp_path, "", command=command):
         raise AssertionError("it started")
+
+
+@pytest.mark.parametrize("command", [["/agent.py"], ["-c", "1", "/"]])
+def test_a_command_that_would_let_a_program_read_everything_is_refused(tmp_path: Path, command: list[str]) -> None:
+    with (
+        pytest.raises(ValueError, match=r"stands in /|no file /agent\.py"),
+        hosts(tmp_path, "", command=["python", *command]),
+    ):
+        raise AssertionError("it started")
+
+
+def test_of_a_folder_bin_only_that_of_an_interpreter_opens_what_is_around_it(tmp_path: Path) -> None:
+    for around, packages in (("home", ""), ("venv", "lib/python3.11"), ("node", "lib/node_modules")):
+        (tmp_path / around / "bin").mkdir(parents=True)
+        (tmp_path / around / packages).mkdir(parents=True, exist_ok=True)
+        program = tmp_path / around / "bin" / "agent"
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+        opened = tmp_path / around / ("" if packages else "bin")
+        assert _read_by([[str(program)]], sys.executable) == [str(opened)]
+
+
+def test_words_that_name_files_are_found_and_those_of_the_program_itself_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("agent.py", "configs"):
+        (tmp_path / name).write_text("")
+    assert named_files(["python", "agent.py", "-m", "configs", "--out", "result.py"]) == {1, 3}
+    assert named_files(["python", "-u", "-m", "configs", "agent.py"]) == {4}
+    _read_by([["python", "agent.py", "--out", "result.py"]], sys.executable)  # which it may write
 
 
 def test_a_module_is_started_by_its_name_also_where_a_file_has_it(

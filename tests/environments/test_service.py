@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -139,15 +141,35 @@ def test_a_service_that_has_accepted_is_not_asked_again(answer: Answer, why: str
 
 def test_one_that_is_not_there_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "FIRST_WAIT_S", 0.1)
-    port = free_port()
-    said: list[Any] = []
-    asking = threading.Thread(target=lambda: said.extend(play(f"http://127.0.0.1:{port}/")))
-    asking.start()
-    time.sleep(0.5)
-    with serving(says("1"), port) as (_, asked):
-        asking.join(WAIT_S)
-    assert said[0]["reward"] == 1.0
-    assert len(asked) == 1
+    port, tries = free_port(), 0
+    post = service.Service._post
+
+    with contextlib.ExitStack() as opened:
+
+        async def counted(self: service.Service, body: bytes) -> bytes:
+            nonlocal tries
+            tries += 1
+            if tries == 2:  # the first was refused
+                asked.append(opened.enter_context(serving(says("1"), port))[1])
+            return await post(self, body)
+
+        asked: list[list[Any]] = []
+        monkeypatch.setattr(service.Service, "_post", counted)
+        (said,) = play(f"http://127.0.0.1:{port}/")
+    assert said["reward"] == 1.0
+    assert tries == 2
+    assert len(asked[0]) == 1
+
+
+def test_a_service_that_is_not_reached_in_time_is_not_the_models_doing() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as opened:
+        address = full.getsockname()
+        for _ in range(4):  # fills the queue, so that a further connection waits
+            waiting = opened.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(address)
+        (error,) = play(f"http://127.0.0.1:{address[1]}/", timeout_s=0.4)
+    assert isinstance(error, FailedError), error
 
 
 def test_one_that_is_never_there_costs_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:

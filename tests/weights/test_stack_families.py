@@ -172,8 +172,8 @@ def in_each_family(world: World, folders: dict[str, Path]) -> dict[str, Any]:
         answers = FORK.SimpleQueue()
         process = FORK.Process(target=report, args=(answers, replace(world, master_port=free_port()), folder))
         process.start()
-        process.join(STACK_WAIT_S)
-        found[name] = "it ended without a word" if answers.empty() else answers.get()
+        process.join(STACK_WAIT_S / 2 / len(folders))
+        found[name] = "no answer: its process hangs, or has exited" if answers.empty() else answers.get()
         process.kill()
         process.join()
     return found
