@@ -16,7 +16,7 @@ import numpy as np
 from rlhf.config.data import CurriculumConfig
 
 KEPT_FRACTION = 0.25  # of the draws of a row, at least
-DRAWS_PER_EPOCH = 2  # of one row at most: where few are useful, a step must not consist of them
+DRAWS_PER_EPOCH = 8  # of one row at most: where few are useful, a step must not consist of them
 CHOICE_SEED = 1  # the generators of choices are others than those of the orders of epochs
 
 
