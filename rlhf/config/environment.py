@@ -40,6 +40,7 @@ FOR_ALONE = {
     "key_variable_name": (SERVICE,),
     "timeout_s": (PROGRAM, SERVICE),
 }
+OF_PROCESSES = ("python", "env", "network", "files", "cpu_seconds", "wall_seconds", "memory_mb")  # of the run
 KINDS = ("first", "parallel", "retried", "branched", "rewritten", "separate")  # of requests that begin a sequence
 ALL = ("all",)
 
@@ -203,10 +204,9 @@ class EnvironmentConfig(_Driven):
                     f"environment.{field}{_shown(field, value)} without environment.name: nothing reads it. Write "
                     f"{EXAMPLES[names[0]]}."
                 )
-        grants = {"python": self.python, "env": self.env, "network": self.network, "files": self.files}
         if self.parts and all(part.name == SERVICE for part in self.parts.values()):
-            for field, value in grants.items():
-                if value:
+            for field in OF_PROCESSES:
+                if (value := getattr(self, field)) != type(self).model_fields[field].default:
                     raise ValueError(
                         f"environment.{field}{_shown(field, value)} with a service: it runs in processes of yours, "
                         "which get nothing from the run. Remove the key."

@@ -60,8 +60,9 @@ class Program:
         self, command: Sequence[str], timeout_s: float | None, env: Sequence[str], returned_files: Sequence[str] = ()
     ) -> None:
         words = [sys.executable if command[0] == "python" else command[0], *command[1:]]
-        files = {0, *named_files(words)} if os.path.exists(words[0]) else named_files(words)
-        self._command = [os.path.abspath(word) if number in files else word for number, word in enumerate(words)]
+        files = named_files(words)
+        words[0] = shutil.which(words[0]) or words[0]
+        self._command = [os.path.abspath(word) if number in {0, *files} else word for number, word in enumerate(words)]
         self._timeout_s, self._env, self._returned = timeout_s or TIMEOUT_S, tuple(env), tuple(returned_files)
 
     def play(self, message: Mapping[str, Any], say_alive: Callable[[], None]) -> dict[str, Any]:

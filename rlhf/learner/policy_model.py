@@ -184,9 +184,8 @@ def load_policy(
     _, kind = language_model(model.path, trust_remote_code=model.trust_remote_code)
     transformer, _ = load_packed(kind, model.path, model, key=key)
     if exported:
-        frozen_tensors(
-            transformer, model_tensors(transformer), model.path
-        )  # an error would come too late at the export
+        # for its errors, which would come too late at the export
+        frozen_tensors(transformer, model_tensors(transformer), model.path)
     if (lora := model.lora) is not None:
         names = linear_names(transformer, targets=lora.targets, exclude=lora.exclude)
         adapt(transformer, names, rank=lora.rank, scale=lora.scale, seed=seed)

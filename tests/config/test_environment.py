@@ -89,6 +89,7 @@ def test_its_reward_may_be_the_only_one() -> None:
         (["environment={name: a:B, timeout_s: 5}"], ("environment.timeout_s=5 with name=a:B", "Remove it")),
         (["environment={name: service, url: 'http://a:99999'}"], ("environment.url: it names no host and port",)),
         (["environment={name: service, url: 'http://['}"], ("environment.url: it names no host and port",)),
+        (["environment={name: service, url: 'http://a', cpu_seconds: 5}"], ("cpu_seconds=5 with a service",)),
         (["environment={trained_sequences: [first]}"], ("trained_sequences=['first'] without an environment",)),
         (["environment={timeout_s: 5}"], ("environment.timeout_s=5 without environment.name",)),
         (["environment={name: a:B, returned_files: [x]}"], ("returned_files=['x'] with name=a:B", "for program alone")),

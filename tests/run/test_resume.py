@@ -160,6 +160,9 @@ def test_every_key_of_the_table_is_a_key_or_a_section() -> None:
     assert not {"run.dir", "cluster.engines", "logging.level", "learner.zero_stage"} & kept
     assert "run.seed" in KEPT
     assert is_free("reward.parts.0.network")
+    assert is_free("environment.url")
+    assert is_free("environment.by_name.chess.url")
+    assert not is_free("environment.by_name.chess.command")
     assert not is_free("reward.parts.0.options.network")
 
 
