@@ -1,10 +1,13 @@
-"""Shared by all studies: the quickstart's data, tables as Markdown and CSV, and small pictures."""
+"""Shared by all studies: the quickstart's data, tables as Markdown and CSV, and small pictures with their numbers."""
 
 from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import importlib.util
+import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -15,6 +18,8 @@ Row = dict[str, Any]
 
 DATA = Path("runs/quickstart-data")  # where `make quickstart` puts its model and data
 COLOURS = 64  # of a picture: lines, their edges, and greys
+DIGITS = 6  # of a number in the JSON of a picture
+DIGEST = "results"  # key of the digest in a PNG
 
 
 def parser(module: str, description: str, *, trains: bool, seeds: Sequence[int] = (0, 1, 2)) -> argparse.ArgumentParser:
@@ -95,16 +100,36 @@ def figure(rows: int, columns: int, *, width: float, height: float, **options: A
     return plt.subplots(rows, columns, figsize=(width, height), squeeze=False, layout="constrained", **options)
 
 
-def save(drawn: Any, path: Path) -> None:
-    """Write a figure as a PNG of few colours, small enough for the documentation, and print its path."""
-    from PIL import Image
+def save(drawn: Any, path: Path, results: Row | None = None) -> None:
+    """Write a figure as a PNG of few colours, small enough for the documentation, and print its path.
+
+    `results` is what it was drawn from: {"command", "date", "tables": {name: rows}, and whatever else}. It is written
+    beside the picture as JSON, and the picture holds the digest of that file.
+    """
+    from PIL import Image, PngImagePlugin
 
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn.savefig(path)
     with Image.open(path) as image:
         small = image.convert("RGB").quantize(COLOURS)
-    small.save(path, optimize=True)
+    about = PngImagePlugin.PngInfo()
+    if results is not None:
+        text = json.dumps(rounded(results), separators=(",", ":")) + "\n"
+        path.with_suffix(".json").write_text(text)
+        about.add_text(DIGEST, hashlib.sha256(text.encode()).hexdigest())
+    small.save(path, optimize=True, pnginfo=about)
     print(f"wrote {path}", flush=True)
+
+
+def rounded(value: Any) -> Any:
+    """Floats anywhere in a JSON value with DIGITS significant digits; what is not finite becomes null."""
+    if isinstance(value, dict):
+        return {str(key): rounded(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(one) for one in value]
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    return value
 
 
 def mean(values: Iterable[float]) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -46,6 +48,26 @@ def test_a_table_is_written_rounded_for_people_and_whole_for_programs(tmp_path: 
     report.write_table(tmp_path / "table", [{"name": "a", "x": 1 / 3}, {"name": "b", "x": 1e-7}])
     assert (tmp_path / "table.md").read_text() == "| name | x |\n| --- | --- |\n| a | 0.333 |\n| b | 1.00e-07 |\n"
     assert (tmp_path / "table.csv").read_text().splitlines()[1] == f"a,{1 / 3!r}"
+
+
+DOCS = ROOT / "docs"
+
+
+@pytest.mark.parametrize("picture", sorted((DOCS / "studies").glob("*.json")), ids=lambda path: path.stem)
+def test_a_picture_of_the_docs_and_their_tables_are_those_of_its_results(picture: Path) -> None:
+    """A table below `<!-- studies/NAME.json: TABLE -->` is that table of the file, as the study writes it."""
+    from PIL import Image
+
+    text = picture.read_text()
+    with Image.open(picture.with_suffix(".png")) as image:
+        assert image.info[report.DIGEST] == hashlib.sha256(text.encode()).hexdigest()
+    tables = json.loads(text)["tables"]
+    pages = "".join(path.read_text() for path in DOCS.glob("*.md"))
+    assert f"(studies/{picture.stem}.png)" in pages
+    shown = re.findall(rf"<!-- studies/{picture.stem}\.json: (\S+) -->\n((?:\|.*\n)+)", pages)
+    assert shown
+    for name, table in shown:
+        assert table == report.markdown(tables[name])
 
 
 def test_every_study_draws_its_picture(tmp_path: Path) -> None:
