@@ -40,11 +40,12 @@ class Templates:
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> np.ndarray:
         named = "".join(f"[{tool['function']['name']}]" for tool in tools or ())
-        return np.concatenate([ids(named), self.suffix(messages)])
+        said = [np.append(ids(f"{message['role'][0]}:{message['content']}"), STOP) for message in messages]
+        return np.concatenate([ids(named), *said, ids("a:")]).astype(np.int32)
 
     def suffix(self, messages: Any, tools: Any = None, *, after: int | None = None) -> np.ndarray:
-        said = [np.append(ids(f"{message['role'][0]}:{message['content']}"), STOP) for message in messages]
-        return np.concatenate([*said, ids("a:")]).astype(np.int32)
+        assert all(message["role"] != "assistant" for message in messages), "the assistant's turns are sampled"
+        return self.prompt(messages)
 
     def fit(self, messages: Any, room: int, tools: Any = None, *, after: int | None = None) -> Fitted | None:
         token_ids = self.suffix(messages)

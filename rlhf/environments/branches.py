@@ -232,15 +232,16 @@ class Branches:
         texts = tuple(text for text, _ in units)
         known = [context for context in self.contexts if context.begins(request, texts)]
         context = max(known, key=lambda context: context.length, default=None)
+        said = _said_after(context, request, units)
+        if said is not None and any(message["role"] == "assistant" for message in said):
+            context = None  # a later turn was cut or changed: its text is a part of a prompt
         if context is None:
             more = self._ids(request)
-        elif "token_ids" in request:
+        elif said is None:
             more = np.asarray(request["token_ids"][context.length :], np.int32)
         else:
-            rest = units[len(context.messages or ()) :]
-            new = [_with_text(message) for message in request["messages"][rest[0][1] :]] if rest else []
             after = int(context.log.token_ids[context.length - 1])
-            more = self.templates.suffix(new, request.get("tools"), after=after) if new else np.empty(0, np.int32)
+            more = self.templates.suffix(said, request.get("tools"), after=after) if said else np.empty(0, np.int32)
         if (context is None and not len(more)) or ((more < 0) | (more >= self.limits.vocabulary)).any():
             raise FailedError("`generate` was called with no tokens, or with ids that the tokenizer does not have.")
         token_ids = more if context is None else np.concatenate([context.log.token_ids[: context.length], more])
@@ -358,6 +359,16 @@ def _with_text(message: Mapping[str, Any]) -> Message:
     content = message.get("content")
     is_texts = isinstance(content, list) and all(isinstance(text, str) for text in content)
     return {**message, "content": "\n".join(content or ())} if is_texts else dict(message)
+
+
+def _said_after(
+    context: _Context | None, request: Mapping[str, Any], units: Sequence[tuple[str, int]]
+) -> list[Message] | None:
+    """The messages of a request after a context; None where there is none, or the request names ids."""
+    if context is None or "token_ids" in request:
+        return None
+    rest = units[len(context.messages or ()) :]
+    return [_with_text(message) for message in request["messages"][rest[0][1] :]] if rest else []
 
 
 def _opening(texts: tuple[str, ...]) -> str | None:

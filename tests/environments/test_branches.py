@@ -400,6 +400,30 @@ def test_a_conversation_after_a_turn_that_was_cut_is_another_sequence() -> None:
     assert rollout.facts["calls"] == {"first": 1, "rewritten": 1}
 
 
+@pytest.mark.parametrize(
+    ("second", "shown", "trained"), [("abcdef", "abcd", "abcd"), ("two", "2", "two|")], ids=["cut", "changed"]
+)
+def test_a_later_turn_that_was_cut_or_changed_is_text_of_another_sequence(
+    second: str, shown: str, trained: str
+) -> None:
+    more = {"role": "user", "content": "more"}
+
+    async def coroutine(answer: Answer) -> Outcome:
+        asked = [USER]
+        for turn in ("one", shown):
+            await answer({"messages": asked})
+            asked = [*asked, said(turn), more]
+        await answer({"messages": asked})
+        return Outcome()
+
+    rollout, _ = play(coroutine, ["one", second, "x"], Limits(max_response_tokens=4, max_rollout_tokens=500))
+    assert contexts(rollout) == [
+        (f"u:q|a:one|u:more|a:{trained}", f"one|{trained}"),
+        (f"u:q|a:one|u:more|a:{shown}|u:more|a:x|", "x|"),
+    ]
+    assert rollout.facts["calls"] == {"first": 1, "continued": 1, "rewritten": 1}
+
+
 def test_blocks_that_a_template_reads_itself_are_given_to_it() -> None:
     blocks = [{"type": "text", "text": "q"}]
     given = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,18 @@ pytestmark = [pytest.mark.stack, pytest.mark.faults]
 
 # three turns, streamed, with a pause before each of the others
 TALK = """
-import json, os, time, urllib.request
+import json, os, time, urllib.error, urllib.request
 
 def ask(messages):
     body = json.dumps({"model": "any", "messages": messages, "stream": True}).encode()
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
     text, ended = "", None
-    with urllib.request.urlopen(request, timeout=600) as answer:
+    try:
+        answer = urllib.request.urlopen(request, timeout=600)
+    except urllib.error.HTTPError as error:
+        raise SystemExit(error.read().decode()) from None
+    with answer:
         for line in answer:
             if line.startswith(b"data: {"):
                 for choice in json.loads(line[6:])["choices"]:
@@ -64,18 +69,18 @@ if how == "leaves others":
 if how == "writes half":
     open(os.environ["RLHF_REWARD"], "w").write('{"score": 1')
 elif how != "leaves none":
-    json.dump(1.0, open(os.environ["RLHF_REWARD"], "w"))
+    json.dump(time.time() % 1, open(os.environ["RLHF_REWARD"], "w"))
 """
 HOW = ("works", "crashes", "dies", "hangs", "forks", "leaves others", "writes half", "leaves none")
 # of each: the status of its rollouts, and a word of the error
 ENDS = {
     "works": ("ok", ""),
-    "crashes": ("failed", "no such thing"),
-    "dies": ("failed", "status -9"),
+    "crashes": ("environment_failed", "no such thing"),
+    "dies": ("environment_failed", "status -9"),
     "hangs": ("call_limit", "environment.timeout_s"),
     "forks": ("call_limit", "processes"),
     "leaves others": ("ok", ""),
-    "writes half": ("failed", "holds no reward"),
+    "writes half": ("environment_failed", "holds no reward"),
     "leaves none": ("ok", ""),
 }
 
@@ -85,25 +90,28 @@ def rollouts_of(run: Path, steps: int) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-def write_program(folder: Path, source: str, rows: list[dict[str, Any]], /, **overrides: Any) -> Path:
+def write_program(folder: Path, source: str, rows: Sequence[dict[str, Any]], /, **overrides: Any) -> Path:
     """The config of a run of a program, with the quickstart's untrained model; `rows` are added to its own."""
     data = folder / "data"
-    write_quickstart(data, warmup_steps=0, train_rows=64, test_rows=2, tools=True)
+    write_quickstart(data, warmup_steps=0, train_rows=len(rows), test_rows=2, tools=True)
     own = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
-    (data / "train.jsonl").write_text("\n".join(json.dumps(row | rows[n % len(rows)]) for n, row in enumerate(own)))
+    lines = [json.dumps(row | more) for row, more in zip(own, rows, strict=True)]
+    (data / "train.jsonl").write_text("\n".join(lines))
     (folder / "agent.py").write_text(source)
     environment = {"name": "program", "command": ["python", f"{folder}/agent.py"], "processes": 128}
     overrides["environment"] = {**environment, **overrides["environment"]}
-    overrides["rollout"] = {"samples_per_prompt": 8, "max_rollout_tokens": 200, **overrides["rollout"]}
-    return write_config(folder, data, reward=[], evaluation={"at_start": False, "at_end": False}, **overrides)
+    overrides["rollout"] = {"samples_per_prompt": 8, "max_rollout_tokens": 800, **overrides["rollout"]}
+    file = write_config(folder, data, evaluation={"at_start": False, "at_end": False}, **overrides)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"reward": []}))  # the program judges itself
+    return file
 
 
 def test_64_conversations_go_on_while_their_engine_dies_and_weights_change(tmp_path: Path) -> None:
     steps = 5
     config = write_program(
-        tmp_path, TALK, [{}], run={"steps": steps}, environment={"timeout_s": 300},
+        tmp_path, TALK, [{}] * 64, run={"steps": steps}, environment={"timeout_s": 300},
         rollout={"max_policy_lag": 2, "max_response_tokens": 24}, checkpoint={"every": 1},
-        learner={"minibatches_per_epoch": 1, "max_tokens_per_microbatch": 2048},
+        learner={"minibatches_per_epoch": 1, "max_tokens_per_microbatch": 4096},
     )  # fmt: skip
     # while the learner updates, those of the next steps are under way
     ended = run_with_faults(config, [Fault(2, "update", "strike", ("VLLM::EngineCore", "SIGKILL"))])
@@ -123,8 +131,8 @@ def test_64_conversations_go_on_while_their_engine_dies_and_weights_change(tmp_p
 
 def test_programs_that_fail_cost_their_rollouts_alone(tmp_path: Path) -> None:
     config = write_program(
-        tmp_path, FAILS, [{"how": how} for how in HOW], run={"steps": 1},
-        environment={"timeout_s": 20, "max_failed_fraction": 1.0}, rollout={}, checkpoint={"every": None},
+        tmp_path, FAILS, [{"how": how} for how in HOW], run={"steps": 1}, rollout={}, checkpoint={"every": None},
+        environment={"timeout_s": 20, "max_failed_fraction": 1.0}, learner={"max_tokens_per_microbatch": 4096},
     )  # fmt: skip
     moment = Fault(1, "update", "shell", ("sleep 0.1",))  # its trace has the processes
     ended = run_with_faults(config, [moment])
@@ -132,8 +140,9 @@ def test_programs_that_fail_cost_their_rollouts_alone(tmp_path: Path) -> None:
     assert outliving(ended.processes) == []
     rollouts = rollouts_of(tmp_path / "run", 1)
     assert len(rollouts) == 64
-    how_of = {row["prompt_id"]: HOW[int(row["prompt_id"].rpartition("/")[2]) % len(HOW)] for row in rollouts}
-    assert set(how_of.values()) == set(HOW)
-    for row in rollouts:
-        how = how_of[row["prompt_id"]]
-        print(how, row["status"], row.get("facts"))
+    for number, how in enumerate(HOW, start=1):
+        own = [row for row in rollouts if row["prompt_id"] == f"train/{number}"]
+        status, word = ENDS[how]
+        assert len(own) == 8, how
+        assert {row["status"] for row in own} == {status}, how
+        assert all(word in row["facts"].get("error", "") for row in own), own[0]
