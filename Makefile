@@ -119,7 +119,7 @@ bench: setup-bench  ## compare speed and memory with the peers, without training
 	@$(call benchmarks,packer simulator roofline startup logprobs learner_step transfer rollout,$(bench_options))
 
 bench-training: setup-bench  ## compare whole steps, asynchronous runs and time to accuracy with the peers
-	@$(call benchmarks,sft training_steps acting asynchronous \
+	@$(call benchmarks,sft training_steps acting endpoint asynchronous \
 	    "simulator --replay runs/benchmarks/asynchronous.json" time_to_accuracy,$(bench_options))
 
 studies: setup-bench  ## the tables and pictures of docs/algorithms.md and adapters.md in runs/studies, on CPU, in hours; goes on where it stopped
