@@ -104,6 +104,8 @@ class Trainer:
         self.engine: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=config.model.dtype).eval()
         self._exit_stack = ExitStack()
         self.close = self._exit_stack.close
+        self._loop = asyncio.new_event_loop()  # asyncio.run has a signal handler that writes out arrays
+        self._exit_stack.callback(self._loop.close)
         self.scorer = self._exit_stack.enter_context(Scorer(config.reward))
         self._start = self._exit_stack.enter_context(TemporaryDirectory(prefix="rlhf-study-"))
         self.learner.save(self._start)
@@ -165,7 +167,7 @@ class Trainer:
             make_rollout(prompts[row // samples], row % samples, response, logprobs[row], ends)
             for row, response in enumerate(responses)
         ]
-        return asyncio.run(self._grade(prompts, rollouts, samples))
+        return self._loop.run_until_complete(self._grade(prompts, rollouts, samples))
 
     async def _grade(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], samples: int) -> list[RolloutGroup]:
         async def group(number: int, prompt: Prompt) -> RolloutGroup:

@@ -257,14 +257,12 @@ def write(records: Sequence[dict[str, Any]], output: Path, *, seeds: Sequence[in
     tables["ties"] = ties_table(parts["ties"])
     write_with_note(output / "ties", tables["ties"], caption(parts["ties"], "equal rewards"))
     columns = (*SETTING, *VALUES, "seconds")
+    short_rows = [[row[key] if key in SETTING else float(f"{row[key]:.4g}") for key in columns] for row in rows]
     results = {
         "command": COMMAND,
         "date": max(row["date"] for row in rows),
         "seeds": {name: sorted({row["seed"] for row in part}) for name, part in parts.items()},
         "tables": tables,
-        "runs": {
-            "columns": columns,
-            "rows": [[row[key] if key in SETTING else float(f"{row[key]:.4g}") for key in columns] for row in rows],
-        },
+        "runs": {"columns": columns, "rows": short_rows},
     }
     draw(parts, gradients, output / "kl.png", results)
