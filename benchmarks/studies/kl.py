@@ -303,8 +303,10 @@ def start_worker(config: GRPOConfig, kind: type[Trainer]) -> None:
 
 
 def work(run: Any, file: Path) -> Any:
-    """Run it in this worker, and write its file."""
+    """Run it in this worker, and write its file, unless another scan of the folder has done so."""
     assert _trainer is not None
+    if file.is_file():
+        return run
     began = time.monotonic()
     steps = _trainer.run(run)
     record = {
