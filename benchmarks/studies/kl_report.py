@@ -21,7 +21,7 @@ from benchmarks.studies import kl_gradients, report
 from benchmarks.studies.kl_runs import NONE, Run, runs_of_seed
 
 COLOURS = {
-    "k1": "tab:red", "k2": "tab:blue", "k3": "tab:orange", "k3 weighted": "tab:purple", "k4": "tab:green", NONE: "0.45"
+    "k1": "tab:red", "k2": "tab:blue", "k3": "tab:orange", "k3 weighted": "black", "k4": "tab:green", NONE: "0.6"
 }  # fmt: skip
 COMMAND = "python -m benchmarks.studies.kl"
 TOKENS = ("on-policy", "off-policy")
@@ -164,6 +164,7 @@ def draw(parts: dict[str, list[report.Row]], gradients: Sequence[report.Row], pa
         panel = axes[0, number]
         draw_frontier(panel, rows)
         panel.set(xscale="log", title=f"{title}: beta 0.01 to 1", xlabel="KL, nats per token")
+        plain_ticks(panel.xaxis, [row["KL"] for row in rows])
         if number:
             panel.sharey(axes[0, 0])
     axes[0, 0].set_ylabel("accuracy")
@@ -171,7 +172,21 @@ def draw(parts: dict[str, list[report.Row]], gradients: Sequence[report.Row], pa
     draw_grid(axes[1, 0], parts["grid"])
     for number, key in enumerate(("bias", "variance")):
         draw_gradients(axes[1, 1 + number], gradients, key)
+    seeds = "; ".join(f"{part} {', '.join(map(str, of))}" for part, of in results["seeds"].items())
+    drawn.suptitle(
+        f"Seeds: {seeds}. Dots are runs, lines go through medians of seeds from beta 0.01 (small) to 1 (large).\n"
+        f"Bars of bias and variance: enumerated; points: sampled, with 2 standard errors. {COMMAND}, {results['date']}",
+        fontsize=7.5,
+    )
     report.save(drawn, path, results)
+
+
+def plain_ticks(axis: Any, values: Sequence[float]) -> None:
+    """Plain numbers at 1, 2 and 5 times powers of ten on a logarithmic axis, around these values."""
+    ticks = [digit * 10.0**power for power in range(-5, 3) for digit in (1, 2, 5)]
+    shown = [tick for tick in ticks if min(values) / 2 < tick < max(values) * 2]
+    axis.set_ticks(shown, [f"{tick:g}" for tick in shown])
+    axis.set_ticks([], minor=True)
 
 
 def draw_frontier(panel: Any, rows: Sequence[report.Row]) -> None:
@@ -203,6 +218,7 @@ def draw_grid(panel: Any, rows: Sequence[report.Row]) -> None:
     labels = [f"{count}\n{aggregation}" if count == 2 else str(count) for aggregation, count in settings]
     panel.set_xticks(range(len(settings)), labels, fontsize=7)
     panel.set(yscale="log", title="KL in the loss, beta 1: KL, nats per token", xlabel="minibatches per step")
+    plain_ticks(panel.yaxis, [row["KL"] for row in rows])
 
 
 def draw_gradients(panel: Any, gradients: Sequence[report.Row], key: str) -> None:
