@@ -111,7 +111,7 @@ def save(drawn: Any, path: Path, results: Row | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn.savefig(path)
     with Image.open(path) as image:
-        small = image.convert("RGB").quantize(COLOURS)
+        small = image.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE)  # keeps the colours of small dots
     about = PngImagePlugin.PngInfo()
     if results is not None:
         text = json.dumps(rounded(results), separators=(",", ":")) + "\n"
