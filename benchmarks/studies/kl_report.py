@@ -6,7 +6,7 @@ kl-gradients.md   bias and variance of each estimator's gradient, enumerated and
 kl-responses.md   expected gradients of minibatches of whole responses, by aggregation
 kl.png, kl.json   accuracy against KL, a curve over coefficients; the grid; bias and variance by estimator; all numbers
 
-A part is shown with the seeds of which all its runs are there.
+A part is shown with the seeds of which all its runs are there, or else with all of its runs that are there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.studies import kl_gradients, report
-from benchmarks.studies.kl_runs import NONE, Run, runs_of_seed
+from benchmarks.studies.kl_runs import ADVANTAGES, NONE, Run, runs_of_seed
 
 COLOURS = {
     "k1": "tab:red", "k2": "tab:blue", "k3": "tab:orange", "k3 weighted": "black", "k4": "tab:green", NONE: "0.6"
@@ -63,10 +63,11 @@ def summarize(record: dict[str, Any]) -> report.Row:
 
 
 def rows_of(part: str, rows: Sequence[report.Row], seeds: Sequence[int]) -> list[report.Row]:
-    """Those of these rows, one per run, that belong to a part, with the seeds of which all are there."""
+    """Those of these rows, one per run, that belong to a part: of whole seeds, or of all while there is none."""
     by_run = {Run(**{key: row[key] for key in SETTING}): row for row in rows}
-    of_seeds = (runs_of_seed(seed)[part] for seed in seeds)
-    return [by_run[run] for runs in of_seeds if all(run in by_run for run in runs) for run in runs]
+    planned = [runs_of_seed(seed)[part] for seed in seeds]
+    whole = [runs for runs in planned if all(run in by_run for run in runs)]
+    return [by_run[run] for runs in whole or planned for run in runs if run in by_run]
 
 
 def spread(values: Iterable[float]) -> str:
@@ -142,9 +143,11 @@ def response_table(rows: Sequence[report.Row]) -> list[report.Row]:
     return table
 
 
-def caption(rows: Sequence[report.Row], what: str) -> str:
+def caption(part: str, rows: Sequence[report.Row], what: str) -> str:
     """Seeds, spread, command and date of the runs of a table."""
-    seeds = ", ".join(map(str, sorted({row["seed"] for row in rows})))
+    numbers = sorted({row["seed"] for row in rows})
+    planned = len(numbers) * len(runs_of_seed(0)[part])
+    seeds = ", ".join(map(str, numbers)) + ("" if len(rows) == planned else f" ({len(rows)} of {planned} runs)")
     return (
         f"{what}. Seeds {seeds}: median (smallest..largest) over seeds. {COMMAND}, {max(row['date'] for row in rows)}"
     )
@@ -153,23 +156,22 @@ def caption(rows: Sequence[report.Row], what: str) -> str:
 def draw(parts: dict[str, list[report.Row]], gradients: Sequence[report.Row], path: Path, results: report.Row) -> None:
     """Accuracy against KL by place and advantage; KL of the grid; bias and variance of the first seed's gradients."""
     drawn, axes = report.figure(2, 3, width=10.5, height=6.2)
-    frontiers = {
-        "KL in the loss": parts["betas"],
-        **{
-            f"KL in the reward, {kind}": [row for row in parts["reward"] if row["advantage"] == kind]
-            for kind in ("grpo", "rloo")
-        },
-    }
+    rewards = parts.get("reward", [])
+    frontiers = {"KL in the loss": parts.get("betas", [])}
+    frontiers |= {f"KL in the reward, {kind}": [r for r in rewards if r["advantage"] == kind] for kind in ADVANTAGES}
     for number, (title, rows) in enumerate(frontiers.items()):
+        if not rows:
+            continue
         panel = axes[0, number]
         draw_frontier(panel, rows)
         panel.set(xscale="log", title=f"{title}: beta 0.01 to 1", xlabel="KL, nats per token")
         plain_ticks(panel.xaxis, [row["KL"] for row in rows])
         if number:
             panel.sharey(axes[0, 0])
-    axes[0, 0].set_ylabel("accuracy")
-    axes[0, 0].legend()
-    draw_grid(axes[1, 0], parts["grid"])
+        panel.set_ylabel("accuracy")
+        panel.legend()
+    if "grid" in parts:
+        draw_grid(axes[1, 0], parts["grid"])
     for number, key in enumerate(("bias", "variance")):
         draw_gradients(axes[1, 1 + number], gradients, key)
     seeds = "; ".join(f"{part} {', '.join(map(str, of))}" for part, of in results["seeds"].items())
@@ -207,14 +209,15 @@ def draw_grid(panel: Any, rows: Sequence[report.Row]) -> None:
     """The KL at beta 1 by aggregation and minibatches, from the smallest to the largest seed."""
     settings = list(dict.fromkeys((row["aggregation"], row["minibatches"]) for row in rows))
     for number, estimator in enumerate(COLOURS):
-        chosen = [row for row in rows if row["estimator"] == estimator]
-        values = [[row["KL"] for row in chosen if (row["aggregation"], row["minibatches"]) == at] for at in settings]
-        middles = [statistics.median(each) for each in values]
-        errors = [[m - min(v), max(v) - m] for m, v in zip(middles, values, strict=True)]
-        at = [place + 0.12 * (number - 2.5) for place in range(len(settings))]
-        panel.errorbar(
-            at, middles, yerr=list(zip(*errors, strict=True)), fmt="o", ms=3, lw=1, capsize=2, color=COLOURS[estimator]
-        )
+        of: dict[int, list[float]] = {}
+        for row in rows:
+            if row["estimator"] == estimator:
+                of.setdefault(settings.index((row["aggregation"], row["minibatches"])), []).append(row["KL"])
+        middles = [statistics.median(values) for values in of.values()]
+        below = [middle - min(values) for middle, values in zip(middles, of.values(), strict=True)]
+        above = [max(values) - middle for middle, values in zip(middles, of.values(), strict=True)]
+        at = [place + 0.12 * (number - 2.5) for place in of]
+        panel.errorbar(at, middles, yerr=(below, above), fmt="o", ms=3, lw=1, capsize=2, color=COLOURS[estimator])
     labels = [f"{count}\n{aggregation}" if count == 2 else str(count) for aggregation, count in settings]
     panel.set_xticks(range(len(settings)), labels, fontsize=7)
     panel.set(yscale="log", title="KL in the loss, beta 1: KL, nats per token", xlabel="minibatches per step")
@@ -263,15 +266,19 @@ def write(records: Sequence[dict[str, Any]], output: Path, *, seeds: Sequence[in
         write_with_note(output / f"kl-{name}", tables[name], f"{note} {COMMAND}")
     rows = [summarize(record) for record in records]
     parts = {part: rows_of(part, rows, seeds) for part in runs_of_seed(0)}
-    if not all(parts.values()):
-        print(f"{len(rows)} runs are there; a part without a whole seed: {[name for name in parts if not parts[name]]}")
+    parts = {part: of_part for part, of_part in parts.items() if of_part}
+    if not parts:
+        print("no run is there yet")
         return
     report.write_table(output / "kl-runs", rows)
     for name, (part, value, lines, column) in TABLES.items():
+        if part not in parts:
+            continue
         tables[name] = pivot(parts[part], value, lines, column)
-        write_with_note(output / name, tables[name], caption(parts[part], value))
-    tables["ties"] = ties_table(parts["ties"])
-    write_with_note(output / "ties", tables["ties"], caption(parts["ties"], "equal rewards"))
+        write_with_note(output / name, tables[name], caption(part, parts[part], value))
+    if "ties" in parts:
+        tables["ties"] = ties_table(parts["ties"])
+        write_with_note(output / "ties", tables["ties"], caption("ties", parts["ties"], "equal rewards"))
     columns = (*SETTING, *VALUES, "seconds")
     short_rows = [[row[key] if key in SETTING else float(f"{row[key]:.4g}") for key in columns] for row in rows]
     results = {

@@ -226,14 +226,16 @@ def test_the_table_has_the_median_and_the_range_over_seeds_of_the_median_of_the_
     assert (k1["beta 0"], k1["beta 1"]) == ("", "9")
 
 
-def test_a_part_has_the_seeds_of_which_all_its_runs_are_there() -> None:
+def test_a_part_has_the_whole_seeds_or_else_what_is_there() -> None:
     runs = all_runs([0, 1])
     of_reward = next(run for run in runs if run.seed == 1 and run.place == "reward")
     rows = [kl_report.summarize(kl_record(run, [0.1, 0.2])) for run in runs if run != of_reward]
     seeds = {part: {row["seed"] for row in kl_report.rows_of(part, rows, [0, 1])} for part in runs_of_seed(0)}
     assert seeds == {"grid": {0, 1}, "betas": {0, 1}, "reward": {0}, "lag": {0, 1}, "ties": {0, 1}}
-    note = kl_report.caption(kl_report.rows_of("reward", rows, [0, 1]), "KL")
+    note = kl_report.caption("reward", kl_report.rows_of("reward", rows, [0, 1]), "KL")
     assert note.startswith("KL. Seeds 0: median (smallest..largest)")
+    partial = kl_report.rows_of("reward", rows, [1])
+    assert kl_report.caption("reward", partial, "KL").startswith("KL. Seeds 1 (31 of 32 runs): median")
 
 
 def test_picture_and_tables_are_written_and_the_numbers_are_small(tmp_path: Path) -> None:
@@ -246,6 +248,8 @@ def test_picture_and_tables_are_written_and_the_numbers_are_small(tmp_path: Path
     assert results["seeds"] == {part: [0, 1] for part in runs_of_seed(0)}
     assert len(results["runs"]["rows"]) == 230
     assert set(results["tables"]) == {"gradients", "responses", "ties", *kl_report.TABLES}
+    kl_report.write(records[:3], tmp_path, seeds=[0])  # a scan that has just begun
+    assert set(json.loads((tmp_path / "kl.json").read_text())["seeds"]) == {"grid"}
 
 
 # --- runs ---
