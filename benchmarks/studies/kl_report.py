@@ -70,16 +70,18 @@ def rows_of(part: str, rows: Sequence[report.Row], seeds: Sequence[int]) -> list
     return [by_run[run] for runs in whole or planned for run in runs if run in by_run]
 
 
-def spread(values: Iterable[float]) -> str:
+def spread(values: Iterable[float], digits: int = 2) -> str:
     """The median (smallest..largest); a single number stays alone."""
     numbers = sorted(values)
-    middle = short(statistics.median(numbers))
-    return middle if len(numbers) == 1 else f"{middle} ({short(numbers[0])}..{short(numbers[-1])})"
+    middle = short(statistics.median(numbers), digits)
+    if len(numbers) == 1:
+        return middle
+    return f"{middle} ({short(numbers[0], digits)}..{short(numbers[-1], digits)})"
 
 
-def short(value: float) -> str:
-    """Two digits, without an exponent where a number has more."""
-    return f"{value:.2g}" if abs(value) < 10 else f"{value:.0f}"
+def short(value: float, digits: int = 2) -> str:
+    """So many digits, without an exponent where a number has more."""
+    return f"{value:.{digits}g}" if abs(value) < 10 ** (digits - 1) else f"{value:.0f}"
 
 
 def pivot(rows: Sequence[report.Row], value: str, lines: Sequence[str], column: str) -> list[report.Row]:
@@ -89,9 +91,10 @@ def pivot(rows: Sequence[report.Row], value: str, lines: Sequence[str], column: 
         cells.setdefault(tuple(row[key] for key in lines), {}).setdefault(row[column], []).append(row[value])
     columns = dict.fromkeys(row[column] for row in rows)
     titles = {each: f"{column} {each:g}" if isinstance(each, float) else str(each) for each in columns}
+    digits = 3 if "length" in value else 2
     return [
         dict(zip(lines, setting, strict=True))
-        | {title: spread(of[each]) if each in of else "" for each, title in titles.items()}
+        | {title: spread(of[each], digits) if each in of else "" for each, title in titles.items()}
         for setting, of in cells.items()
     ]
 
