@@ -1,10 +1,12 @@
 """Tables and picture of the KL study, from the runs that are there: medians over seeds, with the smallest and largest.
 
-kl-runs.csv       one line per run, over the second half of its steps
-kl.md             the KL by place, estimator and coefficient      kl-reward.md, kl-length.md: the same for those
+kl-runs.csv       one line per run, over the second half of its steps, and what was measured at its end
+grid-*.md, betas-*.md, reward-*.md, lag-*.md, ties.md     the parts of `kl_runs.py`
 kl-gradients.md   bias and variance of each estimator's gradient, enumerated and sampled
 kl-responses.md   expected gradients of minibatches of whole responses, by aggregation
-kl.png            KL and reward by coefficient; bias and variance by estimator
+kl.png, kl.json   accuracy against KL, a curve over coefficients; the grid; bias and variance by estimator; all numbers
+
+A part is shown with the seeds of which all its runs are there, or else with all of its runs that are there.
 """
 
 from __future__ import annotations
@@ -16,57 +18,96 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.studies import kl_gradients, report
+from benchmarks.studies.kl_runs import ADVANTAGES, NONE, Run, runs_of_seed
 
-COLOURS = {"k1": "tab:red", "k2": "tab:blue", "k3": "tab:orange", "k4": "tab:green", "none": "0.45"}
+COLOURS = {
+    "k1": "tab:red", "k2": "tab:blue", "k3": "tab:orange", "k3 weighted": "black", "k4": "tab:green", NONE: "0.6"
+}  # fmt: skip
 COMMAND = "python -m benchmarks.studies.kl"
-TABLES = {"kl": "KL", "kl-reward": "reward", "kl-length": "length"}
 TOKENS = ("on-policy", "off-policy")
+GRADIENT_SEEDS = (0, 1, 2)  # of the policies of `kl_gradients`
+SETTING = ("estimator", "place", "beta", "seed", "aggregation", "minibatches", "advantage", "lag")
+VALUES = ("KL", "accuracy", "length", "entropy", "tied groups", "held-out accuracy", "held-out KL", "held-out length")
+# Table -> part of the study, what is shown, what the lines are, what the columns are.
+TABLES = {
+    f"{part}-{value.replace(' ', '-').lower()}": (part, value, lines, column)
+    for part, lines, column in (
+        ("grid", ("aggregation", "minibatches"), "estimator"),
+        ("betas", ("estimator",), "beta"),
+        ("reward", ("advantage", "estimator"), "beta"),
+        ("lag", ("lag", "estimator"), "beta"),
+    )
+    for value in ("KL", "accuracy", "held-out accuracy", "length")
+}
 
 
 def summarize(record: dict[str, Any]) -> report.Row:
-    """One line of a run, over the second half of its steps; the median KL, because single steps are outliers."""
+    """One line of a run, over the second half of its steps; the median KL, because single steps are outliers.
+
+    `accuracy` is that of the responses that the run was trained on, to problems that it saw once.
+    """
     steps = record["steps"]
     late = steps[len(steps) // 2 :]
+    means = {"accuracy": "reward", "length": "length", "entropy": "entropy", "tied groups": "tied"}
     return {
-        **{key: record[key] for key in ("place", "estimator", "beta", "seed", "date", "seconds")},
+        **{key: record[key] for key in (*SETTING, "date", "seconds")},
         "KL": statistics.median(step["k3"] for step in late),
         "largest KL": max(step["k3"] for step in late),
         "KL by k1": statistics.median(step["k1"] for step in late),
-        "reward": report.mean(step["reward"] for step in late),
-        "length": report.mean(step["length"] for step in late),
-        "entropy": report.mean(step["entropy"] for step in late),
+        **{name: report.mean(step[key] for step in late) for name, key in means.items()},
+        "held-out accuracy": steps[-1]["held-out reward"],
+        "held-out KL": steps[-1]["held-out k3"],
+        "held-out length": steps[-1]["held-out length"],
         "updates skipped": steps[-1]["skipped"],
     }
 
 
-def spread(values: Iterable[float]) -> str:
+def rows_of(part: str, rows: Sequence[report.Row], seeds: Sequence[int]) -> list[report.Row]:
+    """Those of these rows, one per run, that belong to a part: of whole seeds, or of all while there is none."""
+    by_run = {Run(**{key: row[key] for key in SETTING}): row for row in rows}
+    planned = [runs_of_seed(seed)[part] for seed in seeds]
+    whole = [runs for runs in planned if all(run in by_run for run in runs)]
+    return [by_run[run] for runs in whole or planned for run in runs if run in by_run]
+
+
+def spread(values: Iterable[float], digits: int = 2) -> str:
     """The median (smallest..largest); a single number stays alone."""
     numbers = sorted(values)
-    middle = short(statistics.median(numbers))
-    return middle if len(numbers) == 1 else f"{middle} ({short(numbers[0])}..{short(numbers[-1])})"
+    middle = short(statistics.median(numbers), digits)
+    if len(numbers) == 1:
+        return middle
+    return f"{middle} ({short(numbers[0], digits)}..{short(numbers[-1], digits)})"
 
 
-def short(value: float) -> str:
-    """Two digits, without an exponent where a number has more."""
-    return f"{value:.2g}" if abs(value) < 10 else f"{value:.0f}"
+def short(value: float, digits: int = 2) -> str:
+    """So many digits, without an exponent where a number has more."""
+    return f"{value:.{digits}g}" if abs(value) < 10 ** (digits - 1) else f"{value:.0f}"
 
 
-def by_setting(rows: Sequence[report.Row], key: str) -> dict[tuple[str, str], dict[float, list[float]]]:
-    """(place, estimator) -> coefficient -> the values of its seeds."""
-    values: dict[tuple[str, str], dict[float, list[float]]] = {}
+def pivot(rows: Sequence[report.Row], value: str, lines: Sequence[str], column: str) -> list[report.Row]:
+    """A line for each setting of `lines`, a column for each of `column`, both in the order of the rows."""
+    cells: dict[tuple[Any, ...], dict[Any, list[float]]] = {}
     for row in rows:
-        values.setdefault((row["place"], row["estimator"]), {}).setdefault(row["beta"], []).append(row[key])
-    return values
-
-
-def by_beta(rows: Sequence[report.Row], key: str) -> list[report.Row]:
-    """A line per place and estimator, a column per coefficient; the run without a KL has the column of 0."""
-    values = by_setting(rows, key)
-    betas = sorted({row["beta"] for row in rows})
+        cells.setdefault(tuple(row[key] for key in lines), {}).setdefault(row[column], []).append(row[value])
+    columns = dict.fromkeys(row[column] for row in rows)
+    titles = {each: f"{column} {each:g}" if isinstance(each, float) else str(each) for each in columns}
+    digits = 3 if "length" in value else 2
     return [
-        {"KL in the": place if estimator != "none" else "", "estimator": estimator}
-        | {f"beta {beta:g}": spread(of[beta]) if beta in of else "" for beta in betas}
-        for (place, estimator), of in values.items()
+        dict(zip(lines, setting, strict=True))
+        | {title: spread(of[each], digits) if each in of else "" for each, title in titles.items()}
+        for setting, of in cells.items()
+    ]
+
+
+def ties_table(rows: Sequence[report.Row]) -> list[report.Row]:
+    """A line per seed: without a KL, and with one in the reward that is too small to matter."""
+    by_seed: dict[int, dict[str, report.Row]] = {}
+    for row in rows:
+        by_seed.setdefault(row["seed"], {})["without" if row["estimator"] == NONE else "with"] = row
+    keys = ("tied groups", "accuracy", "held-out accuracy", "KL")
+    return [
+        {"seed": seed} | {f"{key}: {which}": row[key] for key in keys for which, row in reversed(of.items())}
+        for seed, of in by_seed.items()
     ]
 
 
@@ -105,50 +146,85 @@ def response_table(rows: Sequence[report.Row]) -> list[report.Row]:
     return table
 
 
-def caption(records: Sequence[dict[str, Any]], *, planned: int, seeds: Sequence[int]) -> str:
-    """Seeds, spread, command and date of what is there."""
-    missing = "" if len(records) == planned else f" ({len(records)} of {planned} runs so far)"
+def caption(part: str, rows: Sequence[report.Row], what: str) -> str:
+    """Seeds, spread, command and date of the runs of a table."""
+    numbers = sorted({row["seed"] for row in rows})
+    planned = len(numbers) * len(runs_of_seed(0)[part])
+    seeds = ", ".join(map(str, numbers)) + ("" if len(rows) == planned else f" ({len(rows)} of {planned} runs)")
     return (
-        f"Seeds {', '.join(map(str, seeds))}{missing}: median (smallest..largest) over seeds, of the second half of "
-        f"{len(records[0]['steps'])} steps. {COMMAND}, {max(record['date'] for record in records)}"
+        f"{what}. Seeds {seeds}: median (smallest..largest) over seeds. {COMMAND}, {max(row['date'] for row in rows)}"
     )
 
 
-def draw(rows: Sequence[report.Row], gradients: Sequence[report.Row], note: str, path: Path) -> None:
-    """KL and reward by coefficient, for both places; bias and variance of the first seed's gradients."""
-    drawn, axes = report.figure(2, 3, width=10.5, height=5.8)
-    for line, key in enumerate(("KL", "reward")):
-        values = by_setting(rows, key)
-        axes[line, 1].sharey(axes[line, 0])
-        for column, place in enumerate(("loss", "reward")):
-            panel = axes[line, column]
-            for number, (estimator, of) in enumerate((e, of) for (p, e), of in values.items() if p == place != e):
-                draw_spread(panel, estimator, of, offset=1.05**number)
-            free = values.get(("loss", "none"), {}).get(0.0, [])
-            if free:
-                panel.axhspan(min(free), max(free), color=COLOURS["none"], alpha=0.25, label="no KL")
-            panel.set(xscale="log", title=f"KL in the {place}: {key}" + (", nats per token" if key == "KL" else ""))
-            panel.set(yscale="log" if key == "KL" else "linear", xlabel="beta")
-    axes[0, 0].legend(ncols=2)
-    for line, key in enumerate(("bias", "variance")):
-        draw_gradients(axes[line, 2], gradients, key)
-    right = f"Right: policy of seed {gradients[0]['seed']}, bars enumerated, points sampled with 2 standard errors."
-    drawn.suptitle(f"{note}\n{right}", fontsize=7.5)
-    report.save(drawn, path)
+def draw(parts: dict[str, list[report.Row]], gradients: Sequence[report.Row], path: Path, results: report.Row) -> None:
+    """Accuracy against KL by place and advantage; KL of the grid; bias and variance of the first seed's gradients."""
+    drawn, axes = report.figure(2, 3, width=10.5, height=6.2)
+    rewards = parts.get("reward", [])
+    frontiers = {"KL in the loss": parts.get("betas", [])}
+    frontiers |= {f"KL in the reward, {kind}": [r for r in rewards if r["advantage"] == kind] for kind in ADVANTAGES}
+    for number, (title, rows) in enumerate(frontiers.items()):
+        if not rows:
+            continue
+        panel = axes[0, number]
+        draw_frontier(panel, rows)
+        panel.set(xscale="log", title=f"{title}: beta 0.01 to 1", xlabel="KL, nats per token")
+        plain_ticks(panel.xaxis, [row["KL"] for row in rows])
+        if number:
+            panel.sharey(axes[0, 0])
+        panel.set_ylabel("accuracy")
+        panel.legend()
+    if "grid" in parts:
+        draw_grid(axes[1, 0], parts["grid"])
+    for number, key in enumerate(("bias", "variance")):
+        draw_gradients(axes[1, 1 + number], gradients, key)
+    seeds = "; ".join(f"{part} {', '.join(map(str, of))}" for part, of in results["seeds"].items())
+    drawn.suptitle(
+        f"Seeds: {seeds}. Dots are runs, lines go through medians of seeds from beta 0.01 (small) to 1 (large).\n"
+        f"Bars of bias and variance: enumerated; points: sampled, with 2 standard errors. {COMMAND}, {results['date']}",
+        fontsize=7.5,
+    )
+    report.save(drawn, path, results)
 
 
-def draw_spread(panel: Any, estimator: str, of: dict[float, list[float]], *, offset: float) -> None:
-    """A line through the medians, with bars from the smallest to the largest seed; `none` is drawn by the caller."""
-    if estimator == "none":
-        return
-    betas = sorted(of)
-    middles = [statistics.median(of[beta]) for beta in betas]
-    below = [middle - min(of[beta]) for middle, beta in zip(middles, betas, strict=True)]
-    above = [max(of[beta]) - middle for middle, beta in zip(middles, betas, strict=True)]
-    panel.errorbar(
-        [beta * offset for beta in betas], middles, yerr=(below, above), label=estimator, color=COLOURS[estimator],
-        marker="o", ms=3, lw=1, capsize=2,
-    )  # fmt: skip
+def plain_ticks(axis: Any, values: Sequence[float]) -> None:
+    """Plain numbers at 1, 2 and 5 times powers of ten on a logarithmic axis, around these values."""
+    ticks = [digit * 10.0**power for power in range(-5, 3) for digit in (1, 2, 5)]
+    shown = [tick for tick in ticks if min(values) / 2 < tick < max(values) * 2]
+    axis.set_ticks(shown, [f"{tick:g}" for tick in shown])
+    axis.set_ticks([], minor=True)
+
+
+def draw_frontier(panel: Any, rows: Sequence[report.Row]) -> None:
+    """A curve over the coefficients through the medians of the seeds, larger marks for larger ones; dots are runs."""
+    of: dict[str, dict[float, list[report.Row]]] = {}
+    for row in rows:
+        of.setdefault(row["estimator"], {}).setdefault(row["beta"], []).append(row)
+    for estimator, by_beta in of.items():
+        colour, points = COLOURS[estimator], [row for runs in by_beta.values() for row in runs]
+        panel.scatter([row["KL"] for row in points], [row["accuracy"] for row in points], s=4, alpha=0.4, color=colour)
+        medians = [[statistics.median(row[key] for row in runs) for runs in by_beta.values()] for key in VALUES[:2]]
+        panel.plot(*medians, color=colour, lw=1)
+        sizes = [40] if estimator == NONE else [10 * (1 + number) for number in range(len(by_beta))]
+        panel.scatter(*medians, s=sizes, color=colour, label=estimator, marker="*" if estimator == NONE else "o")
+
+
+def draw_grid(panel: Any, rows: Sequence[report.Row]) -> None:
+    """The KL at beta 1 by aggregation and minibatches, from the smallest to the largest seed."""
+    settings = list(dict.fromkeys((row["aggregation"], row["minibatches"]) for row in rows))
+    for number, estimator in enumerate(COLOURS):
+        of: dict[int, list[float]] = {}
+        for row in rows:
+            if row["estimator"] == estimator:
+                of.setdefault(settings.index((row["aggregation"], row["minibatches"])), []).append(row["KL"])
+        middles = [statistics.median(values) for values in of.values()]
+        below = [middle - min(values) for middle, values in zip(middles, of.values(), strict=True)]
+        above = [max(values) - middle for middle, values in zip(middles, of.values(), strict=True)]
+        at = [place + 0.12 * (number - 2.5) for place in of]
+        panel.errorbar(at, middles, yerr=(below, above), fmt="o", ms=3, lw=1, capsize=2, color=COLOURS[estimator])
+    labels = [f"{count}\n{aggregation}" if count == 2 else str(count) for aggregation, count in settings]
+    panel.set_xticks(range(len(settings)), labels, fontsize=7)
+    panel.set(yscale="log", title="KL in the loss, beta 1: KL, nats per token", xlabel="minibatches per step")
+    plain_ticks(panel.yaxis, [row["KL"] for row in rows])
 
 
 def draw_gradients(panel: Any, gradients: Sequence[report.Row], key: str) -> None:
@@ -177,23 +253,42 @@ def write_with_note(path: Path, rows: Sequence[report.Row], note: str) -> None:
     print(text)
 
 
-def write(records: Sequence[dict[str, Any]], output: Path, *, planned: int, seeds: Sequence[int]) -> None:
+def write(records: Sequence[dict[str, Any]], output: Path, *, seeds: Sequence[int]) -> None:
     """All tables and the picture of the runs that are there."""
-    gradients = kl_gradients.all_gradients(seeds)
+    gradients = kl_gradients.all_gradients(GRADIENT_SEEDS)
     report.write_table(output / "kl-gradients-all", gradients)
-    names = ", ".join(map(str, seeds))
-    note = f"Seeds {names}: median (smallest..largest) over seeds; {kl_gradients.SAMPLES:,} sampled tokens. {COMMAND}"
-    write_with_note(output / "kl-gradients", gradient_table(gradients), note)
     responses = kl_gradients.response_rows(kl_gradients.RESPONSE_SEEDS)
     report.write_table(output / "kl-responses-all", responses)
-    note = f"{len(kl_gradients.RESPONSE_SEEDS)} policies: median (smallest..largest). {COMMAND}"
-    write_with_note(output / "kl-responses", response_table(responses), note)
-    if not records:
+    tables = {"gradients": gradient_table(gradients), "responses": response_table(responses)}
+    names = ", ".join(map(str, GRADIENT_SEEDS))
+    notes = {
+        "gradients": f"Seeds {names}: median (smallest..largest) over seeds; {kl_gradients.SAMPLES:,} sampled tokens.",
+        "responses": f"{len(kl_gradients.RESPONSE_SEEDS)} policies: median (smallest..largest).",
+    }
+    for name, note in notes.items():
+        write_with_note(output / f"kl-{name}", tables[name], f"{note} {COMMAND}")
+    rows = [summarize(record) for record in records]
+    parts = {part: rows_of(part, rows, seeds) for part in runs_of_seed(0)}
+    parts = {part: of_part for part, of_part in parts.items() if of_part}
+    if not parts:
         print("no run is there yet")
         return
-    rows = [summarize(record) for record in records]
     report.write_table(output / "kl-runs", rows)
-    note = caption(records, planned=planned, seeds=seeds)
-    for name, key in TABLES.items():
-        write_with_note(output / name, by_beta(rows, key), f"{key}. {note}")
-    draw(rows, gradients, note, output / "kl.png")
+    for name, (part, value, lines, column) in TABLES.items():
+        if part not in parts:
+            continue
+        tables[name] = pivot(parts[part], value, lines, column)
+        write_with_note(output / name, tables[name], caption(part, parts[part], value))
+    if "ties" in parts:
+        tables["ties"] = ties_table(parts["ties"])
+        write_with_note(output / "ties", tables["ties"], caption("ties", parts["ties"], "equal rewards"))
+    columns = (*SETTING, *VALUES, "seconds")
+    short_rows = [[row[key] if key in SETTING else float(f"{row[key]:.4g}") for key in columns] for row in rows]
+    results = {
+        "command": COMMAND,
+        "date": max(row["date"] for row in rows),
+        "seeds": {name: sorted({row["seed"] for row in part}) for name, part in parts.items()},
+        "tables": tables,
+        "runs": {"columns": columns, "rows": short_rows},
+    }
+    draw(parts, gradients, output / "kl.png", results)

@@ -79,7 +79,8 @@ class Trainer(kl.Trainer):
             layer.adapts = run.engine == SERVED
             layer.weight.copy_(weight if layer.adapts else merged(layer, weight))
 
-    def compare(self, batch: StepBatch, old: np.ndarray) -> report.Row:
+    def compare(self, batch: StepBatch, old: np.ndarray | None) -> report.Row:
+        assert old is not None, "two minibatches need them"
         mask = batch.tokens.response_mask
         return {"engine_kl": float((batch.tokens.rollout_logprobs - old)[mask].mean(dtype=np.float64))}
 

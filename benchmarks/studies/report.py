@@ -1,4 +1,9 @@
-"""Shared by all studies: the quickstart's data, tables as Markdown and CSV, and small pictures with their numbers."""
+"""Shared by all studies: the quickstart's data, tables as Markdown and CSV, and small pictures with their numbers.
+
+    python -m benchmarks.studies.report        # after a picture and its numbers were copied to docs/studies
+
+writes the tables of docs/*.md that stand below a line `<!-- studies/NAME.json: TABLE -->` anew.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -111,7 +117,7 @@ def save(drawn: Any, path: Path, results: Row | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn.savefig(path)
     with Image.open(path) as image:
-        small = image.convert("RGB").quantize(COLOURS)
+        small = image.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE)  # keeps the colours of small dots
     about = PngImagePlugin.PngInfo()
     if results is not None:
         text = json.dumps(rounded(results), separators=(",", ":")) + "\n"
@@ -135,3 +141,19 @@ def rounded(value: Any) -> Any:
 def mean(values: Iterable[float]) -> float:
     numbers = list(values)
     return sum(numbers) / len(numbers)
+
+
+def tables_of_docs(docs: Path) -> dict[Path, str]:
+    """Page -> its text, with every marked table as it is in the numbers of its picture."""
+
+    def table(match: re.Match[str]) -> str:
+        results = json.loads((docs / match["file"]).read_text())
+        return f"{match['mark']}\n{markdown(results['tables'][match['table']])}"
+
+    marked = re.compile(r"(?P<mark><!-- (?P<file>studies/\w+\.json): (?P<table>\S+) -->)\n(\|.*\n)*")
+    return {page: marked.sub(table, page.read_text()) for page in sorted(docs.glob("*.md"))}
+
+
+if __name__ == "__main__":
+    for page, text in tables_of_docs(Path("docs")).items():
+        page.write_text(text)

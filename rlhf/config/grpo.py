@@ -158,7 +158,7 @@ class GRPOConfig(TrainingProgramConfig):
             yield (
                 f"{algo.kl_estimator=!s} with {algo.kl_place=!s} and {algo.loss_aggregation=!s}: its expected gradient "
                 f"is {on_policy}; off-policy it points away from the policy that sampled. It does not hold the policy "
-                "near the reference. Use k2 there, or k1 in the reward."
+                "near the reference. Use k3, which is weighted by the ratio, or k1 in the reward."
             )
         if self.weights.transfer == "delta" and not self.sends_changes:
             yield (

@@ -111,9 +111,12 @@ def cut_off(view: View) -> Found:
 
 def high_kl(view: View) -> Found:
     if (kl := view.mean("policy/kl_k1")) >= HIGH_KL:
+        remedy = "Raise {algo.kl_coef}, or lower {learner.optimizer.lr}."
+        if (view.config.get("algo.kl_estimator"), view.config.get("algo.kl_place")) == ("k1", "loss"):
+            remedy = "{algo.kl_estimator} in the loss holds nothing, and a larger kl_coef does harm: set it to k3."
         yield (
             f"The policy is {kl:.2f} nats per token away from the reference.",
-            "Read some responses: is the reward gamed? Raise {algo.kl_coef}, or lower {learner.optimizer.lr}.",
+            f"Read some responses: is the reward gamed? {remedy}",
         )
 
 

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import math
-import re
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from worlds import make_groups, run_world
 
 from benchmarks.studies import (
     adam,
     adam_update,
     algorithms,
     batch_sizes,
-    kl,
-    kl_gradients,
-    kl_report,
     ppo_adam,
     report,
     runs,
@@ -33,8 +26,6 @@ from rlhf.algo.schedules import learning_rate
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
-from rlhf.step.batch import make_batch
-from rlhf.types import World
 
 ROOT = Path(__file__).parents[2]
 TINY = {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
@@ -54,26 +45,24 @@ DOCS = ROOT / "docs"
 
 
 @pytest.mark.parametrize("picture", sorted((DOCS / "studies").glob("*.json")), ids=lambda path: path.stem)
-def test_a_picture_of_the_docs_and_their_tables_are_those_of_its_results(picture: Path) -> None:
-    """A table below `<!-- studies/NAME.json: TABLE -->` is that table of the file, as the study writes it."""
+def test_a_picture_of_the_docs_is_that_of_the_numbers_beside_it(picture: Path) -> None:
     from PIL import Image
 
     text = picture.read_text()
     with Image.open(picture.with_suffix(".png")) as image:
         assert image.info[report.DIGEST] == hashlib.sha256(text.encode()).hexdigest()
-    tables = json.loads(text)["tables"]
     pages = "".join(path.read_text() for path in DOCS.glob("*.md"))
     assert f"(studies/{picture.stem}.png)" in pages
-    shown = re.findall(rf"<!-- studies/{picture.stem}\.json: (\S+) -->\n((?:\|.*\n)+)", pages)
-    assert shown
-    for name, table in shown:
-        assert table == report.markdown(tables[name])
+    assert f"<!-- studies/{picture.stem}.json: " in pages
+
+
+def test_the_tables_of_the_docs_that_are_marked_as_those_of_a_study_are() -> None:
+    for page, text in report.tables_of_docs(DOCS).items():
+        assert page.read_text() == text
 
 
 def test_every_study_draws_its_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="comes with the extra bench")
-    kl_runs = kl.all_runs([0.1, 1.0], [0, 1])
-    kl_report.write([kl_record(run, [0.1, 0.2]) for run in kl_runs], tmp_path, planned=len(kl_runs), seeds=[0, 1])
     of_runs = [schedule.Run(name, e, e, 3) for name in schedule.SCHEDULES for e in (1, 4)]
     rates = {(run, p): [1e-5] * run.updates for run in of_runs for p in (1, 2)}
     schedule.draw(rates, rates, tmp_path / "schedule.png")
@@ -82,7 +71,7 @@ def test_every_study_draws_its_picture(tmp_path: Path) -> None:
     ppo_adam.draw({variant: {0: [logged], 1: [logged]} for variant in ppo_adam.VARIANTS}, tmp_path / "ppo_adam.png")
     curve = [{"step": 1, "microbatches": 2, **dict.fromkeys(batch_sizes.METRICS, 0.5)}]
     batch_sizes.draw({(0, 1, 512): curve, (0, 2, 512): curve}, {0: curve}, tmp_path / "batch_sizes.png")
-    names = ("kl", "schedule", "algorithms", "ppo_adam", "batch_sizes")
+    names = ("schedule", "algorithms", "ppo_adam", "batch_sizes")
     assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in names)
 
 
@@ -239,159 +228,6 @@ def test_a_policy_and_seed_that_has_its_file_is_not_computed_again(tmp_path: Pat
     for _ in range(2):
         record = adam.computed_once(tmp_path / "runs" / "a-0.json", lambda: {"first": [calls.append(1)]})
     assert (record, calls) == ({"first": [None]}, [1])
-
-
-# --- KL ---
-
-
-def test_the_enumerated_gradients_are_those_that_the_estimators_are_known_by() -> None:
-    rows = kl_gradients.all_gradients([0], samples=10)
-    on, off = (
-        {r["estimator"]: r for r in rows if (r["distance"], r["tokens"]) == ("far", t)} for t in kl_report.TOKENS
-    )
-    assert on["k1"]["bias"] == pytest.approx(1.0, abs=1e-12)  # its expected gradient is 0
-    assert all(on[name]["bias"] < 1e-12 for name in ("k2", "k4", "k3 weighted"))
-    assert on["k3"]["distance to the gradient of KL(ref, pi)"] < 1e-12 < 0.1 < on["k3"]["bias"]
-    assert all(off[name]["bias"] < 1e-12 for name in ("k4", "k3 weighted"))
-    assert all(off[name]["bias"] > 0.1 for name in ("k1", "k2", "k3"))
-    assert all(abs(on[name]["relative bias of the value"]) < 1e-12 for name in ("k1", "k3", "k4"))
-    assert abs(on["k2"]["relative bias of the value"]) > 0.01
-
-
-def test_the_table_of_whole_responses_in_the_docs_is_what_the_study_computes() -> None:
-    rows = kl_report.response_table(kl_gradients.response_rows(kl_gradients.RESPONSE_SEEDS))
-    assert report.markdown(rows) in (ROOT / "docs/algorithms.md").read_text()
-
-
-def test_sampled_bias_and_variance_agree_with_the_enumerated_ones_within_their_standard_errors() -> None:
-    for row in kl_gradients.all_gradients([0, 1], samples=4000):
-        for key in ("bias", "variance"):
-            assert abs(row[f"sampled {key}"] - row[key]) < 4 * row[f"error of sampled {key}"], row
-
-
-def test_bias_and_variance_are_those_of_the_definitions_in_numpy() -> None:
-    """With u = e_t - pi, the gradient of log pi(t) by the logits, a token's gradient is a number times u."""
-    samples = 50
-    for row in kl_gradients.all_gradients([3], samples=samples):
-        theta, ref, other = kl_gradients.policies(3, scale=1.0 if row["distance"] == "far" else kl_gradients.NEAR)
-        old = theta if row["tokens"] == "on-policy" else other
-        pi, p_ref, p_old = (np.exp(x) / np.exp(x).sum() for x in (theta.numpy(), ref.numpy(), old.numpy()))
-        d, r = np.log(pi / p_ref), pi / p_old
-        factor = {"k1": d**0, "k2": d, "k3": 1 - np.exp(-d), "k4": r * (1 + d), "k3 weighted": r * d}[row["estimator"]]
-        by_token = factor[:, None] * (np.eye(5) - pi)
-        generator = torch.Generator().manual_seed(3)
-        drawn = torch.multinomial(torch.from_numpy(p_old), samples, replacement=True, generator=generator).numpy()
-        exact = (pi * d) @ (np.eye(5) - pi)
-        for prefix, weights in (("", p_old), ("sampled ", np.bincount(drawn, minlength=5) / samples)):
-            mean = weights @ by_token
-            squares = ((by_token - mean) ** 2).sum(1)
-            variance, length = weights @ squares, np.linalg.norm(exact)
-            assert row[f"{prefix}bias"] == pytest.approx(np.linalg.norm(mean - exact) / length, rel=1e-6, abs=1e-9)
-            assert row[f"{prefix}variance"] == pytest.approx(variance / length**2, rel=1e-6)
-        spread = math.sqrt(weights @ (squares - variance) ** 2 / samples)
-        assert row["error of sampled bias"] == pytest.approx(math.sqrt(variance / samples) / length, rel=1e-6)
-        assert row["error of sampled variance"] == pytest.approx(spread / length**2, rel=1e-6)
-
-
-def test_the_logged_kls_reward_and_length_are_those_of_the_definitions_in_numpy() -> None:
-    groups = make_groups(groups=3, samples=4, vocabulary=9, longest=7, seed=0)
-    groups[1] = replace(groups[1], samples=(replace(groups[1].samples[0], reward=None), *groups[1].samples[1:]))
-    batch = make_batch(groups, mask_truncated=False)
-    old, ref = np.random.default_rng(0).normal(-2, 1, (2, len(batch.tokens.token_ids))).astype(np.float32)
-    rows = [sample for group in groups for sample in group.samples]
-    d, at = [], 0
-    for row in rows:  # the prompt's tokens and the unscorable response are left out
-        for position, sampled in enumerate(row.rollout.sequences[0].response_mask, start=at):
-            if sampled and row.reward is not None:
-                d.append(float(old[position]) - float(ref[position]))
-        at += len(row.rollout.sequences[0].token_ids)
-    differences = np.array(d)
-    logged = kl.statistics(batch, old, ref)
-    assert logged["k1"] == pytest.approx(differences.mean(), rel=1e-6)
-    assert logged["k2"] == pytest.approx((differences**2).mean() / 2, rel=1e-6)
-    assert logged["k3"] == pytest.approx((np.exp(-differences) - 1 + differences).mean(), rel=1e-6)
-    assert logged["reward"] == pytest.approx(np.mean([row.reward for row in rows if row.reward is not None]), rel=1e-6)
-    assert logged["length"] == pytest.approx(np.mean([row.rollout.response_length for row in rows]), rel=1e-6)
-
-
-def test_tokens_that_another_policy_sampled_are_refused() -> None:
-    batch = make_batch(make_groups(groups=1, samples=2, vocabulary=9, longest=5, seed=0), mask_truncated=False)
-    kl.check_sampled_from(batch, batch.tokens.rollout_logprobs + np.float32(1e-5))
-    with pytest.raises(RuntimeError, match=r"\b0\.1 nats per token"):
-        kl.check_sampled_from(batch, batch.tokens.rollout_logprobs + np.float32(0.1))
-
-
-def test_a_sampled_row_ends_with_its_first_end_token_or_was_cut_off() -> None:
-    prompt = make_groups(groups=1, samples=1, vocabulary=9, longest=3, seed=0)[0].prompt
-    before, logprobs = len(prompt.token_ids), np.array([-1.0, -2.0, -3.0], np.float32)
-    stopped = kl.make_rollout(prompt, 0, np.array([5, 7, 0]), logprobs, [7])
-    assert (stopped.response_ids.tolist(), stopped.finish_reason) == ([5, 7], "stop")
-    (sequence,) = stopped.sequences
-    assert sequence.rollout_logprobs.tolist() == [0.0] * before + [-1.0, -2.0]
-    assert sequence.response_mask.tolist() == [False] * before + [True] * 2
-    cut = kl.make_rollout(prompt, 0, np.array([5, 6, 5]), logprobs, [7])
-    assert (cut.response_ids.tolist(), cut.finish_reason) == ([5, 6, 5], "length")
-
-
-def test_the_scan_is_every_estimator_with_every_coefficient_and_once_none_seed_after_seed() -> None:
-    runs = kl.all_runs(kl.BETAS, kl.SEEDS)
-    assert len({run.name for run in runs}) == len(runs) == 108
-    assert [run.seed for run in runs] == [0] * 36 + [1] * 36 + [2] * 36
-    base = kl.study_config(Path("data"), steps=40, prompts=16)
-    configs = [run.config(base) for run in runs[:36]]
-    assert not configs[0].kl_in_loss
-    assert not configs[0].kl_in_reward
-    settings = {(c.algo.kl_estimator, c.algo.kl_coef) for c in configs[1:] if c.kl_in_loss}
-    assert settings == {(name, beta) for name in ("k1", "k2", "k3", "k4") for beta in (0.01, 0.03, 0.1, 0.3, 1.0)}
-    settings = {(c.algo.kl_estimator, c.algo.kl_coef) for c in configs[1:] if c.kl_in_reward}
-    assert settings == {(name, beta) for name in ("k1", "k2", "k3") for beta in (0.01, 0.03, 0.1, 0.3, 1.0)}
-    assert all(c.needs_reference and c.needs_old_logprobs_pass for c in configs)
-
-
-def kl_record(run: kl.Run, values: list[float]) -> dict[str, Any]:
-    step = {"k1": 0.1, "reward": 0.5, "length": 9.0, "entropy": 1.0, "skipped": 0}
-    steps = [{**step, "step": number + 1, "k3": value} for number, value in enumerate(values)]
-    return {**asdict(run), "prompts": 4, "date": "2026-11-22", "seconds": 1.0, "steps": steps}
-
-
-def test_a_run_that_has_a_file_is_not_run_again_and_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
-    done, left = kl.all_runs([0.1], [0])[:2]
-    (tmp_path / f"{done.name}.json").write_text(json.dumps(kl_record(done, [0.0, 0.1])))
-    assert kl.pending([done, left], tmp_path) == [left]
-    assert [r["estimator"] for r in kl.read_records(tmp_path, [done, left], steps=2, prompts=4)] == ["none"]
-    with pytest.raises(ValueError, match=r"\b2 steps of 4 prompts\b.*\b40 and 4\b"):
-        list(kl.read_records(tmp_path, [done, left], steps=40, prompts=4))
-
-
-def test_the_table_has_the_median_and_the_range_over_seeds_of_the_median_of_the_second_half(tmp_path: Path) -> None:
-    late = {0: [9.0, 9.0, 0.1, 0.9, 0.2], 1: [9.0, 9.0, 0.3, 0.3, 0.3], 2: [9.0, 9.0, 1.0, 2.0, 3.0]}
-    runs = kl.all_runs([0.1], [0, 1, 2])
-    records = [kl_record(run, late[run.seed]) for run in runs if run.estimator in ("none", "k1")]
-    records.pop()  # k1 in the reward with the last seed is missing
-    table = kl_report.by_beta([kl_report.summarize(record) for record in records], "KL")
-    assert [(line["KL in the"], line["estimator"], line["beta 0.1"]) for line in table] == [
-        ("", "none", ""), ("loss", "k1", "0.3 (0.2..2)"), ("reward", "k1", "0.25 (0.2..0.3)")
-    ]  # fmt: skip
-    note = kl_report.caption(records, planned=9, seeds=[0, 1, 2])
-    assert note.startswith("Seeds 0, 1, 2 (8 of 9 runs so far): median (smallest..largest)")
-    assert note.endswith("python -m benchmarks.studies.kl, 2026-11-22")
-
-
-def train_kl_runs(world: World, data: Path, runs: list[kl.Run]) -> list[list[report.Row]]:
-    trainer = kl.Trainer(kl.study_config(data, steps=2, prompts=2))
-    try:
-        return [trainer.run(run) for run in runs]
-    finally:
-        trainer.close()
-
-
-@pytest.mark.stack
-def test_a_run_of_the_scan_does_not_depend_on_the_runs_before_it(tiny_model_dir: Path) -> None:
-    free, moved = kl.Run("none", "loss", 0.0, 0), kl.Run("k1", "loss", 1.0, 0)
-    first, k1, second, again = run_world(train_kl_runs, 1, tiny_model_dir, [free, moved, free, moved])[0]
-    assert first[0]["k3"] == first[1]["k3"] == 0.0  # an untrained model is never right, so nothing moves it
-    assert k1[0]["k3"] == 0.0 < k1[1]["k3"]  # but k1's noise does
-    assert (second, again) == (first, k1)
 
 
 # --- schedules ---

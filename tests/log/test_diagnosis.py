@@ -68,6 +68,11 @@ ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "responses are cut off": ({"rollout/stopped_fraction": 0.05}, {}, "raise rollout.max_response_tokens=24"),
     "KL to the reference is running away": ({"policy/kl_k1": 3.0}, {}, "algo.kl_coef=0.0"),
+    "KL to the reference is running away, k1 in the loss": (
+        {"policy/kl_k1": 3.0},
+        {"algo.kl_estimator": "k1", "algo.kl_place": "loss"},
+        "algo.kl_estimator=k1 in the loss holds nothing, and a larger kl_coef does harm: set it to k3.",
+    ),
     "entropy collapsed": ({"policy/entropy": 0.001, "reward/mean": 0.3}, {}, "learner.optimizer.lr=0.0005"),
     "much clipping": ({"policy/clip_fraction": 0.4}, {}, "learner.minibatches_per_epoch=2"),
     "engines and learner drift apart": (
