@@ -100,14 +100,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data = report.ensure_data(options.data)
     cases = policies(data, options.real_model, options.output / "models", quick=options.quick)
     by_policy: adam_report.Records = {}
-    for seed in seeds:
-        for policy, make in cases.items():
-            file = options.output / "runs" / f"{re.sub('[^a-z0-9]+', '-', policy.lower())}-{seed}.json"
-            if options.only_tables and not file.is_file():
-                continue
-            record = computed_once(file, lambda: update.measure(make(seed), eps=adam_report.EPS, scan=scan))  # noqa: B023
-            by_policy.setdefault(policy, []).append(record | {"seed": seed})
-            print(f"{policy}, seed {seed}: {time.monotonic() - began:.0f} s so far", flush=True)
+    wide_last = [(wide, seed, policy) for wide in (False, True) for seed in seeds for policy in cases]
+    for wide, seed, policy in wide_last:
+        if wide != (policy in adam_report.WIDTHS):
+            continue
+        file = options.output / "runs" / f"{re.sub('[^a-z0-9]+', '-', policy.lower())}-{seed}.json"
+        if options.only_tables and not file.is_file():
+            continue
+        record = computed_once(file, lambda: update.measure(cases[policy](seed), eps=adam_report.EPS, scan=scan))  # noqa: B023
+        by_policy.setdefault(policy, []).append(record | {"seed": seed})
+        print(f"{policy}, seed {seed}: {time.monotonic() - began:.0f} s so far", flush=True)
     if not by_policy:
         raise ValueError(f"{options.output}: there are no runs yet. Leave out --only-tables.")
     results = adam_report.study_results(by_policy, "python -m benchmarks.studies.adam" + " --quick" * options.quick)
