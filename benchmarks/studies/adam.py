@@ -12,6 +12,7 @@ computed again.
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import re
@@ -30,7 +31,8 @@ from rlhf.quickstart import write_quickstart
 LR = 1e-5
 QUICKSTART_LR = 1e-4  # a small policy moves less per element's change
 SCAN = (1e-8, 1e-6, 2e-5, 1e-4, 1e-3)
-QUICK_SCAN = (1e-8, 1e-3)
+SHORT_SCAN = (1e-8, 2e-5)  # of the large policies, and of a quick study
+LARGE = ("SmolLM2-135M", "GPT-2's shape")
 HEAD = 32  # as in the quickstart
 TINY_GPT2 = update.GPT2 | {"vocab_size": 2000, "n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 64}
 REAL_MODEL = Path("runs/real-model-data/SmolLM2-135M-Instruct")  # where `make real-model` puts it
@@ -88,6 +90,10 @@ def policies(data: Path, real: Path, wide: Path, *, quick: bool) -> dict[str, Ma
     }
 
 
+def measured(make: Make, seed: int, scan: Sequence[float]) -> dict[str, list[report.Row]]:
+    return update.measure(make(seed), eps=adam_report.EPS, scan=scan)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser("adam", "The first PPO update with both forms of Adam.", trains=True, seeds=range(5))
     parser.add_argument("--real-model", type=Path, default=REAL_MODEL, help="SmolLM2-135M; made if not there")
@@ -96,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = report.parse(parser, arguments)
     began = time.monotonic()
-    seeds, scan = (options.seeds[:1], QUICK_SCAN) if options.quick else (options.seeds, SCAN)
+    seeds = options.seeds[:1] if options.quick else options.seeds
     data = report.ensure_data(options.data)
     cases = policies(data, options.real_model, options.output / "models", quick=options.quick)
     by_policy: adam_report.Records = {}
@@ -107,7 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         file = options.output / "runs" / f"{re.sub('[^a-z0-9]+', '-', policy.lower())}-{seed}.json"
         if options.only_tables and not file.is_file():
             continue
-        record = computed_once(file, lambda: update.measure(cases[policy](seed), eps=adam_report.EPS, scan=scan))  # noqa: B023
+        scan = SHORT_SCAN if options.quick or policy in LARGE else SCAN
+        compute = functools.partial(measured, cases[policy], seed, scan)
+        record = computed_once(file, compute)
         by_policy.setdefault(policy, []).append(record | {"seed": seed})
         print(f"{policy}, seed {seed}: {time.monotonic() - began:.0f} s so far", flush=True)
     if not by_policy:

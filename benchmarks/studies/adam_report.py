@@ -146,9 +146,12 @@ def kinds_table(by_policy: Records) -> list[report.Row]:
             row: report.Row = {"policy": policy, "kind": kind, "elements": int(seen.pop("elements")[0])}
             row |= {name: statistics.median(values) for name, values in seen.items() if not name.startswith("KL")}
             row["difference, published"] = PUBLISHED_CHANGES[kind]
-            alone, all_but = ([seen[f"KL, {x}: {v}"] for v in update.VARIANTS] for x in ("alone", "all but"))
+            alone = [seen[f"KL, alone: {variant}"] for variant in update.VARIANTS]
             row |= {f"KL, alone: {v}": statistics.median(x) for v, x in zip(update.VARIANTS, alone, strict=True)}
-            row |= {"KL, alone: ratio": spread(quotients(*alone)), "KL, all but: ratio": spread(quotients(*all_but))}
+            row |= {"KL, alone: ratio": spread(quotients(*alone)), "KL, all but: ratio": ""}
+            if kind in update.SUSPECTS:
+                rest = [seen[f"KL, all but: {variant}"] for variant in update.VARIANTS]
+                row["KL, all but: ratio"] = spread(quotients(*rest))
             rows.append(row)
     return rows
 

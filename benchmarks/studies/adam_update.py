@@ -52,6 +52,7 @@ BETAS = (0.9, 0.999)  # of both frameworks' Adam
 CLIP = 0.2
 QUERIES, RESPONSE_TOKENS, TEMPERATURE = 64, 24, 0.7  # of the original RLHF work
 KINDS = ("norm", "embedding", "attention", "MLP")
+SUSPECTS = ("norm", "embedding")  # what the source names; the update is also taken without each
 GPT2 = {"vocab_size": 50_257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}
 PEOPLE = "The doctor|My brother|An old sailor|The teacher|Her neighbour|A young painter|The mayor|Our guest"
 DEEDS = "opened the door|looked at the sea|sat by the fire|read a letter|left the garden|lost a key|sang|took a train"
@@ -367,6 +368,8 @@ def kind_row(
     for name in (*VARIANTS, "difference"):
         row[f"change / lr: {name}"] = sum(layer["elements"] * layer[name] for layer in layers) / count
     for label, kinds in (("alone", {kind}), ("all but", set(KINDS) - {kind})):
+        if label == "all but" and kind not in SUSPECTS:
+            continue
         for variant in VARIANTS:
             put(case, ends[variant], kinds)
             row[f"KL, {label}: {variant}"] = moved(case)["approximate KL"]
