@@ -116,6 +116,8 @@ def controls_table(by_policy: Records) -> list[report.Row]:
                     "ratio": spread(quotients(torch, raised)),
                     "KL: torch, lowered": spread(lowered), "KL: tensorflow": spread(tensorflow),
                     "ratio, lowered": spread(quotients(lowered, tensorflow)),
+                    "loss: torch, lowered": spread([row["policy loss: torch"] for row in seen]),
+                    "loss: tensorflow": spread(of_variant(records, "tensorflow", "policy loss")),
                 }
             )  # fmt: skip
     return rows

@@ -316,7 +316,7 @@ def policy_row(case: Case, *, eps: float) -> report.Row:
     }  # fmt: skip
 
 
-SIZES = {"mean |change|": 1, "root mean square": 2}  # the power that is summed
+SIZES = {"mean absolute change": 1, "root mean square": 2}  # the power that is summed
 
 
 def equal_size_row(

@@ -52,6 +52,8 @@ OPTIMIZERS: dict[str, tuple[str, float, float]] = {  # label: variant, eps, rate
     "torch, 1e-8": ("torch", 1e-8, LR),
 }
 TORCH, TENSORFLOW = list(OPTIMIZERS)[:2]
+PAIRS = [(TORCH, TENSORFLOW), *((control, TENSORFLOW) for control in list(OPTIMIZERS)[3:5])]
+PAIRS += [(list(OPTIMIZERS)[2], TORCH), (list(OPTIMIZERS)[5], TORCH)]
 COLOURS = dict(zip(OPTIMIZERS, ("tab:red", "tab:blue", "tab:cyan", "tab:orange", "tab:green", "0.4"), strict=True))
 
 # column -> (title, first and last step of its mean; a step before which the policy has not learned yet has a KL of 0)
@@ -60,7 +62,8 @@ METRICS = {
     "clip_fraction": ("clip fraction, 2 to 4", 2, 4),
     "kl_old": ("KL of a step's updates, nats per token, 2 to 4", 2, 4),
     "kl_response": ("KL to the start, nats per response, 5 to 8", 5, 8),
-    "kl_last": ("the same, step 12", 12, 12),
+    "kl_all": ("the same, 3 to 12", 3, 12),
+    "kl_last": ("the same, 12", 12, 12),
     "reward": ("reward, 10 to 12", 10, 12),
 }
 
@@ -177,7 +180,7 @@ def grouped(records: Sequence[dict[str, Any]]) -> Records:
 def of_seeds(records: Sequence[dict[str, Any]], column: str) -> list[float]:
     """Of each run the mean of the column over its steps in METRICS."""
     _, first, last = METRICS[column]
-    key = "kl_response" if column == "kl_last" else column
+    key = "kl_response" if column.startswith("kl_") and column != "kl_old" else column
     rows = [[row for row in record["steps"] if first <= row["step"] <= last] for record in records]
     return [report.mean(row[key] for row in own) if own else float("nan") for own in rows]  # a quick run is shorter
 
@@ -193,6 +196,21 @@ def runs_table(groups: Records) -> list[report.Row]:
         {"policy's Adam, eps": optimizer, "warm-up": f"{warmup} updates" if warmup else "none"}
         | {title: spread(of_seeds(records, column)) for column, (title, *_) in METRICS.items()}
         for (warmup, optimizer), records in groups.items()
+    ]
+
+
+def pairs_table(groups: Records) -> list[report.Row]:
+    """The quotient of two optimizers by seed, of what the runs' table has."""
+    return [
+        {"first": first, "over": second, "warm-up": f"{warmup} updates" if warmup else "none"}
+        | {
+            title: ", ".join(f"{a / b:.2f}" for a, b in zip(*pair, strict=True))
+            for column, (title, *_) in METRICS.items()
+            for pair in [[of_seeds(groups[warmup, optimizer], column) for optimizer in (first, second)]]
+        }
+        for warmup in sorted({warmup for warmup, _ in groups})
+        for first, second in PAIRS
+        if len(groups.get((warmup, first), [])) == len(groups.get((warmup, second), [])) > 0
     ]
 
 
@@ -241,7 +259,7 @@ def study_results(records: Sequence[dict[str, Any]], groups: Records, command: s
     return {
         "command": command,
         "date": str(datetime.date.today()),
-        "tables": {"runs": runs_table(groups), "steps": steps_table(groups)},
+        "tables": {"runs": runs_table(groups), "pairs": pairs_table(groups), "steps": steps_table(groups)},
         "runs": [
             {key: record[key] for key in ("optimizer", "warmup", "seed", "seconds")}
             | {key: [float(f"{row.get(key, 0.0):.3g}") for row in record["steps"]] for key in keys}
