@@ -191,7 +191,7 @@ def draw(by_policy: Records, path: Path, results: report.Row) -> None:
     _draw_controls(axes[1, 0], by_policy)
     for panel, policy in zip(axes[1, 1:], sorted(as_published(by_policy)), strict=False):
         _draw_layers(panel, results["layers"][policy], policy)
-    axes[1, 2].legend(fontsize=6, ncols=2)
+    drawn.legend(*axes[1, 1].get_legend_handles_labels(), loc="outside right lower", fontsize=6)
     drawn.supxlabel(results["note"], fontsize=6.5)
     report.save(drawn, path, results)
 
@@ -296,7 +296,8 @@ def _draw_layers(panel: Any, rows: Sequence[report.Row], policy: str) -> None:
 
 def study_results(by_policy: Records, command: str) -> report.Row:
     """What the picture is drawn from: tables, layers, and a line for each policy and seed."""
-    counts = ", ".join(f"{policy}: {len(records)} seeds" for policy, records in by_policy.items())
+    seeds = {policy: ", ".join(str(record["seed"]) for record in records) for policy, records in by_policy.items()}
+    counts = "; ".join(f"{policy}: seeds {own}" for policy, own in seeds.items())
     runs = [
         {"policy": policy, "seed": record["seed"]}
         | {f"KL: {row['variant']}": row["approximate KL"] for row in record["first"]}

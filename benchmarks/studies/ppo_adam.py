@@ -214,6 +214,20 @@ def pairs_table(groups: Records) -> list[report.Row]:
     ]
 
 
+def warmup_table(groups: Records) -> list[report.Row]:
+    """The quotient of an optimizer's runs without and with a warm-up, by seed."""
+    return [
+        {"without / with a warm-up": optimizer}
+        | {
+            title: ", ".join(f"{a / b:.2f}" for a, b in zip(*pair, strict=True))
+            for column, (title, *_) in METRICS.items()
+            for pair in [[of_seeds(groups[warmup, optimizer], column) for warmup in (0, WARMUP)]]
+        }
+        for optimizer in OPTIMIZERS
+        if len(groups.get((0, optimizer), [])) == len(groups.get((WARMUP, optimizer), [])) > 0
+    ]
+
+
 def steps_table(groups: Records) -> list[report.Row]:
     """By training step the KL to the start of torch's and tensorflow's runs, and its ratio by seed, by k1 and by k3."""
     rows: list[report.Row] = []
@@ -259,7 +273,12 @@ def study_results(records: Sequence[dict[str, Any]], groups: Records, command: s
     return {
         "command": command,
         "date": str(datetime.date.today()),
-        "tables": {"runs": runs_table(groups), "pairs": pairs_table(groups), "steps": steps_table(groups)},
+        "tables": {
+            "runs": runs_table(groups),
+            "pairs": pairs_table(groups),
+            "warmup": warmup_table(groups),
+            "steps": steps_table(groups),
+        },
         "runs": [
             {key: record[key] for key in ("optimizer", "warmup", "seed", "seconds")}
             | {key: [float(f"{row.get(key, 0.0):.3g}") for row in record["steps"]] for key in keys}

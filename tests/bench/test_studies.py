@@ -539,6 +539,7 @@ def test_the_tables_of_ppo_have_the_median_of_the_named_steps_and_the_ratios_of_
     )
     pair = ppo_adam.pairs_table(groups)[0]
     assert (pair["warm-up"], pair[title], pair[last]) == ("none", "2.00, 3.00, 5.00", "nan, nan, nan")
+    assert {row[title] for row in ppo_adam.warmup_table(groups)} == {"1.00, 1.00, 1.00"}
     steps = ppo_adam.steps_table(groups)
     assert [row["step"] for row in steps] == [3, 4, 5, 6, 7, 8] * 2
     assert {row["ratio by seed"] for row in steps} == {"2.00, 3.00, 5.00"}
