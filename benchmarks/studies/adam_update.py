@@ -1,16 +1,17 @@
 """The first update of a policy with either form of Adam, for the study of Adam's epsilon (benchmarks/studies/adam.py).
 
-Three policies: `gpt2_case` has GPT-2's architecture and random weights, `pretrained_case` continues beginnings of
-stories, `quickstart_case` is the quickstart's model on its own task. Everything runs in this process on the learner's
-own model, loss and optimizer; responses are sampled by transformers.
+Policies: `gpt2_case` has GPT-2's architecture and random weights, `pretrained_case` continues beginnings of stories,
+`quickstart_case` is the quickstart's model, of its own or another width, on its own task. Everything runs in this
+process on the learner's own model, loss and optimizer; responses are sampled by transformers.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,7 @@ BETAS = (0.9, 0.999)  # of both frameworks' Adam
 CLIP = 0.2
 QUERIES, RESPONSE_TOKENS, TEMPERATURE = 64, 24, 0.7  # of the original RLHF work
 KINDS = ("norm", "embedding", "attention", "MLP")
+SUSPECTS = ("norm", "embedding")  # what the source names; the update is also taken without each
 GPT2 = {"vocab_size": 50_257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}
 PEOPLE = "The doctor|My brother|An old sailor|The teacher|Her neighbour|A young painter|The mayor|Our guest"
 DEEDS = "opened the door|looked at the sea|sat by the fire|read a letter|left the garden|lost a key|sang|took a train"
@@ -100,7 +102,7 @@ def pretrained_case(seed: int, folder: Path, *, lr: float) -> Case:
     return make_case("SmolLM2-135M", model, sampled, [even_share(rollout) for rollout in sampled], lr)
 
 
-def quickstart_case(seed: int, data: Path, *, lr: float) -> Case:
+def quickstart_case(seed: int, data: Path, *, lr: float, name: str = "quickstart") -> Case:
     """The quickstart's policy on problems of its own task, graded as in training."""
     config = study_config(data)
     tokenizer = load_tokenizer(config.model)
@@ -113,7 +115,7 @@ def quickstart_case(seed: int, data: Path, *, lr: float) -> Case:
     for rollout, prompt in zip(sampled, prompts, strict=True):
         text = tokenizer.decode(rollout.response_ids.tolist(), skip_special_tokens=True)
         rewards.append(math_reward(text, prompt.answer, MathOptions()).value or 0.0)
-    return make_case("quickstart", model, sampled, rewards, lr)
+    return make_case(name, model, sampled, rewards, lr)
 
 
 def read_policy(folder: Path, *, temperature: float) -> PolicyModel:
@@ -273,7 +275,7 @@ def statistics(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> re
 
 
 def measure(case: Case, *, eps: float, scan: Sequence[float]) -> dict[str, list[report.Row]]:
-    """The first update with both variants: its statistics, what each kind of layer did, and other values of eps."""
+    """The first update with both variants: statistics, equal sizes, what each kind of layer did, other eps."""
     backward(case)
     start, ends, first = snapshot(case), {}, []
     for variant in VARIANTS:
@@ -283,6 +285,7 @@ def measure(case: Case, *, eps: float, scan: Sequence[float]) -> dict[str, list[
         put(case, start)
     layers = weight_changes(case, start, ends)
     kinds = [kind_row(case, start, ends, kind, [row for row in layers if row["kind"] == kind]) for kind in KINDS]
+    controls = [equal_size_row(case, start, ends, size, eps=eps) for size in SIZES]
     ends.clear()  # of 124 M parameters: 1 GB
     kls: list[report.Row] = []
     for value in scan:
@@ -292,8 +295,51 @@ def measure(case: Case, *, eps: float, scan: Sequence[float]) -> dict[str, list[
             row[variant] = moved(case)["approximate KL"]
             put(case, start)
         kls.append(row)
+    policy = [policy_row(case, eps=eps)]
     case.model.zero_grad()
-    return {"first": first, "kinds": kinds, "layers": layers, "scan": kls}
+    return {"policy": policy, "first": first, "controls": controls, "kinds": kinds, "layers": layers, "scan": kls}
+
+
+def policy_row(case: Case, *, eps: float) -> report.Row:
+    """Its size, its mean reward, and the shares of the gradients of attention and MLPs below eps and up to 32 eps."""
+    edges = torch.tensor([eps, eps / math.sqrt(1 - BETAS[1])])
+    counts, total = np.zeros(2), 0
+    for name, parameter in case.model.named_parameters():
+        if kind_of(name) in ("attention", "MLP"):
+            gradient = parameter.grad.abs().flatten()  # type: ignore[union-attr]
+            counts += [int((gradient < edge).sum()) for edge in edges]
+            total += len(gradient)
+    below, below_both = (counts / total).tolist()
+    return {
+        "elements": sum(parameter.numel() for parameter in case.model.parameters()),
+        "reward": float(case.batch.rewards.mean()), "below eps": below, "eps to 32 eps": below_both - below,
+    }  # fmt: skip
+
+
+SIZES = {"mean absolute change": 1, "root mean square": 2}  # the power that is summed
+
+
+def equal_size_row(
+    case: Case, start: dict[str, Tensor], ends: dict[str, dict[str, Tensor]], size: str, *, eps: float
+) -> report.Row:
+    """The variants with changes of one size: tensorflow's rate raised to torch's size, and torch's lowered.
+
+    The first change is proportional to the rate. `cosine` is that of the two changes of all weights.
+    """
+    power, sums, product = SIZES[size], np.zeros((2, 2)), 0.0
+    for name, before in start.items():
+        changes = [ends[variant][name] - before for variant in VARIANTS]
+        sums += [[float((x.abs() ** n).sum(dtype=torch.float64)) for n in (1, 2)] for x in changes]
+        product += float((changes[0] * changes[1]).sum(dtype=torch.float64))
+    of_torch, of_tensorflow = sums[:, power - 1] ** (1 / power)
+    factor = float(of_torch / of_tensorflow)
+    row: report.Row = {"size": size, "factor": factor, "cosine": product / float(np.sqrt(sums[:, 1].prod()))}
+    for variant, lr in (("tensorflow", case.lr * factor), ("torch", case.lr / factor)):
+        first_step(replace(case, lr=lr), variant, eps=eps)
+        now = moved(case)
+        row |= {f"{name}: {variant}": now[name] for name in ("approximate KL", "policy loss")}
+        put(case, start)
+    return row
 
 
 def weight_changes(case: Case, start: dict[str, Tensor], ends: dict[str, dict[str, Tensor]]) -> list[report.Row]:
@@ -322,6 +368,8 @@ def kind_row(
     for name in (*VARIANTS, "difference"):
         row[f"change / lr: {name}"] = sum(layer["elements"] * layer[name] for layer in layers) / count
     for label, kinds in (("alone", {kind}), ("all but", set(KINDS) - {kind})):
+        if label == "all but" and kind not in SUSPECTS:
+            continue
         for variant in VARIANTS:
             put(case, ends[variant], kinds)
             row[f"KL, {label}: {variant}"] = moved(case)["approximate KL"]
