@@ -123,15 +123,13 @@ class Trainer:
     A study of what the engine samples from replaces `publish` and `compare`.
     """
 
-    def __init__(self, config: GRPOConfig) -> None:
-        from transformers import AutoModelForCausalLM  # imported here, because --workers 0 needs neither
-
-        from rlhf.learner.policy import Learner
+    def __init__(self, config: GRPOConfig, world: World | None = None) -> None:
+        from transformers import AutoModelForCausalLM  # imported here, because --workers 0 does not need it
 
         self.config = config
         self.tokenizer = load_tokenizer(config.model)
         self.prompts = load_prompts(config.data, "train", self.tokenizer).prompts
-        self.learner = Learner(config, World(0, 1, 0, "127.0.0.1", free_port(), threads=1))
+        self.learner = self.make_learner(config, world or World(0, 1, 0, "127.0.0.1", free_port(), threads=1))
         self.engine: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=config.model.dtype).eval()
         self._exit_stack = ExitStack()
         self.close = self._exit_stack.close
@@ -141,6 +139,11 @@ class Trainer:
         while (saved := self.learner.saved()) is None:
             time.sleep(0.01)
         assert saved.error is None, saved.error
+
+    def make_learner(self, config: GRPOConfig, world: World) -> Any:
+        from rlhf.learner.policy import Learner
+
+        return Learner(config, world)
 
     def publish(self, run: Any) -> None:
         """Give what samples the learner's weights; a tied head has no tensor of its own."""
@@ -281,18 +284,20 @@ def work(run: Any, file: Path) -> Any:
     assert _trainer is not None
     began = time.monotonic()
     steps = _trainer.run(run)
+    keep(file, run, steps, prompts=_trainer.config.rollout.prompts_per_step, seconds=time.monotonic() - began)
+    return run
+
+
+def keep(file: Path, run: Any, steps: Sequence[report.Row], *, prompts: int, seconds: float) -> None:
+    """Write the file of a run, whole or not at all."""
     record = {
         **asdict(run),
-        "prompts": _trainer.config.rollout.prompts_per_step,
+        "prompts": prompts,
         "date": f"{datetime.date.today():%Y-%m-%d}",
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(seconds, 1),
         "steps": steps,
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".part")
-    unfinished.write_text(json.dumps(record))
-    unfinished.rename(file)
-    return run
+    report.write_json(file, record)
 
 
 def pending(runs: Sequence[Any], folder: Path) -> list[Any]:
