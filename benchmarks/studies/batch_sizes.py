@@ -11,10 +11,10 @@ decides one. The rollouts are sampled by transformers from the learner's own mod
 Outcomes: whole runs that sample for themselves (`outcomes.py`), ours with 1 and 2 learners, and with batch sizes that
 are wrong by a factor of 2, 4 or 8 as they are elsewhere:
 
-    sizes per device       each process samples as many as one did, for minibatches that grow alike; the run ends when it
-                           has seen as many rollouts, so it takes fewer steps and updates
-    accumulation count     microbatches are cut to a half, a fourth or an eighth, to fit into memory, and an update
-                           accumulates as many of them as before, so it consumes less, and a step takes more updates
+    sizes per device      each process samples as many as one did, for minibatches that grow alike; the run ends when it
+                          has seen as many rollouts, so it takes fewer steps and updates
+    accumulation count    microbatches are cut to a half, a fourth or an eighth, to fit into memory, and an update
+                          accumulates as many of them as before, so it consumes less, and a step takes more updates
 
 Each seed and run ends as one file below `--output`; what is there is not made again.
 """

@@ -1,9 +1,9 @@
 """Shared by the studies of faults: whole runs of the quickstart's task, and what they have learned at each quarter.
 
-A run is one of the study of the KL (`kl.py`): the trainer's own learner, batches, advantages and graders, in one process
-with one thread, with transformers in place of an engine. Its config is loaded as that of any run, and it is all that
-the learner is given. With several learners each is a process with a rank of a DeepSpeed world; all of them sample the
-same responses, and each computes its own rows.
+A run is one of the study of the KL (`kl.py`): the trainer's own learner, batches, advantages and graders in one process
+with one thread, and transformers in place of an engine. Its config is loaded as that of any run, and it is all that the
+learner is given. With several learners each is a process with a rank of a DeepSpeed world; all of them sample the same
+responses, and each computes its own rows.
 
 What a fault does to the size of a batch is a change of the config. What it does to the learning rate replaces the rate
 of each update (`Trainer.rates`); everything else about the learner stays.
@@ -31,7 +31,7 @@ from rlhf.step.minibatches import plan_epochs, rows_with_gradient
 from rlhf.types import PolicyTargets, Prompt, RolloutGroup, World
 
 STEPS, PROMPTS = 40, 16
-QUICK_STEPS, QUICK_PROMPTS = 8, 2
+QUICK_STEPS, QUICK_PROMPTS = 8, 4
 EVALUATIONS = 4  # of a run, at equal distances; the last is at its end
 SAMPLES = 2  # of each held-out problem
 

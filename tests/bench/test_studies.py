@@ -74,15 +74,10 @@ def test_every_study_draws_its_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="comes with the extra bench")
     kl_runs = kl.all_runs([0.1, 1.0], [0, 1])
     kl_report.write([kl_record(run, [0.1, 0.2]) for run in kl_runs], tmp_path, planned=len(kl_runs), seeds=[0, 1])
-    of_runs = [schedule.Run(name, e, e, 3) for name in schedule.SCHEDULES for e in (1, 4)]
-    rates = {(run, p): [1e-5] * run.updates for run in of_runs for p in (1, 2)}
-    schedule.draw(rates, rates, tmp_path / "schedule.png")
     logged = {"step": 1, "reward/mean": 0.5, "policy/kl_k3": 0.0}
     algorithms.draw({"grpo": [[logged]], "dapo": [[logged], [logged]]}, tmp_path / "algorithms.png")
     ppo_adam.draw({variant: {0: [logged], 1: [logged]} for variant in ppo_adam.VARIANTS}, tmp_path / "ppo_adam.png")
-    curve = [{"step": 1, "microbatches": 2, **dict.fromkeys(batch_sizes.METRICS, 0.5)}]
-    batch_sizes.draw({(0, 1, 512): curve, (0, 2, 512): curve}, {0: curve}, tmp_path / "batch_sizes.png")
-    names = ("kl", "schedule", "algorithms", "ppo_adam", "batch_sizes")
+    names = ("kl", "algorithms", "ppo_adam")
     assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in names)
 
 
@@ -423,11 +418,14 @@ def test_a_count_without_epochs_and_minibatches_ends_a_linear_schedule_early_and
 @pytest.mark.stack
 def test_two_processes_leave_our_rate_as_intended_and_take_accelerates_through_its_schedule_twice_as_fast() -> None:
     run = schedule.Run("linear", epochs=2, minibatches=2, steps=5)
+    assert run.config(2).training.total_updates == run.updates == 20
     (ours,) = schedule.rates_in_world(schedule.our_rank, 2, [run])
     assert ours == [pytest.approx(run.intended(update)) for update in range(1, run.updates + 1)]
     (theirs,) = schedule.rates_in_world(schedule.accelerate_rank, 2, [run])
     assert theirs[len(theirs) // 2 + 1 :] == [0.0] * (len(theirs) // 2 - 1)
     assert max(theirs) == pytest.approx(schedule.PEAK)
+    simulated = schedule.their_rates(run.schedule, schedule.PEAK, run.updates, total=run.updates, steps_per_update=2)
+    assert theirs == simulated  # so runs with more processes can be simulated on one
 
 
 # --- whole runs ---
