@@ -33,7 +33,7 @@ from rlhf.types import PolicyTargets, Prompt, RolloutGroup, World
 STEPS, PROMPTS = 40, 16
 QUICK_STEPS, QUICK_PROMPTS = 8, 4
 EVALUATIONS = 4  # of a run, at equal distances; the last is at its end
-SAMPLES = 2  # of each held-out problem
+SAMPLES = 1  # of each held-out problem
 
 
 def study_config(data: Path, overrides: Sequence[str] = ()) -> GRPOConfig:

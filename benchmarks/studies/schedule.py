@@ -196,6 +196,7 @@ def summarize(ours: Curves, theirs: Curves) -> list[report.Row]:
     for (run, processes), rates in ours.items():
         intended = [run.intended(update) for update in range(1, run.updates + 1)]
         other = theirs[run, processes]
+        simulated = their_rates(run.schedule, PEAK, run.updates, total=run.updates, steps_per_update=processes)
         rows.append(
             {
                 "schedule": run.schedule,
@@ -209,6 +210,7 @@ def summarize(ours: Curves, theirs: Curves) -> list[report.Row]:
                 "accelerate, mean rate": round(report.mean(other) / PEAK, 3),
                 "accelerate, updates below 1% of the peak": sum(rate < 0.01 * PEAK for rate in other),
                 "accelerate, rate of the last update": round(other[-1] / PEAK, 3),
+                "accelerate as simulated, off by": round(deviation(other, simulated), 6),
             }
         )
     return rows
