@@ -38,7 +38,7 @@ from rlhf.rollout.sampler import to_rollout
 from rlhf.types import Prompt, RolloutGroup, ScoredRollout, VersionSpan, World
 
 LAGS = (1, 2, 4)
-SETTINGS = ((0.5, 3), (0.25, 6), (0.5, 6), (0.25, 3))  # share of hard prompts, and units of time that each group takes
+SETTINGS = ((0.5, 3), (0.25, 6), (0.5, 6))  # share of hard prompts, and units of time that each group takes
 TRAINING = 1.0  # units that a training step takes, and an easy group
 JITTER = 0.2  # of the time of each group, both ways
 HELD_OUT = 150  # problems of each kind
@@ -67,10 +67,10 @@ class Run:
 
 
 def all_runs(seeds: Sequence[int], settings: Sequence[tuple[float, float]] = SETTINGS) -> list[Run]:
-    """Seed after seed, so that a scan that was stopped is a whole one of fewer seeds."""
+    """Setting after setting, and in each seed after seed, so that a scan that was stopped is a whole one of less."""
     kinds: list[tuple[Literal["wait", "drop"], int]] = [("wait", 0)]
     kinds += [(rule, lag) for lag in LAGS for rule in ("wait", "drop")]
-    return [Run(*setting, *kind, seed) for seed in seeds for setting in settings for kind in kinds]
+    return [Run(*setting, *kind, seed) for setting in settings for seed in seeds for kind in kinds]
 
 
 OVERRIDES = ("learner.schedule.name=constant", "algo.importance_correction=truncated")
