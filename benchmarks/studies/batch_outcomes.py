@@ -49,14 +49,14 @@ class Outcome:
         return GRPOConfig.model_validate(values)
 
 
-def all_runs(seeds: Sequence[int]) -> list[Outcome]:
+def all_runs(seeds: Sequence[int], factors: Sequence[int] = FACTORS) -> list[Outcome]:
     """Seed after seed, so that a scan that was stopped is a whole one of fewer seeds."""
     return [
         Outcome(fault, factor, learners, seed)
         for seed in seeds
         for fault, factor, learners in (
             *((OURS, 1, learners) for learners in LEARNERS),
-            *((fault, factor, 1) for fault in (PER_DEVICE, ACCUMULATED) for factor in FACTORS),
+            *((fault, factor, 1) for fault in (PER_DEVICE, ACCUMULATED) for factor in factors),
         )
     ]
 
@@ -114,8 +114,8 @@ def draw(records: Sequence[dict[str, Any]], panel: Any, fault: str, base: GRPOCo
     panel.legend(loc="upper left")
 
 
-def scan(base: GRPOConfig, folder: Path, *, seeds: Sequence[int], workers: int) -> list[dict[str, Any]]:
+def scan(base: GRPOConfig, folder: Path, *, seeds: Sequence[int], quick: bool, workers: int) -> list[dict[str, Any]]:
     """The records of all runs that are there once the missing ones have been made."""
-    planned = all_runs(seeds)
+    planned = all_runs(seeds, FACTORS[-1:] if quick else FACTORS)
     outcomes.scan(base, planned, folder, workers=workers, kind=outcomes.Trainer)
     return list(outcomes.read(base, planned, folder))

@@ -263,7 +263,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         curves |= of_seed
         print(f"seed {seed}: {time.monotonic() - began:.0f} s so far", flush=True)
     base = (outcomes.quick_config if options.quick else outcomes.study_config)(data)
-    records = batch_outcomes.scan(base, options.output / "runs", seeds=seeds, workers=options.workers)
+    records = batch_outcomes.scan(
+        base, options.output / "runs", seeds=seeds, quick=options.quick, workers=options.workers
+    )
     tables = {"curves": summarize(curves, recorded), "outcomes": batch_outcomes.summarize(records, base)}
     for name, rows in tables.items():
         report.write_table(options.output / name, rows)

@@ -145,6 +145,6 @@ def scan(data: Path, folder: Path, *, seeds: Sequence[int], quick: bool, workers
     base = outcomes.quick_config(data) if quick else outcomes.study_config(data)
     planned = all_runs(seeds)
     if quick:
-        planned = [run for run in planned if (run.schedule, run.peak) == (SCHEDULES[0], PEAKS[0])]
+        planned = [Outcome(SCHEDULES[0], PEAKS[0], times, 1, seeds[0]) for times in (1, PROCESSES[-1])]
     outcomes.scan(base, planned, folder, workers=workers, kind=Trainer)
     return list(outcomes.read(base, planned, folder))

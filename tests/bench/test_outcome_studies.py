@@ -100,6 +100,9 @@ def test_the_batch_sizes_of_the_faults_by_hand() -> None:
     assert sizes(PER_DEVICE, 8) == (5, 1024, 256, 20)
     assert sizes(ACCUMULATED, 8) == (40, 128, 4, 1280)
     assert {batch_outcomes.Outcome(OURS, 1, n, 0).config(base).training.total_updates for n in (1, 2)} == {160}
+    for learners in (1, 2):  # ours is also a run of the study of the schedule
+        ours = batch_outcomes.Outcome(OURS, 1, learners, 5).config(base)
+        assert ours == schedule_outcomes.Outcome("cosine", 5e-4, 1, learners, 5).config(base)
     runs = batch_outcomes.all_runs([0, 1])
     assert len({run.name for run in runs}) == len(runs) == 16
     assert [run.seed for run in runs] == [0] * 8 + [1] * 8
