@@ -8,9 +8,10 @@ a training step, a hard one 3 or 6 times as long. With `rollout.on_stale: drop`,
 lag when it ends is discarded; with `wait`, steps wait for it. Lags of 1, 2 and 4, and once none, where both are alike.
 
 A run has two parts. First the trainer's own RolloutBuffer plays it on a clock that jumps from event to event, with
-groups that only take time: this says which prompts each step trains, how old they are, and when it ends. Engines have
-room for all that the buffer gives them. Then the trainer's own learner (`outcomes.py`) takes these steps: all tokens of
-a group are sampled by the weights at which it began.
+groups that only take time: this says which prompts each step trains, how old they are, and when it ends. It takes no
+time, so the table of it has all runs, with or without the second part. Engines have room for all that the buffer gives
+them. Then the trainer's own learner (`outcomes.py`) takes these steps: all tokens of a group are sampled by the weights
+at which it began.
 
 Each run ends as one file below `--output`; what is there is not run again.
 """
@@ -23,7 +24,7 @@ import re
 import selectors
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +32,8 @@ import torch
 
 from benchmarks.studies import outcomes, report, waiting_report
 from rlhf.config.grpo import GRPOConfig
+from rlhf.data.load import load_prompts
+from rlhf.data.model_files import load_tokenizer
 from rlhf.data.order import PromptStream
 from rlhf.rollout.buffer import RolloutBuffer, Staleness, Ticket
 from rlhf.rollout.requests import Completion
@@ -98,6 +101,14 @@ def by_kind(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
     for prompt in prompts:
         both["hard" if is_hard(prompt) else "easy"].append(prompt)
     return both
+
+
+def drawn(prompts: dict[str, list[Prompt]], run: Run) -> Callable[[], Prompt]:
+    """Gives the prompts of a run in their order."""
+    easy = min(map(len, prompts.values()))
+    rows_per_epoch = {"easy": easy, "hard": round(easy * run.hard_share / (1 - run.hard_share))}
+    stream = PromptStream(prompts, seed=run.seed, rows_per_epoch=rows_per_epoch)
+    return lambda: stream.take(1)[0]
 
 
 # --- who is trained, and when ---
@@ -171,6 +182,16 @@ async def _play(config: GRPOConfig, draw: Callable[[], Prompt], slowness: float)
     return steps
 
 
+def played(base: GRPOConfig, all_runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The first part of every run: records without what is learned."""
+    (prompts,) = load_prompts(base.data, "train", load_tokenizer(base.model)).prompts.values()
+    records = []
+    for run in all_runs:
+        steps = plan(run.config(base), drawn(by_kind(prompts), run), run.slowness)
+        records.append(asdict(run) | {"steps": [facts(planned, step) for step, planned in enumerate(steps)]})
+    return records
+
+
 # --- what is learned ---
 
 
@@ -185,13 +206,10 @@ class Trainer(outcomes.Trainer):
 
     def run(self, run: Any) -> list[report.Row]:
         config = self.begin(run)
-        easy = min(map(len, self.by_kind.values()))
-        rows_per_epoch = {"easy": easy, "hard": round(easy * run.hard_share / (1 - run.hard_share))}
-        stream = PromptStream(self.by_kind, seed=config.run.seed, rows_per_epoch=rows_per_epoch)
         published: dict[int, dict[str, torch.Tensor]] = {}
         rows = []
         self.publish(run)
-        for step, planned in enumerate(plan(config, lambda: stream.take(1)[0], run.slowness)):
+        for step, planned in enumerate(plan(config, drawn(self.by_kind, run), run.slowness)):
             published[step] = {name: tensor.clone() for name, tensor in self.engine.state_dict().items()}
             published.pop(step - config.rollout.max_policy_lag - 1, None)
             torch.manual_seed(config.run.seed * config.run.steps + step)
@@ -238,7 +256,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         runs = [run for run in all_runs(options.seeds[:1], SETTINGS[:1]) if run.lag == 2]
     outcomes.scan(base, runs, options.output / "runs", workers=options.workers, kind=Trainer)
-    waiting_report.write(list(outcomes.read(base, runs, options.output / "runs")), options.output)
+    records = list(outcomes.read(base, runs, options.output / "runs"))
+    waiting_report.write(played(base, runs), records, options.output)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +124,11 @@ def smooth(values: Sequence[float], over: int = 5) -> list[float]:
     return [report.mean(values[max(0, i + 1 - over) : i + 1]) for i in range(len(values))]
 
 
-def write(records: Sequence[Record], folder: Path) -> None:
+def write(played: Sequence[Record], records: Sequence[Record], folder: Path) -> None:
     """Tables and picture below `folder`; ValueError if there are no runs."""
     if not records:
         raise ValueError(f"{folder}: there are no runs yet. Take --workers 1 or more.")
-    make: dict[str, Callable[[Sequence[Record]], list[report.Row]]] = {"data": data_table, "accuracy": accuracy_table}
-    tables = {name: of(records) for name, of in make.items()}
+    tables = {"data": data_table(played), "accuracy": accuracy_table(records)}
     for name, rows in tables.items():
         report.write_table(folder / f"waiting-{name}", rows)
         print(report.markdown(rows))

@@ -197,7 +197,7 @@ def test_the_tables_of_slow_groups_have_shares_times_and_what_is_learned_in_equa
 
 def test_the_pictures_are_drawn_with_their_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="not installed: make setup-bench")
-    waiting_report.write(slow_records(), tmp_path)
+    waiting_report.write(slow_records(), slow_records(), tmp_path)
     of_runs = [schedule.Run(name, e, e, 3) for name in schedule.SCHEDULES for e in (1, 4)]
     rates = {(run, p): [1e-5] * run.updates for run in of_runs for p in (1, 2)}
     learned = [record(run, [0.3, 0.5]) for run in schedule_outcomes.all_runs([0])]
