@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.studies import batch_outcomes, outcomes, report, runs
+from benchmarks.studies.schedule_outcomes import PEAKS
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.rollout.requests import Completion
@@ -226,7 +227,7 @@ def draw(
     To the right what whole runs have learned, for both faults.
     """
     seed = next(iter(recorded))
-    drawn, axes = report.figure(2, len(METRICS) + 1, width=12.5, height=5)
+    drawn, axes = report.figure(2, len(METRICS) + len(PEAKS), width=15, height=5)
     styles = [("-", 4.0), ("-", 2.6), ("-", 1.6), ("--", 2.4), ("--", 1.6), (":", 1.6)]
     settings = [(learners, budget) for s, learners, budget in curves if s == seed]
     for (name, label), (above, below) in zip(METRICS.items(), axes.T[: len(METRICS)], strict=True):
@@ -242,8 +243,9 @@ def draw(
         below.set(yscale="log", xlabel="training step")
     axes[1, 0].set_ylabel("distance to the run")
     axes[0, 0].legend(title="microbatches per update", fontsize=6)
-    for panel, fault in zip(axes.T[-1], (batch_outcomes.PER_DEVICE, batch_outcomes.ACCUMULATED), strict=True):
-        batch_outcomes.draw(records, panel, fault, base)
+    for peak, of_peak in zip(PEAKS, axes.T[len(METRICS) :], strict=True):
+        for panel, fault in zip(of_peak, (batch_outcomes.PER_DEVICE, batch_outcomes.ACCUMULATED), strict=True):
+            batch_outcomes.draw(records, panel, fault, peak, base)
     report.save(drawn, path, results)
 
 

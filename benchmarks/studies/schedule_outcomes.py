@@ -14,7 +14,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import Training
 
 SCHEDULES = ("cosine", "linear")
-PEAKS = (5e-4, 1e-3)  # the quickstart's, and twice as much
+PEAKS = (2e-4, 5e-4)  # one at which no run falls back, and the quickstart's
 PROCESSES = (2, 4, 8)  # whose scheduler is simulated
 LEARNERS = (1, 2)  # of the trainer
 UPDATES_PER_STEP = 4

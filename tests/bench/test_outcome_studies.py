@@ -87,7 +87,7 @@ def test_the_batch_sizes_of_the_faults_by_hand() -> None:
     base = outcomes.study_config(DATA)
 
     def sizes(fault: str, factor: int) -> tuple[int, int, int, int]:
-        config = batch_outcomes.Outcome(fault, factor, 1, 0).config(base)
+        config = batch_outcomes.Outcome(fault, factor, 2e-4, 1, 0).config(base)
         rollouts = config.rollouts_per_step
         return (
             config.run.steps,
@@ -99,24 +99,24 @@ def test_the_batch_sizes_of_the_faults_by_hand() -> None:
     assert sizes(OURS, 1) == (40, 128, 32, 160)
     assert sizes(PER_DEVICE, 8) == (5, 1024, 256, 20)
     assert sizes(ACCUMULATED, 8) == (40, 128, 4, 1280)
-    assert {batch_outcomes.Outcome(OURS, 1, n, 0).config(base).training.total_updates for n in (1, 2)} == {160}
+    assert {batch_outcomes.Outcome(OURS, 1, 2e-4, n, 0).config(base).training.total_updates for n in (1, 2)} == {160}
     for learners in (1, 2):  # ours is also a run of the study of the schedule
-        ours = batch_outcomes.Outcome(OURS, 1, learners, 5).config(base)
+        ours = batch_outcomes.Outcome(OURS, 1, 5e-4, learners, 5).config(base)
         assert ours == schedule_outcomes.Outcome("cosine", 5e-4, 1, learners, 5).config(base)
     runs = batch_outcomes.all_runs([0, 1])
-    assert len({run.name for run in runs}) == len(runs) == 16
-    assert [run.seed for run in runs] == [0] * 8 + [1] * 8
+    assert len({run.name for run in runs}) == len(runs) == 32
+    assert [run.seed for run in runs] == [0] * 16 + [1] * 16
 
 
 def test_the_table_of_batch_sizes_puts_evaluations_at_their_share_of_the_rollouts() -> None:
     """Eight times the prompts: two steps are 16 of 40, so half way lies a quarter between the two evaluations."""
     base = outcomes.study_config(DATA)
-    large = record(batch_outcomes.Outcome(PER_DEVICE, 8, 1, 0), [0.4, 0.8], prompts=128)
+    large = record(batch_outcomes.Outcome(PER_DEVICE, 8, 2e-4, 1, 0), [0.4, 0.8], prompts=128)
     assert batch_outcomes.by_share(large, base) == ([0.4, 0.8], [0.4, 0.8])
-    ours = record(batch_outcomes.Outcome(OURS, 1, 1, 0), [0.7, 0.9])
+    ours = record(batch_outcomes.Outcome(OURS, 1, 2e-4, 1, 0), [0.7, 0.9])
     first, second = batch_outcomes.summarize([ours, large], base)
-    assert first["batch size"] == "sizes are global, 1 learner"
-    assert list(second.values())[:6] == [PER_DEVICE, "x 8", 1024, 256, 20, 1]
+    assert (first["peak"], first["batch size"]) == ("0.0002", "sizes are global, 1 learner")
+    assert list(second.values())[1:7] == [PER_DEVICE, "x 8", 1024, 256, 20, 1]
     assert second["held-out, half way"] == "0.5 (0.5 to 0.5)"
     assert second["less than ours, by seed"] == "0.1 (0.1 to 0.1)"
 
