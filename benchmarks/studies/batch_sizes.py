@@ -261,7 +261,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recorded: dict[int, runs.Steps] = {}
     curves: Curves = {}
     for seed in seeds:
-        recorded[seed], of_seed = train_seed(options.output / f"seed-{seed}.json", data, steps=steps, seed=seed)
+        file = options.output / f"seed-{seed}.json"
+        if not options.workers and not file.is_file():
+            continue
+        recorded[seed], of_seed = train_seed(file, data, steps=steps, seed=seed)
         curves |= of_seed
         print(f"seed {seed}: {time.monotonic() - began:.0f} s so far", flush=True)
     base = (outcomes.quick_config if options.quick else outcomes.study_config)(data)

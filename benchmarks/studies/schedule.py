@@ -305,7 +305,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ours: Curves = {}
     theirs: Curves = {}
     for processes in PROCESSES[:2] if quick else PROCESSES:
-        of_world = curves_of_world(options.output / f"rates-{processes}.json", processes, of_runs)
+        file = options.output / f"rates-{processes}.json"
+        if not options.workers and not file.is_file():
+            continue
+        of_world = curves_of_world(file, processes, of_runs)
         for curves, rates in zip((ours, theirs), of_world, strict=True):
             curves.update({(run, processes): rates_of_run for run, rates_of_run in zip(of_runs, rates, strict=True)})
         print(f"worlds of {processes}: {time.monotonic() - began:.0f} s so far", flush=True)
