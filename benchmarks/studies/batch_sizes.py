@@ -1,18 +1,29 @@
-"""Study: one learning curve for any number of learners and any number of microbatches.
+"""Study: one learning curve for any number of learners and microbatches, and what it costs not to have that.
 
-    python -m benchmarks.studies.batch_sizes
+    python -m benchmarks.studies.batch_sizes [--workers 2] [--seeds 0,1,2,3,4] [--quick]
 
-A learner is trained on the quickstart's task, and its rollouts are kept. Then the same rollouts are trained on by the
-learner's own ranks, DeepSpeed worlds of one and two, each with three values of `learner.max_tokens_per_microbatch`. All
-of them must draw the curves of the first run: what is left is the order in which float32 numbers are added. Without
-engines, because sampled tokens would differ after the first rounding that decides one. The rollouts are sampled by
-transformers from the learner's own model.
+Curves: a learner is trained on the quickstart's task, and its rollouts are kept. Then the same rollouts are trained on
+by the learner's own ranks, DeepSpeed worlds of one and two, each with three values of
+`learner.max_tokens_per_microbatch`. All of them must draw the curves of the first run: what is left is the order in
+which float32 numbers are added. Without engines, because sampled tokens would differ after the first rounding that
+decides one. The rollouts are sampled by transformers from the learner's own model.
+
+Outcomes: whole runs that sample for themselves (`outcomes.py`), ours with 1 and 2 learners, and with batch sizes that
+are wrong by a factor of 2, 4 or 8 as they are elsewhere:
+
+    sizes per device      each process samples as many as one did, for minibatches that grow alike; the run ends when it
+                          has seen as many rollouts, so it takes fewer steps and updates
+    accumulation count    microbatches are cut to a half, a fourth or an eighth, to fit into memory, and an update
+                          accumulates as many of them as before, so it consumes less, and a step takes more updates
+
+Each seed and run ends as one file below `--output`; what is there is not made again.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.studies import report, runs
+from benchmarks.studies import batch_outcomes, outcomes, report, runs
+from benchmarks.studies.schedule_outcomes import PEAKS
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.rollout.requests import Completion
@@ -68,7 +80,7 @@ def recording_rank(
     for step in range(config.run.steps):
         taken = prompts.take(config.rollout.prompts_per_step)
         record.append(sample_groups(learner.transformer, taken, config, tokenizer))
-        logged.append(train_step(learner, config, record[-1], step))
+        logged.append(outcomes.train_step(learner, config, record[-1], step))
     learner.close()
     return record, logged
 
@@ -80,7 +92,7 @@ def training_rank(
     logged = []
     for config in configs:
         learner = make_learner(config, rank, processes, port)
-        logged.append([train_step(learner, config, groups, step) for step, groups in enumerate(record)])
+        logged.append([outcomes.train_step(learner, config, groups, step) for step, groups in enumerate(record)])
     learner.close()
     return logged
 
@@ -90,28 +102,6 @@ def make_learner(config: GRPOConfig, rank: int, processes: int, port: int) -> An
     from rlhf.types import World
 
     return Learner(config, World(rank, processes, rank, "127.0.0.1", port, threads=1))
-
-
-def train_step(learner: Any, config: GRPOConfig, groups: Sequence[RolloutGroup], step: int) -> tuple[Any, int]:
-    """The step of `rlhf.grpo`: this rank's metrics of every update, and how many microbatches they had in all."""
-    from rlhf.cluster.rank_group import rows_of_rank
-    from rlhf.step.advantages import step_advantages
-    from rlhf.step.batch import broadcast_to_tokens, make_batch
-    from rlhf.step.minibatches import plan_epochs, rows_with_gradient
-    from rlhf.types import PolicyTargets
-
-    batch = make_batch(groups, mask_truncated=config.algo.mask_truncated)
-    advantages = step_advantages(batch, batch.rewards, config.algo.advantage)
-    rows = rows_with_gradient(batch, advantages, config)
-    epochs = plan_epochs(batch, config, step=step, rows_to_compute=rows)
-    learner.start_step(batch.tokens, epochs)
-    own = batch.tokens.token_indices(rows_of_rank(epochs[:1], learner.world.rank))
-    columns = []
-    for computed in learner.logprobs():
-        columns.append(np.zeros(len(batch.tokens.token_ids), np.float32))  # the tokens of other ranks are not read
-        columns[-1][own] = computed
-    updates = learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), *columns))
-    return updates, sum(len(m.microbatches[learner.world.rank]) for epoch in epochs for m in epoch)
 
 
 def sample_groups(
@@ -184,8 +174,7 @@ def train_seed(file: Path, data: Path, *, steps: int, seed: int) -> tuple[runs.S
             by_rank = runs.run_world(training_rank, learners, [config(learners, budget) for budget in BUDGETS], record)
             for budget, ranks in zip(BUDGETS, zip(*by_rank, strict=True), strict=True):
                 worlds.append((learners, budget, curve_of(ranks)))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"recorded": curve_of([logged]), "worlds": worlds}))
+        report.write_json(file, {"recorded": curve_of([logged]), "worlds": worlds})
     made = json.loads(file.read_text())
     return made["recorded"], {(seed, learners, budget): curve for learners, budget, curve in made["worlds"]}
 
@@ -225,13 +214,23 @@ def summarize(curves: Curves, recorded: dict[int, runs.Steps]) -> list[report.Ro
     return [*rows, everything | spans]
 
 
-def draw(curves: Curves, recorded: dict[int, runs.Steps], path: Path) -> None:
-    """The first seed: the recorded curve in grey, all others over it, and below how far they are from it."""
+def draw(
+    curves: Curves,
+    recorded: dict[int, runs.Steps],
+    records: Sequence[dict[str, Any]],
+    base: GRPOConfig,
+    path: Path,
+    results: report.Row,
+) -> None:
+    """The first seed: the recorded curve in grey, all others over it, and below how far they are from it.
+
+    To the right what whole runs have learned, for both faults.
+    """
     seed = next(iter(recorded))
-    drawn, axes = report.figure(2, len(METRICS), width=9.5, height=4.4, sharex=True)
+    drawn, axes = report.figure(2, len(METRICS) + len(PEAKS), width=15, height=5)
     styles = [("-", 4.0), ("-", 2.6), ("-", 1.6), ("--", 2.4), ("--", 1.6), (":", 1.6)]
     settings = [(learners, budget) for s, learners, budget in curves if s == seed]
-    for (name, label), (above, below) in zip(METRICS.items(), axes.T, strict=True):
+    for (name, label), (above, below) in zip(METRICS.items(), axes.T[: len(METRICS)], strict=True):
         at = [step["step"] for step in recorded[seed]]
         above.plot(at, [step[name] for step in recorded[seed]], color="0.8", lw=7, label="the run")
         for (learners, budget), (line, width) in zip(settings, styles, strict=False):
@@ -243,27 +242,46 @@ def draw(curves: Curves, recorded: dict[int, runs.Steps], path: Path) -> None:
         above.set_title(label)
         below.set(yscale="log", xlabel="training step")
     axes[1, 0].set_ylabel("distance to the run")
-    lines, texts = axes[0, 0].get_legend_handles_labels()
-    drawn.legend(lines, texts, loc="outside right upper", title="microbatches\nper update")
-    report.save(drawn, path)
+    axes[0, 0].legend(title="microbatches per update", fontsize=6)
+    for peak, of_peak in zip(PEAKS, axes.T[len(METRICS) :], strict=True):
+        for panel, fault in zip(of_peak, (batch_outcomes.PER_DEVICE, batch_outcomes.ACCUMULATED), strict=True):
+            batch_outcomes.draw(records, panel, fault, peak, base)
+    report.save(drawn, path, results)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = report.parser("batch_sizes", "One curve for any learners and microbatches.", trains=True)
+    parser = report.parser("batch_sizes", "One curve for any learners and microbatches.", trains=True, seeds=range(5))
+    parser.add_argument(
+        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="0: no runs, only what is there"
+    )
     options = report.parse(parser, arguments)
     began = time.monotonic()
     data = report.ensure_data(options.data)
-    seeds, steps = (options.seeds[:1], 6) if options.quick else (options.seeds, STEPS)
+    seeds, steps = (options.seeds[:1], 3) if options.quick else (options.seeds, STEPS)
     recorded: dict[int, runs.Steps] = {}
     curves: Curves = {}
     for seed in seeds:
-        recorded[seed], of_seed = train_seed(options.output / f"seed-{seed}.json", data, steps=steps, seed=seed)
+        file = options.output / f"seed-{seed}.json"
+        if not options.workers and not file.is_file():
+            continue
+        recorded[seed], of_seed = train_seed(file, data, steps=steps, seed=seed)
         curves |= of_seed
         print(f"seed {seed}: {time.monotonic() - began:.0f} s so far", flush=True)
-    rows = summarize(curves, recorded)
-    report.write_table(options.output / "batch_sizes", rows)
-    print(report.markdown(rows))
-    draw(curves, recorded, options.output / "batch_sizes.png")
+    base = (outcomes.quick_config if options.quick else outcomes.study_config)(data)
+    records = batch_outcomes.scan(
+        base, options.output / "runs", seeds=seeds, quick=options.quick, workers=options.workers
+    )
+    tables = {"curves": summarize(curves, recorded), "outcomes": batch_outcomes.summarize(records, base)}
+    for name, rows in tables.items():
+        report.write_table(options.output / name, rows)
+        print(report.markdown(rows))
+    results = {
+        "command": "python -m benchmarks.studies.batch_sizes",
+        "date": max(record["date"] for record in records),
+        "tables": tables,
+        "runs": outcomes.by_run(records),
+    }
+    draw(curves, recorded, records, base, options.output / "batch_sizes.png", results)
 
 
 if __name__ == "__main__":

@@ -91,16 +91,16 @@ class Trainer:
     A study of what the engine samples from replaces `publish` and `compare`.
     """
 
-    def __init__(self, config: GRPOConfig) -> None:
-        from transformers import AutoModelForCausalLM  # imported here, because --workers 0 needs neither
-
-        from rlhf.learner.policy import Learner
+    def __init__(self, config: GRPOConfig, world: World | None = None) -> None:
+        from transformers import AutoModelForCausalLM  # imported here, because --workers 0 does not need it
 
         self.base = self.config = config
         self.tokenizer = load_tokenizer(config.model)
         self.prompts = load_prompts(config.data, "train", self.tokenizer).prompts
-        self.held_out = load_prompts(config.data, "eval", self.tokenizer).prompts
-        self.learner = Learner(config, World(0, 1, 0, "127.0.0.1", free_port(), threads=1))
+        held_out = load_prompts(config.data, "eval", self.tokenizer).prompts
+        self.held_out = [prompt for prompts in held_out.values() for prompt in prompts]
+        self._versions: deque[dict[str, torch.Tensor]] = deque()
+        self.learner = self.make_learner(config, world or World(0, 1, 0, "127.0.0.1", free_port(), threads=1))
         self.engine: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=config.model.dtype).eval()
         self._exit_stack = ExitStack()
         self.close = self._exit_stack.close
@@ -112,6 +112,11 @@ class Trainer:
         while (saved := self.learner.saved()) is None:
             time.sleep(0.01)
         assert saved.error is None, saved.error
+
+    def make_learner(self, config: GRPOConfig, world: World) -> Any:
+        from rlhf.learner.policy import Learner
+
+        return Learner(config, world)
 
     def publish(self, run: Any) -> None:
         """Give what samples the learner's weights, or those of `max_policy_lag` steps ago, or the first ones.
@@ -129,12 +134,18 @@ class Trainer:
             check_sampled_from(batch, old)
         return {}
 
-    def run(self, run: Any) -> list[report.Row]:
-        """One run of the scan, from the first weights and a new Adam: one row per training step."""
+    def begin(self, run: Any) -> GRPOConfig:
+        """The config of a run, with which everything begins anew; a world of several ranks takes one run alone."""
         self.config = self.learner.config = config = run.config(self.base)
         self.learner.training = config.training
-        self.learner.load(self._start)
-        self._versions: deque[dict[str, torch.Tensor]] = deque()
+        if self.learner.world.size == 1:
+            self.learner.load(self._start)
+        self._versions.clear()
+        return config
+
+    def run(self, run: Any) -> list[report.Row]:
+        """One run of the scan, from the first weights and a new Adam: one row per training step."""
+        config = self.begin(run)
         stream = PromptStream(self.prompts, seed=run.seed)
         rows = []
         for step in range(config.run.steps):
@@ -150,8 +161,7 @@ class Trainer:
 
     def evaluate(self) -> report.Row:
         """What is measured of one response of the published policy to each of the held-out problems."""
-        prompts = [prompt for source in self.held_out.values() for prompt in source]
-        batch, _, ref = self.forward(self.sample(prompts, 1), step=self.config.run.steps)
+        batch, _, ref = self.forward(self.sample(self.held_out, 1), step=self.config.run.steps)
         measured = statistics(batch, batch.tokens.rollout_logprobs, ref)
         return {name: measured[name] for name in ("k3", "reward", "length")}
 
@@ -309,18 +319,20 @@ def work(run: Any, file: Path) -> Any:
         return run
     began = time.monotonic()
     steps = _trainer.run(run)
+    keep(file, run, steps, prompts=_trainer.config.rollout.prompts_per_step, seconds=time.monotonic() - began)
+    return run
+
+
+def keep(file: Path, run: Any, steps: Sequence[report.Row], *, prompts: int, seconds: float) -> None:
+    """Write the file of a run, whole or not at all."""
     record = {
         **asdict(run),
-        "prompts": _trainer.config.rollout.prompts_per_step,
+        "prompts": prompts,
         "date": f"{datetime.date.today():%Y-%m-%d}",
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(seconds, 1),
         "steps": steps,
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".part")
-    unfinished.write_text(json.dumps(record))
-    unfinished.rename(file)
-    return run
+    report.write_json(file, record)
 
 
 def pending(runs: Sequence[Any], folder: Path) -> list[Any]:

@@ -90,6 +90,14 @@ def write_table(path: Path, rows: Sequence[Row]) -> None:
         writer.writerows(rows)
 
 
+def write_json(path: Path, value: Any) -> None:
+    """The file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(value))
+    unfinished.rename(path)
+
+
 def figure(rows: int, columns: int, *, width: float, height: float, **options: Any) -> tuple[Any, Any]:
     """A grid of axes, [rows][columns] always, in one plain style."""
     import matplotlib as mpl

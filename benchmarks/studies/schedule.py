@@ -1,10 +1,10 @@
-"""Study: the learning rate that an optimizer holds, against training steps, done right and wrong in two ways.
+"""Study: the learning rate that an optimizer holds, right and wrong in two ways, and what it does to accuracy.
 
-    python -m benchmarks.studies.schedule
+    python -m benchmarks.studies.schedule [--workers 2] [--seeds 0,1,2,3,4] [--quick]
 
-Constant, linear and cosine, each with a warm-up, for 1 and 4 PPO epochs and 1 and 4 minibatches. Ours: ranks of a
-DeepSpeed world of 1, 2 or 4 processes take every optimizer step of a run (of a toy module), and the rate is read from
-the optimizer. Next to it:
+Rates: constant, linear and cosine, each with a warm-up, for 1 and 4 PPO epochs and 1 and 4 minibatches. Ours: ranks of
+a DeepSpeed world of 1, 2 or 4 processes get the config of such a run, take every optimizer step of it (of a toy
+module), and the rate is read from the optimizer. Next to it:
 
     stepped once per process   the usual loop of `accelerate` in worlds of the same sizes: model, optimizer and
                                transformers' scheduler through `prepare`, then step and step. The prepared scheduler
@@ -12,10 +12,15 @@ the optimizer. Next to it:
                                over a data set; PPO takes the same number of updates.
     N counted as rollouts      transformers' scheduler on one process, told that the run has as many updates as training
                                steps: without epochs and minibatches.
+
+Outcomes: whole runs (`outcomes.py`), ours with 1 and 2 learners, and with the rates that a scheduler gives which steps
+2, 4 or 8 times per update. With 4 minibatches the second fault gives the same rates as 4 processes do. Each run ends as
+one file below `--output`; what is there is not run again.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
@@ -25,7 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.studies import report, runs
+from benchmarks.studies import outcomes, report, runs, schedule_outcomes
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import load_config
 
 PEAK = 1e-5
 STEPS = 20
@@ -58,6 +65,16 @@ class Run:
     def warmup(self) -> int:
         return warmup_of(self.updates)
 
+    def config(self, learners: int) -> GRPOConfig:
+        """The config of such a run, loaded as any other; nowhere does it say N."""
+        overrides = [
+            f"run.steps={self.steps}", f"learner.epochs_per_step={self.epochs}",
+            f"learner.minibatches_per_epoch={self.minibatches}", f"learner.optimizer.lr={PEAK}",
+            f"learner.schedule.name={self.schedule}", "learner.schedule.min_lr=0.0", "learner.schedule.warmup_steps=0",
+            f"learner.schedule.warmup_fraction={WARMUP_FRACTION}", f"cluster.learners={learners}",
+        ]  # fmt: skip
+        return load_config(GRPOConfig, ["configs/quickstart.yaml"], overrides)
+
     def intended(self, update: int) -> float:
         """The rate of update 1..N, by hand: a ramp, then one fall to 0 at N (or none)."""
         if update <= self.warmup:
@@ -84,21 +101,14 @@ def our_rank(rank: int, processes: int, port: int, of_runs: Sequence[Run]) -> li
     """One rank of our learner, without its model: DeepSpeed ZeRO-2, every optimizer step of each run."""
     import torch
 
-    from rlhf.config.roles import Training
-    from rlhf.config.sections import ModelConfig, OptimizerConfig, ScheduleConfig, TrainedConfig
     from rlhf.learner.rank import TrainedRank
     from rlhf.types import World
 
     world = World(rank, processes, rank, "127.0.0.1", port, threads=1)
     rates_of_runs = []
     for run in of_runs:
-        section = TrainedConfig(
-            optimizer=OptimizerConfig(lr=PEAK),
-            schedule=ScheduleConfig(name=run.schedule, warmup_fraction=WARMUP_FRACTION),  # type: ignore[arg-type]
-        )
-        training = Training(section, epochs_per_step=1, minibatches_per_epoch=run.updates, steps=1)
-        model = ModelConfig(path="", dtype="float32")
-        trained = TrainedRank(world, name="learner", training=training, model=model, device="cpu")
+        config = run.config(processes)
+        trained = TrainedRank(world, name="learner", training=config.training, model=config.model, device="cpu")
         trained.wrap(torch.nn.Sequential(OrderedDict(transformer=torch.nn.Linear(4, 1))))
         rates = []
         for _ in range(run.updates):
@@ -124,7 +134,9 @@ def accelerate_rank(rank: int, processes: int, port: int, of_runs: Sequence[Run]
     for run in of_runs:
         module = torch.nn.Linear(4, 1)
         plain = torch.optim.AdamW(module.parameters(), lr=PEAK)
-        model, optimizer, scheduler = accelerator.prepare(module, plain, their_schedule(run, plain, run.updates))
+        model, optimizer, scheduler = accelerator.prepare(
+            module, plain, their_schedule(run.schedule, plain, run.updates)
+        )
         rates = []
         for _ in range(run.updates):
             accelerator.backward(model(torch.ones(1, 4)).sum())
@@ -137,26 +149,31 @@ def accelerate_rank(rank: int, processes: int, port: int, of_runs: Sequence[Run]
     return rates_of_runs
 
 
-def their_schedule(run: Run, optimizer: Any, total: int) -> Any:
+def their_schedule(schedule: str, optimizer: Any, total: int) -> Any:
     """transformers' scheduler of a run that is said to have `total` updates."""
     from transformers import get_scheduler
 
-    name = "constant_with_warmup" if run.schedule == "constant" else run.schedule
+    name = "constant_with_warmup" if schedule == "constant" else schedule
     return get_scheduler(name, optimizer, num_warmup_steps=warmup_of(total), num_training_steps=total)
 
 
-def rates_if_counted(run: Run, total: int) -> list[float]:
-    """Rates of all updates of the run on one process, if transformers' scheduler is told that there are `total`."""
+def their_rates(schedule: str, peak: float, updates: int, *, total: int, steps_per_update: int = 1) -> list[float]:
+    """Rates of all updates of a run on one process, if transformers' scheduler is told that there are `total`."""
     import torch
 
-    optimizer = torch.optim.AdamW(torch.nn.Linear(4, 1).parameters(), lr=PEAK)
-    scheduler = their_schedule(run, optimizer, total)
+    optimizer = torch.optim.AdamW(torch.nn.Linear(4, 1).parameters(), lr=peak)
+    scheduler = their_schedule(schedule, optimizer, total)
     rates = []
-    for _ in range(run.updates):
+    for _ in range(updates):
         rates.append(float(optimizer.param_groups[0]["lr"]))
         optimizer.step()
-        scheduler.step()
+        for _ in range(steps_per_update):
+            scheduler.step()
     return rates
+
+
+def rates_if_counted(run: Run, total: int) -> list[float]:
+    return their_rates(run.schedule, PEAK, run.updates, total=total)
 
 
 # --- tables and picture ---
@@ -179,6 +196,7 @@ def summarize(ours: Curves, theirs: Curves) -> list[report.Row]:
     for (run, processes), rates in ours.items():
         intended = [run.intended(update) for update in range(1, run.updates + 1)]
         other = theirs[run, processes]
+        simulated = their_rates(run.schedule, PEAK, run.updates, total=run.updates, steps_per_update=processes)
         rows.append(
             {
                 "schedule": run.schedule,
@@ -192,6 +210,7 @@ def summarize(ours: Curves, theirs: Curves) -> list[report.Row]:
                 "accelerate, mean rate": round(report.mean(other) / PEAK, 3),
                 "accelerate, updates below 1% of the peak": sum(rate < 0.01 * PEAK for rate in other),
                 "accelerate, rate of the last update": round(other[-1] / PEAK, 3),
+                "accelerate as simulated, off by": round(deviation(other, simulated), 6),
             }
         )
     return rows
@@ -219,14 +238,15 @@ def summarize_count(of_runs: Sequence[Run]) -> list[report.Row]:
     return rows
 
 
-def draw(ours: Curves, theirs: Curves, path: Path) -> None:
-    """The runs with most epochs and minibatches: ours, then the two ways to get them wrong; a row per schedule."""
+def draw(ours: Curves, theirs: Curves, records: Sequence[dict[str, Any]], path: Path, results: report.Row) -> None:
+    """A row per schedule: rates of the runs with most updates, ours and wrong in two ways, then what is learned."""
     most = max(run.updates for run, _ in ours)
-    drawn, axes = report.figure(len(SCHEDULES), 3, width=9, height=6.2, sharex=True, sharey=True)
+    peaks = sorted({record["peak"] for record in records})
+    drawn, axes = report.figure(len(SCHEDULES), 3 + len(peaks), width=9 + 2.5 * len(peaks), height=6.2)
     for row, name in enumerate(SCHEDULES):
         of_schedule = sorted({run for run, _ in ours if run.schedule == name}, key=lambda run: run.updates)
         run = next(run for run in of_schedule if run.updates == most)
-        for panel in axes[row]:
+        for panel in axes[row][:3]:
             panel.plot(steps_of(run), [run.intended(u) / PEAK for u in range(1, most + 1)], color="0.8", lw=7)
         for panel, curves in ((axes[row, 0], ours), (axes[row, 1], theirs)):
             for processes, (line, width) in LINES.items():
@@ -238,16 +258,20 @@ def draw(ours: Curves, theirs: Curves, path: Path) -> None:
             rates = [rate / PEAK for rate in rates_if_counted(counted, counted.steps)]
             text = f"{counted.updates // counted.steps} updates per step"
             axes[row, 2].plot(steps_of(counted), rates, lw=1.5, label=text)
+        for panel, peak in zip(axes[row][3:], peaks, strict=True):
+            of_panel = [r for r in records if (r["schedule"], r["peak"]) == (name, peak)]
+            schedule_outcomes.draw(of_panel, panel, name, peak)
+            panel.set_visible(bool(of_panel))
         axes[row, 0].set_ylabel(f"{name}\nlearning rate / peak")
     titles = ("this trainer", "stepped once per process\n(accelerate, prepared)", "N without epochs and minibatches")
-    for panel, title in zip(axes[0], titles, strict=True):
+    for panel, title in zip(axes[0], titles, strict=False):
         panel.set_title(title)
     for panel in axes[-1]:
         panel.set_xlabel("training step")
     axes[0, 0].plot([], [], color="0.8", lw=7, label="intended")
-    for panel in axes[0]:
+    for panel in (*axes[0][:3], *axes[-1][3:4]):
         panel.legend(loc="lower right")
-    report.save(drawn, path)
+    report.save(drawn, path, results)
 
 
 def steps_of(run: Run) -> list[float]:
@@ -255,23 +279,59 @@ def steps_of(run: Run) -> list[float]:
     return [update * run.steps / run.updates for update in range(1, run.updates + 1)]
 
 
+def curves_of_world(file: Path, processes: int, of_runs: Sequence[Run]) -> tuple[list[list[float]], list[list[float]]]:
+    """Our rates and accelerate's, by run and update; kept in `file`."""
+    if not file.is_file():
+        rates = [rates_in_world(rank_main, processes, of_runs) for rank_main in (our_rank, accelerate_rank)]
+        report.write_json(file, rates)
+    ours, theirs = json.loads(file.read_text())
+    return ours, theirs
+
+
+def of_the_docs(rows: Sequence[report.Row]) -> list[report.Row]:
+    """Of all lines those with most updates per step: epochs and minibatches change nothing else."""
+    most = max(row["updates"] for row in rows)
+    return [row for row in rows if row["updates"] == most]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = report.parser("schedule", "The learning rate by training step, right and wrong.", trains=False)
+    parser = report.parser("schedule", "The learning rate, right and wrong, and outcomes.", trains=True, seeds=range(5))
+    parser.add_argument(
+        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="0: no runs, only what is there"
+    )
     options = report.parse(parser, arguments)
-    began = time.monotonic()
-    worlds = PROCESSES[:2] if options.quick else PROCESSES
-    of_runs = all_runs(5 if options.quick else STEPS)
+    began, quick = time.monotonic(), options.quick
+    of_runs = all_runs(5 if quick else STEPS)
     ours: Curves = {}
     theirs: Curves = {}
-    for processes in worlds:
-        for curves, rank_main in ((ours, our_rank), (theirs, accelerate_rank)):
-            rates = rates_in_world(rank_main, processes, of_runs)
+    for processes in PROCESSES[:2] if quick else PROCESSES:
+        file = options.output / f"rates-{processes}.json"
+        if not options.workers and not file.is_file():
+            continue
+        of_world = curves_of_world(file, processes, of_runs)
+        for curves, rates in zip((ours, theirs), of_world, strict=True):
             curves.update({(run, processes): rates_of_run for run, rates_of_run in zip(of_runs, rates, strict=True)})
         print(f"worlds of {processes}: {time.monotonic() - began:.0f} s so far", flush=True)
-    for name, rows in (("schedule", summarize(ours, theirs)), ("schedule-count", summarize_count(of_runs))):
+    records = schedule_outcomes.scan(
+        report.ensure_data(options.data), options.output / "runs", seeds=options.seeds[:1] if quick else options.seeds,
+        quick=quick, workers=options.workers,
+    )  # fmt: skip
+    rates, counts = summarize(ours, theirs), summarize_count(of_runs)
+    tables = {"schedule": rates, "schedule-count": counts, "schedule-outcomes": schedule_outcomes.summarize(records)}
+    for name, rows in tables.items():
         report.write_table(options.output / name, rows)
         print(report.markdown(rows))
-    draw(ours, theirs, options.output / "schedule.png")
+    results = {
+        "command": "python -m benchmarks.studies.schedule",
+        "date": max(record["date"] for record in records),
+        "tables": {
+            "rates": of_the_docs(rates),
+            "count": list({(row["schedule"], row["updates"]): row for row in counts}.values()),
+            "outcomes": tables["schedule-outcomes"],
+        },
+        "runs": outcomes.by_run(records),
+    }
+    draw(ours, theirs, records, options.output / "schedule.png", results)
 
 
 if __name__ == "__main__":

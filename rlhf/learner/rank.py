@@ -167,7 +167,7 @@ class TrainedRank:
             self.deepspeed.backward(loss * self.world.size)
             parts.append(metrics)
         computed = _now(self.device)
-        lr = self._next_lr()
+        lr = self.next_lr()
         options = self.training.section.optimizer.model_dump(include={"variant", "eps", "betas"})
         set_step(self.deepspeed.optimizer, lr=lr, adam_step=self.adam_steps + 1, **options)
         grad_norm, taken = self._apply()
@@ -179,9 +179,10 @@ class TrainedRank:
 
     def skip_updates(self, count: int) -> list[UpdateOutcome]:
         """Count optimizer steps as skipped: they take their place in the schedule."""
-        return [UpdateOutcome(self.name, False, self._schedule_metrics(self._next_lr())) for _ in range(count)]
+        return [UpdateOutcome(self.name, False, self._schedule_metrics(self.next_lr())) for _ in range(count)]
 
-    def _next_lr(self) -> float:
+    def next_lr(self) -> float:
+        """The learning rate of the next optimizer step, which is counted."""
         self.updates_done += 1
         return learning_rate(self.updates_done, **self.training.schedule_arguments)
 

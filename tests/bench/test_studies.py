@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from worlds import run_world
 
 from benchmarks.studies import (
     adam,
@@ -27,6 +29,7 @@ from rlhf.algo.schedules import learning_rate
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
+from rlhf.types import World
 
 ROOT = Path(__file__).parents[2]
 TINY = {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
@@ -64,16 +67,11 @@ def test_the_tables_of_the_docs_that_are_marked_as_those_of_a_study_are() -> Non
 
 def test_every_study_draws_its_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="comes with the extra bench")
-    of_runs = [schedule.Run(name, e, e, 3) for name in schedule.SCHEDULES for e in (1, 4)]
-    rates = {(run, p): [1e-5] * run.updates for run in of_runs for p in (1, 2)}
-    schedule.draw(rates, rates, tmp_path / "schedule.png")
     logged = {"step": 1, "reward/mean": 0.5, "policy/kl_k3": 0.0}
     algorithms.draw({"grpo": [[logged]], "dapo": [[logged], [logged]]}, tmp_path / "algorithms.png")
     groups = ppo_adam.grouped([ppo_record(run, [0.0, 0.1]) for run in ppo_adam.all_runs([0, 1])])
     ppo_adam.draw(groups, tmp_path / "ppo_adam.png", {})
-    curve = [{"step": 1, "microbatches": 2, **dict.fromkeys(batch_sizes.METRICS, 0.5)}]
-    batch_sizes.draw({(0, 1, 512): curve, (0, 2, 512): curve}, {0: curve}, tmp_path / "batch_sizes.png")
-    names = ("schedule", "algorithms", "ppo_adam", "batch_sizes")
+    names = ("algorithms", "ppo_adam")
     assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in names)
 
 
@@ -314,11 +312,14 @@ def test_a_count_without_epochs_and_minibatches_ends_a_linear_schedule_early_and
 @pytest.mark.stack
 def test_two_processes_leave_our_rate_as_intended_and_take_accelerates_through_its_schedule_twice_as_fast() -> None:
     run = schedule.Run("linear", epochs=2, minibatches=2, steps=5)
+    assert run.config(2).training.total_updates == run.updates == 20
     (ours,) = schedule.rates_in_world(schedule.our_rank, 2, [run])
     assert ours == [pytest.approx(run.intended(update)) for update in range(1, run.updates + 1)]
     (theirs,) = schedule.rates_in_world(schedule.accelerate_rank, 2, [run])
     assert theirs[len(theirs) // 2 + 1 :] == [0.0] * (len(theirs) // 2 - 1)
     assert max(theirs) == pytest.approx(schedule.PEAK)
+    simulated = schedule.their_rates(run.schedule, schedule.PEAK, run.updates, total=run.updates, steps_per_update=2)
+    assert theirs == simulated  # so runs with more processes can be simulated on one
 
 
 # --- whole runs ---
