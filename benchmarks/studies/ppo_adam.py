@@ -39,7 +39,7 @@ from rlhf.types import PolicyTargets, RolloutGroup, ValueTargets, World
 
 CONFIG = "configs/ppo_quickstart.yaml"
 STEPS, PROMPTS, SEEDS = 12, 64, range(5)
-QUICK_STEPS, QUICK_PROMPTS = 3, 16
+QUICK_STEPS, QUICK_PROMPTS = 3, 4
 LR, EPS, WARMUP = 3e-4, 1e-5, 10  # of 88 updates of the policy
 RATE = 1.65  # torch's step over tensorflow's, mean |change| of a weight per training step over a run
 MEAN_EPS = 6.3e-5  # of tensorflow's eps_t over the 88 updates, of which the first has 3.2e-4 and the last 3.4e-5
