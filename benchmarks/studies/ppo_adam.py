@@ -39,7 +39,7 @@ from rlhf.types import PolicyTargets, RolloutGroup, ValueTargets, World
 
 CONFIG = "configs/ppo_quickstart.yaml"
 STEPS, PROMPTS, SEEDS = 12, 64, range(5)
-QUICK_STEPS, QUICK_PROMPTS = 3, 16
+QUICK_STEPS, QUICK_PROMPTS = 3, 4
 LR, EPS, WARMUP = 3e-4, 1e-5, 10  # of 88 updates of the policy
 RATE = 1.65  # torch's step over tensorflow's, mean |change| of a weight per training step over a run
 MEAN_EPS = 6.3e-5  # of tensorflow's eps_t over the 88 updates, of which the first has 3.2e-4 and the last 3.4e-5
@@ -103,7 +103,8 @@ def study_config(data: Path, *, steps: int, prompts: int) -> PPOConfig:
         "evaluation.every=null", f"rollout.prompts_per_step={prompts}", "algo.log_kl=true",
         "algo.importance_correction=none", "learner.epochs_per_step=4", "critic.epochs_per_step=1",
         "critic.minibatches_per_epoch=4", "critic.warmup_steps=1", "learner.optimizer.betas=[0.9,0.999]",
-        "learner.max_grad_norm=null", "learner.zero_stage=0", "critic.zero_stage=0",  # one rank has nothing to split
+        "learner.max_grad_norm=null", "learner.schedule.warmup_steps=0",
+        "learner.zero_stage=0", "critic.zero_stage=0",  # one rank has nothing to split
         "reward={parts: [{name: math, mode: strict}], workers: 1}",
     ]  # fmt: skip
     return load_config(PPOConfig, [CONFIG], overrides)
@@ -301,7 +302,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     records = list(kl.read_records(folder, planned, **size))
     if not records:
         raise ValueError(f"{folder}: there are no runs yet. Take --workers 1 or more.")
-    results = study_results(records, grouped(records), "python -m benchmarks.studies.ppo_adam")
+    own = ",".join(str(seed) for seed in sorted({record["seed"] for record in records}))
+    results = study_results(records, grouped(records), f"python -m benchmarks.studies.ppo_adam --seeds {own}")
     for name, rows in results["tables"].items():
         report.write_table(options.output / name, rows)
         print(report.markdown(rows))
