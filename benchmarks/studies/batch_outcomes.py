@@ -110,7 +110,7 @@ def by_share(record: dict[str, Any], base: GRPOConfig) -> tuple[list[float], lis
 def draw(records: Sequence[dict[str, Any]], panel: Any, fault: str, peak: float, base: GRPOConfig) -> None:
     """Held-out accuracy by rollouts, a line with its range for each factor of a fault, and ours."""
     kinds = [(OURS, 1, 1), (OURS, 1, 2), *((fault, factor, 1) for factor in FACTORS)]
-    for (name, factor, learners), colour in zip(kinds, ("0.3", "0.6", "C1", "C2", "C4"), strict=True):
+    for (name, factor, learners), colour in zip(kinds, ("0.3", "0.6", "C1", "C2", "C3"), strict=True):
         chosen = [r for r in records if kind_of(r) == (peak, name, factor, learners)]
         if not chosen:
             continue
