@@ -110,7 +110,7 @@ def by_share(record: dict[str, Any], base: GRPOConfig) -> tuple[list[float], lis
 def draw(records: Sequence[dict[str, Any]], panel: Any, fault: str, peak: float, base: GRPOConfig) -> None:
     """Held-out accuracy by rollouts, a line with its range for each factor of a fault, and ours."""
     kinds = [(OURS, 1, 1), (OURS, 1, 2), *((fault, factor, 1) for factor in FACTORS)]
-    for (name, factor, learners), colour in zip(kinds, ("0.3", "0.6", "C1", "C2", "C4"), strict=True):
+    for (name, factor, learners), colour in zip(kinds, ("0.3", "0.6", "C1", "C2", "C3"), strict=True):
         chosen = [r for r in records if kind_of(r) == (peak, name, factor, learners)]
         if not chosen:
             continue
@@ -121,11 +121,14 @@ def draw(records: Sequence[dict[str, Any]], panel: Any, fault: str, peak: float,
         panel.fill_between(rollouts, values.min(0), values.max(0), color=colour, alpha=0.12, lw=0)
     panel.set_title(f"held-out accuracy, {fault}, peak {peak:g}")
     panel.set_xlabel("rollouts")
-    panel.legend(loc="upper left")
+    if panel.lines:
+        panel.legend(loc="upper left")
+    panel.set_visible(bool(panel.lines))
 
 
 def scan(base: GRPOConfig, folder: Path, *, seeds: Sequence[int], quick: bool, workers: int) -> list[dict[str, Any]]:
     """The records of all runs that are there once the missing ones have been made."""
     planned = all_runs(seeds, FACTORS[-1:] if quick else FACTORS)
+    planned = [run for run in planned if run.peak == PEAKS[0] or not quick]
     outcomes.scan(base, planned, folder, workers=workers, kind=outcomes.Trainer)
     return list(outcomes.read(base, planned, folder))

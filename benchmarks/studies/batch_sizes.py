@@ -257,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = report.parse(parser, arguments)
     began = time.monotonic()
     data = report.ensure_data(options.data)
-    seeds, steps = (options.seeds[:1], 3) if options.quick else (options.seeds, STEPS)
+    seeds, steps = (options.seeds[:1], 6) if options.quick else (options.seeds, STEPS)
     recorded: dict[int, runs.Steps] = {}
     curves: Curves = {}
     for seed in seeds:

@@ -123,7 +123,7 @@ def draw(records: Sequence[dict[str, Any]], panel: Any, schedule: str, peak: flo
         (1, 2): ("0.6", "--"),
         (2, 1): ("C1", "-"),
         (4, 1): ("C2", "-"),
-        (8, 1): ("C4", "-"),
+        (8, 1): ("C3", "-"),
     }
     for (times, learners), (colour, line) in styles.items():
         chosen = [
