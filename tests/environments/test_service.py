@@ -161,7 +161,8 @@ def test_one_that_is_not_there_yet_is_asked_again(monkeypatch: pytest.MonkeyPatc
     assert len(asked[0]) == 1
 
 
-def test_a_service_that_is_not_reached_in_time_is_not_the_models_doing() -> None:
+def test_a_service_that_is_not_reached_in_time_is_not_the_models_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "FIRST_WAIT_S", 0.01)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as opened:
         address = full.getsockname()
         for _ in range(4):  # fills the queue, so that a further connection waits
