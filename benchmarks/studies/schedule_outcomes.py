@@ -86,16 +86,11 @@ def summarize(records: Sequence[dict[str, Any]]) -> list[report.Row]:
     Differences are those of a seed, whose runs begin with the same weights and see the same prompts; they compare runs
     on one learner.
     """
-    kinds = dict.fromkeys((r["schedule"], r["peak"], r["steps_per_update"], r["learners"]) for r in records)
-    ours = {
-        (r["schedule"], r["peak"], r["seed"]): r for r in records if (r["steps_per_update"], r["learners"]) == (1, 1)
-    }
+    ours = {(r["schedule"], r["peak"], r["seed"]): r for r in records if kind_of(r)[2:] == (1, 1)}
     rows = []
-    for schedule, peak, times, learners in kinds:
-        chosen = [
-            r for r in records
-            if (r["schedule"], r["peak"], r["steps_per_update"], r["learners"]) == (schedule, peak, times, learners)
-        ]  # fmt: skip
+    for kind in dict.fromkeys(map(kind_of, records)):
+        schedule, peak, times, learners = kind
+        chosen = [r for r in records if kind_of(r) == kind]
         pairs = [(r, ours[schedule, peak, r["seed"]]) for r in chosen if (schedule, peak, r["seed"]) in ours]
         rows.append(
             {
@@ -109,6 +104,10 @@ def summarize(records: Sequence[dict[str, Any]]) -> list[report.Row]:
             }
         )
     return rows
+
+
+def kind_of(record: dict[str, Any]) -> tuple[str, float, int, int]:
+    return record["schedule"], record["peak"], record["steps_per_update"], record["learners"]
 
 
 def held_out(record: dict[str, Any]) -> list[float]:
@@ -126,10 +125,7 @@ def draw(records: Sequence[dict[str, Any]], panel: Any, schedule: str, peak: flo
         (8, 1): ("C3", "-"),
     }
     for (times, learners), (colour, line) in styles.items():
-        chosen = [
-            r for r in records
-            if (r["schedule"], r["peak"], r["steps_per_update"], r["learners"]) == (schedule, peak, times, learners)
-        ]  # fmt: skip
+        chosen = [r for r in records if kind_of(r) == (schedule, peak, times, learners)]
         if not chosen:
             continue
         at = [row["step"] for row in chosen[0]["steps"] if "held-out" in row]
