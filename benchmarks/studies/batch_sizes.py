@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -250,9 +249,8 @@ def draw(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = report.parser("batch_sizes", "One curve for any learners and microbatches.", trains=True, seeds=range(5))
-    parser.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="0: no runs, only what is there"
+    parser = report.parser(
+        "batch_sizes", "One curve for any learners and microbatches.", trains=True, scans=True, seeds=range(5)
     )
     options = report.parse(parser, arguments)
     began = time.monotonic()

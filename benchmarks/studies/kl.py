@@ -377,8 +377,7 @@ def read_records(folder: Path, runs: Sequence[Any], *, steps: int, prompts: int)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = report.parser("kl", "KL estimators in the loss and in the reward.", trains=True, seeds=SEEDS)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="0: only tables and picture")
+    parser = report.parser("kl", "KL estimators in the loss and in the reward.", trains=True, scans=True, seeds=SEEDS)
     options = report.parse(parser, arguments)
     size, held_out = {"steps": STEPS, "prompts": PROMPTS}, HELD_OUT
     if options.quick:

@@ -13,7 +13,6 @@ importance correction, so that the difference shows as it is. All runs begin wit
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,8 +135,9 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = report.parser("lora", "An adapter served beside the weights, and merged into them.", trains=True)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="0: only table and picture")
+    parser = report.parser(
+        "lora", "An adapter served beside the weights, and merged into them.", trains=True, scans=True
+    )
     options = report.parse(parser, arguments)
     size = {"steps": kl.STEPS, "prompts": kl.PROMPTS}
     if options.quick:

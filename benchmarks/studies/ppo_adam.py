@@ -15,7 +15,6 @@ config's in every run.
 from __future__ import annotations
 
 import datetime
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -289,8 +288,9 @@ def study_results(records: Sequence[dict[str, Any]], groups: Records, command: s
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = report.parser("ppo_adam", "PPO with both forms of Adam, and controls.", trains=True, seeds=SEEDS)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="0: only tables and picture")
+    parser = report.parser(
+        "ppo_adam", "PPO with both forms of Adam, and controls.", trains=True, scans=True, seeds=SEEDS
+    )
     options = report.parse(parser, arguments)
     seeds, size = options.seeds, {"steps": STEPS, "prompts": PROMPTS}
     if options.quick:

@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -28,7 +29,9 @@ DIGITS = 6  # of a number in the JSON of a picture
 DIGEST = "results"  # key of the digest in a PNG
 
 
-def parser(module: str, description: str, *, trains: bool, seeds: Sequence[int] = (0, 1, 2)) -> argparse.ArgumentParser:
+def parser(
+    module: str, description: str, *, trains: bool, scans: bool = False, seeds: Sequence[int] = (0, 1, 2)
+) -> argparse.ArgumentParser:
     """The arguments of every study: where its picture and table go and, if it draws anything, from what and how often.
 
     `--quick` only shows that the study runs; its output is a folder of its own, so that no full study takes it up.
@@ -45,6 +48,9 @@ def parser(module: str, description: str, *, trains: bool, seeds: Sequence[int] 
         arguments_parser.add_argument(
             "--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=list(seeds), help="0,1,2"
         )
+    if scans:
+        workers = len(os.sched_getaffinity(0))
+        arguments_parser.add_argument("--workers", type=int, default=workers, help="processes; 0: only what is there")
     return arguments_parser
 
 

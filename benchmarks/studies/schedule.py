@@ -295,9 +295,8 @@ def of_the_docs(rows: Sequence[report.Row]) -> list[report.Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = report.parser("schedule", "The learning rate, right and wrong, and outcomes.", trains=True, seeds=range(5))
-    parser.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="0: no runs, only what is there"
+    parser = report.parser(
+        "schedule", "The learning rate, right and wrong, and outcomes.", trains=True, scans=True, seeds=range(5)
     )
     options = report.parse(parser, arguments)
     began, quick = time.monotonic(), options.quick

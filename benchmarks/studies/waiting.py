@@ -19,7 +19,6 @@ Each run ends as one file below `--output`; what is there is not run again.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import selectors
 from collections import defaultdict
@@ -247,8 +246,9 @@ def facts(planned: PlannedStep, step: int) -> report.Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = report.parser("waiting", "Slow groups: wait for them, or discard them.", trains=True, seeds=range(5))
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="0: only what is there")
+    parser = report.parser(
+        "waiting", "Slow groups: wait for them, or discard them.", trains=True, scans=True, seeds=range(5)
+    )
     options = report.parse(parser, arguments)
     data = report.ensure_data(options.data)
     base = (outcomes.quick_config if options.quick else outcomes.study_config)(data, OVERRIDES)
