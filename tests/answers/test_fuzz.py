@@ -40,6 +40,7 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
         parse(clean(text))
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(TEXTS, TEXTS)
 def test_any_two_texts_are_equal_different_or_undecided(answer: str, gold: str) -> None:

@@ -88,6 +88,7 @@ def test_a_row_becomes_a_prompt_with_its_tokens_its_answer_and_all_its_columns(f
     assert loaded.dropped_too_long == {"train": 0}
 
 
+@pytest.mark.slow
 def test_a_row_of_60_mb_or_of_100_000_brackets_is_named_with_its_line_at_once_or_left_out(
     folder: Path, tokenizer: Any
 ) -> None:

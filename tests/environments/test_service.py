@@ -161,6 +161,7 @@ def test_one_that_is_not_there_yet_is_asked_again(monkeypatch: pytest.MonkeyPatc
     assert len(asked[0]) == 1
 
 
+@pytest.mark.slow
 def test_a_service_that_is_not_reached_in_time_is_not_the_models_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "FIRST_WAIT_S", 0.01)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as opened:

@@ -449,6 +449,7 @@ def test_a_lost_mirror_is_a_warning_while_the_run_goes_on_and_a_message_where_it
         RunFolder(tmp_path / "nothing", resume=True, mirror=mirror)
 
 
+@pytest.mark.slow
 def test_a_mirror_that_fails_half_of_the_time_gets_every_file(tmp_path: Path, model: Path) -> None:
     class Flaky(LocalFileSystem):
         requests = 0
@@ -504,6 +505,7 @@ def copies(mirror: Path) -> list[int]:
     return [int(path.name[5:]) for path in found]
 
 
+@pytest.mark.slow
 def test_a_mirror_slower_than_the_saves_gets_whole_copies_of_the_newest_and_the_best(
     tmp_path: Path, model: Path
 ) -> None:
@@ -532,6 +534,7 @@ def test_a_mirror_slower_than_the_saves_gets_whole_copies_of_the_newest_and_the_
     assert copies(far) == [5, 7, 8]
 
 
+@pytest.mark.slow
 def test_a_failed_copy_of_the_best_is_repeated_and_the_best_before_it_stays_until_then(
     tmp_path: Path, model: Path
 ) -> None:

@@ -38,6 +38,7 @@ def exported(folder: Path, model: Any, tensors: dict[str, Tensor], start: Path) 
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", WRAPPERS)
 def test_an_export_has_new_values_in_the_text_model_alone(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -133,6 +133,7 @@ def test_trackio_is_sent_to_the_server_of_its_key_alone(
     )
 
 
+@pytest.mark.slow
 def test_a_trackio_run_that_cannot_start_is_a_warning_and_is_tried_again(
     trackio: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

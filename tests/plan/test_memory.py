@@ -376,6 +376,7 @@ def test_the_activations_of_a_layer_are_what_autograd_saves_for_it(kind: str, dt
     assert estimate == pytest.approx(two_layers / 2 / tokens, rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize(("dtype", "b"), [("bfloat16", 2), ("float32", 4)])
 def test_the_peak_of_selective_checkpointing_is_what_all_layers_keep_and_the_recomputation_of_one(

@@ -88,6 +88,7 @@ def few_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_files")
 def test_only_one_process_of_a_response_exists_at_a_time() -> None:
     code = "import os\ndef square(x):\n    os._exit(0)"
@@ -126,6 +127,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_no_code_runs_where_the_kernel_cannot_confine_it() -> None:
     command = [sys.executable, "-c", UNCONFINED, str(MACHINES[platform.machine()].audit_arch)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
@@ -135,6 +137,7 @@ def test_no_code_runs_where_the_kernel_cannot_confine_it() -> None:
     assert "Use Linux" in refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["calls", "program"])
 @pytest.mark.parametrize("ending", ["while True: pass", "import time; time.sleep(60)"])
 def test_a_test_that_takes_too_long_fails(kind: str, ending: str) -> None:
@@ -144,6 +147,7 @@ def test_a_test_that_takes_too_long_fails(kind: str, ending: str) -> None:
     assert "over 0." in result.detail
 
 
+@pytest.mark.slow
 def test_a_program_that_takes_too_long_ends_the_tests_after_it_too() -> None:
     code = "import time\nn = int(input())\nif n == 3: time.sleep(60)\nprint(n * n)"
     result = grade(code, PROGRAM, cpu_seconds=0.5, mode="fraction")
@@ -151,6 +155,7 @@ def test_a_program_that_takes_too_long_ends_the_tests_after_it_too() -> None:
     assert result.detail.startswith("test 1: over 1 seconds by the clock")
 
 
+@pytest.mark.slow
 def test_a_solution_that_reads_no_further_call_is_ended_by_its_limit() -> None:
     code = "def square(x):\n    while True: pass"
     result = grade(code, [f"assert square('{'9' * 3_000_000}') == {n}" for n in range(2)], cpu_seconds=0.5)
@@ -233,7 +238,7 @@ ATTEMPTS = {
     "inspect": "import inspect\ndef square(x):\n    return [f.frame.f_locals for f in inspect.stack()][-1].get('expected')",
     "atexit": "import atexit, os\natexit.register(os._exit, 0)\ndef square(x): 0",
     "a thread": "import threading, os\nthreading.Timer(0.05, os._exit, [0]).start()\ndef square(x):\n    while True: pass",
-    "a signal handler": "import signal, os\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0))\nsignal.alarm(1)\n"
+    "a signal handler": "import signal, os\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0))\nsignal.setitimer(signal.ITIMER_REAL, 0.05)\n"
     "def square(x):\n    while True: pass",
     "a fork": "import os\nif os.fork() == 0:\n    os._exit(0)\ndef square(x): 0",
     "a process": "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(9)'])\ndef square(x): 0",
@@ -256,6 +261,7 @@ ATTEMPTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ATTEMPTS.values(), ids=ATTEMPTS.keys())
 def test_no_attempt_to_be_paid_without_solving_earns_anything(code: str) -> None:
     result = grade(code, mode="fraction", cpu_seconds=1.0)
@@ -274,6 +280,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", PROGRAMS.values(), ids=PROGRAMS.keys())
 def test_no_program_is_paid_for_output_that_is_not_the_answer(code: str) -> None:
     assert grade(code, PROGRAM, mode="fraction").value == 0.0

@@ -84,6 +84,7 @@ def test_a_lost_process_is_followed_by_a_resumed_run(monkeypatch: pytest.MonkeyP
     assert play(monkeypatch, [(2, LOST), (4, None)], start_at="best") == ["best", True]  # then from the newest
 
 
+@pytest.mark.slow
 def test_only_restarts_without_a_new_checkpoint_use_up_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(play(monkeypatch, [(2, LOST), (2, LOST), (4, LOST), (4, LOST), (5, None)])) == 5
     with pytest.raises(LostError):
