@@ -1,14 +1,16 @@
 """Study: every named algorithm trains the quickstart's task through the whole stack.
 
-    python -m benchmarks.studies.algorithms [--only grpo,dapo]
+    python -m benchmarks.studies.algorithms [--only grpo,dapo] [--seeds 0,1,2]
 
 Each algorithm is a run of `rlhf.grpo`, started as a user starts it: configs/quickstart.yaml with the overrides below,
 which are the algorithm's own choices. What is not part of an algorithm (batch, learning rate, model) is the same for
-all, so this is a test that each learns, not a contest: nothing was tuned for any of them.
+all, so this is a test that each learns, not a contest: nothing was tuned for any of them. Two tables and pictures:
+`algorithms`, those of one paper each, and `objectives`, other losses and masks.
 """
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,6 +85,8 @@ ALGORITHMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "own": ("a loss of one's own", ("algo.policy_loss=benchmarks/studies/own_loss.py:reinforce",)),
 }  # fmt: skip
 
+FIRST_OBJECTIVE = "maxrl"
+
 EVERY_STEP = ("reward/mean", "policy/loss", "policy/kl_k3", "policy/entropy", "learner/grad_norm")
 
 
@@ -105,6 +109,7 @@ def summarize(label: str, of_seeds: Sequence[runs.Steps]) -> report.Row:
         "algorithm": label,
         f"right, steps 1-{ENDS}": round(report.mean(map(right, first)), 3),
         f"right, last {ENDS}": round(report.mean(map(right, last)), 3),
+        "by seed": ", ".join(f"{report.mean(map(right, steps[-ENDS:])):.2f}" for steps in of_seeds),
         f"reward, steps 1-{ENDS}": round(report.mean(row["reward/mean"] for row in first), 3),
         f"reward, last {ENDS}": round(report.mean(row["reward/mean"] for row in last), 3),
         "largest KL (k3, nats a token)": max(row["policy/kl_k3"] for row in every),
@@ -118,7 +123,7 @@ def right(row: report.Row) -> float:
     return float(row.get("reward/part/math", row["reward/mean"]))
 
 
-def draw(of_algorithms: dict[str, list[runs.Steps]], path: Path) -> None:
+def draw(of_algorithms: dict[str, list[runs.Steps]], path: Path, results: report.Row) -> None:
     drawn, axes = report.figure(1, 2, width=9.5, height=3.4)
     accuracy, kl = axes[0]
     for name, of_seeds in of_algorithms.items():
@@ -128,35 +133,48 @@ def draw(of_algorithms: dict[str, list[runs.Steps]], path: Path) -> None:
     accuracy.set(title="share of right answers", xlabel="training step")
     kl.set(title="KL to the start, k3, nats per token", xlabel="training step")
     drawn.legend(loc="outside lower center", ncols=3, fontsize=7)
-    report.save(drawn, path)
+    report.save(drawn, path, results)
+
+
+def study_results(of_algorithms: dict[str, list[runs.Steps]], seeds: Sequence[int], date: str) -> report.Row:
+    """Everything that the JSON of a picture has."""
+    curves = {
+        name: [{"right": list(map(right, steps)), "kl": [row["policy/kl_k3"] for row in steps]} for steps in of_seeds]
+        for name, of_seeds in of_algorithms.items()
+    }
+    rows = [summarize(ALGORITHMS[name][0], of_seeds) for name, of_seeds in of_algorithms.items()]
+    command = f"python -m benchmarks.studies.algorithms --seeds {','.join(map(str, seeds))}"
+    return {"command": command, "date": date, "seeds": list(seeds), "tables": {"runs": rows}, "runs": curves}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     description = "Train the quickstart's task with every named algorithm."
-    parser = report.parser("algorithms", description, trains=True, seeds=(0,))
+    parser = report.parser("algorithms", description, trains=True)
     parser.add_argument("--only", help=f"of {','.join(ALGORITHMS)}")
     options = report.parse(parser, arguments)
     data = report.ensure_data(options.data)
     names = options.only.split(",") if options.only else QUICK if options.quick else ALGORITHMS
     steps = 6 if options.quick else STEPS  # more updates than the warm-up
-    of_algorithms = {
-        name: [
-            runs.train(
-                "grpo",
-                CONFIG,
-                options.output / f"{name}-{seed}",
-                data=data,
-                steps=steps,
-                overrides=overrides(name, seed),
-            )
-            for seed in options.seeds
-        ]
-        for name in names
-    }
-    rows = [summarize(ALGORITHMS[name][0], of_seeds) for name, of_seeds in of_algorithms.items()]
-    report.write_table(options.output / "algorithms", rows)
-    print(report.markdown(rows))
-    draw(of_algorithms, options.output / "algorithms.png")
+    first = list(ALGORITHMS).index(FIRST_OBJECTIVE)
+    groups = {"algorithms": list(ALGORITHMS)[:first], "objectives": list(ALGORITHMS)[first:]}
+    for group, members in groups.items():
+        folders = {
+            name: [options.output / f"{name}-{seed}" for seed in options.seeds] for name in members if name in names
+        }
+        if not folders:
+            continue
+        of_algorithms = {
+            name: [
+                runs.train("grpo", CONFIG, folder, data=data, steps=steps, overrides=overrides(name, seed))
+                for seed, folder in zip(options.seeds, of_seeds, strict=True)
+            ]
+            for name, of_seeds in folders.items()
+        }
+        ended = max((folder / "metrics.jsonl").stat().st_mtime for of_seeds in folders.values() for folder in of_seeds)
+        results = study_results(of_algorithms, options.seeds, f"{datetime.date.fromtimestamp(ended):%Y-%m-%d}")
+        report.write_table(options.output / group, results["tables"]["runs"])
+        print(report.markdown(results["tables"]["runs"]))
+        draw(of_algorithms, options.output / f"{group}.png", results)
 
 
 if __name__ == "__main__":

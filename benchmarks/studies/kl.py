@@ -340,14 +340,15 @@ def pending(runs: Sequence[Any], folder: Path) -> list[Any]:
     return [run for run in runs if not (folder / f"{run.name}.json").is_file()]
 
 
-def scan(config: GRPOConfig, runs: Sequence[Any], folder: Path, *, workers: int, kind: type[Trainer] = Trainer) -> None:
+def scan(base: GRPOConfig, runs: Sequence[Any], folder: Path, *, workers: int, kind: type[Trainer] = Trainer) -> None:
     """Take every run that has no file yet, in `workers` processes of one thread, each with a trainer of its own."""
+    list(read(base, runs, folder))  # files of another size are refused before hours of work
     left = pending(runs, folder)
     if not left or not workers:
         return
     os.environ["OMP_NUM_THREADS"] = "1"
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=start_worker, initargs=(config, kind)) as pool:
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=start_worker, initargs=(base, kind)) as pool:
         futures = [pool.submit(work, run, folder / f"{run.name}.json") for run in left]
         try:
             for count, future in enumerate(as_completed(futures), start=1):
@@ -357,20 +358,20 @@ def scan(config: GRPOConfig, runs: Sequence[Any], folder: Path, *, workers: int,
             raise
 
 
-def read_records(folder: Path, runs: Sequence[Any], *, steps: int, prompts: int) -> Iterator[dict[str, Any]]:
+def read(base: GRPOConfig, runs: Sequence[Any], folder: Path) -> Iterator[dict[str, Any]]:
     """What is there of the runs.
 
     Raises:
-        ValueError: a file is of a scan of another size.
+        ValueError: a file is of a run of another size.
     """
     for run in runs:
         file = folder / f"{run.name}.json"
         if file.is_file():
-            record = json.loads(file.read_text())
+            record, config = json.loads(file.read_text()), run.config(base)
             size = (len(record["steps"]), record["prompts"])
-            if size != (steps, prompts):
+            if size != (planned := (config.run.steps, config.rollout.prompts_per_step)):
                 raise ValueError(
-                    f"{file}: a run of {size[0]} steps of {size[1]} prompts, not of {steps} and {prompts}. "
+                    f"{file}: a run of {size[0]} steps of {size[1]} prompts, not of {planned[0]} and {planned[1]}. "
                     "Name another --output."
                 )
             yield record
@@ -383,10 +384,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         options.seeds, size, held_out = options.seeds[:1], {"steps": QUICK_STEPS, "prompts": QUICK_PROMPTS}, 8
     runs, folder = all_runs(options.seeds), options.output / "runs"
-    list(read_records(folder, runs, **size))  # a scan of another size is refused before hours of work
     config = study_config(report.ensure_data(options.data), **size, held_out=held_out)
     scan(config, runs, folder, workers=options.workers)
-    kl_report.write(list(read_records(folder, runs, **size)), options.output, seeds=options.seeds)
+    kl_report.write(list(read(config, runs, folder)), options.output, seeds=options.seeds)
 
 
 if __name__ == "__main__":

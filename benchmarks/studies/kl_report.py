@@ -26,7 +26,7 @@ COLOURS = {
 COMMAND = "python -m benchmarks.studies.kl"
 TOKENS = ("on-policy", "off-policy")
 GRADIENT_SEEDS = (0, 1, 2)  # of the policies of `kl_gradients`
-SETTING = ("estimator", "place", "beta", "seed", "aggregation", "minibatches", "advantage", "lag")
+SETTING = ("estimator", "place", "beta", "seed", "aggregation", "minibatches", "advantage", "lag", "responses")
 VALUES = ("KL", "accuracy", "length", "entropy", "tied groups", "held-out accuracy", "held-out KL", "held-out length")
 # Table -> part of the study, what is shown, what the lines are, what the columns are.
 TABLES = {
@@ -100,14 +100,16 @@ def pivot(rows: Sequence[report.Row], value: str, lines: Sequence[str], column: 
 
 
 def ties_table(rows: Sequence[report.Row]) -> list[report.Row]:
-    """A line per seed: without a KL, and with one in the reward that is too small to matter."""
-    by_seed: dict[int, dict[str, report.Row]] = {}
+    """A line per size of a group and seed: without a KL, and with one in the reward that is too small to matter."""
+    pairs: dict[tuple[int, int], dict[str, report.Row]] = {}
     for row in rows:
-        by_seed.setdefault(row["seed"], {})["without" if row["estimator"] == NONE else "with"] = row
+        pair = pairs.setdefault((row["responses"], row["seed"]), {})
+        pair["without" if row["estimator"] == NONE else "with"] = row
     keys = ("tied groups", "accuracy", "held-out accuracy", "KL")
     return [
-        {"seed": seed} | {f"{key}: {which}": row[key] for key in keys for which, row in reversed(of.items())}
-        for seed, of in by_seed.items()
+        {"responses": responses, "seed": seed}
+        | {f"{key}: {which}": row[key] for key in keys for which, row in reversed(of.items())}
+        for (responses, seed), of in sorted(pairs.items(), reverse=True)
     ]
 
 

@@ -22,6 +22,7 @@ LAGGING = ("k2", "k3", "k3 weighted", "k4")
 BETAS = (0.01, 0.03, 0.1, 0.3, 1.0)
 LAGGING_BETAS = (0.1, 1.0)
 TIES_BETA = 1e-5
+RESPONSES = (8, 2)  # to a problem: of two, most are both right or both wrong
 AGGREGATIONS = ("constant", "token_mean", "sequence_mean")
 MINIBATCHES = (1, 2, 4)
 ADVANTAGES = ("grpo", "rloo")
@@ -33,6 +34,7 @@ class Run:
     """One run of the scan. The defaults are those of the quickstart.
 
     lag: how many training steps what samples is older than the learner.
+    responses: to each problem; the fewer, the more problems a step has.
     """
 
     estimator: str
@@ -43,19 +45,25 @@ class Run:
     minibatches: int = 2
     advantage: str = "grpo"
     lag: int = 0
+    responses: int = 8
 
     @property
     def name(self) -> str:
         kind = self.estimator.replace(" ", "-")
         penalty = kind if kind == NONE else f"{kind}-{self.place}-{self.beta:g}"
-        return f"{penalty}-{self.aggregation}-{self.minibatches}-{self.advantage}-lag{self.lag}-seed{self.seed}"
+        few = "" if self.responses == 8 else f"-{self.responses}-responses"
+        return f"{penalty}-{self.aggregation}-{self.minibatches}-{self.advantage}-lag{self.lag}{few}-seed{self.seed}"
 
     def config(self, base: GRPOConfig) -> GRPOConfig:
         """The trainer's config of this run, checked as any config is."""
         estimator, _, weighted = self.estimator.partition(" ")
         values = base.model_dump()
         values["run"]["seed"] = self.seed
-        values["rollout"]["max_policy_lag"] = self.lag
+        values["rollout"] |= {
+            "max_policy_lag": self.lag,
+            "samples_per_prompt": self.responses,
+            "prompts_per_step": base.rollouts_per_step // self.responses,
+        }
         values["learner"]["minibatches_per_epoch"] = self.minibatches
         values["algo"] |= {
             "kl_coef": self.beta,
@@ -89,7 +97,14 @@ def runs_of_seed(seed: int) -> dict[str, list[Run]]:
             )
         ],
         "lag": [run for lag in (0, 1) for run in loss(LAGGING, LAGGING_BETAS, lag=lag)],
-        "ties": [Run(NONE, "loss", 0.0, seed), Run("k1", "reward", TIES_BETA, seed)],
+        "ties": [
+            run
+            for responses in RESPONSES
+            for run in (
+                Run(NONE, "loss", 0.0, seed, responses=responses),
+                Run("k1", "reward", TIES_BETA, seed, responses=responses),
+            )
+        ],
     }
 
 

@@ -112,7 +112,7 @@ def table(records: Sequence[dict[str, Any]]) -> list[report.Row]:
     ]
 
 
-def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(records: Sequence[dict[str, Any]], path: Path, results: report.Row) -> None:
     """By step, one column for each learning rate: accuracy above, KL of engine and learner below."""
     rates = sorted({record["lr"] for record in records})
     drawn, axes = report.figure(2, len(rates), width=8, height=4, sharex=True, sharey="row")
@@ -131,7 +131,23 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     axes[0][0].set_ylabel("accuracy of what is sampled")
     axes[1][0].set_ylabel("KL of engine and learner, nats")
     axes[0][0].legend()
-    report.save(drawn, path)
+    report.save(drawn, path, results)
+
+
+def study_results(records: Sequence[dict[str, Any]]) -> report.Row:
+    """Everything that the JSON of the picture has."""
+    seeds = sorted({record["seed"] for record in records})
+    return {
+        "command": f"python -m benchmarks.studies.lora --seeds {','.join(map(str, seeds))}",
+        "date": max(record["date"] for record in records),
+        "seeds": seeds,
+        "tables": {"runs": table(records)},
+        "runs": [
+            {key: record[key] for key in ("engine", "lr", "seed", "seconds")}
+            | {key: [step[key] for step in record["steps"]] for key in ("reward", "engine_kl", "k3")}
+            for record in records
+        ],
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -144,16 +160,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.seeds, size = options.seeds[:1], {"steps": kl.QUICK_STEPS, "prompts": kl.QUICK_PROMPTS}
     folder, data = options.output / "runs", report.ensure_data(options.data)
     runs = [Run(kind, lr, seed) for lr in LEARNING_RATES for seed in options.seeds for kind in (SERVED, MERGED)]
-    list(kl.read_records(folder, runs, **size))  # a scan of another size is refused before the work
     for lr in LEARNING_RATES:
         own = [run for run in runs if run.lr == lr]
-        kl.scan(study_config(data, lr, **size), own, folder, workers=options.workers, kind=Trainer)
-    records = list(kl.read_records(folder, runs, **size))
+        config = study_config(data, lr, **size)
+        kl.scan(config, own, folder, workers=options.workers, kind=Trainer)
+    records = list(kl.read(config, runs, folder))
     if not records:
         raise ValueError(f"{folder}: there are no runs yet. Take --workers 1 or more.")
-    report.write_table(options.output / "lora", table(records))
-    print(report.markdown(table(records)))
-    draw(records, options.output / "lora.png")
+    results = study_results(records)
+    report.write_table(options.output / "lora", results["tables"]["runs"])
+    print(report.markdown(results["tables"]["runs"]))
+    draw(records, options.output / "lora.png", results)
 
 
 if __name__ == "__main__":

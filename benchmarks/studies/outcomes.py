@@ -12,7 +12,7 @@ of each update (`Trainer.rates`); everything else about the learner stays.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ def rank_main(rank: int, processes: int, port: int, kind: type[Trainer], base: G
 
 def scan(base: GRPOConfig, all_runs: Sequence[Any], folder: Path, *, workers: int, kind: type[Trainer]) -> None:
     """Take every run that has no file yet; those of several learners one after the other, in a world of their own."""
-    list(read(base, all_runs, folder))  # runs of another size are refused before the work
+    list(kl.read(base, all_runs, folder))  # runs of another size are refused before the work
     kl.scan(base, [run for run in all_runs if run.learners == 1], folder, workers=workers, kind=kind)
     for run in kl.pending([run for run in all_runs if run.learners > 1], folder) if workers else []:
         began = time.monotonic()
@@ -157,14 +157,6 @@ def scan(base: GRPOConfig, all_runs: Sequence[Any], folder: Path, *, workers: in
         prompts = run.config(base).rollout.prompts_per_step
         kl.keep(folder / f"{run.name}.json", run, by_rank[0], prompts=prompts, seconds=time.monotonic() - began)
         print(f"{run.name}: done", flush=True)
-
-
-def read(base: GRPOConfig, all_runs: Sequence[Any], folder: Path) -> Iterator[report.Row]:
-    """What is there of the runs; ValueError if a file is of a run of another size."""
-    for run in all_runs:
-        config = run.config(base)
-        size = {"steps": config.run.steps, "prompts": config.rollout.prompts_per_step}
-        yield from kl.read_records(folder, [run], **size)
 
 
 def spread(values: Sequence[float]) -> str:

@@ -296,10 +296,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         seeds, size = seeds[:1], {"steps": QUICK_STEPS, "prompts": QUICK_PROMPTS}
     folder, planned = options.output / "runs", all_runs(seeds)
-    list(kl.read_records(folder, planned, **size))  # a scan of another size is refused before the work
     config = study_config(report.ensure_data(options.data), **size)
     kl.scan(config, planned, folder, workers=options.workers, kind=Trainer)
-    records = list(kl.read_records(folder, planned, **size))
+    records = list(kl.read(config, planned, folder))
     if not records:
         raise ValueError(f"{folder}: there are no runs yet. Take --workers 1 or more.")
     own = ",".join(str(seed) for seed in sorted({record["seed"] for record in records}))

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from benchmarks.studies import outcomes, report, waiting_report
+from benchmarks.studies import kl, outcomes, report, waiting_report
 from rlhf.config.grpo import GRPOConfig
 from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer
@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         runs = [run for run in all_runs(options.seeds[:1], SETTINGS[:1]) if run.lag == 2]
     outcomes.scan(base, runs, options.output / "runs", workers=options.workers, kind=Trainer)
-    records = list(outcomes.read(base, runs, options.output / "runs"))
+    records = list(kl.read(base, runs, options.output / "runs"))
     waiting_report.write(played(base, runs), records, options.output)
 
 

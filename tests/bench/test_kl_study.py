@@ -153,11 +153,11 @@ def test_sampled_tokens_have_the_log_probs_of_a_pass_over_the_whole_row_and_none
 
 def test_the_scan_is_all_parts_seed_after_seed_and_each_run_once() -> None:
     runs = all_runs([0, 1, 2])
-    assert len({run.name for run in runs}) == len(runs) == 3 * 115
-    assert [run.seed for run in runs] == [0] * 115 + [1] * 115 + [2] * 115
+    assert len({run.name for run in runs}) == len(runs) == 3 * 117
+    assert [run.seed for run in runs] == [0] * 117 + [1] * 117 + [2] * 117
     parts = runs_of_seed(0)
     assert {name: len(part) for name, part in parts.items()} == {
-        "grid": 54, "betas": 26, "reward": 32, "lag": 18, "ties": 2
+        "grid": 54, "betas": 26, "reward": 32, "lag": 18, "ties": 4
     }  # fmt: skip
     of_grid = {(run.estimator, run.aggregation, run.minibatches) for run in parts["grid"]}
     assert len(of_grid) == 54
@@ -188,6 +188,8 @@ def test_a_run_is_the_trainers_config_with_what_the_run_names(tmp_path: Path) ->
             (1, "truncated") if run.lag else (0, "none")
         )
         assert config.needs_reference
+        assert config.rollouts_per_step == 128
+        assert config.rollout.samples_per_prompt == run.responses
 
 
 def kl_record(run: Run, values: list[float]) -> dict[str, Any]:
@@ -201,9 +203,11 @@ def test_a_run_that_has_a_file_is_not_run_again_and_a_file_of_another_size_is_re
     done, left = all_runs([0])[:2]
     (tmp_path / f"{done.name}.json").write_text(json.dumps(kl_record(done, [0.0, 0.1])))
     assert kl.pending([done, left], tmp_path) == [left]
-    assert [r["estimator"] for r in kl.read_records(tmp_path, [done, left], steps=2, prompts=4)] == ["none"]
+    base = kl.study_config(Path("data"), steps=2, prompts=4)
+    assert [record["estimator"] for record in kl.read(base, [done, left], tmp_path)] == ["none"]
+    longer = kl.study_config(Path("data"), steps=40, prompts=4)
     with pytest.raises(ValueError, match=r"\b2 steps of 4 prompts\b.*\b40 and 4\b"):
-        list(kl.read_records(tmp_path, [done, left], steps=40, prompts=4))
+        kl.scan(longer, [done, left], tmp_path, workers=0)
 
 
 # --- tables ---
@@ -246,7 +250,7 @@ def test_picture_and_tables_are_written_and_the_numbers_are_small(tmp_path: Path
     assert (tmp_path / "kl.png").stat().st_size > 5000
     results = json.loads((tmp_path / "kl.json").read_text())
     assert results["seeds"] == {part: [0, 1] for part in runs_of_seed(0)}
-    assert len(results["runs"]["rows"]) == 230
+    assert len(results["runs"]["rows"]) == 234
     assert set(results["tables"]) == {"gradients", "responses", "ties", *kl_report.TABLES}
     kl_report.write(records[:3], tmp_path, seeds=[0])  # a scan that has just begun
     assert set(json.loads((tmp_path / "kl.json").read_text())["seeds"]) == {"grid"}

@@ -44,7 +44,7 @@ def test_the_table_has_the_means_of_the_last_steps_and_the_range_of_the_seeds() 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="not installed: make setup-bench")
-    lora.draw([record(engine, 1e-4, 0, [0.1, 0.2]) for engine in (lora.SERVED, lora.MERGED)], tmp_path / "lora.png")
+    lora.draw([record(engine, 1e-4, 0, [0.1, 0.2]) for engine in (lora.SERVED, lora.MERGED)], tmp_path / "lora.png", {})
     assert (tmp_path / "lora.png").stat().st_size > 5000
 
 

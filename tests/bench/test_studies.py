@@ -68,7 +68,7 @@ def test_the_tables_of_the_docs_that_are_marked_as_those_of_a_study_are() -> Non
 def test_every_study_draws_its_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="comes with the extra bench")
     logged = {"step": 1, "reward/mean": 0.5, "policy/kl_k3": 0.0}
-    algorithms.draw({"grpo": [[logged]], "dapo": [[logged], [logged]]}, tmp_path / "algorithms.png")
+    algorithms.draw({"grpo": [[logged]], "dapo": [[logged], [logged]]}, tmp_path / "algorithms.png", {})
     groups = ppo_adam.grouped([ppo_record(run, [0.0, 0.1]) for run in ppo_adam.all_runs([0, 1])])
     ppo_adam.draw(groups, tmp_path / "ppo_adam.png", {})
     names = ("algorithms", "ppo_adam")
