@@ -27,6 +27,7 @@ from rlhf.cluster.environment_nodes import HOST, EnvironmentNodes
 from rlhf.cluster.heartbeat import Heartbeat
 from rlhf.cluster.rank_group import RankGroup, RoleCheckpoints, folder_of
 from rlhf.cluster.session import RaySession
+from rlhf.config.environment import LOOPBACK
 from rlhf.config.printing import say
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, Role
@@ -246,9 +247,10 @@ class Cluster:
     async def host_environments(self, spread: Spread) -> None:
         """Run environments on every other node too, until the end; ValueError names a node that cannot load them.
 
-        Where one of them is a program or a service, all stay on this node, which has the endpoint.
+        Where programs or services reach the model through this node's loopback alone, all stay here.
         """
-        if spread.here.config.uses_endpoint:
+        environment = spread.here.config
+        if environment.uses_endpoint and environment.endpoint_host == LOOPBACK:
             return
         nodes = EnvironmentNodes(spread, self.config.cluster)
         if nodes.group.actors:

@@ -65,7 +65,7 @@ class EnvironmentNodes:
             return await wait_for(answer, what=method, deadline_s=deadline_s, homes=group.homes)
 
         granted = {name: os.environ[name] for name in here.config.env}
-        built = actor.build.remote(granted, here.config, here.tools, here.sources)
+        built = actor.build.remote(granted, here.config, here.tools, here.sources, here.port)
         what = f"environments on node {node}: start-up"
         try:
             await wait_for(built, what=what, deadline_s=deadline_s, homes=group.homes)

@@ -134,7 +134,9 @@ class EnvironmentConfig(_Driven):
     network: bool = key(False, "let them open network connections")
     files: tuple[FilePath, ...] = key((), "what else than their code they may read and write", strict=False)
     endpoint_host: str = key(
-        LOOPBACK, "IPv4 address of the driver's node at which programs and services reach the model"
+        LOOPBACK,
+        "IPv4 address of the driver's node at which programs and services reach the model; with loopback they, and all "
+        "other environments, stay there",
     )
     trained_sequences: tuple[str, ...] = key(
         ALL, f"of a coroutine, program or service: all, or a list: those that {', '.join(KINDS)} requests begin"

@@ -115,7 +115,7 @@ class Hosts(Workers, Sessions):
         port: int = 0,
     ) -> None:
         Sessions.__init__(self, config, {})
-        self.tools = tools
+        self.tools, self.port = tools, port
         # The address of a service, which may have a password, is not told.
         told = {"name", "options", "command", "timeout_s", "returned_files"}
         parts = {value: part.model_dump(include=told) for value, part in config.parts.items()}

@@ -36,14 +36,17 @@ News = tuple[int, int, dict[str, Any]] | str  # session, number and request of a
 class NodeHosts:
     """The processes of a node for the driver on another one; it is hosted in an actor.
 
+    Args:
+        port: of the endpoint on the driver's node.
+
     Raises:
         ValueError: as of `Hosts`, or the code is not that of the driver's node.
     """
 
-    def __init__(self, config: EnvironmentConfig, tools: Sequence[str], sources: Sources) -> None:
+    def __init__(self, config: EnvironmentConfig, tools: Sequence[str], sources: Sources, port: int) -> None:
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._ended: deque[int] = deque(maxlen=REMEMBERED)
-        self._hosts = _AskingHosts(config, tools, say=self._news.put)
+        self._hosts = _AskingHosts(config, tools, say=self._news.put, port=port)
         self._hosts.news = self._news
         if changed := "; ".join(changed_sources(sources, self._hosts.sources, noun="environment")):
             self._hosts.close()
@@ -105,7 +108,7 @@ class RemoteHosts(Sessions):
         self, node: str, here: Sessions, call: Callable[..., Awaitable[Any]], say: Callable[[str], None]
     ) -> None:
         super().__init__(here.config, here.about)
-        self.opened = here.opened
+        self.opened, self.services = here.opened, here.services
         self.node, self._call, self._say = node, call, say
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 

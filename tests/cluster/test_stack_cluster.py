@@ -233,6 +233,22 @@ async def play(row, generate):
     return float(len(turn.token_ids) % 5)
 """
 
+ASKS = """
+import json, os, time, urllib.request, uuid
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+(FOLDER / "seen" / f"program-{os.getppid()}-{uuid.uuid4()}").touch()
+number = len(os.listdir(FOLDER / "seen"))
+while int((FOLDER / "allowed").read_text()) < number:
+    time.sleep(0.05)
+body = json.dumps({"model": "any", "messages": [{"role": "user", "content": "1 + 1?"}]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+urllib.request.urlopen(request).read()
+Path(os.environ["RLHF_REWARD"]).write_text("1")
+"""
+
 
 def test_environments_run_on_both_nodes_and_one_whose_actor_is_killed_costs_its_rollouts_alone(
     token: None, tmp_path: Path
@@ -241,14 +257,21 @@ def test_environments_run_on_both_nodes_and_one_whose_actor_is_killed_costs_its_
     game, data, per_step = tmp_path / "game", tmp_path / "data", 16
     (game / "seen").mkdir(parents=True)
     (game / "plays.py").write_text(PLAYS)
+    (game / "asks.py").write_text(ASKS)
     write_quickstart(data, warmup_steps=0, train_rows=64, test_rows=2, tools=True)
     lines = (data / "train.jsonl").read_text().splitlines()
-    rows = [json.loads(line) | {"environment": ("play", "class")[i % 2]} for i, line in enumerate(lines)]
+    rows = [json.loads(line) | {"environment": ("play", "class", "program")[i % 3]} for i, line in enumerate(lines)]
     (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    by_name = {"class": f"{game}/plays.py:Game", "play": f"{game}/plays.py:play"}
+    by_name = {
+        "class": f"{game}/plays.py:Game", "play": f"{game}/plays.py:play",
+        "program": {"name": "program", "command": ["python", f"{game}/asks.py"]},
+    }  # fmt: skip
     config = write_config(
         tmp_path, data, run={"steps": 3, "max_useless_steps": None}, evaluation={"at_start": False, "at_end": False},
-        environment={"by_name": by_name, "files": [str(game)], "wall_seconds": STACK_WAIT_S, "env": ["GAME_KEY"]},
+        environment={
+            "by_name": by_name, "files": [str(game)], "wall_seconds": STACK_WAIT_S, "env": ["GAME_KEY"],
+            "endpoint_host": "127.0.0.2",
+        },
         rollout={"prompts_per_step": 4, "max_rollout_tokens": 48}, logging={"wandb": {"mode": "disabled"}},
         cluster={"cpus_per_learner": 0.5, "cpus_per_engine": 0.5},
     )  # fmt: skip
@@ -258,7 +281,10 @@ def test_environments_run_on_both_nodes_and_one_whose_actor_is_killed_costs_its_
         (game / "new").rename(game / "allowed")
 
     def nodes() -> set[int]:
-        return {int(name.partition("-")[0]) for name in os.listdir(game / "seen")}
+        return {int(name.partition("-")[0]) for name in os.listdir(game / "seen") if "program" not in name}
+
+    def of_actor(process: psutil.Process) -> bool:
+        return any(each.cmdline()[:1] and each.cmdline()[0].startswith("ray::") for each in process.parents())
 
     allow(0)
     script = Path(__file__).parents[1] / "ray_cluster.py"
@@ -275,6 +301,8 @@ def test_environments_run_on_both_nodes_and_one_whose_actor_is_killed_costs_its_
         assert eventually(lambda: len(os.listdir(game / "seen")) == per_step, STACK_WAIT_S), "not all were reset"
         keepers = [psutil.Process(psutil.Process(template).ppid()) for template in nodes()]
         (actor,) = {p.pid for p in (keeper.parent() for keeper in keepers) if p and p.cmdline()[0].startswith("ray::")}
+        started = [int(name.split("-")[1]) for name in os.listdir(game / "seen") if "program" in name]
+        assert {of_actor(psutil.Process(pid)) for pid in started} == {False, True}
         held = below({actor})
         os.kill(actor, signal.SIGKILL)
         output += read_until(program, "Its rollouts have failed; it is started again.")

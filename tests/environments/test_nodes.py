@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from fake_environments import call
 
-from rlhf.config.environment import EnvironmentConfig
+from rlhf.config.environment import PROGRAM, EnvironmentConfig
 from rlhf.environments import nodes, sessions
 from rlhf.environments.hosts import Hosts
 from rlhf.environments.nodes import NodeHosts, RemoteHosts, Spread
@@ -223,11 +224,11 @@ def test_what_a_rollout_costs_keeps_its_type_and_text_on_the_way() -> None:
 
 
 @asynccontextmanager
-async def node(name: str, **keys: Any) -> AsyncIterator[tuple[RemoteHosts, NodeHosts, list[str]]]:
+async def node(name: str, port: int = 0, **keys: Any) -> AsyncIterator[tuple[RemoteHosts, NodeHosts, list[str]]]:
     """Hosts as an actor holds them, what reaches them, and what they print."""
     limits = {"cpu_seconds": 1.0, "wall_seconds": 20.0, "memory_mb": 256, "processes": 4}
-    config = EnvironmentConfig(**{"name": f"{FILE}:{name}", **limits, **keys})
-    held, said = NodeHosts(config, (), {}), list[str]()
+    config = EnvironmentConfig(**{"name": name if name == PROGRAM else f"{FILE}:{name}", **limits, **keys})
+    held, said = NodeHosts(config, (), {}, port), list[str]()
     there = remote(Actor(held), held._hosts, said.append)
     serving = asyncio.ensure_future(there.serve())
     try:
@@ -265,6 +266,51 @@ def test_a_coroutine_on_another_node_asks_the_driver_for_its_turns() -> None:
             await session.close()
         finally:
             local.close()
+
+    asyncio.run(play())
+
+
+ASKS = """
+import os, socket, urllib.parse
+url = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+socket.create_connection((url.hostname, url.port)).sendall(os.environ["OPENAI_API_KEY"].encode())
+open(os.environ["RLHF_REWARD"], "w").write("0.5")
+"""
+
+
+@pytest.mark.slow
+def test_a_program_on_another_node_reaches_the_endpoint_of_the_drivers(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(ASKS)
+    with socket.create_server(("127.0.0.2", 0)) as endpoint:
+        host, port = endpoint.getsockname()
+
+        async def play() -> None:
+            async with node(PROGRAM, port, command=["python", str(tmp_path / "agent.py")], memory_mb=1024) as (
+                there,
+                *_,
+            ):
+                session = await there.open({}, SEEDS)
+                assert session.is_program
+                outcome = await session.run({"url": f"http://{host}:{port}", "key": "sk-1"})
+                assert outcome.reward == 0.5
+                await session.close()
+
+        asyncio.run(play())
+        with endpoint.accept()[0] as connected:
+            assert connected.recv(100) == b"sk-1"
+
+
+def test_a_service_is_asked_by_the_driver_whichever_node_has_the_session() -> None:
+    async def play() -> None:
+        here, actor = Here(), Actor(Answers(at_once))
+
+        async def answer(message: Mapping[str, Any]) -> dict[str, Any]:
+            return {"reward": 2.0, "parts": {}, "facts": {}, "attributes": {}}
+
+        here.services = {"": answer}
+        session = await remote(actor, here).open({}, SEEDS)
+        assert (await session.run({"url": "http://127.0.0.2:1", "key": "sk-1"})).reward == 2.0
+        assert "play" not in actor.called
 
     asyncio.run(play())
 
@@ -307,4 +353,4 @@ def test_an_actor_whose_processes_cannot_go_on_is_lost() -> None:
 def test_other_code_than_on_the_node_of_the_driver_is_refused() -> None:
     name = f"{FILE}:Guess"
     with pytest.raises(ValueError, match=r"Guess': games.py is not what it is on the node of the driver\. Put"):
-        NodeHosts(EnvironmentConfig(name=name), (), {name: {"games.py": "another"}})
+        NodeHosts(EnvironmentConfig(name=name), (), {name: {"games.py": "another"}}, 0)
