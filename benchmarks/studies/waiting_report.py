@@ -1,4 +1,8 @@
-"""Tables and picture of the study of slow groups."""
+"""Tables and picture of the study of slow groups.
+
+What is trained, and in what time, is that of the middle steps: the first ones wait for nothing yet, and at the end of a
+run, where nothing is dispatched any more, also `drop` has to take what is slow.
+"""
 
 from __future__ import annotations
 
@@ -37,33 +41,45 @@ def columns_of(hard_share: float, slowness: float, lag: int, rule: str) -> repor
     }
 
 
+def middle(record: Record) -> slice:
+    """Steps 11 to 35 of 40."""
+    count = len(record["steps"])
+    return slice(count // 4, count - count // 8)
+
+
+def time_per_step(record: Record) -> float:
+    ended, steps = [step["ended"] for step in record["steps"]], middle(record)
+    return float((ended[steps.stop - 1] - ended[steps.start - 1]) / (steps.stop - steps.start))
+
+
 def data_table(records: Sequence[Record]) -> list[report.Row]:
     """What is trained, and how long that takes: median and range of the seeds."""
     rows = []
     for kind, chosen in kinds(records).items():
         means = {
-            key: [report.mean(step[key] for step in r["steps"]) for r in chosen] for key in ("trained hard", "age")
+            key: [report.mean(step[key] for step in r["steps"][middle(r)]) for r in chosen]
+            for key in ("trained hard", "age")
         }
         rows.append(
             columns_of(*kind)
             | {
                 "seeds": len(chosen),
                 "hard, of what is trained": outcomes.spread(means["trained hard"]),
-                "groups discarded": outcomes.spread([r["steps"][-1]["discarded"] for r in chosen]),
+                "groups discarded": outcomes.spread([r["steps"][middle(r)][-1]["discarded"] for r in chosen]),
                 "mean age, steps": outcomes.spread(means["age"]),
-                "time per step": outcomes.spread([r["steps"][-1]["ended"] / len(r["steps"]) for r in chosen]),
+                "time per step": outcomes.spread([time_per_step(r) for r in chosen]),
             }
         )
     return rows
 
 
 def accuracy_table(records: Sequence[Record]) -> list[report.Row]:
-    """What is learned after all steps, and after the time that the faster of the two rules takes for them."""
+    """What is learned after all steps, and after the time that the faster rule takes to the end of the middle ones."""
 
     def about(record: Record, rule: str) -> tuple[Any, ...]:
         return record["hard_share"], record["slowness"], record["lag"], record["seed"], rule
 
-    ended = {about(r, r["on_stale"]): r["steps"][-1]["ended"] for r in records}
+    ended = {about(r, r["on_stale"]): r["steps"][middle(r)][-1]["ended"] for r in records}
 
     def first_end(record: Record) -> float:
         return min(ended[key] for rule in COLOURS if (key := about(record, rule)) in ended)
@@ -113,9 +129,10 @@ def draw(records: Sequence[Record], path: Path, results: report.Row) -> None:
         middle.set_xlabel("time, in training steps without any wait")
         below.set_xlabel("training step")
         below.axhline(share, color="0.6", lw=1, ls=":")
-    for row, label in enumerate(("held-out accuracy", "held-out accuracy, hard", "hard, of what is trained")):
-        axes[row, 0].set_ylabel(label)
-        axes[row, -1].legend(loc="lower right", fontsize=7)
+    labels = ("held-out accuracy", "held-out accuracy, hard", "hard, of what is trained")
+    for row, label, empty in zip(axes, labels, ("center", "upper left", "center"), strict=True):
+        row[0].set_ylabel(label)
+        row[-1].legend(loc=empty, fontsize=7)
     report.save(drawn, path, results)
 
 

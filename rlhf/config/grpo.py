@@ -153,12 +153,15 @@ class GRPOConfig(TrainingProgramConfig):
             biased = "biased, with almost no gradient near the reference"
             yield f"{algo.kl_estimator=!s} with {algo.kl_place=!s}: {biased}{blow_up}. Only k1 is exact there."
         if self.kl_in_loss and algo.kl_estimator == "k1":
-            longer = "not that of the KL: on-policy it only makes responses longer"
-            on_policy = "zero on-policy" if algo.loss_aggregation == "constant" else longer
+            pulls = (
+                "not that of the KL: on-policy a pull towards longer responses, off-policy without the reference too"
+            )
+            if algo.loss_aggregation == "constant":
+                pulls = "zero on-policy, and off-policy points away from the policy that sampled"
             yield (
                 f"{algo.kl_estimator=!s} with {algo.kl_place=!s} and {algo.loss_aggregation=!s}: its expected gradient "
-                f"is {on_policy}; off-policy it points away from the policy that sampled. It does not hold the policy "
-                "near the reference. Use k3, which is weighted by the ratio, or k1 in the reward."
+                f"is {pulls}. It does not hold the policy near the reference. Use k3, which is weighted by the ratio, "
+                "or k1 in the reward."
             )
         if self.weights.transfer == "delta" and not self.sends_changes:
             yield (

@@ -179,9 +179,11 @@ class AlgoConfig(Section):
     constant_length: PositiveInt | None = key(
         None, "tokens, of loss_aggregation=constant; null: the most after a prompt"
     )
-    kl_estimator: KLEstimator = key("k3", "estimator of KL(policy || reference)")
+    kl_estimator: KLEstimator = key(
+        "k3", "estimator of KL(policy || reference); in the reward k1 alone is exact, in the loss k1 holds nothing"
+    )
     kl_place: Literal["loss", "reward"] = key("loss", "where the KL penalty goes")
-    kl_coef: NonNegative = key(0.0, "beta; 0 loads no reference model")
+    kl_coef: NonNegative = key(0.0, "beta; 0 needs no reference model")
     kl_ratio_weighted: bool | None = key(
         None, "multiply k3 in the loss by the ratio, for the gradient of the reverse KL; null: true for k3 in the loss"
     )
@@ -281,7 +283,7 @@ class AnyLearnerConfig(TrainedConfig):
     """The `learner` section of any program that trains."""
 
     max_tokens_per_microbatch: PositiveInt = key(
-        16384, "tokens in one forward and backward pass of a learner; changes memory and speed, never the result"
+        16384, "tokens that a learner computes at once; changes memory and speed, and the result by rounding alone"
     )
 
 

@@ -173,26 +173,31 @@ def test_waiting_trains_what_is_drawn_within_the_lag_and_discarding_trains_fewer
 
 
 def slow_records() -> list[dict[str, Any]]:
-    """Dropping takes 4 steps in 4 units of time, waiting in 8, so that after 4 units it has taken two of them."""
+    """Eight steps in 8 units of time, of which the last takes what is hard; and in 16, where it is waited for."""
     records = []
     for seed in (0, 1):
-        for rule, ended in (("wait", [2.0, 4.0, 6.0, 8.0]), ("drop", [1.0, 2.0, 3.0, 4.0])):
+        for rule, time in (("wait", 2.0), ("drop", 1.0)):
             run = waiting.Run(0.25, 6, rule, 2, seed)  # type: ignore[arg-type]
-            shares = [0.25] * 4 if rule == "wait" else [0.0, 0.0, 0.1, 0.1]
-            facts = {"trained hard": shares, "age": [1.0] * 4, "ended": ended, "discarded": [0.0, 0.1, 0.1, 0.2]}
-            records.append(record(run, [0.4, 0.8 + 0.1 * seed], **facts))  # type: ignore[arg-type]
+            shares = [0.25] * 8 if rule == "wait" else [0.0] * 2 + [0.1] * 5 + [0.9]
+            facts = {
+                "trained hard": shares, "age": [1.0] * 8, "ended": [time * step for step in range(1, 9)],
+                "discarded": [0.0] + [0.1] * 5 + [0.2, 0.3],
+            }  # fmt: skip
+            records.append(record(run, [0.2, 0.4, 0.6, 0.8 + 0.1 * seed], **facts))
     return records
 
 
 def test_the_tables_of_slow_groups_have_shares_times_and_what_is_learned_in_equal_time() -> None:
+    """The middle are steps 3 to 7, which dropping ends at 7 units."""
     data, accuracy = waiting_report.data_table(slow_records()), waiting_report.accuracy_table(slow_records())
     assert [row["`on_stale`"] for row in data] == [row["`on_stale`"] for row in accuracy] == ["wait", "drop"]
-    assert data[1]["hard, of what is trained"] == "0.05 (0.05 to 0.05)"
+    assert data[1]["hard, of what is trained"] == "0.1 (0.1 to 0.1)"
     assert data[1]["groups discarded"] == "0.2 (0.2 to 0.2)"
     assert [row["time per step"] for row in data] == ["2 (2 to 2)", "1 (1 to 1)"]
     assert [row["easy"] for row in accuracy] == ["0.85 (0.8 to 0.9)"] * 2
     assert [row["hard"] for row in accuracy] == ["0.425 (0.4 to 0.45)"] * 2
-    assert [row["hard, after equal time"] for row in accuracy] == ["0.2 (0.2 to 0.2)", "0.425 (0.4 to 0.45)"]
+    equal_time = ["0.175 (0.175 to 0.175)", "0.362 (0.35 to 0.375)"]
+    assert [row["hard, after equal time"] for row in accuracy] == equal_time
 
 
 def test_the_pictures_are_drawn_with_their_results(tmp_path: Path) -> None:

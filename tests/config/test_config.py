@@ -544,11 +544,14 @@ KL_REWARD = ("algo.kl_place=reward", "algo.kl_coef=0.1")
         ([*KL_REWARD, "algo.advantage=rloo", "algo.kl_estimator=k2"], ["kl_estimator=k2", "biased"]),
         (
             ["algo.kl_coef=0.1", "algo.kl_estimator=k1", "algo.loss_aggregation=constant"],
-            ["kl_estimator=k1", "kl_place=loss", "expected gradient is zero on-policy; off-policy it points away"],
+            ["kl_estimator=k1", "kl_place=loss", "expected gradient is zero on-policy, and off-policy points away"],
         ),
         (
             ["algo.kl_coef=0.1", "algo.kl_estimator=k1"],
-            ["kl_place=loss and algo.loss_aggregation=token_mean", "only makes responses longer"],
+            [
+                "kl_place=loss and algo.loss_aggregation=token_mean",
+                "on-policy a pull towards longer responses",
+            ],
         ),
         (["learner.minibatches_per_epoch=3"], ["32 rollouts", "learner.minibatches_per_epoch=3"]),
         (["evaluation.every=2"], ["evaluation.every=2", "without data.eval"]),
