@@ -109,7 +109,7 @@ def ties_table(rows: Sequence[report.Row]) -> list[report.Row]:
     return [
         {"responses": responses, "seed": seed}
         | {f"{key}: {which}": row[key] for key in keys for which, row in reversed(of.items())}
-        for (responses, seed), of in sorted(pairs.items(), reverse=True)
+        for (responses, seed), of in sorted(pairs.items())
     ]
 
 
