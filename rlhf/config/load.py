@@ -190,7 +190,13 @@ def _lines(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> Iter
             for missing in below or [key]:
                 yield f"{missing}: required and not set. Set it in the YAML or as {missing}=VALUE."
         case "value_error":
-            yield message if not key or message.startswith(key.split(".")[0]) else f"{key}: {message}"
+            top, *below = key.split(".")
+            if not message.startswith(top):
+                yield f"{key}: {message}"
+            elif below[:1] == ["by_name"]:  # one of several speaks as if it were the only one
+                yield ".".join((top, *below[:2])) + message.removeprefix(top)
+            else:
+                yield message
         case "string_type" if isinstance(problem["input"], bool | int | float):
             text = json.dumps(problem["input"])
             yield f"{given}: text is expected, and YAML reads this as another type. Quote it: {key}='\"{text}\"'."
