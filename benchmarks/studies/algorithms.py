@@ -112,7 +112,7 @@ def summarize(label: str, of_seeds: Sequence[runs.Steps]) -> report.Row:
         "by seed": ", ".join(f"{report.mean(map(right, steps[-ENDS:])):.2f}" for steps in of_seeds),
         f"reward, steps 1-{ENDS}": round(report.mean(row["reward/mean"] for row in first), 3),
         f"reward, last {ENDS}": round(report.mean(row["reward/mean"] for row in last), 3),
-        "largest KL (k3, nats a token)": max(row["policy/kl_k3"] for row in every),
+        "largest KL (k3, nats per token)": max(row["policy/kl_k3"] for row in every),
         "largest clip fraction": max(row.get("policy/clip_fraction", 0.0) for row in every),
         "not finite": sum(not math.isfinite(x) for x in numbers) + lost + skipped,
     }
@@ -143,7 +143,8 @@ def study_results(of_algorithms: dict[str, list[runs.Steps]], seeds: Sequence[in
         for name, of_seeds in of_algorithms.items()
     }
     rows = [summarize(ALGORITHMS[name][0], of_seeds) for name, of_seeds in of_algorithms.items()]
-    command = f"python -m benchmarks.studies.algorithms --seeds {','.join(map(str, seeds))}"
+    options = f"--seeds {','.join(map(str, seeds))} --only {','.join(of_algorithms)}"
+    command = f"python -m benchmarks.studies.algorithms {options}"
     return {"command": command, "date": date, "seeds": list(seeds), "tables": {"runs": rows}, "runs": curves}
 
 
@@ -154,6 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = report.parse(parser, arguments)
     data = report.ensure_data(options.data)
     names = options.only.split(",") if options.only else QUICK if options.quick else ALGORITHMS
+    if unknown := sorted({*names} - {*ALGORITHMS}):
+        parser.error(f"--only: there is no algorithm {', '.join(unknown)}")
     steps = 6 if options.quick else STEPS  # more updates than the warm-up
     first = list(ALGORITHMS).index(FIRST_OBJECTIVE)
     groups = {"algorithms": list(ALGORITHMS)[:first], "objectives": list(ALGORITHMS)[first:]}

@@ -108,7 +108,7 @@ def ties_table(rows: Sequence[report.Row]) -> list[report.Row]:
     keys = ("tied groups", "accuracy", "held-out accuracy", "KL")
     return [
         {"responses": responses, "seed": seed}
-        | {f"{key}: {which}": row[key] for key in keys for which, row in reversed(of.items())}
+        | {f"{key}: {which}": of[which][key] if which in of else "" for key in keys for which in ("with", "without")}
         for (responses, seed), of in sorted(pairs.items())
     ]
 

@@ -1,7 +1,7 @@
 """Tables and picture of the study of slow groups.
 
-What is trained, and in what time, is that of the middle steps: the first ones wait for nothing yet, and at the end of a
-run, where nothing is dispatched any more, also `drop` has to take what is slow.
+What is trained, and in what time, is that of the middle steps (*groups discarded*: of all up to their end): the first
+ones wait for nothing yet, and at the end of a run, where nothing is dispatched, also `drop` has to take what is slow.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def draw(records: Sequence[Record], path: Path, results: report.Row) -> None:
     of_kind = {kind[2:]: chosen for kind, chosen in kinds(records).items() if kind[:2] == (share, slowness)}
     lags = sorted({lag for lag, _ in of_kind if lag})
     drawn, axes = report.figure(3, len(lags), width=9.5, height=7, sharey="row")
-    for (above, middle, below), lag in zip(axes.T, lags, strict=True):
+    for (above, between, below), lag in zip(axes.T, lags, strict=True):
         for rule, colour in COLOURS.items():
             chosen = of_kind.get((lag, rule), [])
             if not chosen:
@@ -121,12 +121,12 @@ def draw(records: Sequence[Record], path: Path, results: report.Row) -> None:
             style: dict[str, Any] = {"color": colour, "ls": "--", "lw": 1}
             runs.band(above, [evaluated(r, "easy") for r in chosen], at, label=f"{rule}, easy", **style)
             times = np.mean([evaluated(r, "ended") for r in chosen], 0)
-            runs.band(middle, [evaluated(r, "hard") for r in chosen], times, color=colour, label=rule)
+            runs.band(between, [evaluated(r, "hard") for r in chosen], times, color=colour, label=rule)
             shares = [smooth([step["trained hard"] for step in r["steps"]]) for r in chosen]
             runs.band(below, shares, range(1, len(shares[0]) + 1), color=colour, label=rule)
         above.set_title(f"max_policy_lag {lag}")
         above.set_xlabel("training step")
-        middle.set_xlabel("time, in training steps without any wait")
+        between.set_xlabel("time, in training steps without any wait")
         below.set_xlabel("training step")
         below.axhline(share, color="0.6", lw=1, ls=":")
     labels = ("held-out accuracy", "held-out accuracy, hard", "hard, of what is trained")

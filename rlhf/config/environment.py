@@ -135,8 +135,8 @@ class EnvironmentConfig(_Driven):
     files: tuple[FilePath, ...] = key((), "what else than their code they may read and write", strict=False)
     endpoint_host: str = key(
         LOOPBACK,
-        "IPv4 address of the driver's node at which programs and services reach the model; with loopback they, and all "
-        "other environments, stay there",
+        "IPv4 address of the driver's node at which programs and services reach the model; with 127.0.0.1 they and all "
+        "other environments stay there",
     )
     trained_sequences: tuple[str, ...] = key(
         ALL, f"of a coroutine, program or service: all, or a list: those that {', '.join(KINDS)} requests begin"

@@ -153,15 +153,15 @@ class GRPOConfig(TrainingProgramConfig):
             biased = "biased, with almost no gradient near the reference"
             yield f"{algo.kl_estimator=!s} with {algo.kl_place=!s}: {biased}{blow_up}. Only k1 is exact there."
         if self.kl_in_loss and algo.kl_estimator == "k1":
-            pulls = (
-                "not that of the KL: on-policy a pull towards longer responses, off-policy without the reference too"
+            gradient = (
+                "not that of the KL, because the reference is not in it: on-policy a pull towards longer responses"
             )
             if algo.loss_aggregation == "constant":
-                pulls = "zero on-policy, and off-policy points away from the policy that sampled"
+                gradient = "zero on-policy, and off-policy points away from the policy that sampled"
             yield (
                 f"{algo.kl_estimator=!s} with {algo.kl_place=!s} and {algo.loss_aggregation=!s}: its expected gradient "
-                f"is {pulls}. It does not hold the policy near the reference. Use k3, which is weighted by the ratio, "
-                "or k1 in the reward."
+                f"is {gradient}. It does not hold the policy near the reference. Use k3, which is weighted by the "
+                "ratio, or k1 in the reward."
             )
         if self.weights.transfer == "delta" and not self.sends_changes:
             yield (

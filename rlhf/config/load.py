@@ -190,11 +190,12 @@ def _lines(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> Iter
             for missing in below or [key]:
                 yield f"{missing}: required and not set. Set it in the YAML or as {missing}=VALUE."
         case "value_error":
-            top, *below = key.split(".")
+            path = [*([section] if section else []), *map(str, problem["loc"])]
+            top = path[0] if path else ""
             if not message.startswith(top):
                 yield f"{key}: {message}"
-            elif below[:1] == ["by_name"]:  # one of several speaks as if it were the only one
-                yield ".".join((top, *below[:2])) + message.removeprefix(top)
+            elif path[1:2] == ["by_name"]:  # one of several speaks as if it were the only one
+                yield ".".join(path[:3]) + message.removeprefix(top)
             else:
                 yield message
         case "string_type" if isinstance(problem["input"], bool | int | float):

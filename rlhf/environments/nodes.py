@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import math
 import queue
+import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from rlhf.environments.sessions import HostedSession, Sessions
 from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.processes.code import Sources, changed_sources
 
+CONNECT_S = 10.0  # that a connection to the endpoint may take, tried before anything starts
 NEWS_S = 5.0  # that an actor waits for news before it says that there is none
 SILENT_S = 90.0  # without such a sign it is lost: its event loop waits for a core, and for nothing else
 REMEMBERED = 1000  # ended sessions: calls to an actor overtake each other, so the first request may come after the end
@@ -37,13 +39,21 @@ class NodeHosts:
     """The processes of a node for the driver on another one; it is hosted in an actor.
 
     Args:
-        port: of the endpoint on the driver's node.
+        port: of the endpoint on the driver's node; 0: there is none.
 
     Raises:
-        ValueError: as of `Hosts`, or the code is not that of the driver's node.
+        ValueError: as of `Hosts`, the endpoint is not reached, or the code is not that of the driver's node.
     """
 
     def __init__(self, config: EnvironmentConfig, tools: Sequence[str], sources: Sources, port: int) -> None:
+        if port:
+            try:
+                socket.create_connection((config.endpoint_host, port), timeout=CONNECT_S).close()
+            except OSError as error:
+                raise ValueError(
+                    f"environment.endpoint_host={config.endpoint_host}: this node cannot connect to port {port} there "
+                    f"({error}). Use an address of the driver's node that all nodes reach, and open its ports to them."
+                ) from None
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._ended: deque[int] = deque(maxlen=REMEMBERED)
         self._hosts = _AskingHosts(config, tools, say=self._news.put, port=port)

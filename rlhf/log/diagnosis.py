@@ -113,9 +113,10 @@ def high_kl(view: View) -> Found:
     if (kl := view.mean("policy/kl_k1")) >= HIGH_KL:
         remedy = "Raise {algo.kl_coef}, or lower {learner.optimizer.lr}."
         estimator, place = view.config.get("algo.kl_estimator"), view.config.get("algo.kl_place")
-        if (estimator, place) == ("k1", "loss"):
+        used = view.config.get("algo.kl_coef", 0.0) > 0
+        if used and (estimator, place) == ("k1", "loss"):
             remedy = "{algo.kl_estimator} in the loss holds nothing, and a larger kl_coef does harm: set it to k3."
-        elif place == "reward" and estimator != "k1":
+        elif used and place == "reward" and estimator != "k1":
             remedy = "{algo.kl_estimator} in the reward holds little near the reference: set it to k1."
         yield (
             f"The policy is {kl:.2f} nats per token away from the reference.",

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.studies import (
     batch_outcomes,
     batch_sizes,
+    kl,
     outcomes,
     report,
     schedule,
@@ -228,7 +229,7 @@ def test_runs_of_one_and_of_two_learners_and_of_slow_groups_are_made_once_and_re
     planned = [schedule_outcomes.Outcome("cosine", 1e-3, times, n, 0) for times, n in ((1, 1), (4, 1), (1, 2))]
     for _ in range(2):
         outcomes.scan(base, planned, tmp_path, workers=1, kind=schedule_outcomes.Trainer)
-    records = list(outcomes.read(base, planned, tmp_path))
+    records = list(kl.read(base, planned, tmp_path))
     assert [(r["steps_per_update"], r["learners"], len(r["steps"])) for r in records] == [
         (1, 1, 2),
         (4, 1, 2),
@@ -236,5 +237,5 @@ def test_runs_of_one_and_of_two_learners_and_of_slow_groups_are_made_once_and_re
     ]
     slow = [waiting.Run(0.5, 3, "drop", 1, 0)]
     outcomes.scan(base, slow, tmp_path, workers=1, kind=waiting.Trainer)
-    (made,) = outcomes.read(base, slow, tmp_path)
+    (made,) = kl.read(base, slow, tmp_path)
     assert {"trained hard", "age", "ended", "discarded", "easy", "hard"} <= set(made["steps"][-1])

@@ -446,4 +446,4 @@ def test_what_did_not_reach_the_log_counts_as_not_finite() -> None:
     assert algorithms.summarize("SAPO", [[never_clips] * 10])["largest clip fraction"] == 0
     summary = algorithms.summarize("A", [[row] * 10, [row] * 8 + [lost, {**row, "learner/updates_skipped": 1}]])
     assert summary["not finite"] == 2
-    assert summary["largest KL (k3, nats a token)"] == 0.1
+    assert summary["largest KL (k3, nats per token)"] == 0.1

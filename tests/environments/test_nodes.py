@@ -279,16 +279,14 @@ open(os.environ["RLHF_REWARD"], "w").write("0.5")
 
 
 @pytest.mark.slow
-def test_a_program_on_another_node_reaches_the_endpoint_of_the_drivers(tmp_path: Path) -> None:
+def test_a_program_on_another_node_reaches_the_endpoint_on_the_drivers_node(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(ASKS)
     with socket.create_server(("127.0.0.2", 0)) as endpoint:
         host, port = endpoint.getsockname()
 
         async def play() -> None:
-            async with node(PROGRAM, port, command=["python", str(tmp_path / "agent.py")], memory_mb=1024) as (
-                there,
-                *_,
-            ):
+            keys = {"command": ["python", str(tmp_path / "agent.py")], "endpoint_host": host, "memory_mb": 1024}
+            async with node(PROGRAM, port, **keys) as (there, *_):
                 session = await there.open({}, SEEDS)
                 assert session.is_program
                 outcome = await session.run({"url": f"http://{host}:{port}", "key": "sk-1"})
@@ -296,8 +294,19 @@ def test_a_program_on_another_node_reaches_the_endpoint_of_the_drivers(tmp_path:
                 await session.close()
 
         asyncio.run(play())
+        endpoint.accept()[0].close()  # that of the check at the start
         with endpoint.accept()[0] as connected:
             assert connected.recv(100) == b"sk-1"
+
+
+def test_a_node_that_cannot_reach_the_endpoint_is_refused() -> None:
+    config = EnvironmentConfig(name=PROGRAM, command=("true",), endpoint_host="127.0.0.2")
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        port = elsewhere.getsockname()[1]
+        with pytest.raises(
+            ValueError, match=rf"endpoint_host=127\.0\.0\.2: this node cannot connect to port {port} there"
+        ):
+            NodeHosts(config, (), {}, port)
 
 
 def test_a_service_is_asked_by_the_driver_whichever_node_has_the_session() -> None:
@@ -310,7 +319,7 @@ def test_a_service_is_asked_by_the_driver_whichever_node_has_the_session() -> No
         here.services = {"": answer}
         session = await remote(actor, here).open({}, SEEDS)
         assert (await session.run({"url": "http://127.0.0.2:1", "key": "sk-1"})).reward == 2.0
-        assert "play" not in actor.called
+        assert actor.hosts.asked == [session.number]  # opened there, and asked nothing more
 
     asyncio.run(play())
 

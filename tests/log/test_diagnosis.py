@@ -70,12 +70,12 @@ ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "KL to the reference is running away": ({"policy/kl_k1": 3.0}, {}, "algo.kl_coef=0.0"),
     "KL to the reference is running away, k1 in the loss": (
         {"policy/kl_k1": 3.0},
-        {"algo.kl_estimator": "k1", "algo.kl_place": "loss"},
+        {"algo.kl_estimator": "k1", "algo.kl_place": "loss", "algo.kl_coef": 0.1},
         "algo.kl_estimator=k1 in the loss holds nothing, and a larger kl_coef does harm: set it to k3.",
     ),
     "KL to the reference is running away, k3 in the reward": (
         {"policy/kl_k1": 3.0},
-        {"algo.kl_estimator": "k3", "algo.kl_place": "reward"},
+        {"algo.kl_estimator": "k3", "algo.kl_place": "reward", "algo.kl_coef": 0.1},
         "algo.kl_estimator=k3 in the reward holds little near the reference: set it to k1.",
     ),
     "entropy collapsed": ({"policy/entropy": 0.001, "reward/mean": 0.3}, {}, "learner.optimizer.lr=0.0005"),
