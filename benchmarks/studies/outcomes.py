@@ -160,7 +160,9 @@ def scan(base: GRPOConfig, all_runs: Sequence[Any], folder: Path, *, workers: in
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median and range of the seeds."""
+    """Median and range of the seeds; empty where there is none yet."""
+    if not values:
+        return ""
     low, middle, high = (report.number(float(v)) for v in (min(values), np.median(values), max(values)))
     return f"{middle} ({low} to {high})"
 
