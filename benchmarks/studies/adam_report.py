@@ -205,7 +205,11 @@ def _bars(panel: Any, names: Sequence[str], bars: dict[str, tuple[str, list[list
         above = [max(values) - middle for middle, values in zip(middles, seen, strict=True)]
         at = [index + width * (position - (len(bars) - 1) / 2) for index in range(len(names))]
         panel.bar(at, middles, 0.95 * width, yerr=[below, above], capsize=2, color=colour, label=label)
-    panel.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names], fontsize=7)
+    panel.set_xticks(
+        range(len(names)),
+        [name.replace(", ", ",\n").replace("2-1", "2-\n1").replace("'s ", "'s\n") for name in names],
+        fontsize=7,
+    )
     panel.set(yscale="log")
     panel.legend(fontsize=7)
 
@@ -236,7 +240,7 @@ def _draw_controls(panel: Any, by_policy: Records) -> None:
         "tensorflow": ("tab:blue", [plain(records, "tensorflow") for records in by_policy.values()]),
     }
     _bars(panel, list(by_policy), bars)
-    panel.set(title=f"approximate KL with equal {size}: the first two, the last two")
+    panel.set(title=f"KL at equal {size}, two and two")
 
 
 def _draw_eps(panel: Any, by_policy: Records) -> None:
