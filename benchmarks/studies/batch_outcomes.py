@@ -119,7 +119,7 @@ def draw(records: Sequence[dict[str, Any]], panel: Any, fault: str, peak: float,
         text = f"x {factor}" if name == fault else f"ours, {learners} learner{'s' * (learners > 1)}"
         panel.plot(rollouts, np.median(values, 0), "--" if learners > 1 else "-", color=colour, lw=1.5, label=text)
         panel.fill_between(rollouts, values.min(0), values.max(0), color=colour, alpha=0.12, lw=0)
-    panel.set_title(f"held-out accuracy, {fault}, peak {peak:g}")
+    panel.set_title(f"held-out accuracy\n{fault}, peak {peak:g}")
     panel.set_xlabel("rollouts")
     if panel.lines:
         panel.legend(loc="upper left")
