@@ -310,6 +310,9 @@ def start_worker(config: GRPOConfig, kind: type[Trainer]) -> None:
 
     signal.signal(signal.SIGTERM, end)
     die_with_parent(signal.SIGTERM)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it was gone before
+        end()
 
 
 def work(run: Any, file: Path) -> Any:
