@@ -157,6 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = options.only.split(",") if options.only else QUICK if options.quick else ALGORITHMS
     if unknown := sorted({*names} - {*ALGORITHMS}):
         parser.error(f"--only: there is no algorithm {', '.join(unknown)}")
+    if options.quick:
+        options.seeds = options.seeds[:1]
     steps = 6 if options.quick else STEPS  # more updates than the warm-up
     first = list(ALGORITHMS).index(FIRST_OBJECTIVE)
     groups = {"algorithms": list(ALGORITHMS)[:first], "objectives": list(ALGORITHMS)[first:]}
