@@ -27,7 +27,7 @@ from rlhf.cluster.environment_nodes import HOST, EnvironmentNodes
 from rlhf.cluster.heartbeat import Heartbeat
 from rlhf.cluster.rank_group import RankGroup, RoleCheckpoints, folder_of
 from rlhf.cluster.session import RaySession
-from rlhf.config.environment import LOOPBACK, SERVICE
+from rlhf.config.environment import LOOPBACK
 from rlhf.config.printing import say
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, Role
@@ -247,13 +247,12 @@ class Cluster:
     async def host_environments(self, spread: Spread) -> None:
         """Run environments on every other node too, until the end; ValueError names a node that cannot load them.
 
-        Where programs or services reach the model at the default address, 127.0.0.1, all stay here; services alone need
-        no other node.
+        Where programs or services reach the model at the default address, 127.0.0.1, all stay here; the driver itself
+        asks services.
         """
         environment = spread.here.config
-        parts = environment.parts.values()
-        only_services = bool(parts) and all(part.name == SERVICE for part in parts)  # the driver asks them
-        if only_services or (environment.uses_endpoint and environment.endpoint_host == LOOPBACK):
+        on_loopback = environment.uses_endpoint and environment.endpoint_host == LOOPBACK
+        if on_loopback or environment.only_services:
             return
         nodes = EnvironmentNodes(spread, self.config.cluster)
         if nodes.group.actors:

@@ -206,7 +206,7 @@ class EnvironmentConfig(_Driven):
                     f"environment.{field}{_shown(field, value)} without environment.name: nothing reads it. Write "
                     f"{EXAMPLES[names[0]]}."
                 )
-        if self.parts and all(part.name == SERVICE for part in self.parts.values()):
+        if self.only_services:
             for field in OF_PROCESSES:
                 if (value := getattr(self, field)) != type(self).model_fields[field].default:
                     raise ValueError(
@@ -238,6 +238,11 @@ class EnvironmentConfig(_Driven):
     def trained_kinds(self) -> tuple[str, ...]:
         """Kinds of requests whose sequences are trained."""
         return KINDS if self.trained_sequences == ALL else self.trained_sequences
+
+    @property
+    def only_services(self) -> bool:
+        """Whether nothing of a rollout runs in processes of the run."""
+        return bool(self.parts) and all(part.name == SERVICE for part in self.parts.values())
 
     @property
     def uses_endpoint(self) -> bool:
