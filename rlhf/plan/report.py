@@ -20,9 +20,9 @@ from rlhf.config.printing import printable
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import REWARD_MODEL, Role, Training
 from rlhf.config.sections import ClusterConfig
-from rlhf.data.model_checks import model_problems
 from rlhf.data.model_files import local_model_config, text_config
 from rlhf.data.read import count_rows, local_path, rows_per_epoch, too_few_prompts
+from rlhf.plan.examination import model_problems
 from rlhf.plan.fit import memory_warnings
 from rlhf.plan.hours import expected_time
 from rlhf.plan.layouts import layout_rows

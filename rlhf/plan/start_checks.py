@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.model_folder import looks_local
 from rlhf.config.program import TrainingProgramConfig
-from rlhf.data.model_checks import check_model_files, model_problems
-from rlhf.data.model_files import hub_silence, local_model_config
 from rlhf.data.read import check_source, config_sources
+from rlhf.plan.examination import examine, gather
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes, trained_parameters
 from rlhf.plan.model_shape import shape_at
 from rlhf.plan.resources import check_resources, joins_a_cluster, local_resources
@@ -51,39 +49,8 @@ def input_problems(config: TrainingProgramConfig, *, trains: bool = True, with_d
     """Data and models that are missing, or that do not fit the config."""
     kinds = (("eval", "train") if trains else ("eval",)) if with_data else ()
     sources = {key: source for which in kinds for key, source in config_sources(config.data, which).items()}
-    problems = _gather(*(partial(check_source, source, key) for key, source in sources.items()))
-    for role in config.roles(trains=trains):
-        problems += _gather(partial(check_model_files, role.model, key=role.model_key, generates=not role.scalar))
-    further = config.further_models if trains else {}
-    problems += _gather(*(partial(check_model_files, path, key=key) for key, path in further.items()))
-    try:
-        problems += model_problems(config, trains=trains)
-    except ValueError as error:  # a config.json is not JSON
-        problems.append(str(error))
-    if trains and config.model.lora is not None and local_model_config(config.model.path) is not None:
-        from rlhf.data.adapted_layers import adapted_layers  # imports torch and transformers
-
-        problems += _gather(lambda: adapted_layers(config))
-    models = {role.model_key: role.model for role in config.roles(trains=trains)} | further
-    absent = {key: name for key, name in models.items() if not looks_local(name) and local_model_config(name) is None}
-    if absent and (reason := hub_silence()):
-        problems += [
-            f"{key}={name}: there is no such folder, the cache of this machine does not have it, and the hub cannot be "
-            f"asked ({reason}). Name a local folder, or fetch it where the hub answers: hf download {name}"
-            for key, name in absent.items()
-        ]
-    return list(dict.fromkeys(problems))
-
-
-def _gather(*checks: Callable[[], object]) -> list[str]:
-    """The messages of all checks that raise ValueError."""
-    problems: list[str] = []
-    for check in checks:
-        try:
-            check()
-        except ValueError as error:
-            problems += str(error).splitlines()
-    return problems
+    problems = gather(*(partial(check_source, source, key) for key, source in sources.items()))
+    return problems + examine(config, trains=trains)
 
 
 # --- run folder ---
@@ -134,7 +101,7 @@ def run_folder_problems(config: TrainingProgramConfig) -> Iterator[str]:
 def _machine_problems(config: TrainingProgramConfig, *, trains: bool = True) -> list[str]:
     if joins_a_cluster(config):
         return []
-    return [*machine_problems(), *_gather(lambda: check_resources(config, local_resources(), trains=trains))]
+    return [*machine_problems(), *gather(lambda: check_resources(config, local_resources(), trains=trains))]
 
 
 def machine_problems() -> Iterator[str]:

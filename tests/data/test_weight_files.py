@@ -11,8 +11,8 @@ import pytest
 from worlds import make_config
 
 from rlhf.config.sections import ModelConfig
-from rlhf.data.model_checks import check_model_files
 from rlhf.data.model_files import load_tokenizer
+from rlhf.plan.examination import check_model_files
 from rlhf.plan.start_checks import input_problems
 
 

@@ -1,11 +1,15 @@
-"""Checks of a run's models from their config.json, for the start of a run, --plan and the doctor.
+"""The examination of every model of a run, before anything starts.
 
-A hub model whose config.json is not in the cache is checked when it is loaded.
+`model_problems` reads what needs no class of a model: it imports no torch, and --plan shows it too. `examine` adds what
+needs one. A hub model whose files are not in the cache is examined when it is loaded.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,11 +22,58 @@ from rlhf.data.model_files import (
     EXPERT_KEYS,
     check_weights,
     class_problem,
+    hub_silence,
     lacks_chat_template,
     local_model_config,
     reward_template,
     text_config,
 )
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """A model that a run loads: the key that names it, its value, and whether it gives one number, not logits."""
+
+    key: str
+    path: str
+    scalar: bool
+
+
+def run_models(config: TrainingProgramConfig, *, trains: bool = True) -> list[RunModel]:
+    """Every model of the run, once for each way in which it is loaded."""
+    models = [RunModel(role.model_key, role.model, role.scalar) for role in config.roles(trains=trains)]
+    models += [RunModel(key, path, scalar=False) for key, path in (config.further_models if trains else {}).items()]
+    return list(dict.fromkeys(models))
+
+
+def examine(config: TrainingProgramConfig, *, trains: bool = True) -> list[str]:
+    """All reasons in the files of its models to refuse the run."""
+    models = run_models(config, trains=trains)
+    problems = gather(*(partial(check_model_files, m.path, key=m.key, generates=not m.scalar) for m in models))
+    problems += gather(lambda: problems.extend(model_problems(config, trains=trains)))
+    if trains and config.model.lora is not None and local_model_config(config.model.path) is not None:
+        from rlhf.data.adapted_layers import adapted_layers  # imports torch and transformers
+
+        problems += gather(lambda: adapted_layers(config))
+    absent = {m.key: m.path for m in models if not looks_local(m.path) and local_model_config(m.path) is None}
+    if absent and (reason := hub_silence()):
+        problems += [
+            f"{key}={name}: there is no such folder, the cache of this machine does not have it, and the hub cannot be "
+            f"asked ({reason}). Name a local folder, or fetch it where the hub answers: hf download {name}"
+            for key, name in absent.items()
+        ]
+    return list(dict.fromkeys(problems))
+
+
+def gather(*checks: Callable[[], object]) -> list[str]:
+    """The messages of all checks that raise ValueError."""
+    problems: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            problems += str(error).splitlines()
+    return problems
 
 
 def check_model_files(path: str, *, key: str = "model.path", generates: bool = True) -> None:
