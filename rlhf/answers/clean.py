@@ -11,6 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from rlhf.answers.chinese import in_digits
+from rlhf.answers.tokens import FUNCTIONS
 from rlhf.answers.words import MONTHS, as_latex, unwrapped, with_words_marked
 
 SIGNS = {
@@ -91,6 +92,8 @@ REWRITES: list[tuple[re.Pattern[str], Replacement]] = [
         (r"\\(?:math(?:bf|it|sf|cal|normal|tt)|boldsymbol|bm|vec|overrightarrow|hat)(?![a-zA-Z])\s*", ""),
         (r"\\(?:text(?:bf|it|rm|normal|sf|tt|up|sc)|mbox|hbox|emph)(?=\s*\{)", r"\\text"),
         (FRACTION_FONT.pattern, r"\\frac"),
+        (rf"\\(?:operatorname\*?|(?:text|mathrm)(?=\{{[a-z\s]*\}}\())\s*\{{\s*({'|'.join(sorted(FUNCTIONS))})\s*\}}",
+         r"\\\1 "),
         (r"\\(?:mathrm|operatorname|rm)\*?\s*\{\s*([A-Za-z]|[-\d.,\s]+)\s*\}", r" \1 "),
         (r"\\(?:mathrm|operatorname|rm)\*?\s*\{([^{}]*)\}", r"\\text{\1}"),
         (r"\\([ij])math(?![a-z])", r"\1"),

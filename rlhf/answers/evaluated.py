@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 from functools import reduce
 from itertools import combinations
@@ -32,12 +33,22 @@ MAX_ROOT = 10_000  # a larger factor of a radicand is not looked for
 
 def is_evaluated(answer: Node, gold: Node) -> bool:
     """Whether every value in the answer is worked out, or no more complicated than the gold answer."""
+    answer, gold = _spread(answer), _spread(gold)
     if _has_unsolved_relation(answer, gold) or _has_reducible_ratio(answer, gold):
         return False
     wanted = list(_values(gold))
     for relation in filter(_is_equation, parts(gold)):  # the sides that are more than a label: xy in xy = 1
         wanted += [side for side in relation.args if side.kind in ("add", "mul", "div", "pow")]
     return all(_value_is_evaluated(value, wanted, gold) for value in _values(answer))
+
+
+def _spread(node: Node) -> Node:
+    """The tree with a^2/b^2 for (a/b)^2, and 1/n^k for (1/n)^k: these are worked out equally far."""
+    node = replace(node, args=tuple(map(_spread, node.args)))
+    if node.kind != "pow" or node.args[0].kind != "div" or not free_symbols(node.args[0]):
+        return node
+    base, exponent = node.args
+    return Node("div", tuple(side if side.value == 1 else Node("pow", (side, exponent)) for side in base.args))
 
 
 def _is_equation(node: Node) -> bool:
@@ -159,7 +170,7 @@ def _expression_is_evaluated(value: Node, wanted: list[Node], gold: Node) -> boo
         return False
     if gold.kind == "relation" and not _names_given(gold):  # xy = 1 is solved by y = 1/x
         return True
-    if _divisors(value).total() > max(_divisors(node).total() for node in wanted):
+    if _divisors(value).total() > max(_divisors(node, in_roots=True).total() for node in wanted):
         return False
     factored = [any(_sums_multiplied(part) > 1 for part in parts(node)) for node in wanted]
     if any(_sums_multiplied(part) > 1 for part in parts(value)) not in factored:
@@ -177,10 +188,10 @@ def _constants(node: Node) -> Iterator[Node]:
             yield from _constants(arg)
 
 
-def _divisors(node: Node) -> Counter[Node]:
+def _divisors(node: Node, *, in_roots: bool = False) -> Counter[Node]:
     """The factors of the common denominator that have variables, with their powers: x and x-1 of 1/x + 3/(x-1)."""
     if node.kind == "add":
-        return reduce(or_, map(_divisors, node.args))
+        return reduce(or_, (_divisors(arg, in_roots=in_roots) for arg in node.args))
     found = Counter[Node]()
     for factors, is_below in zip(factors_of(node), (False, True), strict=True):
         for factor in factors:
@@ -194,6 +205,8 @@ def _divisors(node: Node) -> Counter[Node]:
                 found[canonical(base)] += int(times.value) if is_numeral(times) else 1
             if len(terms_of(base)) > 1:
                 found |= _divisors(base)
+            elif in_roots and base.kind == "call" and base.name == "root":
+                found |= _divisors(base.args[0], in_roots=True)
     return found
 
 

@@ -110,7 +110,10 @@ def function(p: Parser, name: str) -> Node:
     arguments = _function_arguments(p)
     if name in ("sin", "cos", "tan") and power is not None and power.kind == "neg" and power.args[0].value == 1:
         name, power = "arc" + name, None
-    node = Node("call", (*arguments, base) if base is not None else arguments, name)
+    if name == "exp" and base is None and len(arguments) == 1:
+        node = Node("pow", (EULER, *arguments))
+    else:
+        node = Node("call", (*arguments, base) if base is not None else arguments, name)
     return node if power is None else Node("pow", (node, power))
 
 

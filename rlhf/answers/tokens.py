@@ -24,7 +24,7 @@ SPELLINGS = {
     "sep": {",": ", ;", "and": r"and \land \wedge", "or": r"or \lor \vee"},
     "cmd": {
         "pi": "pi", "infty": "infinity inf oo", "bmod": r"mod \mod", "cup": "cup union", "sqrt": "sqrt", "frac": "frac",
-        "{": r"\lbrace", "}": r"\rbrace", "theta": "theta", "alpha": "alpha", "beta": "beta",
+        "abs": "abs", "{": r"\lbrace", "}": r"\rbrace", "theta": "theta", "alpha": "alpha", "beta": "beta",
     },
 }  # fmt: skip
 MEANINGS = {

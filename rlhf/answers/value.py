@@ -185,7 +185,6 @@ def _transcendental(name: str) -> Callable[[Value], Value]:
 FUNCTIONS: dict[str, Callable[..., Value]] = {
     **{name: _transcendental(name) for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")},
     **{name: _transcendental(name) for name in ("arcsin", "arccos", "arctan")},
-    "exp": lambda value: power(mp.e, value),
     "log": _log,
     "ln": _log,
     "lg": lambda value: _log(value, Fraction(10)),
@@ -286,12 +285,22 @@ def _fraction_of_one(text: str) -> Fraction:
 
 
 def _agree(left: Node, right: Node, point: dict[str, Value]) -> bool | None:
-    """Whether the values agree; None if they differ only because a root or logarithm is not real."""
+    r"""Whether the values agree; None if they differ only because a root or logarithm is not real.
+
+    Where both have roots, these count too: of `\sqrt{xy}` and `\sqrt{x}\sqrt{y}` at (-1, -1) both values are real.
+    """
     a, b = evaluate(left, point), evaluate(right, point)
     if same_number(a, b):
         return True
-    negative = any(value < 0 for value in point.values())
-    return None if negative and (_is_complex(a) or _is_complex(b)) else False
+    if all(value >= 0 for value in point.values()):
+        return False
+    roots = [[part for part in parts(node) if _is_root(part)] for node in (left, right)]
+    inside = [evaluate(root, point) for root in roots[0] + roots[1]] if all(roots) else []
+    return None if any(map(_is_complex, (a, b, *inside))) else False
+
+
+def _is_root(node: Node) -> bool:
+    return node.name == "root" or (node.kind == "pow" and node.args[1].kind == "div")
 
 
 def _is_complex(value: Value) -> bool:

@@ -8,7 +8,7 @@ from fractions import Fraction
 from rlhf.answers.units import unit_of
 
 ARTICLE = re.compile(r"\b(?:an?|the)\s")
-MATHEMATICAL = frozenset("sin cos tan log ln exp sqrt frac pi infinity inf mod max min gcd lcm".split())  # noqa: SIM905
+MATHEMATICAL = frozenset("sin cos tan log ln exp abs sqrt frac pi infinity inf mod max min gcd lcm".split())  # noqa: SIM905
 PROSE = re.compile(r"[A-Za-z][A-Za-z\s,.;:'!?&()-]*")
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 MEANINGS = {
