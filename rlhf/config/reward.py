@@ -122,6 +122,7 @@ class CodeOptions(Section):
     function: str = key("entry_point", "column with the name of the tested function, where the tests do not say it")
     mode: Literal["all", "fraction"] = key("all", "1 if all tests pass, else 0; or the fraction that passes")
     whole_response: bool = key(False, "without a fenced block, take the whole response as code")
+    tolerance: float = key(1e-6, "absolute or relative error of an output that is expected as a decimal", ge=0, lt=1)
     cpu_seconds: PositiveFloat = key(2.0, "CPU seconds of one test; twice as many by the clock")
 
 

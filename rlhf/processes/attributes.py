@@ -3,7 +3,7 @@
 Reward functions in TRL's signature read `environments`: `[env.score for env in environments]`, private attributes too.
 `said` writes the attributes of an instance down where it lives; `EnvironmentView` reads them elsewhere. Tuples, sets
 and dictionaries with other keys than text come back as what they were, since a reward that compares with a tuple would
-otherwise be wrong without an error; arrays of numpy come back as lists.
+otherwise be wrong without an error, and so do integers of any length; arrays of numpy come back as lists.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 MAX_CHARACTERS = 200_000  # of one attribute as JSON
 MAX_REASON = 500  # characters
+MAX_BITS = 10_000  # Python refuses to write a longer integer in decimal digits, from 4300 of these on
 SEQUENCES = {"@tuple": tuple, "@set": set, "@frozenset": frozenset}
 
 
@@ -51,6 +52,8 @@ def as_json(value: Any) -> Any:
     """The value as JSON can say it. Raises TypeError for what it cannot say."""
     if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
         return as_json(value.tolist())
+    if isinstance(value, int) and int.bit_length(value) > MAX_BITS:
+        return {"@int": int.__format__(value, "x")}
     if value is None or isinstance(value, bool | int | float | str):
         return _plain(value)
     if isinstance(value, Mapping):
@@ -84,6 +87,8 @@ def from_json(value: Any) -> Any:
         ((tag, items),) = value.items()
         if tag in SEQUENCES:
             return SEQUENCES[tag](from_json(item) for item in items)
+        if tag == "@int":
+            return int(items, 16)
         if tag == "@dict":
             return {from_json(key): from_json(item) for key, item in items}
     return {key: from_json(item) for key, item in value.items()}

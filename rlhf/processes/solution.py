@@ -41,6 +41,7 @@ def main(fd: int) -> None:
         return
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # files in memory do not count as memory of the process
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
+    sys.set_int_max_str_digits(0)  # the limit of time bounds what long integers cost
     channel.send({"ready": True})
     names = _module("solution")
     is_open = True

@@ -14,12 +14,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import select
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 from typing import Any, BinaryIO, Self
 
@@ -29,10 +27,10 @@ from rlhf.processes.attributes import from_json
 from rlhf.processes.channel import Channel
 from rlhf.processes.forkers import BOOT, PACKAGE
 from rlhf.processes.outside import Stopwatch
+from rlhf.rewards.code_blocks import program
 from rlhf.rewards.code_tests import FORMS, CallTest, ProgramTest, Tests, read_tests
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, UNSCORABLE, Grade
 
-FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})([^`]*)")  # of a line
 MAX_ANSWER_BYTES = 1 << 22  # of one result, and of what a program prints
 READ_BYTES = 1 << 16
 START_S = 5.0  # for a Python interpreter, next to other jobs; less than `reward.wall_seconds`
@@ -57,7 +55,7 @@ def code_reward(response: str, columns: dict[str, Any], options: CodeOptions) ->
         tests = _tests(columns, options)
     except ValueError as error:
         return Grade(None, BAD_GOLD, detail=str(error))
-    code = find_code(response, whole=options.whole_response)
+    code = find_code(response, tests, whole=options.whole_response)
     if code is None:
         return Grade(0.0, NO_ANSWER)
     try:
@@ -81,34 +79,19 @@ def _tests(columns: dict[str, Any], options: CodeOptions) -> Tests:
     if columns.get(options.tests) is None:
         raise ValueError(f"there is no column {options.tests!r}. Set `tests` to the column that has the tests.")
     try:
-        return read_tests(columns[options.tests], str(columns.get(options.function) or ""))
+        return read_tests(columns[options.tests], str(columns.get(options.function) or ""), options.tolerance)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"the tests have parts of another kind ({error}). {FORMS}.") from None
 
 
-def find_code(response: str, *, whole: bool) -> str | None:
-    """The last fenced block after the thoughts; without one, the whole answer if `whole`, else None."""
+def find_code(response: str, tests: Tests, *, whole: bool) -> str | None:
+    """The program in the answer after the thoughts; without a block of Python, the whole answer if `whole`."""
     answer = after_thinking(response)
     if answer is None:
         return None
-    if (code := _last_block(answer)) is not None:
+    if (code := program(answer, tests)) is not None:
         return code
     return answer if whole and answer.strip() else None
-
-
-def _last_block(answer: str) -> str | None:
-    """The content of the last fenced block that is closed, by a fence of the same characters."""
-    block, opened, lines = None, None, list[str]()
-    for line in answer.split("\n"):
-        fence = FENCE.fullmatch(line)
-        if opened is None:
-            opened, lines = fence, []
-        elif fence and fence[2] == opened[2] and not fence[3].strip():
-            text = "".join(f"{each}\n" for each in lines)
-            block, opened = textwrap.dedent(text) if opened[1] else text, None
-        else:
-            lines.append(line)
-    return block
 
 
 def _passed(code: str, tests: Tests, options: CodeOptions) -> tuple[int, str]:

@@ -16,14 +16,21 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import json
 import math
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 BUILDERS: dict[str, Callable[..., Any]] = {
     kind.__name__: kind for kind in (set, frozenset, list, tuple, dict, float, sorted)
 }
+NUMBER = re.compile(  # as a program prints it; 007, 1_000, 0x10, nan and digits of other scripts are text
+    r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,9})?"
+)
 FORMS = (
     "Write `assert f(arguments) == literal`, `assert [not] f(arguments)`, "
     "`assert abs(f(arguments) - number) < number`, `assert math.isclose(f(arguments), number)`, "
@@ -39,30 +46,63 @@ class CallTest(NamedTuple):
 
 
 class ProgramTest(NamedTuple):
-    """What a program reads, and what it has to print."""
+    """What a program reads, what it has to print, and how far from it a printed decimal may be."""
 
     stdin: str
     stdout: str
+    tolerance: float = 0.0
 
     def accepts(self, printed: str) -> bool:
         """Whether the lines have the same words; empty lines at the end do not count."""
-        return _words(printed) == _words(self.stdout)
+        given, wanted = _words(printed), _words(self.stdout)
+        return given == wanted or (
+            [*map(len, given)] == [*map(len, wanted)]
+            and all(map(self._same_word, (w for line in given for w in line), (w for line in wanted for w in line)))
+        )
+
+    def _same_word(self, given: str, wanted: str) -> bool:
+        """Whether two words are the same text or number; integers are compared exactly, whatever their size."""
+        if given == wanted:
+            return True
+        if not (NUMBER.fullmatch(given) and NUMBER.fullmatch(wanted)):
+            return False
+        is_decimal = not wanted.lstrip("+-").isdigit()
+        return Decimal(given) == Decimal(wanted) or (is_decimal and _near(float(given), float(wanted), self.tolerance))
 
 
 class Tests(NamedTuple):
-    """The tests of a row, all of one kind; `setup`: the imports of the tests."""
+    """The tests of a row, all of one kind.
+
+    Attributes:
+        functions: names that the calls use.
+        setup: the imports of the tests.
+    """
 
     calls: tuple[CallTest, ...] = ()
     programs: tuple[ProgramTest, ...] = ()
+    functions: frozenset[str] = frozenset()
     setup: str = ""
 
 
-def read_tests(cell: Any, function: str = "") -> Tests:
+@contextlib.contextmanager
+def _integers_of_any_length() -> Iterator[None]:
+    """Python refuses to read and write integers of more than 4300 digits; a test may have them."""
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(limit)
+
+
+@_integers_of_any_length()
+def read_tests(cell: Any, function: str = "", tolerance: float = 0.0) -> Tests:
     """Read the tests of a row.
 
     Args:
         cell: as the module says.
         function: the name of the tested function, where the cell does not say it.
+        tolerance: absolute or relative error of a decimal that a program prints, or a function of a pair returns.
 
     Raises:
         ValueError: why they cannot be graded, and what can.
@@ -79,7 +119,7 @@ def read_tests(cell: Any, function: str = "") -> Tests:
     if isinstance(cell, list | tuple) and cell and all(isinstance(item, str) for item in cell):
         return _asserts("\n".join(cell), function)
     if isinstance(cell, list | tuple) and cell and all(isinstance(item, dict) for item in cell):
-        return _pairs(cell, function)
+        return _pairs(cell, function, tolerance)
     raise ValueError(f"the tests are {str(cell)[:80]!r}: neither asserts nor pairs of input and output. {FORMS}.")
 
 
@@ -87,40 +127,56 @@ def _words(text: str) -> list[list[str]]:
     return [line.split() for line in text.rstrip().splitlines()]
 
 
+def _near(value: float, wanted: float, tolerance: float) -> bool:
+    """Whether the absolute or the relative error is at most the tolerance, as in the judges of contests."""
+    bound = tolerance * max(1.0, abs(wanted))
+    return tolerance > 0 and math.isfinite(bound) and abs(value - wanted) <= bound
+
+
 # --- pairs ---
 
 
-def _pairs(pairs: Sequence[dict[str, Any]], function: str) -> Tests:
+def _pairs(pairs: Sequence[dict[str, Any]], function: str, tolerance: float) -> Tests:
     if any(not {"input", "output"} <= pair.keys() for pair in pairs):
         raise ValueError(f"a test has the keys {sorted(pairs[0])}, without input or output. {FORMS}.")
-    calls = [pair for pair in pairs if pair.get("fn_name") or pair.get("testtype") == "functional"]
-    if not calls:
-        return Tests(programs=tuple(ProgramTest(_text(pair["input"]), _text(pair["output"])) for pair in pairs))
-    if len(calls) < len(pairs):
+    called = [pair for pair in pairs if pair.get("fn_name") or pair.get("testtype") == "functional"]
+    if not called:
+        texts = ((_text(pair["input"]), _text(pair["output"])) for pair in pairs)
+        return Tests(programs=tuple(ProgramTest(*text, tolerance) for text in texts))
+    if len(called) < len(pairs):
         raise ValueError("some tests call a function and others run a program. Keep one kind.")
-    return Tests(calls=tuple(_call_of_pair(pair, pair.get("fn_name") or function) for pair in pairs))
+    names = [pair.get("fn_name") or function for pair in pairs]
+    calls = tuple(_call_of_pair(pair, name, tolerance) for pair, name in zip(pairs, names, strict=True))
+    return Tests(calls=calls, functions=frozenset(names))
 
 
 def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _call_of_pair(pair: dict[str, Any], name: str) -> CallTest:
+def _call_of_pair(pair: dict[str, Any], name: str, tolerance: float) -> CallTest:
     if not name.isidentifier():
         raise ValueError(f"the function to call is {name!r}, no name. Name the column that has it as `function`.")
     given, wanted = pair["input"], pair["output"]
     arguments = [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else given
-    wanted = _without_tuples(json.loads(wanted) if isinstance(wanted, str) and "testtype" in pair else wanted)
+    wanted = json.loads(wanted) if isinstance(wanted, str) and "testtype" in pair else wanted
     right = [wanted, *(wanted if "wraps" in pair and isinstance(wanted, list) and len(wanted) == 1 else [])]
     called = f"(Solution().{name} if 'Solution' in globals() else {name})"
-    return CallTest(f"{called}({', '.join(map(repr, arguments))})", lambda value: _without_tuples(value) in right)
+    call = f"{called}({', '.join(map(repr, arguments))})"
+    return CallTest(call, lambda value: any(_same_value(value, one, tolerance) for one in right))
 
 
-def _without_tuples(value: Any) -> Any:
-    """JSON has no tuples: a function may return one for a list."""
-    if isinstance(value, list | tuple):
-        return [_without_tuples(item) for item in value]
-    return {key: _without_tuples(item) for key, item in value.items()} if isinstance(value, dict) else value
+def _same_value(value: Any, wanted: Any, tolerance: float) -> bool:
+    """Whether a result is the value; JSON has no tuples, so a function may return one for a list."""
+    match value, wanted:
+        case (list() | tuple(), list() | tuple()):
+            return len(value) == len(wanted) and all(map(_same_value, value, wanted, [tolerance] * len(value)))
+        case (dict(), dict()):
+            same_keys = value.keys() == wanted.keys()
+            return same_keys and all(_same_value(value[key], wanted[key], tolerance) for key in wanted)
+        case (int() | float(), float()) if value != wanted:
+            return _near(value, wanted, tolerance)
+    return bool(value == wanted)
 
 
 # --- asserts ---
@@ -139,7 +195,9 @@ def _asserts(source: str, function: str) -> Tests:
     tests = tuple(test for node in body for test in _tests_of(node, function))
     if not tests:
         raise ValueError(f"there is no test. {FORMS}.")
-    return Tests(calls=tests, setup="\n".join(map(ast.unparse, setup)))
+    names = {part.id for node in body for part in ast.walk(node) if isinstance(part, ast.Name)}
+    called = names - {"check", "METADATA", *dir(builtins)}
+    return Tests(calls=tests, functions=frozenset(called), setup="\n".join(map(ast.unparse, setup)))
 
 
 def _tests_of(node: ast.stmt, function: str) -> Iterator[CallTest]:
@@ -191,11 +249,11 @@ def _test(test: ast.expr) -> CallTest:
             [bound],
         ):
             asked, known = (right, left) if _is_literal(left) else (left, right)
-            return _near(_asked(asked, test), _literal(known, test), abs_tol=_literal(bound, test), rel_tol=0.0)
+            return _close(_asked(asked, test), _literal(known, test), abs_tol=_literal(bound, test), rel_tol=0.0)
         case ast.Call(ast.Name("isclose") | ast.Attribute(ast.Name("math"), "isclose"), [left, right], keywords):
             asked, known = (right, left) if _is_literal(left) else (left, right)
             bounds = {str(keyword.arg): _literal(keyword.value, test) for keyword in keywords}
-            return _near(_asked(asked, test), _literal(known, test), **bounds)
+            return _close(_asked(asked, test), _literal(known, test), **bounds)
         case ast.UnaryOp(ast.Not(), ast.Call() as call):
             return CallTest(_direct_call(call, test), lambda value: not value)
         case ast.Call():
@@ -207,7 +265,7 @@ def _equals(call: str, wanted: Any, is_same: bool) -> CallTest:
     return CallTest(call, lambda value: value is wanted if is_same else bool(value == wanted))
 
 
-def _near(call: str, wanted: Any, *, rel_tol: Any = 1e-9, abs_tol: Any = 0.0) -> CallTest:
+def _close(call: str, wanted: Any, *, rel_tol: Any = 1e-9, abs_tol: Any = 0.0) -> CallTest:
     if not all(isinstance(number, int | float) for number in (wanted, rel_tol, abs_tol)):
         raise ValueError(f"the test of `{call[:80]}` compares no numbers. {FORMS}.")
 

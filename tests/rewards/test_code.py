@@ -9,6 +9,7 @@ import platform
 import resource
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -343,7 +344,17 @@ def test_the_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     assert grade("import os\ndef f():\n    return 'MY_TOKEN' in os.environ", ["assert f() is False"]).value == 1.0
 
 
-# --- the code of a response, and tests that can be read ---
+# --- the code of a response ---
+
+
+FUNCTION = read_tests(["assert f(2) == 4"])
+STDIN = read_tests([{"input": "2\n", "output": "4\n"}])
+F = "def f(x):\n    return x * x\n"
+READS = "n = int(input())\nprint(n * n)\n"
+
+
+def fenced(text: str, tag: str = "python") -> str:
+    return f"So:\n```{tag}\n{text}```\n"
 
 
 @pytest.mark.parametrize(
@@ -359,16 +370,199 @@ def test_the_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         ("````python\nx = '''\n```\n'''\n````", False, "x = '''\n```\n'''\n"),
         ("```python\na\n```\n~~~\nb\n```\n", False, "a\n"),
         ("```python\r\na\r\n```\r\n", False, "a\r\n"),
+        ("~~~python\na\n~~~~\n", False, "a\n"),
+        ("1. ```python\n   a\n   ```", False, "a\n"),
+        ("> ```python\n> if a:\n>   b\n> ```", False, "if a:\n  b\n"),
+        ("The code: ```python\na\n```", False, "a\n"),
+        ("```markdown\n# Answer\n```python\na\n```\n```", False, "a\n"),
+        ("```python\n    a\n    b\n```", False, "a\nb\n"),
+        ("```python\ndef f():\n    \"\"\"\n    ```\n    f()\n    ```\n    \"\"\"\n```", False, "def f():\n    \"\"\"\n    ```\n    f()\n    ```\n    \"\"\"\n"),
+        ("```python\na\n```\n```python\nb", False, "a\n"),
+        ("```cpp\nint f(int x);\n```", False, None),
+    ],
+)  # fmt: skip
+def test_a_block_of_python_is_the_code(response: str, whole: bool, code: str | None) -> None:
+    assert find_code(response, FUNCTION, whole=whole) == code
+
+
+@pytest.mark.parametrize("tag", ["Python", "py", "python3", "python3.12", 'python title="f.py"', "{.python .numberLines}", "python {linenos=true}", "python:f.py", "f.py", 'title="f.py"', "Py", ""])  # fmt: skip
+def test_python_has_many_tags(tag: str) -> None:
+    assert find_code(fenced(F, tag) + fenced("f(2)", "rust"), FUNCTION, whole=False) == F
+
+
+AFTER = {
+    "bash": fenced("pip install numpy\n", "bash"),
+    "an output": fenced("4\n", "text"),
+    "an output without a tag": fenced("[1, 2]\n", ""),
+    "an output that is not Python": fenced("Output: 4 9\n", ""),
+    "an output with the tag": fenced("True\n"),
+    "JSON": fenced('{"f": 4}\n', "json"),
+    "YAML": fenced("f: 4\n", "yaml"),
+    "C++": fenced("int f(int x) { return x; }\n", "cpp"),
+    "a session": fenced(">>> f(2)\n4\n", "pycon"),
+    "a session with the tag": fenced(">>> f(2)\n4\n"),
+    "a session without a tag": fenced(">>> f(2)\n4\n", ""),
+    "a demonstration": fenced("for x in (1, 2):\n    print(f(x))\n"),
+    "an import of itself": fenced("from solution import f\n\nprint(f(2))\n"),
+    "a test": fenced("def test_f():\n    assert f(2) == 4\ntest_f()\n"),
+    "a call without a tag": fenced("f(2)\n", ""),
+    "a comment": fenced("# f(2) is 4\n"),
+    "a block that is cut off": "```python\ndef f(x):\n    return",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("after", AFTER.values(), ids=AFTER.keys())
+def test_what_follows_the_program_is_not_the_program(after: str) -> None:
+    assert find_code(fenced(F) + after, FUNCTION, whole=False) == F
+    assert find_code(fenced(READS) + after, STDIN, whole=False) == READS
+
+
+@pytest.mark.parametrize(
+    ("blocks", "code"),
+    [
+        (["def f(x):\n    return x\n", F], F),
+        (["import math\n", "def f(x):\n    return math.prod([x, x])\n"], "import math\n\ndef f(x):\n    return math.prod([x, x])\n"),
+        (["def g(x):\n    return x\n", "def f(x):\n    return g(x) * x\n", "print(f(2))\n"], "def g(x):\n    return x\n\ndef f(x):\n    return g(x) * x\n"),
+        (["def g(x):\n    return f(x)\n", F], F),
+        ([F, "f(2\n"], F),
+        ([F, "def f(x)\n    return x * x\n"], "def f(x)\n    return x * x\n"),
+        (["class Solution:\n    def f(self, x):\n        return x * x\n", "print(Solution().f(2))\n"], "class Solution:\n    def f(self, x):\n        return x * x\n"),
+        (["f = lambda x: x * x\n", "y = f(2)\n"], "f = lambda x: x * x\n"),
+    ],
+)  # fmt: skip
+def test_the_program_is_the_last_block_that_defines_what_is_called_after_those_that_it_needs(
+    blocks: list[str], code: str
+) -> None:
+    tests = read_tests({"inputs": [[2]], "outputs": [4], "fn_name": "f"})
+    assert find_code("".join(map(fenced, blocks)), tests, whole=False) == code
+
+
+@pytest.mark.parametrize(
+    ("blocks", "code"),
+    [
+        (["print(int(input()))\n", READS], READS),
+        ([READS, "print(4 * 4)\n"], READS),
+        ([READS, "def square(n):\n    return n * n\n"], READS),
+        (["def main():\n" + textwrap.indent(READS, "    "), "main()\n"], f"def main():\n{textwrap.indent(READS, '    ')}\nmain()\n"),
+        (["import sys\n", "print(int(sys.stdin.read()) ** 2)\n"], "import sys\n\nprint(int(sys.stdin.read()) ** 2)\n"),
+        (["def square(n):\n    return n * n\n", "print(square(int(input())))\n"], "def square(n):\n    return n * n\n\nprint(square(int(input())))\n"),
+    ],
+)  # fmt: skip
+def test_the_program_is_the_last_block_that_reads_the_input_after_those_that_it_needs(
+    blocks: list[str], code: str
+) -> None:
+    assert find_code("".join(map(fenced, blocks)), STDIN, whole=False) == code
+
+
+def test_a_program_without_input_is_the_last_block_that_runs() -> None:
+    tests = read_tests([{"input": "", "output": "4"}])
+    assert (
+        find_code(fenced("print(2)\n") + fenced("print(4)\n") + fenced("4\n", ""), tests, whole=False) == "print(4)\n"
+    )
+
+
+@pytest.mark.parametrize("code", ["def f(x:\n    return x\n", "print(f(2)\n"])
+def test_a_lone_block_that_does_not_parse_is_graded_with_its_error(code: str) -> None:
+    for tag in ("python", ""):
+        result = code_reward(fenced(code, tag), {"tests": ["assert f(2) == 4"]}, CodeOptions())
+        assert (result.value, result.status) == (0.0, "ok")
+        assert "SyntaxError" in result.detail
+
+
+# --- what a test accepts ---
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "is_right"),
+    [
+        ("0.50", "0.5", True),
+        ("5.0", "5", True),
+        ("5", "5.0", True),
+        ("1e5", "100000.0", True),
+        ("-0.0", "0", True),
+        (".5 5. +5", "0.5 5 5", True),
+        ("5.0000001", "5", False),
+        ("5.0000001", "5.0", True),
+        ("5.00001", "5.0", False),
+        ("1000000.5", "1000000.0", True),  # by the relative error
+        ("1000002", "1e6", False),
+        ("0.333333", "0.33333333", True),
+        ("3.14", "3.14159", False),
+        (str(10**20), str(10**20 + 1), False),
+        ("1e20", str(10**20 + 1), False),
+        ("100000000000000000000.0", str(10**20), True),
+        ("9" * 5000 + ".0", "9" * 5000, True),
+        ("9" * 4999 + "8", "9" * 5000, False),
+        ("0011", "11", False),
+        ("1_000", "1000", False),
+        ("٣", "3", False),
+        ("0x10", "16", False),
+        ("nan", "nan", True),
+        ("nan", "1.0", False),
+        ("inf", "1e400", False),
+        ("7", "1e400", False),
+        ("1e999", "1e400", False),
+        ("1.5 2", "1.5\n2", False),
+        ("1.50\n\n", "1.5", True),
+        ("YES 0.10", "YES 0.1", True),
+        ("yes 0.1", "YES 0.1", False),
+        ("1.5 2", "1.5", False),
+        ("", "0.0", False),
     ],
 )
-def test_the_last_block_is_the_code(response: str, whole: bool, code: str | None) -> None:
-    assert find_code(response, whole=whole) == code
+def test_words_of_an_output_are_equal_as_text_or_as_numbers(printed: str, expected: str, is_right: bool) -> None:
+    (test,) = read_tests([{"input": "", "output": expected}], tolerance=1e-6).programs
+    assert test.accepts(printed) is is_right
+
+
+def test_without_a_tolerance_decimals_are_compared_exactly() -> None:
+    (test,) = read_tests([{"input": "", "output": "0.1"}]).programs
+    assert [test.accepts(printed) for printed in ("0.10", "0.1000000001", "0.10000000000000000001")] == [
+        True,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "is_right"),
+    [
+        (0.1 + 0.2, 0.3, True),
+        ((1, [0.1 + 0.2]), [1, [0.3]], True),
+        ({"a": 0.1 + 0.2}, {"a": 0.3}, True),
+        ({"b": 0.3}, {"a": 0.3}, False),
+        (0.301, 0.3, False),
+        (5.0000001, 5, False),
+        (10**20, 10**20 + 1, False),
+        ("0.3", 0.3, False),
+        ([0.3], [0.3, 0.3], False),
+    ],
+)
+def test_a_tolerance_holds_for_the_decimals_that_a_function_returns(value: Any, expected: Any, is_right: bool) -> None:
+    pair = {"inputs": [[2]], "outputs": [expected], "fn_name": "f"}
+    (test,) = read_tests(pair, tolerance=1e-6).calls
+    assert test.accepts(value) is is_right
+
+
+def test_integers_of_any_length_are_printed_returned_and_expected() -> None:
+    long = "1" + "0" * 5000
+    printed = grade(
+        "print(10 ** int(input()) + int('9' * 4999))", [{"input": "5000", "output": "1" + "0" + "9" * 4999}]
+    )
+    assert printed.value == 1.0, printed.detail
+    returned = grade("def f(x):\n    return [x + 10 ** 5000]", [f"assert f({long}) == [2{long[1:]}]"])
+    assert returned.value == 1.0, returned.detail
+    wrong = grade("def f(x):\n    return x + 1", f'{{"inputs": [[{long}]], "outputs": [{long}], "fn_name": "f"}}')
+    assert (wrong.value, wrong.status) == (0.0, "ok")
+
+
+# --- tests that can be read ---
 
 
 def test_many_fences_are_read_in_the_time_that_reading_takes() -> None:
     response = "```python\n" * 200_000  # a search from each would read all that follows it
     started = time.process_time()
-    assert find_code(response, whole=False) is None
+    assert find_code(response, FUNCTION, whole=False) is None
     assert time.process_time() - started < 10
 
 

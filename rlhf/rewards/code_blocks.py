@@ -1,0 +1,132 @@
+"""Which of the fenced blocks of an answer is the program; nothing here runs code.
+
+The program is the last block of Python that defines what the tests call (for tests with input and output: that runs and
+reads the input), after the earlier blocks that define names it uses; a block is Python by its tag or, without a tag, if
+it parses. Where no block is of that kind, it is the last block of Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rlhf.rewards.code_tests import Tests
+
+FENCE = re.compile(r"(?P<before>[^`~]*?)(?P<marks>`{3,}|~{3,})(?P<info>[^`]*)")  # of a line
+LIST_MARKS = " \t>-*+•.)0123456789"
+QUOTE = re.compile(r"^[ \t]*>[ ]?")
+PYTHON = re.compile(  # python, py3, {.python .numbers}, Python title="a", python:a.py, main.py; not python-repl
+    r"[\s{.]*(?:[ci]?py(?:thon|py)?(?:\d[\d.]*)?(?![\w-])|(?:\w+=)?[\"']?[\w./-]+\.py\b)", re.IGNORECASE
+)
+MARKDOWN = re.compile(r"\s*(?:markdown|md)\b", re.IGNORECASE)  # it has blocks of its own
+DEFINED = re.compile(r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
+BUILT_IN = frozenset(dir(builtins))
+READERS = frozenset(["input", "raw_input", "stdin", "fileinput", "open", "read"])
+
+
+class Block(NamedTuple):
+    """A block of Python.
+
+    Attributes:
+        needs: names that it uses and neither defines nor imports.
+        runs: something at its top level calls a function.
+        reads: it has a name of `READERS`.
+    """
+
+    text: str
+    defines: frozenset[str]
+    imports: frozenset[str]
+    needs: frozenset[str]
+    runs: bool
+    reads: bool
+
+
+def program(answer: str, tests: Tests) -> str | None:
+    """The program in an answer, as the module says; None if no block can be one."""
+    blocks = list(fenced(answer))
+    untagged = [text for info, text in blocks if not info.strip()]
+    python = [block for info, text in blocks if (block := _python(info, text))]
+    if not python:
+        return untagged[-1] if untagged else None
+    kept, needed = list[Block](), tests.functions
+    main = _main(python, wants_input=any(test.stdin.strip() for test in tests.programs)) if tests.programs else None
+    for block in reversed(python):
+        given = block.defines | (block.imports if kept else frozenset())  # a demonstration may import the solution
+        if block is main or needed & given:
+            kept.insert(0, block)
+            needed = (needed - given) | block.needs
+    return "\n".join(block.text for block in kept or python[-1:])
+
+
+def _main(blocks: list[Block], *, wants_input: bool) -> Block:
+    return max(reversed(blocks), key=lambda block: (block.runs and (block.reads or not wants_input), block.runs))
+
+
+def fenced(answer: str) -> Iterator[tuple[str, str]]:
+    """What stands behind the opening fence, and the content, of each block that is closed (CommonMark 0.31, 4.5).
+
+    A block may begin after a mark of a list or quotation and, if its tag is Python, after other words of the line.
+    """
+    opened, lines = None, list[str]()
+    for line in answer.split("\n"):
+        fence = FENCE.fullmatch(line)
+        if opened is None:
+            begins = fence and (not fence["before"].strip(LIST_MARKS) or PYTHON.match(fence["info"]))
+            opened, lines = fence if begins and not MARKDOWN.match(fence["info"]) else None, []  # type: ignore[index]
+        elif fence and _closes(fence, opened):
+            text = "".join(f"{QUOTE.sub('', each) if '>' in opened['before'] else each}\n" for each in lines)
+            yield opened["info"], textwrap.dedent(text) if text[:1].isspace() else text
+            opened = None
+        else:
+            lines.append(line)
+
+
+def _closes(fence: re.Match[str], opened: re.Match[str]) -> bool:
+    """A fence that is indented further belongs to the content: to a docstring."""
+    is_bare = not fence["info"].strip() and not fence["before"].strip(" \t>")
+    return is_bare and fence["marks"].startswith(opened["marks"]) and len(fence["before"]) <= len(opened["before"]) + 3
+
+
+def _python(info: str, text: str) -> Block | None:
+    """A block by its tag and content; None if it is not Python."""
+    if info.strip() and not PYTHON.match(info):
+        return None
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        if not info.strip():
+            return None
+        reads = not READERS.isdisjoint(re.findall(r"\w+", text))
+        return Block(text, frozenset(DEFINED.findall(text)), frozenset(), frozenset(), runs=True, reads=reads)
+    stored, loaded, imported, bound, attributes = set[str](), set[str](), set[str](), set[str](), set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(name, ast.Load()):
+                loaded.add(name)
+            case ast.Name(name) | ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                stored.add(name)
+            case ast.alias(name, alias):
+                imported.add(alias or name.partition(".")[0])
+            case ast.arg(name) | ast.ExceptHandler(name=str(name)):
+                bound.add(name)
+            case ast.Attribute(attr=name):
+                attributes.add(name)
+    return Block(
+        text,
+        defines=frozenset(stored),
+        imports=frozenset(imported),
+        needs=frozenset(loaded - stored - imported - bound - BUILT_IN),
+        runs=any(map(_runs, tree.body)),
+        reads=not READERS.isdisjoint(loaded | imported | attributes),
+    )
+
+
+def _runs(statement: ast.stmt) -> bool:
+    is_definition = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    return not is_definition and any(isinstance(node, ast.Call) for node in ast.walk(statement))
