@@ -22,6 +22,7 @@ class Prompt:
     """One row of a data set, tokenized once; `token_ids` [P] int32 is what the engines are given.
 
     `in_thought`: the text of the prompt ends with the mark that opens a thought, so the response begins inside it.
+    `is_text`: the row holds the prompt as a text, not as messages.
     """
 
     id: str
@@ -32,6 +33,7 @@ class Prompt:
     source: str
     columns: dict[str, Any] = field(default_factory=dict)
     in_thought: bool = False
+    is_text: bool = False
 
 
 class VersionSpan(NamedTuple):

@@ -99,9 +99,11 @@ def first_usable(config: DataConfig, which: Literal["train", "eval"]) -> Iterato
             continue
         with contextlib.suppress(ValueError, IndexError):
             source = Source(key, settings, which, skip=True)
-            row, messages, answer = _usable_rows(config, source, [*islice(source.stream(), FIRST_ROWS)])[0]
+            row, messages, answer, is_text = _usable_rows(config, source, [*islice(source.stream(), FIRST_ROWS)])[0]
             no_tokens, label = np.empty(0, np.int32), settings.label
-            prompt = Prompt(f"{label}/{row.number}", 0, no_tokens, messages, answer, label, row.columns)
+            prompt = Prompt(
+                f"{label}/{row.number}", 0, no_tokens, messages, answer, label, row.columns, is_text=is_text
+            )
             yield f"row {row.number} of {key}={settings.path}", prompt
 
 
@@ -156,13 +158,13 @@ def _make_prompts(
     """The prompts of the rows that can be used. Raises ValueError: one cannot, and is not left out; or none can."""
     usable = _usable_rows(config, source, rows, acts=acts)
     texts = []
-    for row, messages, _ in usable:
+    for row, messages, *_ in usable:
         tools = None if config.template in PLAIN else read_tools(row.columns)
         how: dict[str, Any] = {"tools": tools, "arguments": config.chat_template_kwargs}
         texts.append(render(messages, config.template, tokenizer, **how) if messages else "")
     token_ids, label = tokenize(texts, config.template, tokenizer), source.settings.label
     prompts = []
-    for (row, messages, answer), text, ids in zip(usable, texts, token_ids, strict=True):
+    for (row, messages, answer, is_text), text, ids in zip(usable, texts, token_ids, strict=True):
         with source.leave_out(row):
             if not len(ids) and messages:
                 raise ValueError(
@@ -170,7 +172,8 @@ def _make_prompts(
                     "for this data."
                 )
             thinks = OPENS_THOUGHT.search(text) is not None
-            prompts.append(Prompt(f"{label}/{row.number}", 0, ids, messages, answer, label, row.columns, thinks))
+            about = (answer, label, row.columns, thinks, is_text)
+            prompts.append(Prompt(f"{label}/{row.number}", 0, ids, messages, *about))
     if not prompts:
         raise ValueError(f"{source.key}={source.path}: no row can be used. The first one: {source.reasons[0]}")
     return prompts
@@ -178,8 +181,12 @@ def _make_prompts(
 
 def _usable_rows(
     config: DataConfig, source: Source[SourceConfig], rows: list[Row], *, acts: bool = False
-) -> list[tuple[Row, Messages, str]]:
-    """The rows whose prompt and answer can be read, with both. Raises ValueError unless the others are left out."""
+) -> list[tuple[Row, Messages, str, bool]]:
+    """The rows whose prompt and answer can be read, with both, and whether the prompt is a text.
+
+    Raises:
+        ValueError: a row cannot be read, and is not to be left out.
+    """
     columns = list({name: None for row in rows for name in row.columns})  # in the order of the file
     prompt_column = _pick_column("prompt_column", config, source, columns, optional=acts)
     answer_format, answer_column, answer = source.settings.answer_format or config.answer_format, "", ""
@@ -194,7 +201,8 @@ def _usable_rows(
                 read_tools(row.columns)
             if answer_column:
                 answer = _read_answer(row, answer_column, answer_format)
-            usable.append((row, messages, answer))
+            is_text = isinstance(_column_value(row.columns, prompt_column), str)
+            usable.append((row, messages, answer, is_text))
     return usable
 
 

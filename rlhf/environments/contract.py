@@ -13,7 +13,7 @@ often. Ours in addition:
 
     reset          may be `async def`, may return a list of messages (the whole prompt, in place of the row's), takes
                    only the columns that it names if it has no `**`, and gets a seed if it names `seed`
-    get_reward     may return {"score": ..., name: number}, as other rewards do
+    get_reward     may return {"score": ..., name: value}, as other rewards do; what is no number is a fact
     close          is no tool; it is called when the process ends or drops the instance
     done           no tool call ends a rollout of TRL. A class that has `done` in its body, as an attribute, a property
                    or a method `def done(self) -> bool`, ends the rollout by it. An attribute that only `reset` sets
@@ -27,7 +27,6 @@ import asyncio
 import contextlib
 import inspect
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -38,6 +37,7 @@ from rlhf.environments.python_tool import python_tool
 from rlhf.environments.schema import json_schema
 from rlhf.processes import attributes
 from rlhf.processes.code import load_module
+from rlhf.processes.returned import Returned, read_returned
 
 # name -> what makes the tool, from options
 BUILT_IN: dict[str, Callable[..., Callable[..., Any]]] = {"calculator": lambda: calculator, "python": python_tool}
@@ -263,30 +263,28 @@ class Episode:
 
         Returns:
             {"reward": of get_reward; None if there is none, or it says "not mine", "parts": the further numbers of
-            get_reward, "facts": of the class, "attributes": for an `EnvironmentView`, None without a class}
+            get_reward, "facts": what else it returned, and those of the class, "attributes": for an `EnvironmentView`,
+            None without a class}
 
         Raises:
             what `get_reward` raises, and ValueError or TypeError if it does not return a finite number.
         """
         if self._instance is None:
             return {"reward": None, "parts": {}, "facts": {}, "attributes": None}
-        reward, parts = None, dict[str, float]()
+        returned = Returned(None, {}, {})
         state = self._state(self._seeds and self._seeds["sample"], "finish")
         if self._environment.has_reward:
             result = await self._run(self._instance.get_reward, {}, state)
-            if isinstance(result, Mapping):
-                if "score" not in result:
-                    raise ValueError(
-                        f"{self._environment.name}.get_reward returned {sorted(map(str, result))}, no score."
-                    )
-                parts = {str(name): self._number(value) for name, value in result.items() if name != "score"}
-                result = result["score"]
-            reward = None if result is None else self._number(result)
+            try:
+                returned = read_returned(result)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{self._environment.name}.get_reward {error}.") from None
         with state:
             given = getattr(self._instance, "facts", None)
-            facts = _printable_json(attributes.plain_json(given)) if isinstance(given, Mapping) else {}
+            facts = returned.others | dict(given if isinstance(given, Mapping) else {})
+            facts = _printable_json(attributes.plain_json(facts))
             said = attributes.said(self._instance)
-        return {"reward": reward, "parts": parts, "facts": facts, "attributes": said}
+        return {"reward": returned.score, "parts": returned.numbers, "facts": facts, "attributes": said}
 
     async def close(self, *, broken: bool = False) -> None:
         """End the rollout; the instance serves another one unless it is broken (an exception left it half done)."""
@@ -329,13 +327,6 @@ class Episode:
         text, limit = str(result), self._environment.max_characters
         cut = len(text) - limit
         return printable(text if cut <= 0 else f"{text[:limit]}\n[{cut} more characters were cut]")
-
-    def _number(self, value: Any) -> float:
-        if isinstance(value, str | bytes):
-            raise TypeError(f"{self._environment.name}.get_reward returned text, not a number.")
-        if not math.isfinite(number := float(value)):
-            raise ValueError(f"{self._environment.name}.get_reward returned {number}.")
-        return number
 
 
 def content_text(content: Any) -> str:

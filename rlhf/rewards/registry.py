@@ -8,15 +8,17 @@ import json
 import math
 import traceback
 from bdb import BdbQuit
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 from rlhf.answers.extract import alternatives, gold_answer
+from rlhf.config.printing import say
 from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.processes.attributes import EnvironmentView
 from rlhf.processes.code import load_module
 from rlhf.processes.confinement import remedy
+from rlhf.processes.returned import read_returned
 from rlhf.rewards.code import check_tests, code_reward
 from rlhf.rewards.grade import FAILED, NOT_JUDGED, OK, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.math import check_gold, math_reward
@@ -147,14 +149,22 @@ def is_of_trl(function: Callable[..., Any]) -> bool:
 
 
 def _judge(function: Callable[..., Any], job: dict[str, Any]) -> Any:
-    """A call for a group in TRL's signature, as a coroutine."""
-    metadata, answered = job["metadata"], zip(job["responses"], job["metadata"], strict=True)
-    said = [about.get("turns") or [{"role": "assistant", "content": text}] for text, about in answered]
+    """A call for a group in TRL's signature, as a coroutine: texts where the prompt is a text, else messages."""
+    metadata = job["metadata"]
+    prompts, completions = [about["messages"] for about in metadata], job["responses"]
+    if metadata[0]["prompt_is_text"] and "turns" not in metadata[0]:
+        prompts = ["".join(message["content"] for message in messages[-1:]) for messages in prompts]
+    else:
+        turns = (
+            about.get("turns") or [{"role": "assistant", "content": text}]
+            for text, about in zip(completions, metadata, strict=True)
+        )
+        completions = [as_completion(said) for said in turns]
     views = [EnvironmentView(about["attributes"]) for about in metadata if about.get("attributes")]
     return judge(
         function,
-        prompts=[about["messages"] for about in metadata],
-        completions=[as_completion(turns) for turns in said],
+        prompts=prompts,
+        completions=completions,
         completion_ids=[about.get("completion_ids", ()) for about in metadata],
         rows=[job["columns"]] * len(metadata),
         environments=views if len(views) == len(metadata) else None,
@@ -220,29 +230,18 @@ def _grade_of_one(function: Callable[..., Any], result: Any) -> Grade:
         if len(result) != 1:
             return _failed(function, f"returned {len(result)} values for one response. {AS_GROUP}")
         result = result[0]
-    metrics: dict[str, float] = {}
     try:
-        if isinstance(result, Mapping):
-            if "score" not in result:
-                return _failed(function, f"returned a mapping with {sorted(map(str, result))}, without score")
-            metrics = {str(name): _number(value) for name, value in result.items() if name != "score"}
-            result = result["score"]
-        if result is None:
-            return Grade(None, UNSCORABLE, metrics=metrics)
-        value = _number(result)
-    except (TypeError, ValueError):
-        return _failed(function, f"returned {type(result).__name__}, not a number")
-    except OverflowError:
-        return _failed(function, "returned a number too large for a float")
-    unusable = next((number for number in (value, *metrics.values()) if not math.isfinite(number)), None)
-    return Grade(value, OK, metrics=metrics) if unusable is None else _failed(function, f"returned {unusable}")
+        returned = read_returned(result)
+    except (TypeError, ValueError) as error:
+        return _failed(function, str(error))
+    predicted = returned.others.pop("pred", None)  # the name that verl's functions have for it
+    for name in returned.others:
+        _tell_once(f"the value of {name!r} that is returned next to score is no number, and is not logged")
+    status = UNSCORABLE if returned.score is None else OK
+    return Grade(returned.score, status, "" if predicted is None else str(predicted), metrics=returned.numbers)
 
 
-def _number(value: Any) -> float:
-    """The value as a float. Text is not a number, even if it looks like one."""
-    if isinstance(value, str | bytes):
-        raise TypeError
-    return float(value)
+_tell_once = cache(say)  # by this process
 
 
 def _failed(function: Callable[..., Any], problem: str | BaseException) -> Grade:

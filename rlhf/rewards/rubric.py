@@ -1,13 +1,15 @@
 """Grade by criteria: an OpenAI-compatible endpoint gives each criterion a score, and their weighted mean is the value.
 
 The endpoint is asked from the trainer's process, so that all responses share one cache and one budget. Nothing that it
-says is run: its answer must be `{"scores": [...]}` in JSON, one number from 0 to 1 for each criterion.
+says is run: its answer must hold `"scores": [...]` in JSON, one number from 0 to 1 for each criterion.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -32,6 +34,11 @@ INSTRUCTION = (
 MAX_CACHED = 20_000  # verdicts
 MAX_REPLY_BYTES = 1 << 20
 FIRST_WAIT_S = 0.5
+# A key that is quoted inside a JSON string has a backslash before its last mark.
+SCORES, SCORE = (re.compile(rf"""["']{key}["']\s*:\s*""", re.IGNORECASE) for key in ("scores", "score"))
+BEGINS_AS_JSON = ("{", "[", "`")  # so a mark of a thought that stands there is quoted
+TRAILING_COMMA = re.compile(r",(?=\s*[\]}])")
+WRITTEN_SCORE = re.compile(r"\s*(\d+\.?\d*)\s*(?:/\s*(\d+\.?\d*)|(%))?\s*", re.ASCII)
 FINAL = (400, 401, 403, 404, 405, 413, 422)  # HTTP statuses that another try does not change
 
 
@@ -152,7 +159,8 @@ class RubricGrader:
         self, messages: Sequence[dict[str, Any]], response: str, reference: str, criteria: Sequence[Criterion]
     ) -> str:
         graded = {"task": messages, "response": response, "criteria": [criterion.text for criterion in criteria]}
-        content = json.dumps(graded | ({"reference": reference} if reference else {}), default=str)
+        given = json.dumps(graded | ({"reference": reference} if reference else {}), default=str, ensure_ascii=False)
+        content = given.encode("utf-8", "backslashreplace").decode()  # a lone surrogate is its escape in JSON, too
         body = {
             "model": self._options.model,
             "messages": [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": content}],
@@ -172,9 +180,11 @@ class RubricGrader:
         usage = reply.get("usage") or {}
         prompt_tokens, completion_tokens = (int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
         self.tokens += prompt_tokens + completion_tokens
-        text = reply["choices"][0]["message"]["content"]
+        choice = reply["choices"][0]
         try:
-            return Verdict(read_scores(text, count), "", prompt_tokens, completion_tokens)
+            if choice.get("finish_reason") == "length":
+                raise ValueError(f"the grader's answer was cut: raise max_new_tokens={self._options.max_new_tokens}")
+            return Verdict(read_scores(choice["message"]["content"], count), "", prompt_tokens, completion_tokens)
         except ValueError as error:
             return Verdict((), str(error), prompt_tokens, completion_tokens)
 
@@ -221,16 +231,41 @@ def check_criteria(columns: dict[str, Any], options: RubricOptions) -> Grade:
     return Grade(1.0)
 
 
-def read_scores(text: Any, count: int) -> tuple[float, ...]:
-    """The scores of `{"scores": [...]}`. Raises ValueError for anything else."""
-    said = f"the grader said {str(text)[:200]!r}"
+def read_scores(said: Any, count: int) -> tuple[float, ...]:
+    """The scores in the last `"scores": ...` of the grader's answer, whatever stands around it.
+
+    A score is a number from 0 to 1, also as text (`"0.7"`, `"7/10"`, `"70%"`), or an object whose `score` is one. For
+    one criterion no list is needed, and the key may be `score`.
+
+    Raises:
+        ValueError: there are none, not `count` of them, or one is no number from 0 to 1.
+    """
+    shown = f"the grader said {str(said)[:200]!r}"
+    if isinstance(said, list):  # parts
+        said = "".join(str(part.get("text", "")) for part in said if isinstance(part, dict))
+    text = said if not isinstance(said, str) or said.lstrip().startswith(BEGINS_AS_JSON) else after_thinking(said)
+    text = TRAILING_COMMA.sub("", text or "")
+    found = [*SCORES.finditer(text)] or ([*SCORE.finditer(text)] if count == 1 else [])
+    if not found:
+        raise ValueError(f'{shown}, which has no "scores" after its thoughts')
     try:
-        answer = json.loads(text)
-    except (ValueError, TypeError, RecursionError):
-        raise ValueError(f"{said}, which is no JSON") from None
-    scores = answer.get("scores") if isinstance(answer, dict) and len(answer) == 1 else None
-    if not isinstance(scores, list) or len(scores) != count:
-        raise ValueError(f"{said}, which is not {{'scores': [{count} numbers]}}")
-    if not all(type(score) in (int, float) and 0 <= score <= 1 for score in scores):
-        raise ValueError(f"{said}, where a score is no number from 0 to 1")
-    return tuple(map(float, scores))
+        scores, _ = json.JSONDecoder().raw_decode(text, found[-1].end())
+    except (ValueError, RecursionError):
+        raise ValueError(f"{shown}, whose scores are no JSON") from None
+    numbers = [_number(score) for score in (scores if isinstance(scores, list) else [scores])]
+    if len(numbers) != count:
+        raise ValueError(f"{shown}, which does not give {count} scores")
+    if not all(0 <= number <= 1 for number in numbers):  # NaN is not
+        raise ValueError(f"{shown}, where a score is no number from 0 to 1")
+    return tuple(map(float, numbers))
+
+
+def _number(score: Any) -> float:
+    """A score as a number; NaN if it is none."""
+    if isinstance(score, dict):
+        score = score.get("score")
+    if isinstance(score, str) and (written := WRITTEN_SCORE.fullmatch(score)):
+        given, highest, percent = written.groups()
+        highest = float(100 if percent else highest or 1)
+        return float(given) / highest if highest else math.nan
+    return score if type(score) in (int, float) else math.nan

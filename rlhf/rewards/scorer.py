@@ -359,6 +359,7 @@ def _metadata(prompt: Prompt, finish_reason: str, response_length: int) -> dict[
         "epoch": prompt.epoch,
         "source": prompt.source,
         "messages": prompt.messages,
+        "prompt_is_text": prompt.is_text,
         "in_thought": prompt.in_thought,
         "finish_reason": finish_reason,
         "response_length": response_length,
@@ -391,6 +392,7 @@ def _no_metadata(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
     messages = asked or [{"role": "user", "content": str(prompt)}]
     return {
         "messages": messages,
+        "prompt_is_text": isinstance(prompt, str),
         "in_thought": isinstance(prompt, str) and OPENS_THOUGHT.search(prompt) is not None,
         "finish_reason": "stop",
         "response_length": len(text.split()),

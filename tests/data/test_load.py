@@ -85,6 +85,7 @@ def test_a_row_becomes_a_prompt_with_its_tokens_its_answer_and_all_its_columns(f
     assert prompt.messages == ({"role": "user", "content": "How many?"},)
     assert tokenizer.decode(prompt.token_ids.tolist()) == "How many?"
     assert prompt.columns == ROWS[0]
+    assert prompt.is_text
     assert loaded.dropped_too_long == {"train": 0}
 
 
@@ -188,6 +189,7 @@ def test_messages_are_used_as_they_are(folder: Path, tokenizer: Any) -> None:
     write_jsonl(folder / "train.jsonl", [{"messages": talk, "ground_truth": 4}])
     prompt = first_prompt(load(tokenizer, template="model"))
     assert list(prompt.messages) == talk
+    assert not prompt.is_text
     assert tokenizer.decode(prompt.token_ids.tolist()) == "user: 1+1?<end>assistant: 2<end>user: 2+2?<end>"
     assert prompt.answer == "4"
 

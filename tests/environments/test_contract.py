@@ -267,10 +267,12 @@ class Env:
     assert finished("{'score': 1, 'speed': 2}")["parts"] == {"speed": 2.0}
     assert finished("None")["reward"] is None
     assert finished("1")["facts"] == {"way": [1, 2], "3": [4], "text": "\\ud800"}
+    assert finished("{'score': 1, 'pred': '42', 'way': 'x'}")["facts"] == {**finished("1")["facts"], "pred": "42"}
     for result, error in [
         ("'1'", TypeError),
         ("float('nan')", ValueError),
         ("{'speed': 1}", ValueError),
+        ("{'score': 'high'}", TypeError),
         ("1/0", ZeroDivisionError),
     ]:
         with pytest.raises(error):

@@ -1,4 +1,4 @@
-"""The rubric reward against a small server: weights, strict answers, retries, cache, budget and what it costs."""
+"""The rubric reward against a small server: weights, forms of answers, retries, cache, budget and what it costs."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Endpoint:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[Any] = []
+        self.finish_reason = "stop"
         self.usage: Any = {"prompt_tokens": 100, "completion_tokens": 7}
         self.says: Callable[[dict[str, Any]], str | int] = lambda asked: '{"scores": [1, 0.5]}'
         endpoint = self
@@ -43,7 +44,8 @@ class Endpoint:
                 said = endpoint.says(body)
                 self.send_response(said if isinstance(said, int) else 200)
                 self.end_headers()
-                reply = {"choices": [{"message": {"content": said}}], "usage": endpoint.usage}
+                choice = {"message": {"content": said}, "finish_reason": endpoint.finish_reason}
+                reply = {"choices": [choice], "usage": endpoint.usage}
                 self.wfile.write(json.dumps(reply).encode())
 
             def log_message(self, *_: Any) -> None:
@@ -112,12 +114,50 @@ def test_the_same_question_is_asked_once(endpoint: Endpoint) -> None:
 
 @pytest.mark.parametrize(
     "said",
-    ["", "1", "fine", '{"scores": [1]}', '{"scores": [1, 2]}', '{"scores": [1, true]}', '{"scores": [1, "1"]}',
-     '{"scores": [1, NaN]}', '{"scores": [1, 1], "note": 1}', '```{"scores": [1, 1]}```', "[1, 1]", "[" * 99999, None],
+    ['{"scores": [1, 0.5]}', '{"note": "fine", "scores": [1, 0.5]}', '{"scores": [1, 0.5], "reasons": ["a", "b"]}',
+     '```json\n{"scores": [1, 0.5]}\n```', 'Here it is:\n{"scores": [1, 0.5]}\nI hope that helps.',
+     '<think>{"scores": [0, 0]}?</think>{"scores": [1, 0.5]}', 'It is polite.</think>\n\n{"scores": [1, 0.5]}',
+     '{"scores": [0, 0]}\nNo:\n{"scores": [1, 0.5]}', '[{"scores": [1, 0.5]}]', '{"scores": [1, 0.5,],}',
+     '{"scores": ["1", "5/10"]}', '{"scores": ["100%", "0.5"]}', '{"Scores": [1.0, 5e-1]}', "{'scores': [1, 0.5]}",
+     '{"scores": [{"criterion": "polite", "score": 1}, {"criterion": "short", "score": 0.5}]}',
+     '{"reason": "it says \\"scores\\": [0, 0]", "scores": [1, 0.5]}', '{"scores": [1, 0.5], "why": "it "said" so"}',
+     '{"why": "a <think> of it", "scores": [1, 0.5]}', [{"type": "text", "text": '{"scores": [1, 0.5]}'}],
+     '<|channel|>analysis<|message|>"scores": [0, 0]<|end|><|channel|>final<|message|>{"scores": [1, 0.5]}'],
 )  # fmt: skip
-def test_an_answer_of_another_form_is_no_score(said: Any) -> None:
+def test_an_answer_is_read_whatever_stands_around_its_scores(said: Any) -> None:
+    assert read_scores(said, 2) == (1.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    "said", ['{"score": 0.5}', '{"scores": 0.5}', '{"scores": "1/2"}', '{"scores": [{"score": 0.5}]}']
+)
+def test_one_criterion_needs_no_list(said: str) -> None:
+    assert read_scores(said, 1) == (0.5,)
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["", "1", "fine", "I cannot grade this.", '{"scores": [1]}', '{"scores": [1, 2]}', '{"scores": [1, true]}',
+     '{"scores": [1, "7"]}', '{"scores": [1, "3/0"]}', '{"scores": [1, "good"]}', '{"scores": [1, NaN]}',
+     '{"scores": [1, -0.1]}', '{"scores": [1, null]}', '{"scores": [1, 1', f'{{"scores": [1, {"9" * 400}]}}',
+     '{"score": 1}', '<think>{"scores": [1, 1]}', "[1, 1]", '"scores": ' + "[" * 99999, None, []],
+)  # fmt: skip
+def test_an_answer_without_a_number_for_each_criterion_is_no_score(said: Any) -> None:
     with pytest.raises(ValueError, match="the grader said"):
         read_scores(said, 2)
+
+
+def test_the_judge_reads_the_characters_of_the_response(endpoint: Endpoint) -> None:
+    graded(endpoint, ["你好 é \ud83d"])
+    content = endpoint.asked[0]["messages"][1]["content"]
+    assert '"response": "你好 é \\ud83d"' in content
+
+
+def test_an_answer_that_was_cut_names_the_key_to_raise(endpoint: Endpoint) -> None:
+    endpoint.finish_reason = "length"
+    (grade,) = graded(endpoint, ["Hello."], max_new_tokens=7)
+    assert (grade.value, grade.status) == (None, "failed")
+    assert "max_new_tokens=7" in grade.detail
 
 
 def test_an_answer_that_cannot_be_read_leaves_the_response_unscorable(endpoint: Endpoint) -> None:

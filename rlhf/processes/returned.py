@@ -1,0 +1,63 @@
+"""What a reward function or `get_reward` of an environment may return: one number, or a mapping with a `score`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+MAX_SHOWN = 80  # characters of a value in a message
+
+
+class Returned(NamedTuple):
+    """A reward as it was returned.
+
+    Attributes:
+        score: None for "not mine" or "unscorable".
+        numbers, others: the further values of a mapping, by name: numbers, which are logged, and whatever else.
+    """
+
+    score: float | None
+    numbers: dict[str, float]
+    others: dict[str, Any]
+
+
+def read_returned(value: Any) -> Returned:
+    """Read a number or a mapping.
+
+    Raises:
+        TypeError, ValueError: what cannot be used, with its key; the message begins with `returned`.
+    """
+    if not isinstance(value, Mapping):
+        return Returned(_checked(value, type(value).__name__), {}, {})
+    if "score" not in value:
+        raise ValueError(f"returned a mapping with {sorted(map(str, value))}, without score")
+    score = _checked(value["score"], f"score={value['score']!r}")
+    further = {str(name): item for name, item in value.items() if name != "score"}
+    others = {name: item for name, item in further.items() if _number(item) is None}
+    numbers = {name: _checked(item, f"{name}={item!r}") for name, item in further.items() if name not in others}
+    return Returned(score, numbers, others)
+
+
+def _checked(value: Any, shown: str) -> Any:
+    """The value as a finite float; None stays None."""
+    number = _number(value)
+    if number is None and value is not None:
+        raise TypeError(f"returned {shown[:MAX_SHOWN]}, not a number")
+    if number is not None and not math.isfinite(number):
+        raise ValueError(f"returned {number if shown == type(value).__name__ else shown[:MAX_SHOWN]}")
+    return number
+
+
+def _number(value: Any) -> float | None:
+    """The value as a float; None if it is no number. Text is none, even if it looks like one.
+
+    Raises:
+        ValueError: it is too large.
+    """
+    try:
+        return None if isinstance(value, str | bytes) else float(value)
+    except OverflowError:
+        raise ValueError("returned a number too large for a float") from None
+    except (TypeError, ValueError):
+        return None
