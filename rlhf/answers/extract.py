@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 from rlhf.answers.clean import option_letter
 from rlhf.answers.last_number import MEASURE, WORD, Span, last_number, only_number, unit_at
-from rlhf.answers.thoughts import after_thinking
 
 TAIL_CHARACTERS = 20_000  # all steps except `box` search only this many characters at the end
 LAST_LINE = 400  # characters, at most
@@ -116,17 +115,14 @@ MATH_WORDS = frozenset(
 NOT_AN_ANSWER = frozenset(["none", "null", "nan", "n/a", "undefined", "?", "...", "unknown", "answer"])
 
 
-def extract(response: str, steps: Sequence[str], prompt: str = "") -> str | None:
-    """The answer that the response states, or None.
+def extract(text: str, steps: Sequence[str], prompt: str = "") -> str | None:
+    """The answer that a response states in its text after the thoughts (`thoughts.answer_of`), or None.
 
     Args:
         steps: some of box, answer_tag, hash, answer_is, math_span, last_number. The first step with a match wins; of
             the last two steps, the match that is later in the text wins.
         prompt: the question; a box in an instruction that is quoted from it is not the answer.
     """
-    text = after_thinking(response)
-    if text is None:
-        return None
     text, plain = _without_quoted_boxes(text, prompt), None
     for step in steps:
         if step != "box" and plain is None:

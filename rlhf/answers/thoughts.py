@@ -1,38 +1,219 @@
-"""Which part of a response is its answer: what follows the thoughts, without tool traces, up to the end of the turn."""
+"""Where the thoughts of a response end and its answer begins. The marks of all known models stand here, as data.
+
+A thought ends at the first end mark of the form that opened it, and one that has no end mark is cut off: the response
+has no answer. The answer is what follows the last thought; an end mark that nothing opened ends a thought too, because
+a chat template may have opened it. Marks that are quoted are text: anywhere directly between quotes or backticks,
+outside thoughts also in a code span or a closed code block.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+
+class ThoughtForm(NamedTuple):
+    """How one family of models writes a thought: any of `begins` opens it, any of `ends` closes it.
+
+    With `first`, words open a thought only where a response begins with them, and close only that one.
+    """
+
+    begins: tuple[str, ...]
+    ends: tuple[str, ...]
+    first: bool = False
+
+
+Marks = tuple[ThoughtForm, ...]
+
+THINK = ThoughtForm(("<think>",), ("</think>",))
+LOST = (ThoughtForm(("analysis", "commentary"), ("assistantfinal", "final<|message|>"), first=True),)  # gpt-oss's marks
+# Tags hold for every model: a prompt may teach them.
+TAGS: Marks = (
+    THINK,  # Qwen, DeepSeek, GLM, Nemotron, Hunyuan, MiniMax M2, ...
+    ThoughtForm(("<thinking>",), ("</thinking>",)),
+    ThoughtForm(("<thought>", "<Thought>"), ("</thought>", "</Thought>")),  # EXAONE Deep, Marco-o1
+    ThoughtForm(("<reasoning>", "<reason>"), ("</reasoning>", "</reason>")),  # Reka, prompts of GRPO recipes
+    ThoughtForm(("<seed:think>",), ("</seed:think>",)),  # Seed-OSS
+    ThoughtForm(("<mm:think>",), ("</mm:think>",)),  # MiniMax M3
+    ThoughtForm(("[THINK]",), ("[/THINK]",)),  # Mistral
+    ThoughtForm(("◁think▷",), ("◁/think▷",)),  # Kimi-VL
+    *LOST,
+)
+# Control tokens and words that mean a thought for the models that have them, and for any where the model is not known.
+OF_MODELS: Marks = (
+    ThoughtForm(  # gpt-oss: every channel but the final one
+        ("<|channel|>analysis<|message|>", "<|channel|>"),
+        (
+            "<|end|><|start|>assistant<|channel|>final<|message|>",
+            "<|channel|>final<|message|>",
+            "<|channel|>final <|constrain|>json<|message|>",
+            "final<|message|>",
+        ),
+    ),
+    ThoughtForm(("<|channel>thought\n", "<|channel>thought", "<|channel>"), ("<channel|>",)),  # Gemma 4
+    ThoughtForm(("<|START_THINKING|>",), ("<|END_THINKING|>",)),  # Cohere
+    ThoughtForm(("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",)),  # Kimi K3
+    *(ThoughtForm((f"<ifm|{name}>",), (f"</ifm|{name}>",)) for name in ("think", "think_fast", "think_faster")),  # K2
+    ThoughtForm(("<|plamo:begin_think:plamo|>",), ("<|plamo:end_think:plamo|>",)),
+    ThoughtForm(("<|content_thinking|>",), ("<|content_text|>",)),  # Inkling: where the block of its text begins
+    ThoughtForm(
+        ("to=self<|message|>",), ("<|eom|><|start|>assistant to=user<|message|>", "to=user<|message|>")
+    ),  # Muse
+    ThoughtForm(("<|think|>",), ("<|end|><|begin|>assistant<|content|>", "<|content|>")),  # Solar
+    ThoughtForm(("<|inner_prefix|>",), ("<|inner_suffix|>",)),  # Apertus
+    ThoughtForm(("<|begin_of_thought|>",), ("<|end_of_thought|>",)),  # OpenThinker, Sky-T1
+    ThoughtForm(("<|thinking|>",), ("<|/thinking|>", "</|thinking|>")),
+    ThoughtForm(  # Granite 3.2
+        ("Here is my thought process:", "Here's my thought process:"),
+        ("Here is my response:", "Here's my response:"),
+        first=True,
+    ),
+)
+ANY_FORM = ThoughtForm((), ())  # of a thought that the prompt has opened
+FRAMES = {  # what some models write around their answer
+    "<response>": "</response>",
+    "<|START_RESPONSE|>": "<|END_RESPONSE|>",
+    "<|open|>response<|sep|>": "<|close|>response<|sep|>",
+    "<|begin_of_solution|>": "<|end_of_solution|>",
+}
 
 # Chat templates end a turn with one of these; the text after it does not answer this prompt.
-END_OF_TURN = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end)\|>|</s>|<eos>|<end_of_turn>")
-THOUGHT_BEGINS = re.compile(r"<(?:seed:)?think(?:ing)?>|\[THINK\]|◁think▷")
-THOUGHT_ENDS = re.compile(r"</(?:seed:)?think(?:ing)?>|\[/THINK\]|◁/think▷")
-CHANNEL = re.compile(r"<\|channel\|>|^\s*(?:analysis|commentary|final)\b[^<\n]{0,80}<\|message\|>")  # also one cut off
-CHANNELS_WITHOUT_MARKS = re.compile(r"(?:analysis|commentary)(?=[A-Z])")  # gpt-oss without its special tokens
+END_OF_TURN = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end|return)\|>|</s>|<eos>|<end_of_turn>")
 TOOL_TRACE = re.compile(r"<(tool_(?:call|response|result)s?|function_results?)>.*?(?:</\1>|\Z)", re.DOTALL)
+QUOTED = ("``", '""', "''", "“”", "‘’", "«»")  # what stands before and after a mark that is text
+CONTROL_TOKEN = re.compile(r"<\|.+?\|>")
+TAG = re.compile(r"</?\w+>")
+SUFFIX = r"(?::[\w-]+)?"  # Hunyuan writes <think:6124c78e>
+LONGEST_END = 200  # characters at the end of a prompt in which a mark may stand
+CODE = re.compile(  # a closed code block, or a code span
+    r"(?:^|(?<=[>\]▷]))[ \t]*(`{3,}+|~{3,}+)[^`\n]*+\n(?:.*\n)*?[ \t]*\1[ \t]*$|(?<!`)(`++).+?(?<!`)\2(?!`)",
+    re.MULTILINE,
+)
 
 
-def after_thinking(response: str) -> str | None:
-    """The text after the last thought, up to the end of the turn, without tool traces; None if a thought has not ended.
+def split_thoughts(text: str, marks: Marks = OF_MODELS, *, in_thought: bool = False) -> tuple[str, str | None]:
+    """The thoughts of what a model has written, and its answer, by the rule above.
 
-    Of a response in channels (gpt-oss) it is the last one, if that is the final channel.
+    Args:
+        marks: what is known of the model (`data.thoughts.marks_of`); `TAGS` hold besides.
+        in_thought: the prompt has opened a thought.
+
+    Returns:
+        What stands before the answer, without the outer marks, "" without a thought; and the answer as it was written,
+        None if a thought has not ended.
     """
-    rest = response
-    if CHANNEL.search(rest):
-        name, _, rest = rest.rpartition("<|channel|>")[2].partition("<|message|>")
-        if name.strip() != "final":
-            return None
-    elif CHANNELS_WITHOUT_MARKS.match(rest):
-        _, found, rest = rest.rpartition("assistantfinal")
-        if not found:
-            return None
-    else:
-        ends = [end.end() for end in THOUGHT_ENDS.finditer(rest)]
-        rest = rest[ends[-1] if ends else 0 :]
-        if THOUGHT_BEGINS.search(rest):
-            return None
-    if "<tool_" in rest or "<function_" in rest:
-        rest = TOOL_TRACE.sub("", rest)
-    end = END_OF_TURN.search(rest.lstrip())
-    return rest.lstrip()[: end.start()] if end and end.start() else rest
+    forms = _forms(marks)
+    inside = ANY_FORM if in_thought else _first_form(text, forms)  # the form of the thought that is open
+    code = CODE.search(text) if "`" in text or "~~~" in text else None
+    position = thought_end = start = 0
+    for begin, end, opens, form in _found(text, forms, inside):
+        if begin < position or (inside and (opens or inside not in (form, ANY_FORM))):
+            continue
+        position = end
+        if not inside:
+            while code and (code.start() < start or code.end() <= begin):
+                code = CODE.search(text, max(start, code.end()) if code.start() >= start else start)
+            if code and code.start() < begin:
+                position = code.end()
+                continue
+        if text[max(begin - 1, 0) : begin] + text[end : end + 1] in QUOTED:
+            continue
+        if opens:
+            inside = form
+        else:
+            inside, thought_end, start = None, begin, end
+    thoughts = _without_begin(text if inside else text[:thought_end], forms)
+    return thoughts, None if inside else text[start:]
+
+
+def answer_of(response: str, marks: Marks = OF_MODELS, *, in_thought: bool = False) -> str | None:
+    """The answer of a response, without tool traces, up to the end of the turn; None if a thought has not ended."""
+    _, answer = split_thoughts(response, marks, in_thought=in_thought)
+    if answer is None:
+        return None
+    if "<tool_" in answer or "<function_" in answer:
+        answer = TOOL_TRACE.sub("", answer)
+    end = END_OF_TURN.search(answer.lstrip())
+    answer = answer.lstrip()[: end.start()] if end and end.start() else answer
+    for begin, end_of_frame in FRAMES.items():
+        if answer.lstrip().startswith(begin):
+            return answer.lstrip().removeprefix(begin).partition(end_of_frame)[0]
+    return answer
+
+
+def after_one_thought(text: str, marks: Marks = OF_MODELS, *, in_thought: bool = False) -> str | None:
+    """The answer of a response that is a thought in <think> or a form of `marks`, then text, and has no other mark.
+
+    None if it has another form, or one of the two is empty.
+    """
+    thought, answer = split_thoughts(text, marks, in_thought=in_thought)
+    is_opened = in_thought or _without_begin(text, (THINK, *marks)) != text
+    parts = (thought, answer or "")
+    return (
+        answer if is_opened and all(part.strip() and split_thoughts(part, marks)[1] == part for part in parts) else None
+    )
+
+
+def opens_thought(prompt: str, marks: Marks = OF_MODELS) -> bool:
+    """Whether a rendered prompt ends with a mark that opens a thought, so that the response begins inside it."""
+    end = prompt[-LONGEST_END:].rstrip()
+    return any(opens and stop == len(end) for _, stop, opens, _ in _found(end, _forms(marks), None))
+
+
+def marks_in(template: str, tokens: Iterable[str] = ()) -> Marks:
+    """The forms of which a chat template has a mark, or a tokenizer the control tokens of one that opens a thought."""
+    known = set(tokens)
+
+    def is_known(form: ThoughtForm) -> bool:
+        pieces = [set(CONTROL_TOKEN.findall(mark)) or {mark} for mark in form.begins]
+        return any(mark in template for mark in form.begins + form.ends) or any(map(known.issuperset, pieces))
+
+    return tuple(form for form in (*TAGS, *OF_MODELS) if form not in LOST and is_known(form))
+
+
+def marks_from_json(written: list[Any] | None) -> Marks:
+    """Marks that went through JSON; None: those of all models."""
+    return OF_MODELS if written is None else tuple(ThoughtForm(tuple(b), tuple(e), first) for b, e, first in written)
+
+
+@lru_cache
+def _forms(marks: Marks) -> Marks:
+    return tuple(dict.fromkeys((*TAGS, *marks)))
+
+
+def _first_form(text: str, forms: Marks) -> ThoughtForm | None:
+    """The form whose words begin the text, and so a thought."""
+    said = text.lstrip()[:LONGEST_END]
+    words = ((form, mark) for form in forms if form.first for mark in form.begins)
+    return next((form for form, mark in words if said.startswith(mark) and _pattern(mark).match(said)), None)
+
+
+def _found(text: str, forms: Marks, first: ThoughtForm | None) -> list[tuple[int, int, bool, ThoughtForm]]:
+    """Begin, end, whether it opens a thought, and form of all marks in a text, in order, the longest first."""
+    found = [
+        (mark.start(), -mark.end(), opens, form)
+        for form in forms
+        if not form.first or form is first
+        for opens in (True, False)
+        for literal in (form.begins if opens else form.ends)
+        if literal.removesuffix(">") in text
+        for mark in _pattern(literal).finditer(text)
+    ]
+    return [(begin, -end, opens, form) for begin, end, opens, form in sorted(found)]
+
+
+def _without_begin(text: str, forms: Marks) -> str:
+    """The text without the mark that it begins with."""
+    said = text.lstrip()
+    opening = (_pattern(mark).match(said) for form in forms for mark in form.begins if said[:1] == mark[:1])
+    end = max((mark.end() for mark in opening if mark), default=None)
+    return text if end is None else said[end:]
+
+
+@lru_cache
+def _pattern(mark: str) -> re.Pattern[str]:
+    if mark.isalpha():  # the name of a channel whose marks are lost
+        return re.compile(re.escape(mark) + r"(?=[A-Z\d\\$(]|[^<\n]{0,80}<\|message\|>)")
+    return re.compile(re.escape(mark[:-1]) + SUFFIX + ">" if TAG.fullmatch(mark) else re.escape(mark))

@@ -7,7 +7,6 @@ sets for all sources.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import PurePath
@@ -28,9 +27,6 @@ USUAL_COLUMNS = {
     "prompt_column": ("question", "problem", "prompt", "messages", "instruction", "query"),
     "answer_column": ("answer", "ground_truth", "final_answer", "expected_answer", "solution"),
 }
-OPENS_THOUGHT = re.compile(  # at the end of a rendered prompt: the response begins inside a thought
-    r"(?:<(?:seed:)?think(?:ing)?>|\[THINK\]|◁think▷|<\|channel\|>analysis<\|message\|>)\s*\Z"
-)
 
 
 def is_template_file(template: str) -> bool:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlhf.config.data import OPENS_THOUGHT, PLAIN, USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
+from rlhf.answers.thoughts import opens_thought
+from rlhf.config.data import PLAIN, USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
 from rlhf.data.answers import extract_answer
 from rlhf.data.read import (
     Row,
@@ -27,6 +28,7 @@ from rlhf.data.read import (
     rows_per_epoch,
 )
 from rlhf.data.templates import ROLES, render, tokenize
+from rlhf.data.thoughts import marks_of
 from rlhf.types import Prompt
 
 Messages = tuple[dict[str, str], ...]
@@ -162,6 +164,7 @@ def _make_prompts(
         tools = None if config.template in PLAIN else read_tools(row.columns)
         how: dict[str, Any] = {"tools": tools, "arguments": config.chat_template_kwargs}
         texts.append(render(messages, config.template, tokenizer, **how) if messages else "")
+    marks = marks_of(tokenizer, config.template)
     token_ids, label = tokenize(texts, config.template, tokenizer), source.settings.label
     prompts = []
     for (row, messages, answer, is_text), text, ids in zip(usable, texts, token_ids, strict=True):
@@ -171,8 +174,7 @@ def _make_prompts(
                     "it has no token: the tokenizer knows none of its characters. Remove the row, or use a tokenizer "
                     "for this data."
                 )
-            thinks = OPENS_THOUGHT.search(text) is not None
-            about = (answer, label, row.columns, thinks, is_text)
+            about = (answer, label, row.columns, opens_thought(text, marks), is_text)
             prompts.append(Prompt(f"{label}/{row.number}", 0, ids, messages, *about))
     if not prompts:
         raise ValueError(f"{source.key}={source.path}: no row can be used. The first one: {source.reasons[0]}")

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlhf.config.data import OPENS_THOUGHT
+from rlhf.answers.thoughts import opens_thought
 from rlhf.config.grpo import GRPOConfig
 from rlhf.environments.branches import Play, play_coroutine
 from rlhf.environments.endpoint import Endpoint
@@ -148,7 +148,7 @@ class Environments:
                 "Raise it, or shorten what reset says and the descriptions of the tools."
             )
         end = self._tokenizer.decode(token_ids[-END_TOKENS:].tolist(), skip_special_tokens=False)
-        in_thought = OPENS_THOUGHT.search(end) is not None
+        in_thought = opens_thought(end, self._parsing.marks)
         return replace(prompt, messages=tuple(messages), token_ids=token_ids, in_thought=in_thought)
 
     def _limits(self, settings: SamplingSettings) -> Limits:

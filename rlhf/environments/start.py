@@ -16,6 +16,7 @@ from rlhf.config.printing import to_stderr
 from rlhf.data.dialogue import Dialogue
 from rlhf.data.model_files import stop_token_ids
 from rlhf.data.templates import chat_template
+from rlhf.data.thoughts import marks_of
 from rlhf.environments.endpoint import Endpoint
 from rlhf.environments.hosts import Hosts
 from rlhf.environments.nodes import Spread
@@ -61,7 +62,8 @@ class StartedEnvironments(Environments):
             names = _parser_names(config, tokenizer, must_call=bool(self.tools))
             self.warnings = (*dialogue.check(self.tools), *self._unconfined())
             opened.pop_all()
-        parsing = Parsing(names.tools, names.reasoning, tuple(self.tools), data.chat_template_kwargs)
+        marks = marks_of(tokenizer, data.template)
+        parsing = Parsing(names.tools, names.reasoning, tuple(self.tools), data.chat_template_kwargs, marks)
         self.spread = Spread(self.hosts, say)
         super().__init__(config, self.spread, dialogue, parsing, tokenizer, endpoint)
         self.dialogue = dialogue

@@ -21,7 +21,6 @@ import sys
 import time
 from typing import Any, BinaryIO, Self
 
-from rlhf.answers.thoughts import after_thinking
 from rlhf.config.reward import WALL_PER_CPU, CodeOptions
 from rlhf.processes.attributes import from_json
 from rlhf.processes.channel import Channel
@@ -84,11 +83,8 @@ def _tests(columns: dict[str, Any], options: CodeOptions) -> Tests:
         raise ValueError(f"the tests have parts of another kind ({error}). {FORMS}.") from None
 
 
-def find_code(response: str, tests: Tests, *, whole: bool) -> str | None:
-    """The program in the answer after the thoughts; without a block of Python, the whole answer if `whole`."""
-    answer = after_thinking(response)
-    if answer is None:
-        return None
+def find_code(answer: str, tests: Tests, *, whole: bool) -> str | None:
+    """The program in an answer; without a block of Python, the whole answer if `whole`."""
     if (code := program(answer, tests)) is not None:
         return code
     return answer if whole and answer.strip() else None

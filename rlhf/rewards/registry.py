@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from rlhf.answers.extract import alternatives, gold_answer
+from rlhf.answers.thoughts import answer_of, marks_from_json
 from rlhf.config.printing import say
 from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.processes.attributes import EnvironmentView
@@ -34,11 +35,12 @@ REWARDS: dict[str, Callable[[dict[str, Any], Any], Grade]] = {
     "multiple_choice": lambda job, options: multiple_choice_reward(job["response"], job["answer"], options),
     "exact": lambda job, options: exact_reward(job["response"], job["answer"], options),
     "f1": lambda job, options: f1_reward(job["response"], job["answer"], options),
-    "format": lambda job, options: Grade(format_reward(job["response"], options)),
+    "format": lambda job, options: Grade(format_reward(job["response"], options, **job["thoughts"])),
     "length": lambda job, options: Grade(length_reward(job["metadata"]["response_length"], options)),
     "repetition": lambda job, options: Grade(repetition_reward(job["response"], options)),
     "code": lambda job, options: code_reward(job["response"], job["columns"], options),
 }
+OF_WHOLE_RESPONSE = ("format", "length", "repetition")  # the others grade its answer, without the thoughts
 
 NO_DEBUGGER = (
     "A grading process has no terminal, so no debugger can run in it. Call the function from a script of your own, or "
@@ -53,19 +55,22 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]]) -> Grade:
 
     Args:
         job: name, options, response, answer, columns, metadata; with `check`, the gold answer is graded against itself.
+            `in_thought` and the `marks` of thoughts say which part of the response is its answer; without marks those
+            of all models count.
         functions: user functions by name.
     """
     name = job["name"]
     if name in functions:
         return call_user_function(functions[name], job)
     options = _options(name, json.dumps(job["options"]))
-    response = f"<think>{job['response']}" if job.get("in_thought") else job["response"]
+    job = {**job, "thoughts": {"marks": marks_from_json(job.get("marks")), "in_thought": job.get("in_thought", False)}}
     try:
+        if name not in OF_WHOLE_RESPONSE:
+            job["response"] = answer_of(job["response"], **job["thoughts"]) or ""
         if name == "code":  # it starts processes
-            job = {**job, "response": response}
             return check_tests(job["columns"], options) if job.get("check") else REWARDS[name](job, options)
         with refusing_side_effects():
-            jobs = [{**job, "response": response, "answer": answer} for answer in alternatives(job["answer"])]
+            jobs = [{**job, "answer": answer} for answer in alternatives(job["answer"])]
             if not job.get("check"):
                 return max((REWARDS[name](one, options) for one in jobs), key=_worth)
             if name == "math":

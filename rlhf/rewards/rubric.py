@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from http.client import HTTPException
 from typing import Any, NamedTuple
 
-from rlhf.answers.thoughts import after_thinking
+from rlhf.answers.thoughts import answer_of, marks_from_json
 from rlhf.config.reward import Criterion, RubricOptions
 from rlhf.rewards.grade import BAD_GOLD, FAILED, NO_ANSWER, UNSCORABLE, Grade
 from rlhf.rewards.model_client import address_and_headers
@@ -109,7 +109,7 @@ class RubricGrader:
         except ValueError as error:
             return Grade(None, BAD_GOLD, detail=str(error))
         about = job["metadata"]
-        answer = after_thinking(f"<think>{job['response']}" if about["in_thought"] else job["response"])
+        answer = answer_of(job["response"], marks_from_json(job.get("marks")), in_thought=about["in_thought"])
         if not (answer and answer.strip()):
             return Grade(0.0, NO_ANSWER)
         body = self._request(about["messages"], answer, job["answer"], criteria)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from rlhf.config.data import OPENS_THOUGHT, USUAL_COLUMNS
+from rlhf.answers.thoughts import Marks, opens_thought
+from rlhf.config.data import USUAL_COLUMNS
 from rlhf.config.printing import to_stderr
 from rlhf.config.reward import CodeOptions, RewardConfig, RewardPart, RubricOptions
 from rlhf.processes.confinement import NOT_ALONE, Grants
@@ -116,16 +117,20 @@ class Scorer:
         self.close()
 
     async def score_group(
-        self, prompt: Prompt, rollouts: Sequence[Rollout], texts: Sequence[str]
+        self, prompt: Prompt, rollouts: Sequence[Rollout], texts: Sequence[str], marks: Marks | None = None
     ) -> tuple[ScoredRollout, ...]:
-        """Grade the responses to one prompt: each by itself, or, where a part says `group`, all in one call."""
+        """Grade the responses to one prompt: each by itself, or, where a part says `group`, all in one call.
+
+        Args:
+            marks: of the model's thoughts; None: those of all models.
+        """
         parts = self.config.parts_of(prompt.source)
         metadata = [_metadata(prompt, r.finish_reason, r.response_length) | _of_turns(prompt, r) for r in rollouts]
         of_trl = metadata
         if any(map(self._is_of_trl, parts)):
             of_trl = [about | _of_trl(rollout) for about, rollout in zip(metadata, rollouts, strict=True)]
         futures = [
-            self._submit(part, self._jobs(part, texts, prompt, of_trl if self._is_of_trl(part) else metadata))
+            self._submit(part, self._jobs(part, texts, prompt, of_trl if self._is_of_trl(part) else metadata, marks))
             for part in parts
         ]
         columns = [_of_each([await asyncio.wrap_future(future) for future in many], len(texts)) for many in futures]
@@ -239,9 +244,14 @@ class Scorer:
         return part.is_user_function and part.name in self._pools[grants_of(part)].groups
 
     def _jobs(
-        self, part: RewardPart, texts: Sequence[str], prompt: Prompt, metadata: Sequence[dict[str, Any]]
+        self,
+        part: RewardPart,
+        texts: Sequence[str],
+        prompt: Prompt,
+        metadata: Sequence[dict[str, Any]],
+        marks: Marks | None = None,
     ) -> list[dict[str, Any]]:
-        return _jobs(part, texts, prompt.answer, prompt.columns, metadata, together=self._is_of_trl(part))
+        return _jobs(part, texts, prompt.answer, prompt.columns, metadata, marks, together=self._is_of_trl(part))
 
     def _calls(self, part: RewardPart, statuses: Sequence[str] = STATUSES) -> int:
         return sum(self.counters[f"{part.name}/{status}"] for status in statuses)
@@ -322,6 +332,7 @@ def _jobs(
     answer: str,
     columns: dict[str, Any],
     metadata: Sequence[dict[str, Any]],
+    marks: Marks | None = None,
     *,
     together: bool = False,
 ) -> list[dict[str, Any]]:
@@ -330,22 +341,23 @@ def _jobs(
     if part.group or together:
         return [{**job, "columns": columns, "metadata": metadata, "responses": texts}]
     pairs = zip(texts, metadata, strict=True)
-    return [{**job, "response": text, **_known(part, columns, about)} for text, about in pairs]
+    return [{**job, "response": text, **_known(part, columns, about, marks)} for text, about in pairs]
 
 
-def _known(part: RewardPart, columns: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
+def _known(part: RewardPart, columns: dict[str, Any], metadata: dict[str, Any], marks: Marks | None) -> dict[str, Any]:
     """What a part gets to know besides response and answer; the fewer bytes a job has, the faster is the pool."""
+    thoughts = {"marks": marks, "in_thought": metadata["in_thought"]}
     if part.is_judged_outside:
-        return {"columns": columns, "metadata": metadata}
+        return {"columns": columns, "metadata": metadata} | (thoughts if part.name == "rubric" else {})
     if part.name == "length":
         return {"metadata": {"response_length": metadata["response_length"]}}
     if part.name == "repetition":
         return {}
     if part.name == "code":
         named = [part.options.get(key, default) for key, default in COLUMNS_OF_CODE.items()]
-        return {"columns": {name: columns.get(name) for name in named}, "in_thought": metadata["in_thought"]}
+        return {"columns": {name: columns.get(name) for name in named}, **thoughts}
     asked = [str(turn.get("content")) for turn in metadata["messages"] if turn.get("role") == "user"]
-    return {"in_thought": metadata["in_thought"]} | ({"prompt": "".join(asked[-1:])} if part.name == "math" else {})
+    return thoughts | ({"prompt": "".join(asked[-1:])} if part.name == "math" else {})
 
 
 def _of_each(grades: Sequence[Grade], responses: int) -> Sequence[Grade]:
@@ -393,7 +405,7 @@ def _no_metadata(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "messages": messages,
         "prompt_is_text": isinstance(prompt, str),
-        "in_thought": isinstance(prompt, str) and OPENS_THOUGHT.search(prompt) is not None,
+        "in_thought": isinstance(prompt, str) and opens_thought(prompt),
         "finish_reason": "stop",
         "response_length": len(text.split()),
     }

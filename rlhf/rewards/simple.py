@@ -1,4 +1,7 @@
-"""The short rewards: GSM8K, multiple choice, exact match, F1, and the form of a response."""
+"""The short rewards: GSM8K, multiple choice, exact match, F1, and the form of a response.
+
+All but the last grade the answer of a response, without its thoughts (`answers/thoughts.py`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections import Counter
 from rlhf.answers.clean import clean, option_letter
 from rlhf.answers.extract import boxes, extract, gold_answer
 from rlhf.answers.node import exact_number
-from rlhf.answers.thoughts import after_thinking
+from rlhf.answers.thoughts import OF_MODELS, Marks, after_one_thought, answer_of
 from rlhf.config.reward import ExactOptions, F1Options, FormatOptions, MultipleChoiceOptions
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, Grade
 
@@ -22,7 +25,7 @@ def gsm8k_reward(response: str, gold: str) -> Grade:
     wanted = exact_number(_gsm8k_number(gold) or gold_answer(gold) or "")
     if wanted is None:
         return Grade(None, BAD_GOLD, detail=f"gold answer {gold[:80]!r} is not a number")
-    stated = _gsm8k_number(after_thinking(response) or "")
+    stated = _gsm8k_number(response)
     if stated is None:
         return Grade(0.0, NO_ANSWER)
     return Grade(float(exact_number(stated) == wanted), extracted=stated)
@@ -40,7 +43,7 @@ def multiple_choice_reward(response: str, gold: str, options: MultipleChoiceOpti
         return Grade(None, BAD_GOLD, detail=f"gold answer {gold[:80]!r} is none of the letters {options.letters}")
     stated = extract(response, ("box", "answer_tag", "answer_is"))
     if stated is None:
-        text = (after_thinking(response) or "").strip()
+        text = response.strip()
         chosen = _letter(text, options.letters) if len(text) <= 4 else None
     else:
         chosen = _letter(stated, options.letters)
@@ -81,7 +84,7 @@ def f1_reward(response: str, gold: str, options: F1Options) -> Grade:
 
 def _stated_text(response: str) -> str:
     stated = extract(response, ("box", "answer_tag"))
-    return (stated if stated is not None else after_thinking(response) or "").strip()
+    return (stated if stated is not None else response).strip()
 
 
 def _squeeze(text: str, ignore_case: bool) -> str:
@@ -93,27 +96,25 @@ def _words(text: str) -> list[str]:
     return ARTICLES.sub(" ", text.casefold().translate(str.maketrans("", "", string.punctuation))).split()
 
 
-def format_reward(response: str, options: FormatOptions) -> float:
-    """1 if the response has the form, else 0; its answer does not matter."""
+def format_reward(
+    response: str, options: FormatOptions, marks: Marks = OF_MODELS, *, in_thought: bool = False
+) -> float:
+    """1 if the whole response has the form, else 0; its answer does not matter.
+
+    Args:
+        in_thought: the prompt has opened the thought; a pattern sees it opened by the response, as <think>.
+    """
     if options.pattern is not None:
-        return float(re.fullmatch(options.pattern, response, re.DOTALL) is not None)
+        whole = f"<think>{response}" if in_thought else response
+        return float(re.fullmatch(options.pattern, whole, re.DOTALL) is not None)
     match options.style:
         case "think":
-            return float(_split_thinking(response) is not None)
+            return float(after_one_thought(response, marks, in_thought=in_thought) is not None)
         case "think_answer":
-            rest = _split_thinking(response)
+            rest = after_one_thought(response, marks, in_thought=in_thought)
             return float(
                 rest is not None
                 and re.fullmatch(r"\s*<answer>(?:(?!</?answer>).)+</answer>\s*", rest, re.S) is not None
             )
         case "boxed":
-            return float(len(boxes(after_thinking(response) or "")) == 1)
-
-
-def _split_thinking(response: str) -> str | None:
-    """The text after the thinking; None unless the response is one non-empty <think> block and then some text."""
-    head, closing, rest = response.partition("</think>")
-    thought = head.lstrip().removeprefix("<think>")
-    opened = len(thought) < len(head.lstrip())
-    tags = any(tag in part for part in (thought, rest) for tag in ("<think>", "</think>"))
-    return rest if closing and opened and thought.strip() and rest.strip() and not tags else None
+            return float(len(boxes(answer_of(response, marks, in_thought=in_thought) or "")) == 1)

@@ -14,7 +14,7 @@ import numpy as np
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
 
-from rlhf.config.data import OPENS_THOUGHT
+from rlhf.answers.thoughts import opens_thought
 from rlhf.rollout.requests import Completion, Parsing
 
 PROMPT_END = 16  # tokens that hold the mark of a thought
@@ -91,7 +91,7 @@ class MessageReader:
 
     def _thinks(self, prompt_ids: np.ndarray) -> bool:
         """Whether the prompt ends inside a thought."""
-        return bool(OPENS_THOUGHT.search(self._tokenizer.decode(prompt_ids[-PROMPT_END:].tolist())))
+        return opens_thought(self._tokenizer.decode(prompt_ids[-PROMPT_END:].tolist()), self.parsing.marks)
 
     def _parser(self) -> Any:
         """A new one: parsers are stateful."""

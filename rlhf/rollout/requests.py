@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf.answers.thoughts import Marks
 from rlhf.config.grpo import GRPOConfig
 from rlhf.types import Prompt, Support, VersionSpan
 from rlhf.weights.adapter import slot_arguments
@@ -46,12 +47,14 @@ class Parsing:
         tool_parser, reasoning_parser: names of vLLM's parsers (`config.parsers.parsers_of`); None: none is used.
         tools: the JSON schemas of the tools, as the prompt's template got them.
         template_kwargs: data.chat_template_kwargs; some parsers ask them whether the model thinks.
+        marks: those of the model's thoughts (`answers.thoughts`).
     """
 
     tool_parser: str | None
     reasoning_parser: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    marks: Marks = ()
 
 
 @dataclass(frozen=True)

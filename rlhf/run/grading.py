@@ -12,6 +12,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import REWARD_MODEL
 from rlhf.data.load import LoadedPrompts
 from rlhf.data.order import PromptStream
+from rlhf.data.thoughts import marks_of, tokens_to_drop
 from rlhf.environments.turns import CALL_LIMIT
 from rlhf.rewards.grade import NOT_JUDGED, OK
 from rlhf.rewards.model_client import Conversation, RewardModelClient, conversation, endpoint_scorer
@@ -22,7 +23,6 @@ from rlhf.run.state import RunState
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
 
 ENVIRONMENT = "environment"  # the name of this part of the reward
-CHANNEL_MARKS = {"<|channel|>", "[THINK]"}  # special tokens that say where a thought begins
 
 
 class Grading:
@@ -33,14 +33,15 @@ class Grading:
     ) -> None:
         self.reward_model = reward_model
         self._config, self._scorer, self._tokenizer = config, scorer, tokenizer
-        self._plain = not CHANNEL_MARKS & set(tokenizer.all_special_tokens)  # without them no thought could be told
+        self._marks = marks_of(tokenizer, config.data.template)
+        self._dropped = tokens_to_drop(tokenizer, self._marks)
 
     async def __call__(
         self, prompt: Prompt, rollouts: Sequence[Rollout], settings: SamplingSettings, *, trains: bool
     ) -> tuple[ScoredRollout, ...]:
         ended = [rollout for rollout in rollouts if rollout.outcome is None or rollout.outcome.status == OK]
         texts = [self.text(rollout, settings) for rollout in ended]
-        graded = await self._scorer.score_group(prompt, ended, texts) if ended else ()
+        graded = await self._scorer.score_group(prompt, ended, texts, self._marks) if ended else ()
         if ended and self.reward_model is not None and (trains or not self._config.reward.parts_of(prompt.source)):
             graded = (await self.reward_model.add_to(RolloutGroup(prompt, graded))).samples
         if not self._config.acts:
@@ -66,11 +67,13 @@ class Grading:
         return dataclasses.replace(graded, reward=reward, reward_parts=parts)
 
     def text(self, rollout: Rollout, settings: SamplingSettings) -> str:
-        """The text that is graded: what was sampled, or with an environment the last message of the assistant."""
+        """The text that is graded, shown and written: what was sampled, with the marks of thoughts and without other
+        special tokens; or with an environment the last message of the assistant.
+        """
         if rollout.outcome is not None:
             return last_text(rollout)
-        ids = settings.graded(rollout.response_ids).tolist()
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._plain)
+        ids = [id for id in settings.graded(rollout.response_ids).tolist() if id not in self._dropped]
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlhf.answers.thoughts import answer_of
 from rlhf.config.reward import MathOptions, MultipleChoiceOptions
 from rlhf.rewards.math import math_reward
 from rlhf.rewards.simple import multiple_choice_reward
@@ -1168,7 +1169,7 @@ def _cases(table: dict[str, list[tuple[str, str, str]]]) -> list[object]:
 
 
 def _grade(gold: str, response: str, **options: Any) -> bool:
-    return math_reward(response, gold, MathOptions(**options)).value == 1.0
+    return math_reward(answer_of(response) or "", gold, MathOptions(**options)).value == 1.0
 
 
 @pytest.mark.parametrize(("gold", "answer", "verdict"), _cases(ANSWERS))
@@ -1219,7 +1220,7 @@ def test_a_response_is_graded_by_its_answer_exactly_as_the_table_says(gold: str,
 @pytest.mark.parametrize("prompt", WITH_PROMPT)
 def test_what_the_prompt_asks_for_decides_exactly_as_the_table_says(prompt: str) -> None:
     cases = WITH_PROMPT[prompt]
-    graded = [math_reward(response, gold, MathOptions(), prompt).value for gold, response, _ in cases]
+    graded = [math_reward(answer_of(response) or "", gold, MathOptions(), prompt).value for gold, response, _ in cases]
     assert graded == [float(verdict == RIGHT) for _, _, verdict in cases]
 
 

@@ -361,8 +361,6 @@ def fenced(text: str, tag: str = "python") -> str:
     ("response", "whole", "code"),
     [
         ("```python\na\n```\nthen\n```py\nb\n```", False, "b\n"),
-        ("<think>```python\na\n```</think>\n```\nb\n```", False, "b\n"),
-        ("<think>```python\na\n```", True, None),
         ("- so:\n  ```python\n  def f():\n    a\n  ```", False, "def f():\n  a\n"),
         ("```python\na", False, None),
         ("def f(): 1", False, None),

@@ -59,7 +59,6 @@ def test_the_repetition_reward_is_free_up_to_its_share_and_then_linear() -> None
         ("#### 17\n#### 18", 1.0, "ok"),
         ("#### -18", 0.0, "ok"),
         ("The answer is 18.", 0.0, "no_answer"),
-        ("<think>#### 18", 0.0, "no_answer"),
     ],
 )
 def test_gsm8k_reads_the_number_after_the_last_hashes(response: str, value: float, status: str) -> None:
@@ -115,7 +114,12 @@ def test_f1_is_the_overlap_of_words_without_articles_and_punctuation() -> None:
         ("think_answer", "<think>hm</think>\n<answer>5</answer>", 1.0),
         ("think_answer", "<think>hm</think> well <answer>5</answer>", 0.0),
         ("think_answer", "<think>hm</think> <answer>5</answer> <answer>6</answer>", 0.0),
+        ("think", "<think>I write `</think>` later</think> yes", 1.0),
+        ("think", "<thinking>hm</thinking> yes", 0.0),
+        ("think", "<|channel>thought\nhm<channel|>yes", 1.0),
+        ("think", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes", 1.0),
         ("boxed", r"so \boxed{5}", 1.0),
+        ("boxed", r"<|START_THINKING|>\boxed{5}", 0.0),
         ("boxed", r"so \boxed{5} and \boxed{6}", 0.0),
         ("boxed", "so 5", 0.0),
     ],

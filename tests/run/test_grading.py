@@ -9,9 +9,11 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 from worlds import make_config, make_ppo_config
 
 from rlhf import quickstart
+from rlhf.answers.thoughts import Marks
 from rlhf.data.load import LoadedPrompts
 from rlhf.data.model_files import truncate_token_id
 from rlhf.log.clock import BusyMeter
@@ -98,7 +100,9 @@ async def normalize(sampler: Sampler, grading: Grading, state: RunState) -> None
 class Ungraded:
     """No verifier: every response has 0 before the reward model."""
 
-    async def score_group(self, _: Prompt, rollouts: list[Rollout], texts: list[str]) -> tuple[ScoredRollout, ...]:
+    async def score_group(
+        self, _: Prompt, rollouts: list[Rollout], texts: list[str], marks: Marks
+    ) -> tuple[ScoredRollout, ...]:
         return tuple(ScoredRollout(*graded, "", 0.0, {}, "ok") for graded in zip(rollouts, texts, strict=True))
 
 
@@ -116,15 +120,19 @@ def test_the_reward_model_reads_up_to_the_token_and_all_tokens_after_it_are_trai
 
 
 def test_the_marks_of_channels_stay_in_the_text_that_is_graded(tmp_path: Path) -> None:
-    """gpt-oss: the channels are special tokens, and without them a thought would be read as the answer."""
+    """gpt-oss: the channels are special tokens, and without them a thought would be read as the answer. transformers
+    does not count them among `all_special_tokens`.
+    """
     config, tokenizer = make_config(tmp_path / "model"), quickstart.make_tokenizer()
-    for marks, text in (([], "12"), (["<|channel|>"], "<|channel|>12")):
-        tokenizer.add_special_tokens({"additional_special_tokens": marks})
-        ids = tokenizer.convert_tokens_to_ids([*marks, "1", "2"])
-        sampled = Completion(np.array(ids, np.int32), np.zeros(len(ids)), "stop", (VersionSpan(0, len(ids), 0),))
-        rollout = to_rollout(some_prompts().prompts["p"][0], 0, sampled)
-        grading = Grading(config, cast(Scorer, Ungraded()), tokenizer)
-        assert grading.text(rollout, SamplingSettings(1.0, 9)) == text
+    names = ["<|channel|>", "<|message|>", "<|return|>"]
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in names])
+    said = "<|channel|>analysis<|message|>2+40<|return|>"
+    ids = tokenizer(said)["input_ids"]
+    assert "<|channel|>" not in tokenizer.decode(ids, skip_special_tokens=True)
+    sampled = Completion(np.array(ids, np.int32), np.zeros(len(ids)), "stop", (VersionSpan(0, len(ids), 0),))
+    rollout = to_rollout(some_prompts().prompts["p"][0], 0, sampled)
+    grading = Grading(config, cast(Scorer, Ungraded()), tokenizer)
+    assert grading.text(rollout, SamplingSettings(1.0, 99)) == "<|channel|>analysis<|message|>2+40"
 
 
 def test_scores_get_mean_0_and_variance_1_over_responses_of_the_start_policy_and_a_resumed_run_keeps_the_scale(
