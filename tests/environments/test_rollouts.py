@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -32,7 +32,9 @@ PARSING = Parsing("hermes")
 
 
 class Tokenizer:
-    all_special_tokens: tuple[str, ...] = ()
+    all_special_tokens = all_special_ids = ()
+    added_tokens_decoder: Mapping[int, Any] = MappingProxyType({})
+    chat_template = None
 
     def decode(self, token_ids: list[int], **_: Any) -> str:
         return text(np.array(token_ids))
@@ -85,7 +87,7 @@ def play(config: GRPOConfig, hosts: Hosts, engine: Engine, of: Prompt) -> Rollou
 class Ungraded:
     """The scorer of an empty reward; `graded` has the texts that it was given."""
 
-    async def score_group(self, _: Prompt, rollouts: Any, texts: Any) -> tuple[ScoredRollout, ...]:
+    async def score_group(self, _: Prompt, rollouts: Any, texts: Any, marks: Any) -> tuple[ScoredRollout, ...]:
         return tuple(ScoredRollout(*each, "", 0.0, {}, "ok") for each in zip(rollouts, texts, strict=True))
 
 
