@@ -243,7 +243,7 @@ def read_scores(said: Any, count: int) -> tuple[float, ...]:
     shown = f"the grader said {str(said)[:200]!r}"
     if isinstance(said, list):  # parts
         said = "".join(str(part.get("text", "")) for part in said if isinstance(part, dict))
-    text = said if not isinstance(said, str) or said.lstrip().startswith(BEGINS_AS_JSON) else after_thinking(said)
+    text = said if not isinstance(said, str) or said.lstrip().startswith(BEGINS_AS_JSON) else answer_of(said)
     text = TRAILING_COMMA.sub("", text or "")
     found = [*SCORES.finditer(text)] or ([*SCORE.finditer(text)] if count == 1 else [])
     if not found:
