@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf.algo.numerics import full_precision, masked, segment_counts, segment_ids
+from rlhf.types import rewards_differ
 
 STD_EPS = 1e-6  # keeps a quotient finite; far below the std of any two rewards that a grader can tell apart
 WHITEN_EPS = 1e-8  # added to the variance, as in the original RLHF code (openai/lm-human-preferences)
@@ -60,9 +61,9 @@ def advantages_of_kind(
 
 
 def _differ(rewards: Tensor) -> bool:
-    """Whether any two scorable rewards differ, by max != min: eight rewards of 0.1 have a float32 std above 0."""
+    """`rewards_differ` of the scorable rewards, or of returns."""
     scores = rewards[~rewards.isnan()]
-    return len(scores) > 0 and bool(scores.max() != scores.min())
+    return len(scores) > 0 and rewards_differ(torch.stack(scores.aminmax()).tolist())
 
 
 def group_advantages(rewards: Tensor, *, normalize_std: bool) -> Tensor:
@@ -74,7 +75,7 @@ def group_advantages(rewards: Tensor, *, normalize_std: bool) -> Tensor:
 
     Returns:
         [G] reward minus the mean of the scorable rewards, divided by their std if asked; exactly 0 for NaN, for a group
-        of one and for equal rewards (max == min).
+        of one and for equal rewards (`rewards_differ`).
     """
     scores = rewards.double()  # in float32 the rounding of the mean would show in small differences
     scorable = ~scores.isnan()
@@ -145,7 +146,7 @@ def reinforce_plus_plus_advantages(
     """
     if group_ids is None and lengths is None:
         return group_advantages(rewards, normalize_std=normalize_std)
-    centered, scorable = full_precision(rewards).double(), ~rewards.isnan()
+    centered, scorable = rewards.to(torch.float64, copy=True), ~rewards.isnan()
     if group_ids is not None:
         for group in group_ids.unique():
             members = group_ids == group
@@ -262,6 +263,6 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
     It is 1 for a perfect critic, 0 for a constant one, negative for a worse one, NaN if no two returns differ.
     """
     values, returns = values[response_mask].double(), returns[response_mask].double()
-    if not len(returns) or returns.max() == returns.min():
+    if not _differ(returns):
         return float("nan")
     return 1 - float((returns - values).var(correction=0) / returns.var(correction=0))

@@ -86,8 +86,10 @@ def policy_loss(
     log_ratio = logprobs - old_logprobs.detach()
     advantages, never = advantages.detach(), torch.zeros_like(response_mask)
     if callable(kind):
-        given = {"old_logprobs": old_logprobs.detach(), "advantages": advantages, "rollout_logprobs": rollout_logprobs}
-        loss = kind(logprobs, **given, response_mask=response_mask, cu_seqlens=cu_seqlens)
+        columns = {"rollout_logprobs": rollout_logprobs, "response_mask": response_mask, "cu_seqlens": cu_seqlens}
+        # copies: a function of the user may compute in place
+        given = {name: None if column is None else column.clone() for name, column in columns.items()}
+        loss = kind(logprobs, old_logprobs=old_logprobs.detach(), advantages=advantages, **given)
         return PolicyLossTerms(
             masked(loss, response_mask), bounded_exp(log_ratio.detach()) * response_mask, never, never
         )

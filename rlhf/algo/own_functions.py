@@ -89,7 +89,7 @@ def check_advantage(function: Callable[..., Any]) -> None:
 
 def own_advantages(function: Callable[..., Any], rewards: Tensor, groups: Tensor) -> Tensor:
     """What an advantage returns; raises an ObjectiveError unless that is a finite number for each rollout."""
-    advantages: Tensor = function(rewards, groups)
+    advantages: Tensor = function(rewards.clone(), groups.clone())  # it may compute in place
     _check_shape(advantages, len(groups), "the advantage of each rollout")
     if not advantages.isfinite().all():
         raise ObjectiveError(

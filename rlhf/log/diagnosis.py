@@ -19,6 +19,8 @@ from fnmatch import fnmatchcase
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
+from rlhf.types import rewards_differ
+
 Row = Mapping[str, Any]
 
 STEPS = 5  # steps that a rule looks at; one step of few prompts can look odd by chance
@@ -81,7 +83,7 @@ def few_answers(view: View) -> Found:
 def equal_groups(view: View) -> Found:
     share, mean, low, high = (view.mean(f"reward/{name}") for name in ("equal_group_fraction", "mean", "min", "max"))
     # with a critic, groups of equal rewards have advantages, unless all groups have the same reward
-    with_signal = view.config.get("algo.advantage") == "gae" and low < high
+    with_signal = view.config.get("algo.advantage") == "gae" and rewards_differ((low, high))
     with_signal |= view.config.get("algo.teacher.coef") is not None
     if not share >= EQUAL_GROUPS or with_signal or any(few_answers(view)):  # that rule gives the reason
         return
@@ -94,7 +96,7 @@ def equal_groups(view: View) -> Found:
         f"In {share:.0%} of the groups all rewards were equal, which teaches nothing; the mean reward was {mean}.",
         f"The data is too {is_} for the model: use {use} data.train, set rollout.dynamic_sampling=true, or raise "
         "{rollout.samples_per_prompt}."
-        if low < high
+        if rewards_differ((low, high))
         else "All responses have the same reward: read some (rlhf.show). Does the reward read the answers, and is the "
         "data neither too hard nor too easy (data.train)?",
     )

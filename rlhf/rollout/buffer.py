@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.types import Prompt, RolloutGroup, StepBatch
+from rlhf.types import Prompt, RolloutGroup, StepBatch, rewards_differ
 
 # An engine has as many groups as fit in so many of its batches. The samples of a group end one after the other, so a
 # group takes less of the batch than its size: with 3, log-normal lengths keep it full (benchmarks/simulator.py).
@@ -202,7 +202,7 @@ class RolloutBuffer:
         def is_replaced(ticket: Ticket, group: RolloutGroup) -> bool:
             if self.replacements >= self._max_replacements or ticket.position not in positions:
                 return False
-            equal = len(group.distinct_rewards(self._deciding_part)) < 2
+            equal = not rewards_differ(group.rewards(self._deciding_part))
             self.replacements += equal
             return equal
 

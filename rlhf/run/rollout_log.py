@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf.log.reductions import HISTOGRAM_BINS, Binned, Histogram, Mean, StepMetrics
 from rlhf.rewards.grade import count_answers
-from rlhf.types import PolicyTargets, Rollout, RolloutGroup, ScoredRollout, StepBatch
+from rlhf.types import PolicyTargets, Rollout, RolloutGroup, ScoredRollout, StepBatch, rewards_differ
 
 DIGITS = 4  # of the values of a token
 
@@ -29,7 +29,7 @@ def rollout_metrics(
     several = [group for group in groups if len(group.samples) > 1]
     metrics: StepMetrics = {
         "reward": Histogram(tuple(s.reward for s in samples if s.reward is not None)),
-        "reward/equal_group_fraction": _share([len(group.distinct_rewards()) < 2 for group in several]),
+        "reward/equal_group_fraction": _share([not rewards_differ(group.rewards()) for group in several]),
         "reward/answered_fraction": Mean(*count_answers(samples)),
         "rollout/response_length": Histogram(tuple(float(s.rollout.response_length) for s in samples)),
         "rollout/stopped_fraction": _share([s.rollout.finish_reason == "stop" for s in samples]),

@@ -11,7 +11,7 @@ from rlhf.config.roles import LEARNER
 from rlhf.config.sections import RunConfig
 from rlhf.log.diagnosis import Diagnosis
 from rlhf.log.reductions import UpdateOutcome
-from rlhf.types import RolloutGroup
+from rlhf.types import RolloutGroup, rewards_differ
 
 
 class UselessSteps:
@@ -58,4 +58,4 @@ class UselessSteps:
 
 def _rewards_differ(groups: Sequence[RolloutGroup]) -> bool:
     """PPO's advantages also depend on the critic, and others on a KL in the reward, which are no signal."""
-    return len(set[float]().union(*(group.distinct_rewards() for group in groups))) > 1
+    return rewards_differ(reward for group in groups for reward in group.rewards())

@@ -55,6 +55,35 @@ def test_equal_rewards_give_exactly_zero_although_their_float32_std_does_not():
     assert reinforce_plus_plus_advantages(rewards).tolist() == [0.0] * 8
 
 
+@pytest.mark.parametrize(
+    ("rewards", "equal"),
+    [
+        ([0.1 + 0.2, 0.3, 0.3], True),
+        ([1.1 - 1.0, 0.1], True),
+        ([0.1 + 0.2 - 0.3, 0.0, NAN], True),  # the parts that cancel were large
+        ([sum([0.01] * 100), 1.0, sum([1e-4] * 10_000)], True),
+        ([1e6 * (0.1 + 0.2), 3e5], True),
+        ([-0.7 - 0.1, -0.8], True),
+        ([0.3, 0.3 + 1e-9], False),
+        ([1e-6, 2e-6, 0.0], False),
+        ([1e6, 1e6 + 1e-3], False),
+    ],
+)
+def test_rewards_that_differ_by_rounding_alone_are_equal(rewards: list[float], equal: bool):
+    given = torch.tensor(rewards, dtype=torch.float64)
+    group = torch.zeros(len(rewards), dtype=torch.long)
+    kinds = [*KINDS, "maxrl"] if not given.min() < 0 else KINDS
+    for kind in kinds:
+        for lengths in (None, group + 3):
+            advantages = advantages_of_kind(kind, given, group, lengths=lengths)
+            assert (advantages.tolist() == [0.0] * len(rewards)) == equal, kind
+    penalty = torch.arange(len(rewards)) * 2e-3
+    with_penalty = advantages_of_kind("grpo", given - penalty, group, rewards_before_kl=given)
+    assert (with_penalty.abs().max() < 1e-2) == equal  # only the penalties differ: no std divides them
+    values, everything = torch.randn(len(rewards), dtype=torch.float64), ~given.isnan()
+    assert math.isnan(explained_variance(values, given, everything)) == equal
+
+
 def test_a_group_of_one_has_no_advantage():
     one = torch.tensor([3.0])
     for advantages in (grpo(3.0), rloo_advantages(one).tolist(), maximum_likelihood_advantages(one).tolist()):

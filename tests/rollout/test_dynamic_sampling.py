@@ -73,6 +73,15 @@ def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts_and_counted_as
     asyncio.run(run())
 
 
+def test_rewards_that_differ_by_rounding_alone_are_equal() -> None:
+    async def run() -> None:
+        buffer = make(Task(differing={1, 2}, equal=(0.1 + 0.2, 0.3)), max_replacements=64)
+        assert [g.prompt.id for g in await asyncio.wait_for(buffer.take(), WAIT_S)] == ["1", "2"]
+        await buffer.close()
+
+    asyncio.run(run())
+
+
 def test_after_the_last_replacement_equal_groups_train_and_the_next_step_may_replace_again() -> None:
     async def run() -> None:
         task = Task(differing=set())

@@ -98,6 +98,15 @@ def test_equal_rewards_are_no_signal_even_if_a_critic_gives_advantages() -> None
     assert end_of(*[(FLAT[0], np.linspace(-1, 1, 8), 8, 1)] * 4)[0] == 4
 
 
+def test_rewards_that_differ_by_rounding_alone_are_no_signal() -> None:
+    first, second = FLAT[0]
+    rounded = [dataclasses.replace(sample, reward=sample.reward + 2**-52) for sample in first.samples]
+    groups = [dataclasses.replace(first, samples=(*first.samples[:2], *rounded[2:])), second]
+    metrics = to_values(rollout_metrics(groups, np.zeros(8), version=0, asynchronous=False))
+    assert metrics["reward/equal_group_fraction"] == 1
+    assert end_of(*[(groups, np.linspace(-1, 1, 8), 8, 1)] * 4)[0] == 4
+
+
 def test_a_teacher_gives_a_signal_where_all_rewards_are_equal() -> None:
     taught: Step = FLAT[0], np.linspace(-1, 1, 8), 8, 1
     teacher = {"algo": {"teacher": {"path": "x/teacher"}}}
