@@ -146,12 +146,12 @@ def clean(text: str) -> str:
     """The normalized spelling of one extracted answer."""
     if not text.isascii():
         text = as_ascii(in_digits(text))
-    text = _strip_outer(text)
+    text = strip_outer(text)
     if "matrix" not in text and "array" not in text and "cases" not in text:
         text = DOUBLED_BACKSLASH.sub(r"\\", text)
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
-    text = DOLLAR.sub(r"\\$", POINT.sub("", _strip_outer(text)))
+    text = DOLLAR.sub(r"\\$", POINT.sub("", strip_outer(text)))
     if HAS_WORDS.search(text):
         text = with_words_marked(text)
     text = OUTWARD_BRACKETS.sub(lambda m: "(["[m[1] == "["] + m[2] + ")]"[m[3] == "]"], text)
@@ -159,7 +159,7 @@ def clean(text: str) -> str:
     return LETTER_IN_BRACES.sub(r"\1", _peeled(_peeled(text, "{", "}"), "(", ")"))
 
 
-def _strip_outer(text: str) -> str:
+def strip_outer(text: str) -> str:
     """The text without formula delimiters around all of it."""
     while outer := OUTER.fullmatch(text):
         text = next(filter(None, outer.groups()), "")

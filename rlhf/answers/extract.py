@@ -100,7 +100,9 @@ BLOCK_MARKS = re.compile(  # fences, bullets, quotes, tags
     r"^[ \t]*```\w*[ \t]*$\n?|^[-*+>](?:[ \t]+(?=[^\s\d])| (?=\S+$))|</?(?:b|i|em|strong|code|p|u)>", re.MULTILINE
 )
 ANSWER_TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-HASH_ANSWER = re.compile(r"[ \t]*(?:[-+]?\\?[$€£]?[ \t]*[-+]?(?:\d|\.\d)|\\?\$?-?\\d?frac)")
+HASH_ANSWER = re.compile(
+    r"[ \t]*(?:[-+\u2013\u2212\uff0d]?\\?[$€£¥₹]?[ \t]*[-+\u2013\u2212\uff0d]?(?:\d|\.\d|[¼-¾⅐-⅞])|\\?\$?-?\\d?frac)"
+)
 LIST_ITEM = re.compile(r"[ \t]*\d+[.)][ \t]+[A-Za-z]")  # a heading such as "#### 2. Compute the total"
 CANNOT = r"(?:cannot|can't|could not|couldn't|unable to|not able to|impossible to)"
 REFUSAL = re.compile(  # of the writer; a person in the problem may be unable to do something too

@@ -52,7 +52,7 @@ class MathOptions(Section):
 
 
 class Gsm8kOptions(Section):
-    """The number after the last `####`."""
+    """The number after the last `####`, compared as mathematics."""
 
 
 class MultipleChoiceOptions(Section):
@@ -62,7 +62,7 @@ class MultipleChoiceOptions(Section):
 
 
 class ExactOptions(Section):
-    """The whole answer as a string."""
+    """The whole answer as a string, in one spelling."""
 
     ignore_case: bool = key(True, "upper and lower case count as equal")
 
@@ -108,7 +108,7 @@ class LengthOptions(Section):
 class RepetitionOptions(Section):
     """A penalty: the share of word n-grams that occurred before."""
 
-    ngram: PositiveInt = key(8, "words in an n-gram")
+    ngram: PositiveInt = key(8, "words in an n-gram; characters, in scripts without spaces")
     free_fraction: float = key(0.1, "share of repeated n-grams that costs nothing", ge=0, lt=1)
 
 

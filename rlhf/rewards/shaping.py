@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
 from rlhf.config.reward import LengthOptions, RepetitionOptions
+
+# Scripts that are written without spaces: Thai to Tibetan, Burmese, Khmer, kana, Chinese
+NO_SPACES = r"\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff"
+WORD = re.compile(rf"[{NO_SPACES}]|[^\s{NO_SPACES}]+")  # of these scripts a character
+LONG_WORD = 100  # characters; a longer word that mostly repeats itself is counted by its characters
 
 
 def length_reward(response_length: int, options: LengthOptions) -> float:
@@ -22,9 +30,16 @@ def length_reward(response_length: int, options: LengthOptions) -> float:
 
 def repetition_reward(text: str, options: RepetitionOptions) -> float:
     """0 up to the free fraction of repeated word n-grams, then linear to -1 where every n-gram is a repetition."""
-    words, ngram = text.split(), options.ngram
-    count = len(words) - ngram + 1
-    if count <= 0:
-        return 0.0
-    repeated = 1 - len({tuple(words[start : start + ngram]) for start in range(count)}) / count
+    repeated = _repeated(tuple(_words(text, options.ngram)), options.ngram)
     return min(0.0, -(repeated - options.free_fraction) / (1 - options.free_fraction))
+
+
+def _repeated(items: str | tuple[str, ...], ngram: int) -> float:
+    """The share of n-grams that occurred before."""
+    count = len(items) - ngram + 1
+    return 1 - len({items[start : start + ngram] for start in range(count)}) / count if count > 0 else 0.0
+
+
+def _words(text: str, ngram: int) -> Iterator[str]:
+    for word in WORD.findall(text):
+        yield from word if len(word) > LONG_WORD and _repeated(word, ngram) > 0.5 else (word,)

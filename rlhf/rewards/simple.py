@@ -7,33 +7,39 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 
 from rlhf.answers.clean import clean, option_letter
-from rlhf.answers.extract import boxes, extract, gold_answer
+from rlhf.answers.extract import HASH_ANSWER, boxes, extract, gold_answer, without_markdown
 from rlhf.answers.node import exact_number
+from rlhf.answers.plain import plain_text
 from rlhf.answers.thoughts import OF_MODELS, Marks, after_one_thought, answer_of
-from rlhf.config.reward import ExactOptions, F1Options, FormatOptions, MultipleChoiceOptions
+from rlhf.config.reward import ExactOptions, F1Options, FormatOptions, MathOptions, MultipleChoiceOptions
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, Grade
+from rlhf.rewards.math import grade_answer
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")  # dropped before words are compared (SQuAD, arXiv:1606.05250, sec. 6.1)
-GSM8K_NUMBER = re.compile(r"####[ \t]*\$?[ \t]*([-+]?\$?[\d,]*\.?\d+)")
+SENTENCE_END = re.compile(r"\.\s|。")
+GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+MARK = re.compile(  # a mark between two digits, a sign, a point before a digit; any other mark
+    r"(?<=\d)(?:[^\w\s]|_)(?=\d)|(?:(?<![\w.])|(?<=\de))-(?=[$€£¥₹]?\.?\d)|(?<!\w)\.(?=\d)|(?P<other>[^\w\s]|_)"
+)
 
 
 def gsm8k_reward(response: str, gold: str) -> Grade:
-    """1 if the number after the last `####` is the gold number (GSM8K, arXiv:2110.14168)."""
-    wanted = exact_number(_gsm8k_number(gold) or gold_answer(gold) or "")
-    if wanted is None:
+    """1 if what follows the last `####` is the gold number, as `math` compares (GSM8K, arXiv:2110.14168)."""
+    wanted = gold_answer(gold) or ""
+    if not HASH_ANSWER.match(wanted):
         return Grade(None, BAD_GOLD, detail=f"gold answer {gold[:80]!r} is not a number")
-    stated = _gsm8k_number(response)
+    after_hashes = reversed(without_markdown(response).split("####")[1:])
+    sentences = (SENTENCE_END.split(text, maxsplit=1)[0] for text in after_hashes)
+    stated = next(filter(None, (extract(f"####{sentence}", ("hash",)) for sentence in sentences)), None)
     if stated is None:
         return Grade(0.0, NO_ANSWER)
-    return Grade(float(exact_number(stated) == wanted), extracted=stated)
-
-
-def _gsm8k_number(text: str) -> str | None:
-    numbers = GSM8K_NUMBER.findall(text)
-    return numbers[-1].replace("$", "").replace(",", "") if numbers else None
+    if exact_number(stated) is not None:
+        stated = stated.replace("$", "").replace(",", "")
+    return grade_answer(stated, wanted, MathOptions())
 
 
 def multiple_choice_reward(response: str, gold: str, options: MultipleChoiceOptions) -> Grade:
@@ -58,7 +64,7 @@ def _letter(text: str, letters: str) -> str | None:
 
 
 def exact_reward(response: str, gold: str, options: ExactOptions) -> Grade:
-    """1 if the answer (boxed, in answer tags, or the whole response) equals the gold answer up to spaces."""
+    """1 if the answer (boxed, in answer tags, or the whole response) equals the gold answer up to its spelling."""
     if not gold.strip():
         return Grade(None, BAD_GOLD, detail="gold answer is empty")
     stated = _stated_text(response)
@@ -88,12 +94,20 @@ def _stated_text(response: str) -> str:
 
 
 def _squeeze(text: str, ignore_case: bool) -> str:
-    squeezed = " ".join(text.split())
+    squeezed = " ".join(plain_text(text).split())
     return squeezed.casefold() if ignore_case else squeezed
 
 
 def _words(text: str) -> list[str]:
-    return ARTICLES.sub(" ", text.casefold().translate(str.maketrans("", "", string.punctuation))).split()
+    """The words without case, articles and punctuation; numbers keep their sign, point and fraction."""
+    numbers = GROUPED.sub(lambda match: match[0].replace(",", ""), plain_text(text).casefold())
+    return ARTICLES.sub(" ", MARK.sub(_kept, numbers)).split()
+
+
+def _kept(mark: re.Match[str]) -> str:
+    other = mark["other"]
+    is_dropped = other and (other in string.punctuation or unicodedata.category(other)[0] == "P")
+    return "" if is_dropped else mark[0]
 
 
 def format_reward(
