@@ -49,6 +49,7 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
     from rlhf.cluster.engines import started_engines
     from rlhf.data.load import load_prompts
     from rlhf.data.model_files import load_tokenizer, truncate_token_id
+    from rlhf.data.templates import reads_date
     from rlhf.environments.rollouts import FailedEnvironments
     from rlhf.environments.start import StartedEnvironments
     from rlhf.rewards.scorer import Scorer
@@ -57,6 +58,8 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
     from rlhf.run.grading import Grading
 
     tokenizer = load_tokenizer(config.model)
+    if reads_date(config.data.template, tokenizer):
+        say(f"data.date={config.data.date}: the chat template writes this date into the prompts")
     truncate_token = truncate_token_id(config.rollout, tokenizer)
     loaded = load_prompts(config.data, "eval", tokenizer, acts=config.acts)
     with contextlib.ExitStack() as exit_stack:
@@ -124,7 +127,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from rlhf.log.sinks import evaluation_table
     from rlhf.run.evaluation import compare, evaluation_metrics, graded_responses, read_responses
+    from rlhf.run.folder import with_date
 
+    config = with_date(config, [config.model.path, *map(with_home, arguments.also or ())])
     models = {path: config.model.model_copy(update={"path": with_home(path)}) for path in arguments.also or ()}
     also = {path: config.model_copy(update={"model": model}) for path, model in models.items()}
     unfit = [input_problems(each, trains=False, with_data=False) for each in also.values()]

@@ -113,9 +113,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse("rlhf.grpo", DESCRIPTION, GRPOConfig, argv, check=start_problems)
     if printed(config, arguments):
         return
+    from rlhf.run.folder import with_date
     from rlhf.run.restarts import train_with_restarts
 
-    train_with_restarts(config, arguments, train)
+    train_with_restarts(with_date(config), arguments, train)
 
 
 if __name__ == "__main__":

@@ -56,9 +56,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     from rlhf.data.conversations import pair_encoder, read_examples
     from rlhf.data.model_files import load_tokenizer
+    from rlhf.run.folder import with_date
     from rlhf.run.restarts import train_with_restarts
 
-    data = read_examples(config.data, pair_encoder(load_tokenizer(config.model), config.data.template))
+    config = with_date(config)
+    encoder = pair_encoder(load_tokenizer(config.model), config.data.template, config.data.clock)
+    data = read_examples(config.data, encoder)
     train_with_restarts(config.with_steps(data.train.rows), arguments, partial(train, data=data))
 
 

@@ -52,9 +52,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     from rlhf.data.conversations import SFTEncoder, read_examples
     from rlhf.data.model_files import load_tokenizer
+    from rlhf.run.folder import with_date
     from rlhf.run.restarts import train_with_restarts
 
-    encoder = SFTEncoder(load_tokenizer(config.model), config.data.template, config.data.chat_template_kwargs)
+    config = with_date(config)
+    encoder = SFTEncoder(load_tokenizer(config.model), config.data.template, config.data.template_arguments)
     data = read_examples(config.data, encoder)
     for warning in encoder.warnings(data.train.tokens):
         say(f"warning: {warning}", file=sys.stderr)

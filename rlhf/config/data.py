@@ -7,6 +7,7 @@ sets for all sources.
 
 from __future__ import annotations
 
+import datetime
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import PurePath
@@ -57,6 +58,7 @@ def _no_argument_of_ours(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 OUR_ARGUMENTS = {"messages", "conversation", "tools", "add_generation_prompt", "chat_template", "tokenize"}
+OUR_ARGUMENTS |= {"strftime_now"}  # data.date
 OUR_ARGUMENTS |= {"continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding"}
 TemplateArguments = Annotated[dict[str, Any], AfterValidator(_no_argument_of_ours)]
 
@@ -132,6 +134,15 @@ class DatasetsConfig(Section, Generic[S]):
     train: tuple[S, ...] = Field(description="training data: a path or hub name, a mapping with `path`, or a list")
     eval: tuple[S, ...] = key((), "held-out data: as data.train; null: none")
     on_bad_row: Literal["fail", "skip"] = key("fail", "a row that cannot be used ends the program, or is left out")
+    date: datetime.date | None = key(
+        None, "YYYY-MM-DD, for a chat template that writes the day; null: the first start's"
+    )
+
+    @property
+    def clock(self) -> dict[str, Any]:
+        """The argument of a chat template for which it is always `date`; {}: transformers' own clock."""
+        midnight = None if self.date is None else datetime.datetime.combine(self.date, datetime.time())
+        return {} if midnight is None else {"strftime_now": midnight.strftime}
 
     @field_validator("train", "eval", mode="before")
     @classmethod
@@ -184,6 +195,11 @@ class DataConfig(DatasetsConfig[SourceConfig]):
     curriculum: CurriculumConfig | None = key(
         None, "draw prompts less, the further their pass rate is from a half; null: all alike"
     )
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template is given in addition to a conversation."""
+        return {**self.chat_template_kwargs, **self.clock}
 
     @model_validator(mode="after")
     def _consistent_sources(self) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import PositiveInt
 
@@ -89,6 +89,11 @@ class SFTDataConfig(SupervisedDataConfig):
 
     template: TemplateName | None = key(None, "as data.template of rlhf.grpo; null: model for messages, raw for texts")
     chat_template_kwargs: TemplateArguments = key({}, "what the chat template is given, {enable_thinking: false}")
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template is given in addition to a conversation."""
+        return {**self.chat_template_kwargs, **self.clock}
 
 
 class SFTLearnerConfig(sections.AnyLearnerConfig):

@@ -66,10 +66,10 @@ class MaskedTokens(NamedTuple):
 Encode = Callable[[dict[str, Any]], Sequence[MaskedTokens]]  # columns of a row -> the sequences of its example
 
 
-def pair_encoder(tokenizer: Any, template: TemplateName) -> Encode:
+def pair_encoder(tokenizer: Any, template: TemplateName, arguments: Mapping[str, Any] | None = None) -> Encode:
     """columns of a row -> the chosen and the rejected conversation; raises as `SFTEncoder` does."""
     check_has_template(template, tokenizer, KEY)
-    token_ids = partial(conversation_ids, tokenizer=tokenizer, template=template, key=KEY)
+    token_ids = partial(conversation_ids, tokenizer=tokenizer, template=template, key=KEY, arguments=arguments)
 
     def encode(columns: dict[str, Any]) -> list[MaskedTokens]:
         sides = [token_ids(pair_conversation(columns, column)) for column in ("chosen", "rejected")]
@@ -92,7 +92,7 @@ class SFTEncoder:
 
     Attributes:
         template: None: messages as the tokenizer's own writes them, texts as they are.
-        arguments: of a chat template (data.chat_template_kwargs).
+        arguments: of a chat template (`SFTDataConfig.template_arguments`).
 
     Raises:
         ValueError: from a call: the row cannot be read, or nothing of it would be trained; says what to change.

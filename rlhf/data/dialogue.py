@@ -53,7 +53,7 @@ class Dialogue:
 
     Args:
         stop_ids: the end-of-sequence ids of the model (`model_files.stop_token_ids`).
-        arguments: of the template (data.chat_template_kwargs).
+        arguments: of the template (`DataConfig.template_arguments`).
     """
 
     def __init__(

@@ -162,7 +162,7 @@ def _make_prompts(
     texts = []
     for row, messages, *_ in usable:
         tools = None if config.template in PLAIN else read_tools(row.columns)
-        how: dict[str, Any] = {"tools": tools, "arguments": config.chat_template_kwargs}
+        how: dict[str, Any] = {"tools": tools, "arguments": config.template_arguments}
         texts.append(render(messages, config.template, tokenizer, **how) if messages else "")
     marks = marks_of(tokenizer, config.template)
     token_ids, label = tokenize(texts, config.template, tokenizer), source.settings.label

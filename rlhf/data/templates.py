@@ -57,7 +57,7 @@ def render(
     messages as answers; both know no tools. Raises as `chat_text` does.
 
     Args:
-        arguments: what a chat template is given in addition (data.chat_template_kwargs).
+        arguments: what a chat template is given in addition (`DataConfig.template_arguments`).
     """
     match template:
         case "raw":
@@ -103,6 +103,11 @@ def template_source(template: TemplateName, tokenizer: Any) -> str:
     return source if isinstance(source, str) else "".join(source.values())
 
 
+def reads_date(template: TemplateName, tokenizer: Any) -> bool:
+    """Whether a template writes today's date, for which data.date stands."""
+    return template not in PLAIN and "strftime_now" in template_source(template, tokenizer)
+
+
 def chat_template(template: TemplateName) -> str | None:
     """The source of a chat template that is named, or in a file; None for the tokenizer's own.
 
@@ -125,23 +130,29 @@ def _read_template(path: Path) -> str:
 def reward_input(config: GRPOConfig) -> Callable[..., np.ndarray]:
     """(messages, tokenizer) -> `conversation_ids` in the template of the reward model, which is not an endpoint."""
     assert config.reward_model is not None
-    return partial(conversation_ids, template=reward_template(config.reward_model), key="reward_model.template")
+    template = reward_template(config.reward_model)
+    return partial(conversation_ids, template=template, key="reward_model.template", arguments=config.data.clock)
 
 
 def conversation_ids(
-    messages: Sequence[dict[str, str]], tokenizer: Any, *, template: TemplateName, key: str
+    messages: Sequence[dict[str, str]],
+    tokenizer: Any,
+    *,
+    template: TemplateName,
+    key: str,
+    arguments: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
     """Token ids [L] int32 of a prompt and its response (the last message), as a reward model reads them.
 
     As plain text the response follows the prompt without anything between them, as in the policy's own sequence. `key`
-    is the template's in the config, for the errors that `chat_text` raises.
+    is the template's in the config, for the errors that `chat_text` raises; `arguments` are given to a chat template.
     """
     if template in PLAIN:
         *prompt, response = messages
         text = render(prompt, template, tokenizer) + response["content"]
     else:
         messages = safe_messages(messages, template, tokenizer)
-        text = chat_text(messages, template, tokenizer, key, add_generation_prompt=False)
+        text = chat_text(messages, template, tokenizer, key, add_generation_prompt=False, **(arguments or {}))
     return tokenize([text], template, tokenizer)[0]
 
 

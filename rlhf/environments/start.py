@@ -58,7 +58,7 @@ class StartedEnvironments(Environments):
             self._check(config)
             data = config.data
             stops = stop_token_ids(config.model.path, tokenizer)
-            dialogue = Dialogue(tokenizer, data.template, data.chat_template_kwargs, stop_ids=stops)
+            dialogue = Dialogue(tokenizer, data.template, data.template_arguments, stop_ids=stops)
             names = _parser_names(config, tokenizer, must_call=bool(self.tools))
             self.warnings = (*dialogue.check(self.tools), *self._unconfined())
             opened.pop_all()

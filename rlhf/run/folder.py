@@ -6,18 +6,24 @@ whatever happens meanwhile.
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+import tempfile
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
+
+import yaml
 
 from rlhf.config.base import Section
-from rlhf.config.load import resolved_yaml
+from rlhf.config.load import resolved_yaml, stored_values
+from rlhf.config.program import TrainingProgramConfig
 from rlhf.log.patient_files import NEW, PatientFiles
 from rlhf.log.sinks import SUMMARY, read_summary
 from rlhf.run.checkpoint_files import (
@@ -51,6 +57,9 @@ FIRST_NAMES = re.compile(
     r"rollouts|checkpoints|metrics\.jsonl"
 )
 NAMES_SHOWN = 3  # of the files in a folder that cannot be used
+CONFIG, RESUMED_CONFIG = "config.yaml", "config.resumed.yaml"
+
+C = TypeVar("C", bound=TrainingProgramConfig)
 
 
 class RunFolder:
@@ -144,7 +153,7 @@ class RunFolder:
                 self._remove_newer(self.restored.name)
         replace_synced(self.path / RUN_ID, f"{self.id}\n")
         text = resolved_yaml(config)
-        file = self.path / ("config.resumed.yaml" if self._resume else "config.yaml")
+        file = self.path / (RESUMED_CONFIG if self._resume else CONFIG)
         if file.exists() and file.read_bytes() != text.encode():
             _set_aside(file)
         if not self._resume and self.metrics.exists() and self.metrics.stat().st_size:
@@ -406,3 +415,37 @@ def _has_no_finished_step(folder: Path) -> bool:
     except (ValueError, LookupError, TypeError, RecursionError):
         return False
     return first and all(FIRST_NAMES.fullmatch(path.name) for path in folder.iterdir())
+
+
+def with_date(config: C, models: Iterable[str] = (), *, today: datetime.date | None = None) -> C:
+    """The config with `data.date`, so that a run writes the same prompts on all its days.
+
+    The date is the config's own, or that of the run that is continued, or today. For an evaluation it is that of the
+    first of the `models` that lies in the folder of a run.
+    """
+    dates = map(_date_of_model, models) if models else map(_date_of_run, [config])
+    date = config.data.date or next(filter(None, dates), today or datetime.date.today())
+    return config.model_copy(update={"data": config.data.model_copy(update={"date": date})})
+
+
+def _date_of_run(config: TrainingProgramConfig) -> datetime.date | None:
+    folder = Path(config.run.dir)
+    if config.checkpoint.mirror is None or (folder / CONFIG).exists():
+        return _stored_date(folder)
+    with contextlib.suppress(OSError, ValueError), tempfile.TemporaryDirectory() as copied:  # the run will refuse it
+        Mirror(config.checkpoint.mirror, waits_s=()).fetch_file(Path(copied, CONFIG))
+        return _stored_date(Path(copied))
+    return None
+
+
+def _date_of_model(path: str) -> datetime.date | None:
+    runs = (folder for folder in Path(path).absolute().parents if (folder / RUN_ID).is_file())
+    return next(filter(None, map(_stored_date, runs)), None)
+
+
+def _stored_date(folder: Path) -> datetime.date | None:
+    """`data.date` of the run in a folder; None if there is no run, or it began before there was this key."""
+    for file in (folder / RESUMED_CONFIG, folder / CONFIG):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+            return datetime.date.fromisoformat(stored_values(file)["data"]["date"])
+    return None

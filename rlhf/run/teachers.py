@@ -72,7 +72,7 @@ def with_hints(
         *before, last = prompt.messages
         messages = [*before, {**last, "content": f"{last['content']}\n\n{hint}"}]
         tools = None if data.template in PLAIN else read_tools(prompt.columns)
-        texts.append(render(messages, data.template, tokenizer, tools=tools, arguments=data.chat_template_kwargs))
+        texts.append(render(messages, data.template, tokenizer, tools=tools, arguments=data.template_arguments))
     token_ids = dict(zip([p.id for p in prompts], tokenize(texts, data.template, tokenizer), strict=True))
     budget = config.learner.max_tokens_per_microbatch
     for name, ids in token_ids.items():

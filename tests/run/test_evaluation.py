@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import datetime
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +18,7 @@ from rlhf import evaluate
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import resolved_yaml
 from rlhf.run.evaluation import bootstrap_interval, group_metrics
+from rlhf.run.folder import RunFolder, with_date
 from rlhf.types import RolloutGroup
 
 
@@ -166,6 +169,35 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str,
 def with_data(tiny_model_dir: Path, **changed: Any) -> dict[str, Any]:
     values = MINIMAL | {"model": {"path": str(tiny_model_dir / "model")}}
     return values | {"data": values["data"] | {"eval": str(tiny_model_dir / "test.jsonl")}} | changed
+
+
+def test_an_evaluation_writes_prompts_with_the_day_of_the_run_that_a_model_is_from(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    folder = RunFolder(run, resume=False)
+    first = datetime.date(2026, 1, 2)
+    folder.create(with_date(make_config(Path("x/model")), today=first))
+    folder.unlock()
+    model = shutil.copytree(tiny_model_dir / "model", run / "model")
+    of_run, before = with_data(tiny_model_dir, model={"path": str(model)}), with_data(tiny_model_dir)
+    assert evaluated(tmp_path, monkeypatch, of_run).data.date == first
+    assert evaluated(tmp_path, monkeypatch, before).data.date == datetime.date.today()
+    assert str(evaluated(tmp_path, monkeypatch, of_run, "data.date=2026-03-04").data.date) == "2026-03-04"
+
+
+@pytest.mark.parametrize(("text", "said"), [("{{ strftime_now('%d') }}", "data.date=2026-01-02: "), ("x", "")])
+def test_the_day_is_said_where_the_template_writes_it(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    (tmp_path / "own.jinja").write_text(text)
+    data = {"template": str(tmp_path / "own.jinja"), "date": "2026-01-02", "eval": str(tmp_path / "none.jsonl")}
+    config = make_config(tiny_model_dir / "model", data={"train": "unread", **data})
+    with pytest.raises(ValueError, match=r"none\.jsonl"):  # the data, which are read before anything is started
+        asyncio.run(evaluate.sample_and_grade(config))
+    out = capsys.readouterr().out
+    assert out.startswith(said)
+    assert ("data.date" in out) == bool(said)
 
 
 @pytest.mark.parametrize("program", ["grpo", "ppo"])

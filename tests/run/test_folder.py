@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import errno
 import json
 import os
@@ -15,10 +16,11 @@ from pathlib import Path
 import pytest
 from worlds import group_of, joined, make_config, make_groups, rollout_of
 
+from rlhf.config.load import resolved_yaml
 from rlhf.export import find_checkpoint
 from rlhf.log.patient_files import PatientFiles
 from rlhf.run.checkpoint_mirror import Mirror
-from rlhf.run.folder import RunFolder
+from rlhf.run.folder import RunFolder, with_date
 from rlhf.run.rollout_log import rollout_rows
 from rlhf.run.state import RunState
 from rlhf.types import RolloutGroup, VersionSpan
@@ -449,3 +451,44 @@ def test_a_disk_that_is_full_when_a_checkpoint_begins_keeps_no_folder_of_it(
     with pytest.raises(OSError, match="No space left"):
         folder.begin_checkpoint(2)
     assert list(folder.checkpoints.iterdir()) == []
+
+
+# --- the day of a run ---
+
+
+def test_a_run_keeps_the_day_of_its_first_start_and_so_do_its_mirror_and_evaluations_of_its_models(
+    tmp_path: Path,
+) -> None:
+    first, later = datetime.date(2026, 1, 2), datetime.date(2026, 3, 4)
+    place = {"dir": str(tmp_path / "run")}
+    config = make_config(Path("x/model"), run=place)
+    assert config.data.date is None
+    began = with_date(config, today=first)
+    assert began.data.date == first
+    folder = RunFolder(tmp_path / "run", resume=False)
+    folder.create(began)
+    folder.unlock()
+    assert with_date(config, today=later) == began
+    assert with_date(with_date(make_config(Path("x/model")), today=later)).data.date == later  # its own
+    checkpoint = folder.finish_checkpoint(folder.begin_checkpoint(1), RunState(step=1), keep=9)
+    (checkpoint / "model").mkdir()
+    for model, date in ((folder.model, first), (checkpoint / "model", first), (tmp_path / "other", later)):
+        assert with_date(config, [str(model)], today=later).data.date == date
+    # a run that began before there was this key takes the day on which it is first resumed
+    (tmp_path / "run" / "config.yaml").write_text(resolved_yaml(config).replace("  date: null\n", ""))
+    assert with_date(config, today=later).data.date == later
+    (tmp_path / "run" / "config.yaml").write_text("data: {date: 2026-01-02")  # damaged
+    assert with_date(config, today=later).data.date == later
+    (tmp_path / "run" / "config.resumed.yaml").write_text(resolved_yaml(began))
+    assert with_date(config, today=later).data.date == first
+
+
+def test_on_a_bare_node_the_day_of_a_run_is_that_in_its_mirror(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    mirrored = {"mirror": f"file://{tmp_path}/far", "every": 1}
+    config = make_config(Path("x/model"), run={"dir": str(tmp_path / "bare")}, checkpoint=mirrored)
+    first, later = datetime.date(2026, 1, 2), datetime.date(2026, 3, 4)
+    assert with_date(config, today=later).data.date == later
+    (tmp_path / "far" / "config.yaml").write_text(resolved_yaml(with_date(config, today=first)))
+    assert with_date(config, today=later).data.date == first
+    assert not (tmp_path / "bare").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from fake_run import CUT_OFF_EVERY, FakeScorer, Sampling, drive
 from worlds import make_config
 
 from rlhf.config.grpo import GRPOConfig
+from rlhf.run.folder import with_date
 from rlhf.types import ScoredRollout
 
 STEPS, PROMPTS, SAMPLES = 4, 3, 4
@@ -130,6 +132,23 @@ def test_a_resumed_run_whose_prompts_have_changed_is_refused_and_its_folder_stay
     with pytest.raises(ValueError, match="rows"):
         asyncio.run(drive(other, monkeypatch, resume=True))
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+
+
+def test_a_run_that_goes_on_on_another_day_gives_the_model_the_same_prompts(
+    config: GRPOConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    dated = tmp_path / "dated.jinja"
+    dated.write_text("{{ strftime_now('%Y-%m-%d') }} {% for m in messages %}{{ m.content }}{% endfor %}")
+    config = config.model_copy(update={"data": config.data.model_copy(update={"template": str(dated)})})
+    first, later = datetime.date(2026, 1, 2), datetime.date(2026, 3, 4)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(drive(with_date(config, today=first), monkeypatch, until=2))
+    other = config.model_copy(update={"data": config.data.model_copy(update={"date": later})})
+    with pytest.raises(ValueError, match=r"data\.date=2026-03-04: the run began with 2026-01-02"):
+        asyncio.run(drive(other, monkeypatch, resume=True))
+    run, _ = asyncio.run(drive(with_date(config, today=later), monkeypatch, resume=True))
+    assert run.tokenizer.decode(prompts_of(run)[0].token_ids.tolist()).startswith("2026-01-02 ")
+    assert len({line for step in (1, 2, 3, 4) for line in prompts_trained(config, step)}) == STEPS * PROMPTS
 
 
 def prompts_trained(config: GRPOConfig, step: int) -> list[str]:
