@@ -212,7 +212,8 @@ class Episode:
         """Run the calls of one turn: functions in order, then coroutines together; their answers in that order, too.
 
         Args:
-            calls: `tool_calls` of an assistant message; arguments as JSON text or as a mapping.
+            calls: `tool_calls` of an assistant message; arguments as JSON text or as a mapping. The `error` of a call
+                that could not be read is its answer.
 
         Returns:
             {"answers": one message per call, {"role": "tool", "name", "content"}, "done": the class says that the
@@ -230,6 +231,8 @@ class Episode:
             self._calls += 1
             name = _name(call)
             try:
+                if call.get("error"):
+                    raise ValueError(call["error"])
                 if call.get("type", "function") != "function":
                     raise ValueError(f"Unsupported tool call type: {call['type']}")
                 if name not in self._functions:

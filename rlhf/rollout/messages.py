@@ -1,14 +1,17 @@
 """What the model said, as an assistant message: vLLM's parsers find thoughts and tool calls in a response.
 
-It runs in the engine's actor. A response that no parser can read is a message without calls: model text never ends a
-run. The parsers log a traceback for each such response, which is normal here, so their loggers are silenced.
+It runs in the engine's actor. A call that no parser can read is a call with an `error`, which its environment answers
+with that; whatever else no parser can read is text: what a model writes never ends a run. The parsers log a traceback
+for each such response, which is normal here, so their loggers are silenced.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from typing import Any
+import re
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -18,6 +21,22 @@ from rlhf.answers.thoughts import opens_thought
 from rlhf.rollout.requests import Completion, Parsing
 
 PROMPT_END = 16  # tokens that hold the mark of a thought
+# What a call begins with, in any family's form; not where a backtick quotes it. Some forms have a section around calls.
+CALL_BEGINS = re.compile(
+    r"(?<!`)(?:<(?:seed:|longcat_)?tool_call>|<\|tool_call\|?>|<invoke |<\|tool_call_(?:start|begin)\|>|"
+    r"<(?:start_|dots_)?function_call>|\[TOOL_CALLS\]|<｜tool▁call▁begin｜>|<function_calls>|<\|START_ACTION\|>|"
+    r"<minimax:tool_call>(?!\s*<invoke )|<\|tool_calls_section_begin\|>(?!\s*<\|tool_call_begin\|>)|"
+    r"<｜tool▁calls▁begin｜>(?!\s*<｜tool▁call▁begin｜>)|\bto=functions\.)"
+)
+MAX_READ_ALONE = 32  # calls of a turn: a turn of marks alone would hold up the engine
+UNREAD = "This call could not be read, and was not made. Write it again, in the form that the tools were described in."
+
+
+class _Call(NamedTuple):
+    name: str
+    arguments: str
+    id: str | None = None
+    error: str = ""
 
 
 class MessageReader:
@@ -53,6 +72,11 @@ class MessageReader:
             tool_choice="auto" if parsing.tools else None,  # None: calls are looked for all the same
             chat_template_kwargs=parsing.template_kwargs,
         )
+        names = [str(tool.get("function", tool).get("name")) for tool in parsing.tools]
+        named = "|".join(map(re.escape, names)) or r"(?!)"
+        # Forms without marks (Llama, pythonic): a call is known by the name of its tool.
+        self._unmarked = re.compile(rf"""\{{\s*["']name["']\s*:\s*["'](?:{named})["']|\A\s*\[(?:{named})\(""")
+        self._names = re.compile(rf"\b(?:{named})\b")
         # Marks of calls and thoughts may be control tokens, which remain in the text where a parser looks for them. Not
         # every parser of thoughts asks for them.
         request = self._request if self._parser_class is None else self._parser().adjust_request(self._copy())
@@ -72,7 +96,11 @@ class MessageReader:
                 text, self._copy(), enable_auto_tools=self._calls_tools, model_output_token_ids=token_ids
             )
         except Exception:  # whatever a parser raises, it is about what the model wrote
-            return {"role": "assistant", "content": text}
+            reasoning, content, calls = None, text, None
+        calls = [_Call(call.name, call.arguments, call.id) for call in calls or ()]
+        if self._calls_tools and completion.finish_reason == "stop":
+            after_thoughts = text.partition(reasoning)[2] if reasoning else text
+            content, calls = self._with_malformed(after_thoughts, content, calls)
         if reasoning and not (content or calls) and reasoning.strip() == text.strip() and not self._thinks(prompt_ids):
             content, reasoning = text, None  # some parsers take every text without a mark for a thought that was cut
         message: dict[str, Any] = {"role": "assistant", "content": content or ""}
@@ -84,10 +112,43 @@ class MessageReader:
                     "id": call.id if call.id and call.id in text else _call_id(token_ids, len(prompt_ids), number),
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
+                    **({"error": call.error} if call.error else {}),
                 }
                 for number, call in enumerate(calls)
             ]
         return message
+
+    def _with_malformed(self, said: str, content: str | None, calls: list[_Call]) -> tuple[str | None, list[_Call]]:
+        """The content, and all calls that begin in what was said after the thoughts, the malformed ones too.
+
+        Because of one malformed call parsers leave out others or all. So where more calls begin than were found, each
+        is read by itself.
+        """
+        begins = [found.start() for found in CALL_BEGINS.finditer(said)]
+        if not (begins or calls):
+            begins = [found.start() for found in self._unmarked.finditer(said)]
+        quoted = sum(len(CALL_BEGINS.findall(call.arguments)) for call in calls)
+        missing = len(begins) - quoted - len(calls)
+        if missing <= 0:
+            return content, calls
+        begins = begins[:MAX_READ_ALONE]
+        head = said[: begins[0]]  # may begin a section of calls
+        alone = [self._read(head, said[begin:end]) for begin, end in pairwise([*begins, len(said)])]
+        every = [call for read in alone for call in read]
+        if sum(not call.error for call in every) < len(calls):  # a parser that needs the whole text
+            every = [*calls, *([_Call("unknown", "", error=UNREAD)] * min(missing, MAX_READ_ALONE))]
+        return content if calls else head, every
+
+    def _read(self, head: str, written: str) -> list[_Call]:
+        """The calls in a part of a text, or one with an error."""
+        try:
+            found = self._parser().tool_parser.extract_tool_calls(head + written, self._copy()).tool_calls
+        except Exception:  # as in `message`
+            found = []
+        named = self._names.search(written)
+        return [_Call(call.function.name, call.function.arguments, call.id) for call in found] or [
+            _Call(named[0] if named else "unknown", written, error=UNREAD)
+        ]
 
     def _thinks(self, prompt_ids: np.ndarray) -> bool:
         """Whether the prompt ends inside a thought."""

@@ -253,6 +253,14 @@ class Env:
     assert run(environment, [call("done")])[1]["done"] is False
 
 
+def test_a_call_that_could_not_be_read_is_answered_with_its_error_and_the_others_are_made() -> None:
+    environment = Environment(tools=["calculator"])
+    unread = {**call("calculator", "1 +"), "error": "Write it again."}
+    answer = run(environment, [unread, call("calculator", {"expression": "1 + 2"})])[1]
+    assert [one["content"] for one in answer["answers"]] == ["{'error': 'Write it again.'}", "3"]
+    assert answer["errors"] == 1
+
+
 def test_get_reward_may_give_named_numbers_and_facts_are_told(made: Callable[..., Environment]) -> None:
     environment = made("""
 class Env:

@@ -104,10 +104,64 @@ def test_the_id_of_a_call_is_that_of_its_text_and_place_so_that_a_run_can_be_rep
     assert len({first, elsewhere, other}) == 3
 
 
-@pytest.mark.parametrize("text", ["It is 3.", '<tool_call>{"name": "add", "argum', "<tool_call>[]</tool_call>", ""])
+@pytest.mark.parametrize("text", ["It is 3.", "I would write `<tool_call>` first.", '{"name": "Ada"}', "[1, 2]", ""])
 def test_text_that_is_no_call_is_the_content(text: str, log_records: list[logging.LogRecord]) -> None:
     assert speaker("hermes")(text + "<|end|>") == {"role": "assistant", "content": text}
     assert not log_records  # vLLM would log a traceback for each
+
+
+ARGUMENTS = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in (("a", 1), ("b", 2)))
+CODER_CALL = f"<tool_call>\n<function=add>\n{ARGUMENTS}</function>\n</tool_call>"
+PAIRS = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in (("a", 1), ("b", 2)))
+GLM_CALL = f"<tool_call>add\n{PAIRS}</tool_call>"
+LLAMA_CALL = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+LFM_CALL = "<|tool_call_start|>[add(a=1, b=2)]<|tool_call_end|>"
+MALFORMED = [  # the parser, a call, and one that cannot be read
+    (("hermes",), HERMES_CALL, HERMES_CALL.replace("}}", "}")),
+    (("hermes",), HERMES_CALL, HERMES_CALL.replace("arguments", "args")),
+    (("hermes",), HERMES_CALL, "<tool_call>add(1, 2)</tool_call>"),
+    (("hermes",), HERMES_CALL, "<tool_call>[]</tool_call>"),
+    (("hermes",), HERMES_CALL, '<tool_call>{"name": "add", "argum'),
+    (("hermes", "qwen3", THINK + CALL), HERMES_CALL, HERMES_CALL.replace('"', "'")),
+    (("qwen3_coder", "qwen3", THINK + CALL), CODER_CALL, HERMES_CALL),
+    (("glm45", None, CALL), GLM_CALL, "<tool_call>\n</tool_call>"),
+    (("gemma4", "gemma4", GEMMA), "<|tool_call>call:add{a:1,b:2}<tool_call|>", "<|tool_call>add(1, 2)<tool_call|>"),
+    (("lfm2", None, ("<|tool_call_start|>", "<|tool_call_end|>")), LFM_CALL, LFM_CALL.replace(")", "")),
+    (("llama3_json", None, ("<|python_tag|>",)), LLAMA_CALL + "; ", LLAMA_CALL.replace("}}", "}") + "; "),
+    (("olmo3",), "<function_calls>\nadd(a=1, b=2)\n</function_calls>", "<function_calls>\nadd(1\n</function_calls>"),
+]
+
+
+@pytest.mark.parametrize(("parsers", "good", "bad"), MALFORMED)
+def test_a_malformed_call_has_an_error_and_leaves_the_others_of_the_turn(parsers: Any, good: str, bad: str) -> None:
+    say = speaker(*parsers)
+    for text, errors in [(bad, [True]), (good + bad, [False, True]), (bad + good + good, [True, False, False])]:
+        message = say(f"{text}<|end|>")
+        calls = message["tool_calls"]
+        assert (message["content"], ["error" in call for call in calls]) == ("", errors)
+        assert all("Write it again" in call["error"] for call in calls if "error" in call)
+        assert all(
+            json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2} for call in calls if "error" not in call
+        )
+        assert len({call["id"] for call in calls}) == len(calls)
+    assert "tool_calls" not in say(bad, finish_reason="length")  # a turn that was cut makes no calls anyway
+
+
+@pytest.mark.parametrize("parsers", [("pythonic",), ("hermes",), ("llama3_json", None, ("<|python_tag|>",))])
+def test_a_call_without_marks_is_known_by_the_name_of_its_tool(parsers: Any) -> None:
+    text = '{"name": "add", "arguments": {"a": 1, "b" 2}}' if parsers[0] != "pythonic" else "[add(a=1, b=2]"
+    (call,) = speaker(*parsers)(f"{text}<|end|>")["tool_calls"]
+    assert (call["function"]["name"], "error" in call) == ("add", True)
+
+
+def test_a_mark_inside_an_argument_begins_no_call() -> None:
+    text = '<tool_call>{"name": "say", "arguments": {"text": "write <tool_call> first"}}</tool_call><|end|>'
+    (call,) = speaker("hermes")(text)["tool_calls"]
+    assert "error" not in call
+
+
+def test_a_turn_of_marks_alone_is_read_in_a_bounded_time() -> None:
+    assert len(speaker("qwen3_coder")(f"{'<tool_call>' * 5000}<|end|>")["tool_calls"]) == 32
 
 
 def test_a_parser_that_raises_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +172,9 @@ def test_a_parser_that_raises_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
     say = speaker("hermes")
     monkeypatch.setattr(Hermes2ProToolParser, "extract_tool_calls", fail)
-    assert say(f"{HERMES_CALL}<|end|>") == {"role": "assistant", "content": HERMES_CALL}
+    (call,) = say(f"{HERMES_CALL}<|end|>")["tool_calls"]
+    assert (call["function"]["name"], "error" in call) == ("add", True)
+    assert say("It is 3.<|end|>") == {"role": "assistant", "content": "It is 3."}
 
 
 def test_without_parsers_the_text_is_the_content() -> None:
