@@ -1,8 +1,8 @@
 """Which of the fenced blocks of an answer is the program; nothing here runs code.
 
-The program is the last block of Python that defines what the tests call (for tests with input and output: that runs and
-reads the input), after the earlier blocks that define names it uses; a block is Python by its tag or, without a tag, if
-it parses. Where no block is of that kind, it is the last block of Python.
+The program is the last block of Python that defines what the tests call (for tests with input and output: that reads
+the input and prints), after the earlier blocks that define names it uses; a block is Python by its tag or, without a
+tag, if it parses. Where no block is of that kind, it is the last block of Python.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ MARKDOWN = re.compile(r"\s*(?:markdown|md)\b", re.IGNORECASE)  # it has blocks o
 DEFINED = re.compile(r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
 BUILT_IN = frozenset(dir(builtins))
 READERS = frozenset(["input", "raw_input", "stdin", "fileinput", "open", "read"])
+PRINTERS = frozenset(["print", "stdout", "write"])
 
 
 class Block(NamedTuple):
@@ -35,7 +36,7 @@ class Block(NamedTuple):
     Attributes:
         needs: names that it uses and neither defines nor imports.
         runs: something at its top level calls a function.
-        reads: it has a name of `READERS`.
+        reads, prints: it has a name of `READERS`, or of `PRINTERS`.
     """
 
     text: str
@@ -44,6 +45,7 @@ class Block(NamedTuple):
     needs: frozenset[str]
     runs: bool
     reads: bool
+    prints: bool
 
 
 def program(answer: str, tests: Tests) -> str | None:
@@ -54,7 +56,7 @@ def program(answer: str, tests: Tests) -> str | None:
     if not python:
         return untagged[-1] if untagged else None
     kept, needed = list[Block](), tests.functions
-    main = _main(python, wants_input=any(test.stdin.strip() for test in tests.programs)) if tests.programs else None
+    main = _main(python, tests) if tests.programs else None
     for block in reversed(python):
         given = block.defines | (block.imports if kept else frozenset())  # a demonstration may import the solution
         if block is main or needed & given:
@@ -63,8 +65,12 @@ def program(answer: str, tests: Tests) -> str | None:
     return "\n".join(block.text for block in kept or python[-1:])
 
 
-def _main(blocks: list[Block], *, wants_input: bool) -> Block:
-    return max(reversed(blocks), key=lambda block: (block.runs and (block.reads or not wants_input), block.runs))
+def _main(blocks: list[Block], tests: Tests) -> Block:
+    """The last block that runs, reads an input that there is, and prints; else the last one that runs, or the last."""
+    no_input = not any(test.stdin.strip() for test in tests.programs)
+    return max(
+        reversed(blocks), key=lambda block: (block.runs and block.prints and (block.reads or no_input), block.runs)
+    )
 
 
 def fenced(answer: str) -> Iterator[tuple[str, str]]:
@@ -102,13 +108,16 @@ def _python(info: str, text: str) -> Block | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         if not info.strip():
             return None
-        reads = not READERS.isdisjoint(re.findall(r"\w+", text))
-        return Block(text, frozenset(DEFINED.findall(text)), frozenset(), frozenset(), runs=True, reads=reads)
+        words, empty = set(re.findall(r"\w+", text)), frozenset[str]()
+        defines = frozenset(DEFINED.findall(text))
+        return Block(text, defines, empty, empty, True, not words.isdisjoint(READERS), not words.isdisjoint(PRINTERS))
     stored, loaded, imported, bound, attributes = set[str](), set[str](), set[str](), set[str](), set[str]()
     for node in ast.walk(tree):
         match node:
             case ast.Name(name, ast.Load()):
                 loaded.add(name)
+            case ast.FunctionDef(body=[ast.Expr(ast.Constant()) | ast.Pass()]):
+                pass  # a signature that is quoted
             case ast.Name(name) | ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
                 stored.add(name)
             case ast.alias(name, alias):
@@ -124,6 +133,7 @@ def _python(info: str, text: str) -> Block | None:
         needs=frozenset(loaded - stored - imported - bound - BUILT_IN),
         runs=any(map(_runs, tree.body)),
         reads=not READERS.isdisjoint(loaded | imported | attributes),
+        prints=not PRINTERS.isdisjoint(loaded | imported | attributes),
     )
 
 

@@ -22,7 +22,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from decimal import Decimal
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from typing import Any, NamedTuple
 
 BUILDERS: dict[str, Callable[..., Any]] = {
@@ -31,6 +31,7 @@ BUILDERS: dict[str, Callable[..., Any]] = {
 NUMBER = re.compile(  # as a program prints it; 007, 1_000, 0x10, nan and digits of other scripts are text
     r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,9})?"
 )
+DECIMALS = Context(prec=50, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
 FORMS = (
     "Write `assert f(arguments) == literal`, `assert [not] f(arguments)`, "
     "`assert abs(f(arguments) - number) < number`, `assert math.isclose(f(arguments), number)`, "
@@ -66,8 +67,8 @@ class ProgramTest(NamedTuple):
             return True
         if not (NUMBER.fullmatch(given) and NUMBER.fullmatch(wanted)):
             return False
-        is_decimal = not wanted.lstrip("+-").isdigit()
-        return Decimal(given) == Decimal(wanted) or (is_decimal and _near(float(given), float(wanted), self.tolerance))
+        numbers, is_decimal = (Decimal(given), Decimal(wanted)), not wanted.lstrip("+-").isdigit()
+        return numbers[0] == numbers[1] or (is_decimal and _near(*numbers, self.tolerance))
 
 
 class Tests(NamedTuple):
@@ -127,10 +128,12 @@ def _words(text: str) -> list[list[str]]:
     return [line.split() for line in text.rstrip().splitlines()]
 
 
-def _near(value: float, wanted: float, tolerance: float) -> bool:
+def _near(value: Decimal, wanted: Decimal, tolerance: float) -> bool:
     """Whether the absolute or the relative error is at most the tolerance, as in the judges of contests."""
-    bound = tolerance * max(1.0, abs(wanted))
-    return tolerance > 0 and math.isfinite(bound) and abs(value - wanted) <= bound
+    if not (tolerance and value.is_finite() and wanted.is_finite()):
+        return False
+    error = DECIMALS.subtract(value, wanted).copy_abs()
+    return error <= DECIMALS.multiply(Decimal(repr(tolerance)), max(Decimal(1), wanted.copy_abs()))
 
 
 # --- pairs ---
@@ -175,7 +178,7 @@ def _same_value(value: Any, wanted: Any, tolerance: float) -> bool:
             same_keys = value.keys() == wanted.keys()
             return same_keys and all(_same_value(value[key], wanted[key], tolerance) for key in wanted)
         case (int() | float(), float()) if value != wanted:
-            return _near(value, wanted, tolerance)
+            return _near(Decimal(value), Decimal(wanted), tolerance)
     return bool(value == wanted)
 
 

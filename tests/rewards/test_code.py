@@ -423,6 +423,7 @@ def test_what_follows_the_program_is_not_the_program(after: str) -> None:
         (["def g(x):\n    return x\n", "def f(x):\n    return g(x) * x\n", "print(f(2))\n"], "def g(x):\n    return x\n\ndef f(x):\n    return g(x) * x\n"),
         (["def g(x):\n    return f(x)\n", F], F),
         ([F, "f(2\n"], F),
+        ([F, "def f(x):\n    ...\n"], F),
         ([F, "def f(x)\n    return x * x\n"], "def f(x)\n    return x * x\n"),
         (["class Solution:\n    def f(self, x):\n        return x * x\n", "print(Solution().f(2))\n"], "class Solution:\n    def f(self, x):\n        return x * x\n"),
         (["f = lambda x: x * x\n", "y = f(2)\n"], "f = lambda x: x * x\n"),
@@ -440,6 +441,7 @@ def test_the_program_is_the_last_block_that_defines_what_is_called_after_those_t
     [
         (["print(int(input()))\n", READS], READS),
         ([READS, "print(4 * 4)\n"], READS),
+        ([READS, "n = int(input())\n"], READS),
         ([READS, "def square(n):\n    return n * n\n"], READS),
         (["def main():\n" + textwrap.indent(READS, "    "), "main()\n"], f"def main():\n{textwrap.indent(READS, '    ')}\nmain()\n"),
         (["import sys\n", "print(int(sys.stdin.read()) ** 2)\n"], "import sys\n\nprint(int(sys.stdin.read()) ** 2)\n"),
@@ -482,6 +484,7 @@ def test_a_lone_block_that_does_not_parse_is_graded_with_its_error(code: str) ->
         ("5.0000001", "5", False),
         ("5.0000001", "5.0", True),
         ("5.00001", "5.0", False),
+        ("0.100001", "0.1", True),  # the error in floats is above 1e-6
         ("1000000.5", "1000000.0", True),  # by the relative error
         ("1000002", "1e6", False),
         ("0.333333", "0.33333333", True),
@@ -530,6 +533,8 @@ def test_without_a_tolerance_decimals_are_compared_exactly() -> None:
         ({"a": 0.1 + 0.2}, {"a": 0.3}, True),
         ({"b": 0.3}, {"a": 0.3}, False),
         (0.301, 0.3, False),
+        (10**400, 0.3, False),
+        (float("inf"), 0.3, False),
         (5.0000001, 5, False),
         (10**20, 10**20 + 1, False),
         ("0.3", 0.3, False),
