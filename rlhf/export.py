@@ -96,10 +96,11 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool, merge: bo
         else:
             _write_adapter(partial, checkpoint, model)
         for file in manifest_files((checkpoint / MANIFEST).read_bytes()):
-            path = Path(file)
-            of_base = path.name in ("config.json", "generation_config.json") and model.lora is not None and not merge
-            if path.parent.name == MODEL_FOLDER and not of_base:
-                shutil.copyfile(checkpoint / file, partial / path.name)
+            folder_of_file, _, name = file.partition("/")
+            of_base = name in ("config.json", "generation_config.json") and model.lora is not None and not merge
+            if folder_of_file == MODEL_FOLDER and not of_base:
+                (partial / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(checkpoint / file, partial / name)
         if is_reward_model:  # the scores of a checkpoint were never measured
             (partial / RECORD_FILE).write_text(json.dumps({"template": state.config["data"]["template"]}) + "\n")
         (partial / "README.md").write_text(model_card(state, merged=merge))

@@ -423,7 +423,7 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """The files of a checkpoint that one rank has written, by name, and the disk's error if there was one."""
+    """The files of a checkpoint that one rank has written, by name, and why not all of them, if one could not be."""
 
     files: dict[str, WrittenFile]
     error: str | None

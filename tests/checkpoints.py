@@ -77,7 +77,7 @@ async def write_model_checkpoint(
     """One checkpoint of a model folder's weights, or of an adapter of it, and these as the learner would hold them."""
     from transformers import AutoTokenizer
 
-    from rlhf.learner.hub_format import model_tensors, write_model_config
+    from rlhf.learner.hub_format import model_tensors, start_generation_config, write_model_config
     from rlhf.learner.text_model import drop_encoders, language_model
 
     _, kind = language_model(str(model), trust_remote_code=False)
@@ -85,6 +85,6 @@ async def write_model_checkpoint(
     tensors = tensors or model_tensors(transformer)
     cluster, partial = Ranks(tensors, 3, [WEIGHTS]), run.begin_checkpoint(state.step)
     await cluster.save(partial)
-    write_model_config(partial / MODEL_FOLDER, transformer)
+    write_model_config(partial / MODEL_FOLDER, transformer, start_generation_config(str(model)))
     AutoTokenizer.from_pretrained(model).save_pretrained(partial / MODEL_FOLDER)
     return run.finish_checkpoint(partial, state, keep=9, written=await cluster.saved()), tensors

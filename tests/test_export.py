@@ -73,6 +73,20 @@ def test_the_exported_model_has_the_files_and_numbers_of_the_checkpoint(family: 
     assert torch.equal(loaded(ids).logits, expected(ids).logits)
 
 
+def test_a_generation_config_that_transformers_refuses_to_save_and_further_templates_are_exported_as_they_were(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model_dir / "model", tmp_path / "model")
+    given = b'{"temperature": 0.6,  "top_p": 0.9, "eos_token_id": [256]}\n'
+    (model / "generation_config.json").write_bytes(given)
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
+    write_run(tmp_path / "run", model, 4)
+    export.main([str(tmp_path / "run"), str(tmp_path / "out")])
+    assert (tmp_path / "out" / "generation_config.json").read_bytes() == given
+    assert (tmp_path / "out" / "additional_chat_templates" / "rag.jinja").read_text() == "{{ messages }}"
+
+
 def test_a_run_gives_its_newest_checkpoint_and_a_folder_that_one(tiny_model_dir: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

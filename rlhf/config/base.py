@@ -64,6 +64,13 @@ def first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def reason(error: BaseException) -> str:
+    """Why something failed, in one line: `FILE: why` of an OSError, without its number; else the type and the text."""
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 class OwnOr:
     """Of a key that has one of our names, or names a function of the user: `Annotated[str, OwnOr("ppo", "gspo")]`."""
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlhf.config.model_folder import INDEX, local_model_folder, tensor_shapes, weight_files
 from rlhf.config.sections import ModelConfig
@@ -168,8 +169,20 @@ def write_model(
         (folder / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def write_model_config(folder: Path, transformer: PreTrainedModel) -> None:
-    """config.json, generation_config.json, and the code of a model that came with its own."""
+def start_generation_config(path: str) -> bytes | None:
+    """The generation_config.json of a start model, which is loaded; None if it has none."""
+    file = local_model_folder(path) / GENERATION_CONFIG_NAME
+    return file.read_bytes() if file.is_file() else None
+
+
+def write_model_config(folder: Path, transformer: PreTrainedModel, generation_config: bytes | None = None) -> None:
+    """config.json, generation_config.json, and the code of a model that came with its own.
+
+    Args:
+        generation_config: the start model's, which is written as it was. Without one the transformer's own is written,
+            unless it does not generate. transformers refuses to save some that it loads, such as a temperature without
+            do_sample.
+    """
     config, own = transformer.config, type(transformer).__name__
     names = config.architectures or []
     if [name.lower() for name in names] != [own.lower()]:  # vLLM knows Phi 3.5 MoE only in the hub's spelling
@@ -180,4 +193,8 @@ def write_model_config(folder: Path, transformer: PreTrainedModel) -> None:
         custom_object_save(transformer, folder, config=config)  # type: ignore[arg-type]
     config.save_pretrained(folder)
     if transformer.can_generate():
-        transformer.generation_config.save_pretrained(folder)
+        file = folder / GENERATION_CONFIG_NAME
+        if generation_config is None:
+            transformer.generation_config.to_json_file(file)
+        else:
+            file.write_bytes(generation_config)

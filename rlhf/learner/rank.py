@@ -23,12 +23,19 @@ from rlhf.algo.lora import has_adapters
 from rlhf.algo.numerics import KERNEL_DEVICES
 from rlhf.algo.packing import filler
 from rlhf.algo.schedules import learning_rate
+from rlhf.config.base import reason
 from rlhf.config.roles import Training
 from rlhf.config.sections import ModelConfig
 from rlhf.learner import rank_checkpoint
 from rlhf.learner.deepspeed_settings import any_settings, join_world, training_settings, wrapped
 from rlhf.learner.fused import account
-from rlhf.learner.hub_format import frozen_tensors, model_tensors, write_model, write_model_config
+from rlhf.learner.hub_format import (
+    frozen_tensors,
+    model_tensors,
+    start_generation_config,
+    write_model,
+    write_model_config,
+)
 from rlhf.learner.offload import Offload, gradient_buffers, optimizer_tensors
 from rlhf.learner.partition import Partition, generators, whole_shape
 from rlhf.learner.policy_model import DeviceTokens
@@ -68,6 +75,7 @@ class TrainedRank:
         self.deepspeed: Any = None
         self.trained: dict[str, nn.Parameter] = {}
         self.published: dict[str, Tensor] = {}
+        self._generation_config: bytes | None = None
         self._offload = Offload()
         self._writer = ThreadPoolExecutor(1)  # writes a checkpoint while the run goes on
         self._saving: Future[SaveReport] | None = None
@@ -96,6 +104,7 @@ class TrainedRank:
         adam = torch.optim.AdamW(self.trained.values(), fused=True, **options)
         self.deepspeed = wrapped(module, self._settings, adam)
         self.published = {**self.trained} if has_adapters(module) else model_tensors(self.transformer)
+        self._generation_config = start_generation_config(self._model.path)
 
     def place_frozen(self, module: nn.Module) -> Any:
         """Move a frozen module to the device; at ZeRO-3 it is partitioned like the trained one."""
@@ -241,10 +250,14 @@ class TrainedRank:
         are written while the run goes on. Otherwise it returns after the files have been written.
         """
         assert self._saving is None or self._saving.done(), "the save before this one is under way"
-        state = self.state()
         ranks, shapes = self.world.size, {name: whole_shape(tensor) for name, tensor in self.published.items()}
         index = LearnerIndex(ranks=ranks, adam_steps=self.adam_steps, updates_done=self.updates_done, shapes=shapes)
-        copy = rank_checkpoint.host_copy(state, ranks_on_node=self.world.ranks_on_node)
+        try:
+            state = self.state()
+            copy = rank_checkpoint.host_copy(state, ranks_on_node=self.world.ranks_on_node)
+        except Exception as error:  # raised here, it would count as the death of this rank
+            self._saving = self._writer.submit(SaveReport, {}, f"{folder}: {reason(error)}")
+            return
         self._saving = self._writer.submit(self._write, Path(folder), copy or state, index)
         if copy is None:
             self._saving.exception()  # waits
@@ -254,9 +267,9 @@ class TrainedRank:
         if self.world.rank != 0:
             return rank_checkpoint.write_rank(folder, self.world.rank, state, None)
         try:
-            write_model_config(folder / rank_checkpoint.MODEL_FOLDER, self.transformer)
-        except OSError as error:
-            return SaveReport({}, f"{folder}: {error.strerror or error}")
+            write_model_config(folder / rank_checkpoint.MODEL_FOLDER, self.transformer, self._generation_config)
+        except Exception as error:
+            return SaveReport({}, f"{folder}: {reason(error)}")
         return rank_checkpoint.write_rank(folder, 0, state, index)
 
     def saved(self) -> SaveReport | None:
@@ -316,16 +329,28 @@ class TrainedRank:
             return
         from transformers import AutoTokenizer
 
-        if has_adapters(self.transformer):
-            assert self._model.lora is not None
-            whole = {name: tensor.detach().cpu().clone() for name, tensor in tensors}
-            write_adapter(Path(folder), whole, self._model.lora, base=self._model.path)
-        else:
-            frozen = frozen_tensors(self.transformer, self.published, self._model.path)
-            write_model(Path(folder), self.transformer, self.published, tensors, frozen=frozen)
-            write_model_config(Path(folder), self.transformer)
+        try:
+            if has_adapters(self.transformer):
+                assert self._model.lora is not None
+                whole = {name: tensor.detach().cpu().clone() for name, tensor in tensors}
+                write_adapter(Path(folder), whole, self._model.lora, base=self._model.path)
+            else:
+                frozen = frozen_tensors(self.transformer, self.published, self._model.path)
+                write_model(Path(folder), self.transformer, self.published, tensors, frozen=frozen)
+                write_model_config(Path(folder), self.transformer, self._generation_config)
+        finally:
+            for _ in tensors:  # after an error too: the other ranks are gathering
+                pass
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=self._model.trust_remote_code)
         tokenizer.save_pretrained(folder)
+
+    def try_export(self, folder: str, tokenizer_path: str) -> str:
+        """`export`; returns why it failed, or "": raised, that would count as the death of this rank."""
+        try:
+            self.export(folder, tokenizer_path)
+        except Exception as error:
+            return reason(error)
+        return ""
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
+from rlhf.config.base import reason
 from rlhf.types import WrittenFile
 
 MANIFEST = "manifest.json"
@@ -175,8 +176,3 @@ def remove(checkpoint: Path) -> str:
     except OSError as error:
         return reason(error)
     return ""
-
-
-def reason(error: OSError) -> str:
-    """`FILE: why`, without the number of the error."""
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written while the run goes on, copied to the mirror, tried again after a full disk."""
+"""Checkpoints of a run: written while the run goes on, copied to the mirror, tried again after a failure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.rank_group import RoleCheckpoints
+from rlhf.config.base import reason
 from rlhf.config.sections import CheckpointConfig
 from rlhf.learner.rank_checkpoint import MODEL_FOLDER
-from rlhf.run.checkpoint_files import BEST, LATEST, read_line, reason
+from rlhf.run.checkpoint_files import BEST, LATEST, read_line
 from rlhf.run.checkpoint_mirror import Mirror
 from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState
+
+
+def saved_files(tokenizer: Any) -> dict[str, bytes]:
+    """The files of a tokenizer by their paths in its folder; ValueError if it cannot be saved."""
+    with tempfile.TemporaryDirectory(prefix="rlhf-tokenizer-") as folder:
+        try:
+            tokenizer.save_pretrained(folder)
+        except Exception as error:  # of any type, on a full disk too
+            raise ValueError(
+                f"model.path={tokenizer.name_or_path}: its tokenizer can be loaded and not saved ({reason(error)}), "
+                "and neither a checkpoint nor an export could hold it. Correct its files, or name another model."
+            ) from None
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 class CheckpointSaver:
@@ -41,9 +57,7 @@ class CheckpointSaver:
         write_log: Callable[[], None] = lambda: None,
     ) -> None:
         self.failure, self.writing_step = "", 0
-        with tempfile.TemporaryDirectory(prefix="rlhf-tokenizer-") as files:  # its errors on a full disk have any type
-            tokenizer.save_pretrained(files)
-            self._tokenizer = {path.name: path.read_bytes() for path in Path(files).iterdir() if path.is_file()}
+        self._tokenizer = saved_files(tokenizer)
         self._config, self._folder, self._mirror, self._warn = config, folder, mirror, warn
         self._checkpoints, self._write_log = checkpoints, write_log
         self._writing: asyncio.Task[None] | None = None
@@ -62,12 +76,15 @@ class CheckpointSaver:
             needed, free = await self._checkpoints.bytes(), shutil.disk_usage(self._folder.checkpoints).free
             if free < needed:
                 raise OSError(f"{self._folder.checkpoints}: it takes {needed:,} bytes, and {free:,} are free")
-            (partial / MODEL_FOLDER).mkdir()
             for name, content in self._tokenizer.items():
-                (partial / MODEL_FOLDER / name).write_bytes(content)
+                file = partial / MODEL_FOLDER / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
             await self._checkpoints.save(partial)
-        except OSError as error:
-            self._fail(state.step, partial, error)
+        except ClusterError:
+            raise
+        except Exception as error:
+            self.fail(state.step, error, partial)
             return
         self._writing = asyncio.create_task(self._complete(partial, state))
 
@@ -79,8 +96,10 @@ class CheckpointSaver:
                 await asyncio.to_thread(  # the loop must serve the engines meanwhile
                     self._folder.finish_checkpoint, partial, state, keep=keep, best=best, written=written
                 )
-        except OSError as error:
-            self._fail(state.step, partial, error)
+        except ClusterError:
+            raise
+        except Exception as error:
+            self.fail(state.step, error, partial)
             return
         for why in self._folder.not_removed:
             self._warn(f"an old checkpoint is still there: {why}. Remove it by hand.")
@@ -109,14 +128,17 @@ class CheckpointSaver:
             await asyncio.to_thread(
                 mirror.send, checkpoint, others, pointer=pointer, keep=self._config.keep, run_id=self._folder.id
             )
-        except OSError as error:
-            self._warn(f"{name} was not copied: {error}. The next checkpoint will be.")
+        except Exception as error:
+            why = str(error) if isinstance(error, OSError) else reason(error)
+            self._warn(f"{name} was not copied: {why}. The next checkpoint will be.")
         finally:
             self._folder.being_copied = ""
 
-    def _fail(self, step: int, partial: Path | None, error: OSError) -> None:
+    def fail(self, step: int, error: Exception, partial: Path | None = None) -> None:
+        """Warn that the checkpoint of a step could not be written, and remove what there is of it."""
         self.failure, self.writing_step = f"the checkpoint of step {step} could not be written: {reason(error)}.", 0
-        self._warn(f"{self.failure} It is tried again after the next step; make room meanwhile.")
+        remedy = "Make room meanwhile." if isinstance(error, OSError) else "Remove the cause meanwhile."
+        self._warn(f"{self.failure} It is tried again after the next step. {remedy}")
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
 

@@ -21,7 +21,7 @@ from typing import Any, TextIO, TypeVar
 
 import yaml
 
-from rlhf.config.base import Section
+from rlhf.config.base import Section, reason
 from rlhf.config.load import resolved_yaml, stored_values
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.log.patient_files import NEW, PatientFiles
@@ -37,7 +37,6 @@ from rlhf.run.checkpoint_files import (
     in_order,
     is_of_run,
     read_line,
-    reason,
     remove,
     replace_synced,
     step_of,

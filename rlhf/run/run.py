@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.cluster import Cluster
 from rlhf.cluster.heartbeat import Heartbeat
 from rlhf.cluster.rank_group import RankGroup, RoleCheckpoints
+from rlhf.config.base import reason
 from rlhf.config.load import flat_keys
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.data.model_files import load_tokenizer
@@ -202,7 +204,7 @@ class Run(Generic[C]):
         is_due = self.checkpoint_is_due(step)
         with self.clock.phase("checkpoint"), self.stop.saving():
             if (is_due and step > max(self.folder.saved_step, self.saver.writing_step)) or self.saver.failure:
-                await self.saver.save(await self._state_after(step))
+                await self._save(step)
         if self.stop.requested or self.lost_folder or self.failure:
             await self._end_saved(step)
 
@@ -212,7 +214,7 @@ class Run(Generic[C]):
             await self.saver.finish()
             self.follow_folder()
             if self.lost_folder and self.saver.failure:  # the save had begun where the folder was before
-                await self.saver.save(await self._state_after(step))
+                await self._save(step)
                 await self.saver.finish()
         if not (self.stop.requested or self.lost_folder or self.failure):
             return
@@ -224,6 +226,14 @@ class Run(Generic[C]):
             raise RuntimeError(f"{why} The run ends after step {step}. {kept}")
         self.log.print(f"the run ends after step {step}, as it was asked to. {kept}")
         raise asyncio.CancelledError
+
+    async def _save(self, step: int) -> None:
+        try:
+            state = await self._state_after(step)
+        except OSError as error:  # of files of a model that are no longer there
+            self.saver.fail(step, error)
+        else:
+            await self.saver.save(state)
 
     async def _state_after(self, step: int) -> RunState:
         """All that the driver knows about the run, for a checkpoint."""
@@ -252,21 +262,17 @@ class Run(Generic[C]):
 
         Raises:
             OSError: the end of the log could not be written.
-            RuntimeError: the last checkpoint could not be written; the export and the summary were.
+            RuntimeError: the export failed, and the run does not count as finished; or the last checkpoint could not
+                be written, and the export and the summary were.
         """
-        config, steps = self.config, self.config.steps
+        steps = self.config.steps
         await self._end_saved(steps)
         self.stop.close()
-        if config.run.export:
+        if self.config.run.export:
             with self.clock.phase("export"):
-                exported = self.folder.model.with_suffix(PARTIAL)
-                shutil.rmtree(exported, ignore_errors=True)
-                await self.cluster.learners.call("export", str(exported.resolve()), config.model.path)
-                (exported / "README.md").write_text(model_card(await self._state_after(steps)))
-                shutil.rmtree(self.folder.model, ignore_errors=True)  # of an earlier end, before run.steps grew
-                exported.rename(self.folder.model)
+                await self._export(steps)
         end = await self._state_after(steps)
-        self.folder.write_summary({**end.summary(), "updates_planned": config.training.total_updates, **counted})
+        self.folder.write_summary({**end.summary(), "updates_planned": self.config.training.total_updates, **counted})
         if after := end.evaluations.get(steps):
             training_s = sum(spent for phase, spent in end.seconds.items() if phase not in ("start", "evaluation"))
             table = {"before": end.evaluations.get(0, {}), "after": after}
@@ -276,4 +282,33 @@ class Run(Generic[C]):
         self.log.print(f"run folder: {self.folder.path}")
         self.log.files.check()
         if self.saver.failure:
-            raise RuntimeError(f"{self.saver.failure} Make room, and repeat the last steps with --resume.")
+            raise RuntimeError(f"{self.saver.failure} Remove the cause, and repeat the last steps with --resume.")
+
+    async def _export(self, steps: int) -> None:
+        """Write run.dir/model; a RuntimeError says where the weights are instead, in a checkpoint that is then made."""
+        exported = self.folder.model.with_suffix(PARTIAL)
+        shutil.rmtree(exported, ignore_errors=True)
+        try:
+            failures = await self.cluster.learners.call("try_export", str(exported.resolve()), self.config.model.path)
+            why = next(filter(None, failures), "")
+            if not why:
+                (exported / "README.md").write_text(model_card(await self._state_after(steps)))
+                shutil.rmtree(self.folder.model, ignore_errors=True)  # of an earlier end, before run.steps grew
+                exported.rename(self.folder.model)
+        except ClusterError:
+            raise
+        except Exception as error:
+            why = reason(error)
+        if not why:
+            return
+        shutil.rmtree(exported, ignore_errors=True)  # a full disk may then hold a checkpoint
+        if self.folder.saved_step < steps:
+            await self._save(steps)
+            await self.saver.finish()
+        saved = self.folder.saved_step
+        kept = "No checkpoint was written."
+        if saved:
+            newest = self.folder.checkpoints / f"step-{saved:06d}"
+            kept = f"`rlhf export {newest} DIR` makes a model of step {saved}; --resume goes on from there."
+        lost = f" {self.saver.failure}" if saved < steps else ""
+        raise RuntimeError(f"{self.folder.model}: the export failed: {why}.{lost} {kept}")

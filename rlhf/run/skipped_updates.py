@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rlhf.config.base import reason
 from rlhf.log.reductions import UpdateOutcome
-from rlhf.run.checkpoint_files import reason
 from rlhf.types import StepBatch
 
 MAX_KEPT = 10  # files of one process; a run that skips for days would fill the disk

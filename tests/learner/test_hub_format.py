@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,16 @@ from worlds import make_config, run_world, save
 from rlhf.algo.packing import pack
 from rlhf.config.sections import ModelConfig
 from rlhf.learner import hub_format
-from rlhf.learner.hub_format import empty_model, hub_shapes, hub_tensors, model_tensors, state_buffers, write_model
+from rlhf.learner.hub_format import (
+    empty_model,
+    hub_shapes,
+    hub_tensors,
+    model_tensors,
+    start_generation_config,
+    state_buffers,
+    write_model,
+    write_model_config,
+)
 from rlhf.learner.policy_model import DeviceTokens, load_policy
 from rlhf.types import World
 
@@ -105,6 +115,31 @@ def exported_class(world: World, folder: Path) -> list[str]:
     learner.close()
     names: list[str] = json.loads((folder / "exported" / "config.json").read_text())["architectures"]
     return names
+
+
+@pytest.mark.parametrize(
+    ("file", "values"),
+    [
+        ("generation_config.json", {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [256]}),
+        ("generation_config.json", {"do_sample": False, "top_k": 20, "min_p": 0.1}),
+        ("generation_config.json", {"forced_decoder_ids": [[1, 2]], "pad_token_id": -1, "_from_model_config": True}),
+        ("config.json", {"temperature": 0.7, "eos_token_id": 256}),
+    ],
+)
+def test_what_transformers_loads_is_written_again(file: str, values: dict[str, Any], tmp_path: Path) -> None:
+    """transformers itself refuses to save the first two files, and the generation config that it makes of the last."""
+    from transformers import AutoModelForCausalLM
+
+    folder = write_family("llama", tmp_path / "start")
+    (folder / "generation_config.json").unlink()
+    old = json.loads((folder / file).read_text()) if file == "config.json" else {}
+    (folder / file).write_text(json.dumps(old | values))
+    write_model_config(
+        tmp_path / "out", AutoModelForCausalLM.from_pretrained(folder), start_generation_config(str(folder))
+    )
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert {name: written[name] for name in values} == values
+    assert (tmp_path / "out" / "config.json").is_file()
 
 
 @pytest.mark.stack

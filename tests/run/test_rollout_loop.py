@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from documented import check_documented
-from fake_run import CUT_OFF_EVERY, FakeScorer, Sampling, drive
+from fake_run import CUT_OFF_EVERY, FakeCheckpoints, FakeLearners, FakeScorer, Sampling, drive
 from worlds import make_config
 
+from rlhf.cluster.actors import ClusterError
 from rlhf.config.grpo import GRPOConfig
 from rlhf.run.folder import with_date
 from rlhf.types import ScoredRollout
@@ -80,6 +81,61 @@ def test_no_engine_is_replaced_while_the_model_is_exported(config: GRPOConfig, m
     asyncio.run(drive(config, monkeypatch))
     assert exported == [False]
     assert (Path(config.run.dir) / "model").is_dir()
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, *, times: int) -> list[int]:
+    """Saves of the learners raise this error as often; -> one entry for each save."""
+    saves: list[int] = []
+
+    async def save(_: Any, folder: Path) -> None:
+        saves.append(len(saves))
+        if len(saves) <= times:
+            raise error
+
+    monkeypatch.setattr(FakeCheckpoints, "save", save)
+    return saves
+
+
+def test_a_save_that_fails_for_any_reason_is_a_warning_with_its_type_and_another_try(
+    config: GRPOConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saves = failing(monkeypatch, TypeError("Object of type X\nis not JSON"), times=2)
+    asyncio.run(drive(config, monkeypatch))
+    assert len(saves) == STEPS
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "the checkpoint of step 2 could not be written: TypeError: Object of type X is not JSON." in shown
+    kept = [path.name for path in (Path(config.run.dir) / "checkpoints").glob("step-*")]
+    assert sorted(kept) == ["step-000003", "step-000004"]
+
+
+def test_a_dead_learner_ends_a_save_and_is_no_warning(config: GRPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, ClusterError("learner 0 is lost"), times=1)
+    with pytest.raises(ClusterError, match="learner 0 is lost"):
+        asyncio.run(drive(config, monkeypatch))
+
+
+def test_an_export_that_fails_names_the_checkpoint_that_has_the_weights_and_the_command(
+    config: GRPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without checkpoints one is made now; the run does not count as finished, and repeats the export alone."""
+    never = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": None})})
+    call = FakeLearners.call
+
+    async def refused(self: Any, method: str, *arguments: Any, **options: Any) -> list[Any]:
+        return ["ValueError: no"] if method == "try_export" else await call(self, method, *arguments, **options)
+
+    folder = Path(config.run.dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeLearners, "call", refused)
+        with pytest.raises(RuntimeError) as failed:
+            asyncio.run(drive(never, patch))
+    newest = folder / "checkpoints" / "step-000004"
+    assert newest.is_dir()
+    assert f"{folder / 'model'}: the export failed: ValueError: no. `rlhf export {newest} DIR`" in str(failed.value)
+    assert [path.name for path in folder.glob("model*")] == []
+    _, engines = asyncio.run(drive(config, monkeypatch, resume=True))
+    assert engines.prompts == []
+    assert (folder / "model" / "README.md").is_file()
 
 
 def test_the_reference_is_replaced_every_second_step_and_at_no_other(
