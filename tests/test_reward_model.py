@@ -114,7 +114,7 @@ def scorer_of(config: RewardModelConfig, **changes: Any) -> Any:
     from rlhf.learner.reward_scorer import RewardScorer
 
     cluster, changed = SimpleNamespace(device="cpu"), config.model_copy(update=changes)
-    run: Any = SimpleNamespace(cluster=cluster, reward_model=changed)
+    run: Any = SimpleNamespace(cluster=cluster, reward_model=changed, data=SimpleNamespace(clock={}))
     return RewardScorer(run, ALONE, reward_input(run))
 
 
@@ -200,11 +200,11 @@ def test_pairs_for_a_tokenizer_without_a_chat_template_are_refused_with_that_rea
     assert not (tmp_path / "run").exists()
 
 
-def test_a_side_of_a_pair_without_a_token_is_named(plain_folder: Path, tmp_path: Path) -> None:
+def test_a_side_of_a_pair_without_an_answer_is_named(plain_folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "", "chosen": "a", "rejected": ""}) + "\n")
-    with pytest.raises(ValueError, match=r"data\.train: row 1\b.*\btoken\b"):
+    with pytest.raises(ValueError, match=r"data\.train: row 1\b.*answer of `rejected` is empty"):
         load_pairs(tmp_path / "pairs.jsonl", AutoTokenizer.from_pretrained(plain_folder), "raw")
 
 

@@ -17,37 +17,51 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from rlhf.algo.packing import pack
+from rlhf.answers.thoughts import opens_thought
 from rlhf.config.data import PLAIN, TemplateName
 from rlhf.config.supervised import SupervisedDataConfig
-from rlhf.data.read import Source, check_without_images, config_sources, read_messages, read_tools
+from rlhf.data.control_tokens import without_marks
+from rlhf.data.forms import Form, split_message
+from rlhf.data.messages import Message, read_messages, read_tools
+from rlhf.data.read import Source, check_without_images, config_sources
 from rlhf.data.templates import (
-    chat_text,
     check_has_template,
+    check_whole,
+    conversation,
     conversation_ids,
+    form_of,
+    known_marks,
+    prepared,
     render,
-    safe_messages,
     safe_tools,
     tagged_ids,
     template_source,
+    text_in,
     tokenize,
+    whole_text,
 )
 from rlhf.types import PackedTokens
 
-Message = dict[str, Any]
 KEY = "data.template"
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
 TOKENS_SHOWN = 8
+CONVERSATION_COLUMNS = ("messages", "conversations")  # the latter: of ShareGPT
+STAND_IN = "Zq0x"  # for the answer of a turn, to see what the template writes after it
 # why a beginning of a conversation is not that of a longer one, as plain text and in a chat template; and what to do
 JOINED = (
     "the tokenizer joins the end of the prompt and the beginning of the completion",
     "Move the space at the end of the prompt to the beginning of the completion.",
+)
+NOT_BEHIND = (
+    "the template does not write this turn behind the prompt that the model is given",
+    "Set what both of them read, such as data.chat_template_kwargs={enable_thinking: true} for a turn with a thought; "
+    "or name a template that writes the turn so.",
 )
 REWRITTEN = (
     "the template writes the beginning of this conversation otherwise when more follows",
@@ -69,21 +83,73 @@ Encode = Callable[[dict[str, Any]], Sequence[MaskedTokens]]  # columns of a row 
 def pair_encoder(tokenizer: Any, template: TemplateName, arguments: Mapping[str, Any] | None = None) -> Encode:
     """columns of a row -> the chosen and the rejected conversation; raises as `SFTEncoder` does."""
     check_has_template(template, tokenizer, KEY)
-    token_ids = partial(conversation_ids, tokenizer=tokenizer, template=template, key=KEY, arguments=arguments)
 
     def encode(columns: dict[str, Any]) -> list[MaskedTokens]:
-        sides = [token_ids(pair_conversation(columns, column)) for column in ("chosen", "rejected")]
-        if not all(map(len, sides)):
+        sides = pair_conversations(columns)
+        how: dict[str, Any] = {"template": template, "key": KEY, "arguments": arguments, "trained": True}
+        ids = [conversation_ids(side, tokenizer, **how) for side in sides]
+        if not all(map(len, ids)):
             raise ValueError("one of its sides has no token. Correct or remove the row.")
-        return [MaskedTokens(ids, np.zeros(len(ids), bool)) for ids in sides]
+        return [MaskedTokens(each, np.zeros(len(each), bool)) for each in ids]
 
     return encode
 
 
-def pair_conversation(columns: dict[str, Any], column: str) -> list[Message]:
-    """The messages of `chosen` or `rejected`, after those of `prompt` if they begin with the assistant's."""
+def pair_conversations(columns: dict[str, Any]) -> tuple[list[Message], list[Message]]:
+    """The conversations of `chosen` and `rejected`: answers of the assistant to one prompt.
+
+    A side that begins with the assistant's message follows the messages of `prompt`.
+
+    Raises:
+        ValueError: the sides are equal, have different prompts, or one of them does not end with an answer.
+    """
+    chosen, rejected = (_side(columns, column) for column in ("chosen", "rejected"))
+    for column, side in (("chosen", chosen), ("rejected", rejected)):
+        if side[-1]["role"] != "assistant":
+            raise ValueError(
+                f"`{column}` ends with a message of {side[-1]['role']}, and a pair compares answers of the assistant. "
+                "Remove that message, or the row."
+            )
+        if not side[-1]["content"].strip() and not side[-1].get("tool_calls"):
+            raise ValueError(f"the answer of `{column}` is empty. Correct or remove the row.")
+    if chosen == rejected:
+        raise ValueError("`chosen` and `rejected` are equal, so neither is better. Remove the row.")
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+    if same == min(len(chosen), len(rejected)):
+        raise ValueError("one of `chosen` and `rejected` is the beginning of the other. Correct or remove the row.")
+    if not same or {chosen[same]["role"], rejected[same]["role"]} != {"assistant"}:
+        raise ValueError(
+            f"`chosen` and `rejected` have different prompts: {chosen[same]['content']!r:.60} and "
+            f"{rejected[same]['content']!r:.60}. A pair compares two answers to one prompt: correct or remove the row."
+        )
+    return chosen, rejected
+
+
+def _side(columns: dict[str, Any], column: str) -> list[Message]:
+    """The messages of a side, with those of `prompt`."""
     messages = _messages(columns, column, "assistant")
-    return _messages(columns, "prompt", "user") + messages if messages[0]["role"] == "assistant" else messages
+    if messages[0]["role"] == "assistant":
+        return _messages(columns, "prompt", "user") + messages
+    if columns.get("prompt") is not None:
+        prompt = _messages(columns, "prompt", "user")
+        asked = [message["content"].strip() for message in messages if message["role"] == "user"]
+        is_text = len(prompt) == 1 and prompt[0]["content"].strip() in asked
+        if messages[: len(prompt)] != prompt and not is_text:
+            raise ValueError(
+                f"`prompt` is {prompt[-1]['content']!r:.60}, and `{column}` has another prompt: "
+                f"{messages[0]['content']!r:.60}. Correct one of them, or remove the column `prompt`."
+            )
+    return messages
+
+
+class _Talk(NamedTuple):
+    """A row: its messages up to the last trained turn, the numbers of these turns, and how many messages are prompt."""
+
+    messages: list[Message]
+    turns: list[int]
+    given: int
+    tools: Any
+    template: TemplateName
 
 
 @dataclass(frozen=True)
@@ -105,8 +171,9 @@ class SFTEncoder:
     def __call__(self, columns: dict[str, Any]) -> list[MaskedTokens]:
         given: list[Message] = []
         are_texts = False
-        if columns.get("messages") is not None:
-            messages = _messages(columns, "messages", "user")
+        column = next((name for name in CONVERSATION_COLUMNS if columns.get(name) is not None), None)
+        if column is not None:
+            messages = _messages(columns, column, "user")
         else:
             given = _messages(columns, "prompt", "user")
             messages = given + _messages(columns, "completion", "assistant")
@@ -114,14 +181,9 @@ class SFTEncoder:
         turns = [i for i in range(len(given), len(messages)) if messages[i]["role"] == "assistant"]
         if not turns:
             raise ValueError("it has no message of the assistant to train on. Correct or remove the row.")
-        tools = read_tools(columns)
         template = self.template or ("raw" if are_texts else "model")
-        if template in PLAIN:
-            ids, trained = self._plain(messages, turns, template)
-        elif GENERATION_TAG.search(template_source(template, self.tokenizer)):
-            ids, trained = self._tagged(messages, len(given), tools, template)
-        else:
-            ids, trained = self._by_difference(messages, turns, tools, template)
+        talk = _Talk(messages[: turns[-1] + 1], turns, len(given), read_tools(columns), template)
+        ids, trained = self._plain(talk) if template in PLAIN else self._chat(talk)
         trained[:1] = False  # nothing predicts the first token
         if not trained.any():
             raise ValueError("no token of it is trained: what the assistant says is empty. Correct or remove the row.")
@@ -147,14 +209,9 @@ class SFTEncoder:
         marked = [mask[start] for start in (0, *starts)]
         return "".join(f">>>{text}<<<" if inside else text for inside, text in zip(marked, texts, strict=True))
 
-    def _text(self, messages: list[Message], tools: Any, template: TemplateName, **options: Any) -> Any:
-        """A conversation in a chat template; control tokens are text, but for those that the assistant is to learn."""
-        messages = safe_messages(messages, template, self.tokenizer, keep_assistant=True)
-        options |= {"tools": safe_tools(tools, template, self.tokenizer), **(self.arguments or {})}
-        return chat_text(messages, template, self.tokenizer, KEY, **options)
-
-    def _plain(self, messages: list[Message], turns: list[int], template: TemplateName) -> MaskedTokens:
-        if turns != [len(messages) - 1]:
+    def _plain(self, talk: _Talk) -> MaskedTokens:
+        template = talk.template
+        if talk.turns != [len(talk.messages) - 1]:
             raise ValueError(
                 f"as plain text ({KEY}={template}) a row has one answer, at its end. Use a chat template, or columns "
                 "prompt and completion."
@@ -162,31 +219,79 @@ class SFTEncoder:
         end = self.tokenizer.eos_token
         if end is None:
             raise ValueError(f"{KEY}={template}: the tokenizer has no eos token, with which an answer ends.")
-        prompt = render(messages[:-1], template, self.tokenizer)
-        texts = [prompt, prompt + messages[-1].get("content", "").removesuffix(end) + end]
+        whole_text(talk.messages, template, self.tokenizer, KEY, tools=talk.tools, strict=talk.turns)
+        prompt = render(talk.messages[:-1], template, self.tokenizer)
+        texts = [prompt, prompt + talk.messages[-1]["content"].removesuffix(end) + end]
         return self._differences(tokenize(texts, template, self.tokenizer), template)
 
-    def _tagged(self, messages: list[Message], given: int, tools: Any, template: TemplateName) -> MaskedTokens:
-        messages = safe_messages(messages, template, self.tokenizer, keep_assistant=True)
-        options = {"tools": safe_tools(tools, template, self.tokenizer), **(self.arguments or {})}
-        ids, trained = tagged_ids(messages, template, self.tokenizer, KEY, **options)
+    def _chat(self, talk: _Talk) -> MaskedTokens:
+        """A row in a chat template; control tokens are text, but for those that the assistant is to learn."""
+        tagged = GENERATION_TAG.search(template_source(talk.template, self.tokenizer))
+        if talk.turns[0] == 0 and not tagged:
+            raise ValueError("its first message is the assistant's, which answers nothing. Put a prompt before it.")
+        options = {"tools": talk.tools, **(self.arguments or {})}
+        said = conversation(talk.messages, talk.template, self.tokenizer, talk.tools)
+        opened = self._opened(talk, options)
+        try:
+            form = form_of(said, talk.template, self.tokenizer, KEY, strict=talk.turns, **options)
+        except ValueError:
+            if opened is None:
+                raise
+            return self._behind(opened, talk, options)
+
+        def text(messages: Sequence[Message], **more: Any) -> str:
+            how = {"keep_assistant": True, **options, **more}
+            return text_in(form, messages, talk.template, self.tokenizer, KEY, **how)
+
+        whole = text(talk.messages)
+        if opened is not None and not whole.startswith(opened):
+            return self._behind(opened, talk, options)
+        if tagged:
+            tokens = self._tagged(form, talk, text, options)
+        else:
+            texts = [text(talk.messages[:end], add_generation_prompt=end == turn) for turn in talk.turns
+                     for end in (turn, turn + 1)]  # fmt: skip
+            tokens = self._differences(tokenize(texts, talk.template, self.tokenizer), talk.template)
+        check_whole(said, whole, form, f"{KEY}={talk.template}", talk.turns)
+        return tokens
+
+    def _tagged(self, form: Form, talk: _Talk, text: Callable[..., str], options: Mapping[str, Any]) -> MaskedTokens:
+        messages = prepared(form, talk.messages, talk.template, self.tokenizer, keep_assistant=True)
+        options = {**options, "tools": safe_tools(talk.tools, talk.template, self.tokenizer)}
+        ids, trained = tagged_ids(messages, talk.template, self.tokenizer, KEY, **options)
         trained[1:] |= trained[:-1] & (ids[1:] == self.tokenizer.eos_token_id)
-        if given:
-            prompt = self._text(messages[:given], tools, template, add_generation_prompt=True)
-            trained &= self._differences([*tokenize([prompt], template, self.tokenizer), ids], template).trained
+        if talk.given:
+            prompt = text(talk.messages[: talk.given], add_generation_prompt=True)
+            beginnings = [*tokenize([prompt], talk.template, self.tokenizer), ids]
+            trained &= self._differences(beginnings, talk.template).trained
         return MaskedTokens(ids, trained)
 
-    def _by_difference(
-        self, messages: list[Message], turns: list[int], tools: Any, template: TemplateName
-    ) -> MaskedTokens:
-        if turns[0] == 0:
-            raise ValueError("its first message is the assistant's, which answers nothing. Put a prompt before it.")
-        texts = [
-            self._text(messages[:end], tools, template, add_generation_prompt=end == turn)
-            for turn in turns
-            for end in (turn, turn + 1)
-        ]
-        return self._differences(tokenize(texts, template, self.tokenizer), template)
+    def _opened(self, talk: _Talk, options: Mapping[str, Any]) -> str | None:
+        """The prompt of a row's only trained turn if it opens a thought, in which the response begins; else None."""
+        marks = known_marks(talk.template, self.tokenizer)
+        if len(talk.turns) > 1 or not talk.turns[0] or not marks:
+            return None
+        before = talk.messages[:-1]
+        prompt = whole_text(before, talk.template, self.tokenizer, KEY, **options, add_generation_prompt=True)
+        return prompt if opens_thought(without_marks(prompt), marks) else None
+
+    def _behind(self, opened: str, talk: _Talk, options: Mapping[str, Any]) -> MaskedTokens:
+        """The last turn behind a prompt that opens a thought, of a template that writes no turn so (DeepSeek-R1's).
+
+        The model is given the prompt, and writes the thought, its end mark, the answer, and what the template writes
+        after a turn.
+        """
+        *before, turn = talk.messages
+        marks = known_marks(talk.template, self.tokenizer)
+        thought, answer = split_message(turn, marks)
+        begins = [(begin.strip(), form) for form in marks for begin in form.begins]
+        _, form = max((each for each in begins if opened.rstrip().endswith(each[0])), key=lambda each: len(each[0]))
+        shorter = {name: value for name, value in turn.items() if name != "reasoning_content"} | {"content": STAND_IN}
+        text = whole_text(
+            [*before, shorter], talk.template, self.tokenizer, KEY, **options, keep_assistant=True, checked=False
+        )
+        written = f"{opened}{thought or ''}\n{form.ends[0]}\n\n{answer}{text.rpartition(STAND_IN)[2]}"
+        return self._differences(tokenize([opened, written], talk.template, self.tokenizer), talk.template)
 
     def _differences(self, beginnings: list[np.ndarray], template: TemplateName) -> MaskedTokens:
         """The last of these; from the first on, every second difference between neighbours is trained.
@@ -202,7 +307,8 @@ class SFTEncoder:
                 different = np.flatnonzero(shorter[:overlap] != longer[:overlap])
                 at = int(different[0]) if len(different) else overlap
                 was, now = (self.tokenizer.decode(ids[at : at + TOKENS_SHOWN].tolist()) for ids in (shorter, longer))
-                reason, remedy = JOINED if template in PLAIN else REWRITTEN
+                chat = NOT_BEHIND if len(beginnings) == 2 else REWRITTEN
+                reason, remedy = JOINED if template in PLAIN else chat
                 raise ValueError(f"{KEY}={template}: {reason}: {was!r} becomes {now!r}. {remedy}")
             trained[len(shorter) : len(longer)] = number % 2 == 0
         return MaskedTokens(whole, trained)

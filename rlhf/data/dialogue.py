@@ -130,12 +130,7 @@ class Dialogue:
                 "for rollouts of several turns."
             )
         check_has_template(self._template, self._tokenizer, KEY)
-        question = [{"role": "user", "content": ASKED}]
-        if tools and np.array_equal(self.prompt(question), self.prompt(question, tools)):
-            raise ValueError(
-                f"{KEY}={self._template}: the template does not write tools into the prompt, so the model would not "
-                "know them. Name a template that does: data.template=FILE.jinja."
-            )
+        self.prompt([_user(ASKED)], tools)  # raises if it writes no tools
         kinds = {"a user's message": [{"role": "user", "content": f"{SAID} 1"}]}
         if tools:
             names = [tool.get("function", tool).get("name", "tool") for tool in tools]

@@ -15,23 +15,15 @@ from typing import Any, Literal
 import numpy as np
 
 from rlhf.answers.thoughts import opens_thought
-from rlhf.config.data import PLAIN, USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
+from rlhf.config.data import USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
 from rlhf.data.answers import extract_answer
-from rlhf.data.read import (
-    Row,
-    Source,
-    check_text,
-    check_without_images,
-    config_sources,
-    read_messages,
-    read_tools,
-    rows_per_epoch,
-)
-from rlhf.data.templates import ROLES, render, tokenize
+from rlhf.data.messages import Message, check_text, messages_in, read_messages, read_tools
+from rlhf.data.read import Row, Source, check_without_images, config_sources, rows_per_epoch
+from rlhf.data.templates import render, tokenize
 from rlhf.data.thoughts import marks_of
 from rlhf.types import Prompt
 
-Messages = tuple[dict[str, str], ...]
+Messages = tuple[Message, ...]
 MAX_PROMPT_CHARS = 4 * 2**20  # about a million tokens; a tokenizer takes seconds for them
 FIRST_ROWS = 16  # that are read to find one that can be used
 MADE_PROMPTS = {"train": 4096, "eval": 128}  # in an epoch of prompts that an environment makes, unless `rows` says it
@@ -159,15 +151,17 @@ def _make_prompts(
 ) -> list[Prompt]:
     """The prompts of the rows that can be used. Raises ValueError: one cannot, and is not left out; or none can."""
     usable = _usable_rows(config, source, rows, acts=acts)
-    texts = []
-    for row, messages, *_ in usable:
-        tools = None if config.template in PLAIN else read_tools(row.columns)
-        how: dict[str, Any] = {"tools": tools, "arguments": config.template_arguments}
-        texts.append(render(messages, config.template, tokenizer, **how) if messages else "")
+    rendered, texts = [], []
+    for each in usable:
+        row, messages, *_ = each
+        how: dict[str, Any] = {"tools": read_tools(row.columns), "arguments": config.template_arguments}
+        with source.leave_out(row):
+            texts.append(render(messages, config.template, tokenizer, **how) if messages else "")
+            rendered.append(each)
     marks = marks_of(tokenizer, config.template)
     token_ids, label = tokenize(texts, config.template, tokenizer), source.settings.label
     prompts = []
-    for (row, messages, answer, is_text), text, ids in zip(usable, texts, token_ids, strict=True):
+    for (row, messages, answer, is_text), text, ids in zip(rendered, texts, token_ids, strict=True):
         with source.leave_out(row):
             if not len(ids) and messages:
                 raise ValueError(
@@ -199,11 +193,11 @@ def _usable_rows(
         with source.leave_out(row):
             check_without_images(row.columns)
             messages = _read_prompt(config, row, prompt_column) if prompt_column else ()
-            if config.template not in PLAIN:
-                read_tools(row.columns)
+            read_tools(row.columns)
             if answer_column:
                 answer = _read_answer(row, answer_column, answer_format)
-            is_text = isinstance(_column_value(row.columns, prompt_column), str)
+            value = _column_value(row.columns, prompt_column)
+            is_text = isinstance(value, str) and messages_in(value, prompt_column) is None
             usable.append((row, messages, answer, is_text))
     return usable
 
@@ -256,18 +250,19 @@ def _read_prompt(config: DataConfig, row: Row, column: str) -> Messages:
     value = _column_value(row.columns, column)
     if value is None:
         raise ValueError(f"`{column}` is missing. Correct or remove the row.")
-    messages = [
-        {"role": message["role"], "content": message["content"]}
-        for message in read_messages(value, column, "user", roles=ROLES)
-    ]
+    messages = read_messages(value, column, "user")
     if messages[-1]["role"] == "assistant":
         raise ValueError(f"the last message of `{column}` is the assistant's: there is nothing to answer. Remove it.")
     if not messages[-1]["content"].strip():
         raise ValueError(f"`{column}` is empty. Correct or remove the row.")
     if config.prompt_suffix:
-        messages[-1]["content"] += f"\n{config.prompt_suffix}"
-    if config.system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": config.system_prompt})
+        asked = [message for message in messages if message["role"] == "user"] or messages
+        asked[-1]["content"] += f"\n{config.prompt_suffix}"
+    if config.system_prompt:
+        if messages[0]["role"] == "system" and not messages[0]["content"].strip():
+            del messages[0]  # converters write it for rows that have none
+        if messages[0]["role"] not in ("system", "developer"):
+            messages.insert(0, {"role": "system", "content": config.system_prompt})
     if (length := sum(len(message["content"]) for message in messages)) > MAX_PROMPT_CHARS:
         raise ValueError(
             f"`{column}` has {length:,} characters, and a prompt may have {MAX_PROMPT_CHARS:,}. Correct or remove it."

@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple
 
 from rlhf.config.data import FILE_SUFFIXES, OTHER_SUFFIXES, DatasetConfig, DatasetsConfig, S, SourceConfig
 from rlhf.config.model_folder import looks_local
+from rlhf.data.messages import WITH_IMAGES
 from rlhf.data.model_files import use_cache_if_hub_is_silent
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it at the beginning
@@ -31,7 +32,6 @@ class Row(NamedTuple):
 
 
 IMAGE_COLUMNS = ("images", "image", "videos", "video")
-WITH_IMAGES = "`{}` holds images: training reads text alone, and would leave them out. Remove the row, or its images."
 
 
 def left_out_text(too_long: int, longest: int, bad: Sequence[str]) -> str:
@@ -252,83 +252,12 @@ def _parse(content: bytes, where: str, *, first_line: int = 1) -> Any:
     raise ValueError(f"{where} {problem}")
 
 
-def read_messages(value: Any, column: str, role: str, *, roles: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The value of a column as messages: a text is one message of this role; what is null in a message is left out.
-
-    ValueError if it is neither; with `roles`, also for a message with another role, or without content.
-    """
-    messages = [{"role": role, "content": value}] if isinstance(value, str) else value
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(
-            f"`{column}` is {value!r:.80}, neither text nor messages. Correct the row, or name another column."
-        )
-    for message in messages:
-        match message:
-            case {"role": str(own), "content": str(text)} if not roles or own in roles:
-                check_text(text, column)
-            case {"role": str(), **rest} if not roles and rest.get("content") is None:
-                pass
-            case {"content": [*parts]} if any(isinstance(part, dict) and part.get("type") != "text" for part in parts):
-                raise ValueError(WITH_IMAGES.format(column))
-            case _:
-                known = f" with a role of {', '.join(roles)}" if roles else ""
-                raise ValueError(
-                    f"`{column}` holds {message!r:.80}, not a message. "
-                    f'Write messages as {{"role": ..., "content": text}}{known}.'
-                )
-    return [{name: value for name, value in message.items() if value is not None} for message in messages]
-
-
-def read_tools(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The schemas of tools in the column `tools` of a row, JSON text or a list; None where there is none.
-
-    What is null in a list is left out: a column of Parquet gives every schema all names that any has.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    value = columns.get("tools")
-    tools: Any = value
-    if isinstance(value, str):
-        try:
-            tools = json.loads(value) if value.strip() else None
-        except ValueError:
-            tools = value
-    else:
-        tools = _without_nulls(value)
-    if not tools and not isinstance(tools, str):
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(
-            f"`tools` is {value!r:.80}, not a list of schemas, nor the JSON text of one. Write "
-            '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}].'
-        )
-    return tools
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
-
-
 def check_without_images(columns: dict[str, Any]) -> None:
     """Raise a ValueError for a row with images or videos; `image` may be a text, such as the name of a container's."""
     for column in IMAGE_COLUMNS:
         value = columns.get(column)
         if value and not (isinstance(value, str) and not column.endswith("s")):
             raise ValueError(WITH_IMAGES.format(column))
-
-
-def check_text(text: str, column: str) -> None:
-    """Raise a ValueError if a string cannot be used as text."""
-    problem = "a NUL character, which ends the text for many programs" if "\0" in text else ""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        problem = f"half a surrogate pair, which is no character ({text[error.start]!a})"
-    if problem:
-        raise ValueError(f"`{column}` holds {problem}. Correct or remove the row.")
 
 
 def count_rows(source: DatasetConfig) -> int | None:

@@ -7,19 +7,20 @@ A chat template itself writes bos if its model needs it, so no special token is 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlhf.answers.thoughts import Marks, marks_in
 from rlhf.config.data import PLAIN, TemplateName, is_template_file
 from rlhf.config.grpo import GRPOConfig
 from rlhf.data.control_tokens import MARK, control_tokens, split, without_marks
+from rlhf.data.forms import MAX_STRUCTURES, Conversation, Form, find_form, left_out_message, lost_texts
 from rlhf.data.model_files import reward_template
 
-ROLES = ("system", "user", "assistant")
 ROWS_PER_BATCH = 1024  # keeps the tokenizer's threads busy with little memory
 
 CHATML = (
@@ -54,21 +55,135 @@ def render(
     """The text of a prompt, up to the start of the response, for `tokenize`; it may have marks of `control_tokens`.
 
     `raw` joins the contents of the messages with blank lines; `qa` marks user messages as questions and assistant
-    messages as answers; both know no tools. Raises as `chat_text` does.
+    messages as answers; both know no tools. Raises as `whole_text` does.
 
     Args:
         arguments: what a chat template is given in addition (`DataConfig.template_arguments`).
     """
+    options = {"tools": tools, "add_generation_prompt": True, **(arguments or {})}
+    return whole_text(messages, template, tokenizer, "data.template", **options)
+
+
+def whole_text(
+    messages: Sequence[dict[str, Any]],
+    template: TemplateName,
+    tokenizer: Any,
+    key: str,
+    *,
+    strict: Collection[int] = (),
+    checked: bool = True,
+    **options: Any,
+) -> str:
+    """A conversation as a template writes it, in the form in which it writes all of it.
+
+    Args:
+        strict: numbers of messages whose thoughts must be written; the others are dropped where the template does.
+        checked: False: what the template does to a text of this structure alone is not looked for.
+        options: `tools`, and what else transformers takes.
+
+    Raises:
+        ValueError: the template refuses the messages, or leaves out what they say; or there is no template.
+    """
+    said = conversation(messages, template, tokenizer, options.get("tools"))
+    form = form_of(said, template, tokenizer, key, strict=strict, **options)
+    text = text_in(form, messages, template, tokenizer, key, **options)
+    if checked:
+        check_whole(said, text, form, f"{key}={template}", strict)
+    return text
+
+
+def conversation(
+    messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, tools: Any
+) -> Conversation:
+    return Conversation(messages, tools, known_marks(template, tokenizer))
+
+
+def known_marks(template: TemplateName, tokenizer: Any) -> Marks:
+    """The marks of thoughts that a template has."""
+    return _marks_in(template_source(template, tokenizer))
+
+
+_marks_in = lru_cache(marks_in)
+
+
+def form_of(
+    said: Conversation,
+    template: TemplateName,
+    tokenizer: Any,
+    key: str,
+    *,
+    strict: Collection[int] = (),
+    **options: Any,
+) -> Form:
+    """The form in which a template writes such a conversation whole; remembered for its structure.
+
+    Raises:
+        ValueError: there is none.
+    """
+    source = template_source(template, tokenizer)
+    known = _known_forms(tokenizer, source)
+    others = {name: value for name, value in options.items() if name != "tools"}
+    given = json.dumps(others, sort_keys=True, default=lambda each: type(each).__name__)
+    structure = f"{template} {sorted(strict)} {given} {said.key}"
+    if structure not in known:
+        if len(known) >= MAX_STRUCTURES:
+            known.clear()
+
+        def written(messages: list[dict[str, Any]], tools: Any) -> str:
+            return text_in(None, messages, template, tokenizer, key, **{**options, "tools": tools})
+
+        try:
+            known[structure] = find_form(said, source, known_marks(template, tokenizer), written, strict)
+        except ValueError as error:
+            known[structure] = str(error).removeprefix(f"{key}={template}: ")
+    form = known[structure]
+    if isinstance(form, str):
+        raise ValueError(f"{key}={template}: {form}")
+    return form
+
+
+@lru_cache(maxsize=16)
+def _known_forms(_tokenizer: Any, _source: str) -> dict[str, Form | str]:
+    """By structure of a conversation: its form, or why there is none."""
+    return {}
+
+
+def text_in(
+    form: Form | None, messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, key: str,
+    *, keep_assistant: bool = False, **options: Any,
+) -> str:  # fmt: skip
+    """The text of messages in a form; None: they are in it already."""
     match template:
         case "raw":
             return "\n\n".join(message["content"] for message in messages)
         case "qa":
             names = {"system": "", "user": "Question: ", "assistant": "Answer: "}
+            if unknown := {message["role"] for message in messages} - names.keys():
+                raise ValueError(f"{key}=qa knows no message of {', '.join(unknown)}. Name a chat template.")
             return "".join(f"{names[message['role']]}{message['content']}\n" for message in messages) + "Answer:"
-    messages, tools = safe_messages(messages, template, tokenizer), safe_tools(tools, template, tokenizer)
-    options = {"add_generation_prompt": True, "tools": tools, **(arguments or {})}
-    text: str = chat_text(messages, template, tokenizer, "data.template", **options)
+    given = prepared(form, messages, template, tokenizer, keep_assistant=keep_assistant)
+    options["tools"] = safe_tools(options.get("tools"), template, tokenizer)
+    text: str = chat_text(given, template, tokenizer, key, **options)
     return text
+
+
+def prepared(
+    form: Form | None,
+    messages: Sequence[dict[str, Any]],
+    template: TemplateName,
+    tokenizer: Any,
+    *,
+    keep_assistant: bool = False,
+) -> list[dict[str, Any]]:
+    """Messages for a chat template: in its form, with the control tokens in their contents as text."""
+    given = list(messages) if form is None else form.messages(messages, known_marks(template, tokenizer))
+    return safe_messages(given, template, tokenizer, keep_assistant=keep_assistant)
+
+
+def check_whole(said: Conversation, text: str, form: Form, where: str, strict: Collection[int] = ()) -> None:
+    """Raise a ValueError if a rendered text lacks something that its conversation says."""
+    if lost := lost_texts(said, without_marks(text) if MARK in text else text, form, strict):
+        raise ValueError(f"{where}: {left_out_message(lost)}")
 
 
 def safe_messages(
@@ -135,24 +250,29 @@ def reward_input(config: GRPOConfig) -> Callable[..., np.ndarray]:
 
 
 def conversation_ids(
-    messages: Sequence[dict[str, str]],
+    messages: Sequence[dict[str, Any]],
     tokenizer: Any,
     *,
     template: TemplateName,
     key: str,
     arguments: Mapping[str, Any] | None = None,
+    trained: bool = False,
 ) -> np.ndarray:
     """Token ids [L] int32 of a prompt and its response (the last message), as a reward model reads them.
 
-    As plain text the response follows the prompt without anything between them, as in the policy's own sequence. `key`
-    is the template's in the config, for the errors that `chat_text` raises; `arguments` are given to a chat template.
+    As plain text the response follows the prompt without anything between them, as in the policy's own sequence.
+
+    Args:
+        key: of the template in the config, for the errors that `whole_text` raises.
+        arguments: given to a chat template.
+        trained: the response is a row's, and must be written whole; else the model has sampled it.
     """
     if template in PLAIN:
         *prompt, response = messages
         text = render(prompt, template, tokenizer) + response["content"]
     else:
-        messages = safe_messages(messages, template, tokenizer)
-        text = chat_text(messages, template, tokenizer, key, add_generation_prompt=False, **(arguments or {}))
+        how: dict[str, Any] = {"strict": [len(messages) - 1] if trained else [], "checked": trained}
+        text = whole_text(messages, template, tokenizer, key, add_generation_prompt=False, **how, **(arguments or {}))
     return tokenize([text], template, tokenizer)[0]
 
 
@@ -170,11 +290,14 @@ def chat_text(
     options = {"chat_template": chat_template(template), "tokenize": False, **options}
     try:
         return tokenizer.apply_chat_template(list(messages), **options)
-    except TemplateError as error:  # templates raise it for a role that their model does not have
-        roles = ", ".join(message["role"] for message in messages)
+    except (TemplateError, TypeError, KeyError, AttributeError) as error:  # templates raise the first for some roles
+        roles = [message["role"] for message in messages]
+        remedy = (
+            "Unset data.system_prompt if the model knows no system role, or choose" if "system" in roles else "Choose"
+        )
         raise ValueError(
-            f"{key}={template}: the chat template refuses messages with the roles {roles} ({error}). "
-            "Unset data.system_prompt if the model knows no system role, or choose another template."
+            f"{key}={template}: the chat template refuses messages with the roles {', '.join(roles)} ({error}). "
+            f"{remedy} another template."
         ) from error
 
 

@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlhf.config.environment import KINDS
+from rlhf.data.messages import joined, read_message
 from rlhf.environments.turns import (
     CALL_LIMIT,
     FAILED,
@@ -355,10 +356,10 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
 
 
 def _with_text(message: Mapping[str, Any]) -> Message:
-    """The message for a template: blocks of text on lines of their own."""
-    content = message.get("content")
-    is_texts = isinstance(content, list) and all(isinstance(text, str) for text in content)
-    return {**message, "content": "\n".join(content or ())} if is_texts else dict(message)
+    """The message for a template: a content in parts as one text."""
+    read = read_message(message)
+    content = read["content"]
+    return read if isinstance(content, str) else {**read, "content": joined(content, read["role"])}
 
 
 def _said_after(

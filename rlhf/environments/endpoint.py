@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rlhf.config.grpo import GRPOConfig
+from rlhf.data.messages import read_request
 from rlhf.environments.branches import Branches, TooLongError
 from rlhf.environments.turns import FailedError
 from rlhf.processes.channel import MAX_BYTES
@@ -155,8 +156,12 @@ class Endpoint:
         if branches is None:
             return _refused(ENDED)
         self._tell_ignored(request["ignored"])
-        most, messages, tools = branches.limits.max_sequence_tokens, request["messages"], request["tools"]
+        most, tools = branches.limits.max_sequence_tokens, request["tools"]
         full = f"This model's maximum context length is {most} tokens. Please reduce the length of the messages."
+        try:
+            messages = read_request(request["messages"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return _refused(f"a message cannot be read: {error}")
         try:
             if len(json.dumps([messages, tools], ensure_ascii=False)) > RENDERED_CHARS_PER_TOKEN * most:
                 return _refused(full, full_context=True)

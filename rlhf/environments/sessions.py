@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from typing import Any
 
 from rlhf.config.environment import EnvironmentConfig
+from rlhf.data.messages import read_request
 from rlhf.environments.contract import content_text
 from rlhf.environments.turns import Answers, CallLimitError, FailedError, Message
 from rlhf.processes.channel import as_json
@@ -144,7 +145,7 @@ class HostedSession:
         said = await self._ask({"do": "open", **self._start})
         with _checked("open"):
             self.text = str(said["text"] or "")
-            self.opening = None if said["messages"] is None else [_plain(message) for message in said["messages"]]
+            self.opening = None if said["messages"] is None else read_request(map(_plain, said["messages"]))
 
     async def call(self, calls: Sequence[Mapping[str, Any]]) -> Answers:
         said = await self._ask({"do": "call", "calls": list(calls)})

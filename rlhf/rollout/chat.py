@@ -1,12 +1,13 @@
 """Requests of chat completions, responses and Anthropic messages: what a session takes from them, and what it refuses.
 
-Imports no vLLM: the app of vLLM validates the rest, and brings the messages of all three into the form of chats.
+Imports no vLLM: the app of vLLM validates the rest, and brings the messages of all three into the form of chats, which
+the driver reads (`data.messages.read_request`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -126,58 +127,3 @@ def _changes(values: Mapping[str, Any]) -> str:
         return "n above 1"
     names = ("logit_bias", "structured_outputs", "use_beam_search", "previous_response_id", "background")
     return next((name for name in names if values.get(name)), "")
-
-
-def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages of a chat request with texts alone.
-
-    Contents are texts, or lists of several texts for a user who sent blocks; the arguments of calls are objects where
-    they are JSON, which templates want.
-
-    Raises:
-        RefusedError: a content is no text, or a message cannot be read.
-    """
-    try:
-        return [_plain(message if isinstance(message, dict) else message.model_dump()) for message in messages]
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise RefusedError(HTTPStatus.BAD_REQUEST, "a message cannot be read") from None
-
-
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    role = str(message["role"])
-    texts = _texts(message.get("content"))
-    plain: dict[str, Any] = {
-        "role": "system" if role == "developer" else role,
-        "content": texts if role == "user" and len(texts) > 1 else ("" if role == "assistant" else "\n").join(texts),
-    }
-    if thought := message.get("reasoning_content") or message.get("reasoning"):
-        plain["reasoning_content"] = str(thought)
-    if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_call(call) for call in calls]
-    return plain | {name: str(message[name]) for name in ("tool_call_id", "name") if message.get(name)}
-
-
-def _texts(content: Any) -> list[str]:
-    if content is None:
-        return []
-    if isinstance(content, str):
-        return [content]
-    texts = []
-    for block in content:
-        block = block if isinstance(block, dict) else block.model_dump()
-        text = block.get("text", block.get("refusal"))
-        if not isinstance(text, str):
-            raise RefusedError(HTTPStatus.BAD_REQUEST, f"a block of type {block.get('type')!r}: only text is served")
-        texts.append(text)
-    return texts
-
-
-def _call(call: Any) -> dict[str, Any]:
-    call = call if isinstance(call, dict) else call.model_dump()
-    function, arguments = call["function"], call["function"].get("arguments") or "{}"
-    try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        parsed = arguments
-    function = {"name": str(function["name"]), "arguments": parsed}
-    return {"id": str(call.get("id")), "type": "function", "function": function}

@@ -60,7 +60,6 @@ from rlhf.rollout.chat import (
     asked_of,
     check_size,
     message_of,
-    plain_messages,
 )
 
 KEEP_ALIVE_S = 600.0  # an idle connection of an agent that works meanwhile
@@ -99,7 +98,7 @@ class Driver:
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     def send(self, message: Mapping[str, Any]) -> None:
-        self._writer.write(json.dumps(message).encode() + b"\n")
+        self._writer.write(json.dumps(message, default=_plain).encode() + b"\n")
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The driver's answer; it samples to the end even if nobody waits any more."""
@@ -122,6 +121,11 @@ class Driver:
                 self.ended.append(message["close"])
             elif (future := self._asked.get(message["answer"])) and not future.done():
                 future.set_result(message)
+
+
+def _plain(value: Any) -> Any:
+    """A part of a message that vLLM's app has parsed."""
+    return value.model_dump() if hasattr(value, "model_dump") else list(value)
 
 
 class Guard:
@@ -210,7 +214,7 @@ async def _prompt(
         turn = await driver.ask(
             {
                 "session": current.token,
-                "messages": plain_messages(messages),
+                "messages": messages,
                 "tools": tool_dicts or [],
                 "parses_calls": bool(tool_dicts) and asked.may_call,
                 "max_tokens": asked.max_tokens,

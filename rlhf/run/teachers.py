@@ -19,11 +19,10 @@ from urllib.error import HTTPError
 import numpy as np
 
 from rlhf.algo.packing import pack
-from rlhf.config.data import PLAIN
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.teacher import TeacherModel
+from rlhf.data.messages import read_tools
 from rlhf.data.model_files import load_tokenizer
-from rlhf.data.read import read_tools
 from rlhf.data.templates import render, tokenize
 from rlhf.rewards.model_client import FIRST_WAIT_S, address_and_headers
 from rlhf.rewards.patience import patiently
@@ -71,7 +70,7 @@ def with_hints(
             )
         *before, last = prompt.messages
         messages = [*before, {**last, "content": f"{last['content']}\n\n{hint}"}]
-        tools = None if data.template in PLAIN else read_tools(prompt.columns)
+        tools = read_tools(prompt.columns)
         texts.append(render(messages, data.template, tokenizer, tools=tools, arguments=data.template_arguments))
     token_ids = dict(zip([p.id for p in prompts], tokenize(texts, data.template, tokenizer), strict=True))
     budget = config.learner.max_tokens_per_microbatch

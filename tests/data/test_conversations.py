@@ -13,7 +13,7 @@ from byte_tokenizer import byte_tokenizer
 from rlhf.algo.packing import pack
 from rlhf.config.data import TemplateName
 from rlhf.config.supervised import SFTDataConfig
-from rlhf.data.conversations import Examples, SFTEncoder, load_examples, pair_conversation
+from rlhf.data.conversations import Examples, SFTEncoder, load_examples, pair_conversations
 
 TURNS = "{% for m in messages %}[{{ m.role }}]BODY{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 PLAIN = TURNS.replace("BODY", "{{ m.content }}</s>")
@@ -24,7 +24,7 @@ TAGGED = TURNS.replace(
 )
 # as Qwen3's: a thought is written in the last turn only
 FORGETS = TURNS.replace(
-    "BODY", "{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split('|')[-1] }}{% endif %}</s>"
+    "BODY", "{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}</s>"
 )
 
 
@@ -33,7 +33,8 @@ def say(role: str, content: str, **more: Any) -> dict[str, Any]:
 
 
 TALK = [say("user", "1+1?"), say("assistant", "2"), say("user", "sure?"), say("assistant", "yes")]
-THOUGHTS = [say("user", "1+1?"), say("assistant", "hm|2"), say("user", "sure?"), say("assistant", "well|yes")]
+THOUGHTS = [say("user", "1+1?"), say("assistant", "<think>hm</think>2"), say("user", "sure?")]
+THOUGHTS.append(say("assistant", "<think>well</think>yes"))
 
 
 def trained(tokenizer: Any, row: dict[str, Any], template: TemplateName | None = None) -> str:
@@ -82,10 +83,15 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_the_last_turn_
 ) -> None:
     tokenizer = byte_tokenizer(FORGETS)
     assert trained(tokenizer, {"prompt": THOUGHTS[:3], "completion": THOUGHTS[3:]}) == (
-        "[user]1+1?</s>[assistant]2</s>[user]sure?</s>[assistant]<well|yes</s>>"
+        "[user]1+1?</s>[assistant]2</s>[user]sure?</s>[assistant]<<think>well</think>yes</s>>"
     )
-    with pytest.raises(ValueError, match=r"data\.train: row 2 of \S+: data\.template=model: .*otherwise") as refusal:
+    with pytest.raises(
+        ValueError, match=r"data\.train: row 2 of \S+: data\.template=model: .* says: the thought of mes"
+    ):
         load(tmp_path, tokenizer, {"messages": THOUGHTS[:2]}, {"messages": THOUGHTS})
+    shortens = byte_tokenizer(FORGETS.replace("</think>", "|"))
+    with pytest.raises(ValueError, match=r"data\.template=model: .*otherwise") as refusal:
+        trained(shortens, {"messages": [say("user", "1+1?"), say("assistant", "hm|2"), *TALK[2:]]})
     assert "'hm|2</s>' becomes '2</s>[user]'. Give only its last turn as completion" in str(refusal.value)
     assert "{% generation %}" in str(refusal.value)
 
@@ -120,7 +126,7 @@ def test_texts_whose_tokens_merge_where_they_meet_are_refused_with_what_to_chang
         ({"messages": []}, None, "`messages` is [], neither text nor messages"),
         ({"text": "1+1 = 2"}, None, "`prompt` is None, neither text nor messages"),
         ({"messages": [say("user", "a"), {"from": "gpt"}]}, None, "`messages` holds {'from': 'gpt'}, not a message"),
-        ({"messages": [{"role": "user", "content": [1]}]}, None, "not a message"),
+        ({"messages": [{"role": "user", "content": [1]}]}, None, "a content with the part 1: only text"),
         ({"prompt": "a", "completion": "b\0"}, None, "`completion` holds a NUL"),
         ({"messages": TALK}, "qa", "a row has one answer, at its end"),
     ],
@@ -132,7 +138,9 @@ def test_a_row_that_cannot_be_used_is_refused(row: dict[str, Any], template: Tem
 
 
 def test_a_template_whose_tags_are_empty_trains_nothing_and_is_refused() -> None:
-    tokenizer = byte_tokenizer(TAGGED.replace("{{ m.content }}{% endgen", "{% endgen"))
+    tokenizer = byte_tokenizer(
+        TAGGED.replace("{{ m.content }}{% endgeneration %}", "{% endgeneration %}{{ m.content }}")
+    )
     with pytest.raises(ValueError, match=r"no token of it is trained"):
         trained(tokenizer, {"messages": TALK})
 
@@ -175,8 +183,43 @@ def test_rows_in_which_no_end_is_trained_bring_a_warning(tmp_path: Path) -> None
     assert not list(SFTEncoder(ending, None).warnings(load(tmp_path, ending, talk).tokens))
 
 
-def test_a_pair_is_two_whole_conversations_or_two_answers_to_a_prompt() -> None:
-    whole, answer = TALK[:2], TALK[1:2]
-    for columns in ({"chosen": whole}, {"prompt": "1+1?", "chosen": "2"}, {"prompt": TALK[:1], "chosen": answer},
-                    {"prompt": TALK[:1], "chosen": "2"}, {"prompt": "1+1?", "chosen": whole}):  # fmt: skip
-        assert pair_conversation(columns, "chosen") == whole
+BETTER, WORSE = TALK[1:2], [say("assistant", "3")]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"chosen": TALK[:1] + BETTER, "rejected": TALK[:1] + WORSE},
+        {"prompt": "1+1?", "chosen": "2", "rejected": "3"},
+        {"prompt": TALK[:1], "chosen": BETTER, "rejected": WORSE},
+        {"prompt": TALK[:1], "chosen": "2", "rejected": TALK[:1] + WORSE},
+        {"prompt": "1+1?", "chosen": TALK[:1] + BETTER, "rejected": WORSE},
+        {"prompt": json.dumps(TALK[:1]), "chosen": json.dumps(BETTER), "rejected": "3"},
+    ],
+)
+def test_a_pair_is_two_whole_conversations_or_two_answers_to_a_prompt(columns: dict[str, Any]) -> None:
+    assert pair_conversations(columns) == (TALK[:1] + BETTER, TALK[:1] + WORSE)
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        ({"chosen": TALK[:2], "rejected": TALK[2:]}, "different prompts: '1+1?' and 'sure?'"),
+        ({"chosen": TALK, "rejected": [*TALK[:2], say("user", "why?"), *BETTER]}, "different prompts: 'sure?' and 'wh"),
+        ({"chosen": TALK[:2], "rejected": [say("system", "Be brief."), *TALK[:1], *WORSE]}, "different prompts"),
+        ({"prompt": "2+2?", "chosen": TALK[:2], "rejected": TALK[:1] + WORSE}, "`prompt` is '2+2?', and `chosen` has"),
+        ({"prompt": TALK[2:3], "chosen": BETTER, "rejected": TALK[:1] + WORSE}, "`prompt` is 'sure?', and `rejected`"),
+        ({"prompt": "1+1?", "chosen": "2", "rejected": "2"}, "are equal"),
+        ({"prompt": "1+1?", "chosen": "2", "rejected": TALK[:2]}, "are equal"),
+        ({"chosen": TALK[:3], "rejected": TALK[:1] + WORSE}, "`chosen` ends with a message of user"),
+        ({"prompt": "1+1?", "chosen": "2", "rejected": WORSE + TALK[2:3]}, "`rejected` ends with a message of user"),
+        ({"prompt": "1+1?", "chosen": "2", "rejected": " "}, "the answer of `rejected` is empty"),
+        ({"chosen": TALK[:2], "rejected": TALK}, "is the beginning of the other"),
+        ({"chosen": TALK[:2]}, "`rejected` is None"),
+        ({"chosen": "2", "rejected": "3"}, "`prompt` is None"),
+    ],
+)
+def test_pairs_that_compare_no_two_answers_to_one_prompt_are_refused(columns: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        pair_conversations(columns)
+    assert problem in str(refusal.value)

@@ -40,7 +40,7 @@ def test_every_conversation_of_a_run_is_written_with_its_day(tags: tuple[str, st
     arguments = pickle.loads(pickle.dumps(config.template_arguments))  # for learners, which read them in a process
     written = [render(TALK[:1], "model", tokenizer, arguments=arguments)]
     encoders = [SFTEncoder(tokenizer, None, arguments), pair_encoder(tokenizer, "model", config.clock)]
-    rows: Any = [{"messages": TALK}, {"chosen": TALK, "rejected": TALK}]
+    rows: Any = [{"messages": TALK}, {"chosen": TALK, "rejected": [*TALK[:-1], {**TALK[-1], "content": "worse"}]}]
     ids = [part.token_ids for encode, row in zip(encoders, rows, strict=True) for part in encode(row)]
     ids.append(conversation_ids(TALK, tokenizer, template="model", key="reward_model.template", arguments=config.clock))
     talk = Dialogue(tokenizer, "model", arguments, stop_ids={tokenizer.eos_token_id})

@@ -87,7 +87,7 @@ NO_TOOL_ROLE = TEMPLATE.replace("{% for m in messages %}<a>", "{% for m in messa
         (OWN_END, r"does not end with a token that ends a response \('<b>', '<e>'\): '\\nover'"),
         (NO_END, r"does not end with a token that ends a response"),
         (NO_TOOL_ROLE, r"a tool's answer is not written: 'Message 1' is missing"),
-        (TEMPLATE.replace("{% if tools %}", "{% if False %}"), "does not write tools into the prompt"),
+        (TEMPLATE.replace("{% if tools %}", "{% if False %}"), "writes no tools"),
     ],
 )
 def test_a_template_that_does_not_only_append_is_refused_with_what_differs(template: str, problem: str) -> None:

@@ -206,8 +206,9 @@ def test_a_template_in_a_file_is_given_the_tools_of_the_row_and_the_arguments_of
     write_jsonl(folder / "train.jsonl", [{"prompt": "1+1?", "answer": "2", "tools": tools}])
     prompt = first_prompt(load(tokenizer, template="own.jinja", chat_template_kwargs={"brief": True}))
     assert tokenizer.decode(prompt.token_ids.tolist()) == f"{json.dumps([SCHEMA])}Brief.1+1?"
-    plain = first_prompt(load(tokenizer, template="raw"))
-    assert tokenizer.decode(plain.token_ids.tolist()) == "1+1?"
+    for template in ("raw", "qa", "chatml"):
+        with pytest.raises(ValueError, match=r"row 1 of train\.jsonl: .*the template writes no tools"):
+            load(tokenizer, template=template)
 
 
 @pytest.mark.parametrize("tools", [None, "", []])

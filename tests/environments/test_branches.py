@@ -424,7 +424,7 @@ def test_a_later_turn_that_was_cut_or_changed_is_text_of_another_sequence(
     assert rollout.facts["calls"] == {"first": 1, "continued": 1, "rewritten": 1}
 
 
-def test_blocks_that_a_template_reads_itself_are_given_to_it() -> None:
+def test_blocks_of_text_are_given_to_the_template_as_text() -> None:
     blocks = [{"type": "text", "text": "q"}]
     given = []
 
@@ -440,7 +440,7 @@ def test_blocks_that_a_template_reads_itself_are_given_to_it() -> None:
     how: Any = {"generate": Script(["one"]), "templates": Reads(), "limits": ROOMY}
     rollout = asyncio.run(play_coroutine(prompt(), 0, lambda branches: coroutine(branches.answer), **how))
     assert rollout.outcome == Outcome(reward=1.0)
-    assert given == [blocks]
+    assert given == ["q"]
 
 
 def test_tools_that_a_program_does_not_offer_are_not_called() -> None:

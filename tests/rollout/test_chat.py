@@ -17,7 +17,6 @@ from rlhf.rollout.chat import (
     asked_of,
     check_size,
     message_of,
-    plain_messages,
 )
 
 USER = {"role": "user", "content": "q"}
@@ -92,41 +91,6 @@ def test_an_error_has_the_form_of_its_api() -> None:
     assert unknown.body(MESSAGES)["error"]["type"] == "authentication_error"
 
 
-def test_messages_become_texts() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    block = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
-    assert plain_messages(
-        [
-            {"role": "developer", "content": "be short"},
-            {"role": "user", "content": [block, {"type": "text", "text": "b"}]},
-            {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "audio": None},
-            {"role": "tool", "tool_call_id": "c1", "content": [block]},
-            {"role": "assistant", "content": "x", "reasoning": "hm", "annotations": []},
-        ]
-    ) == [
-        {"role": "system", "content": "be short"},
-        {"role": "user", "content": ["a", "b"]},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
-        },
-        {"role": "tool", "content": "a", "tool_call_id": "c1"},
-        {"role": "assistant", "content": "x", "reasoning_content": "hm"},
-    ]
-
-
-@pytest.mark.parametrize("message", [{}, {"role": "user", "content": 3}, {"role": "assistant", "tool_calls": [1]}, 5])
-def test_a_message_that_cannot_be_read_is_refused(message: Any) -> None:
-    with pytest.raises(RefusedError):
-        plain_messages([message])
-
-
 def test_what_the_app_says_of_an_error_is_kept() -> None:
     assert message_of(b'{"error": {"message": "no"}}') == "no"
     assert message_of(b"<html>") == message_of(b"[]") == "the request cannot be answered"
-
-
-def test_an_image_is_refused() -> None:
-    with pytest.raises(RefusedError, match="only text"):
-        plain_messages([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])

@@ -1,0 +1,264 @@
+"""Messages of what rows and requests hold: one form for prompts, supervised rows, pairs, evaluation and the endpoint.
+
+A message that was read has `role`, `content` (text, "" where there is none), and only where the row says it:
+
+    reasoning_content   the thought of the assistant, whatever the row calls it
+    tool_calls          [{"id", "type": "function", "function": {"name", "arguments": an object}}]
+    tool_call_id, name  of an answer of a tool
+
+Further names of a message stay, for templates that read them. What cannot be read is refused by name: `data.forms` then
+sees to it that a template writes what was read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Message = dict[str, Any]
+
+ROLES = ("system", "user", "assistant", "tool", "developer")
+OTHER_ROLES = {"function": "tool", "ipython": "tool"}  # names of earlier APIs
+SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+THOUGHT_PARTS = ("thinking", "reasoning")
+IMAGES = re.compile("image|video|audio|file|media")
+WITH_IMAGES = "`{}` holds images: training reads text alone, and would leave them out. Remove the row, or its images."
+TEXT_OF_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
+WRITE_MESSAGES = f'Write messages as {{"role": ..., "content": text}} with a role of {", ".join(ROLES)}.'
+WRITE_CALLS = 'Write calls as {"type": "function", "function": {"name": ..., "arguments": {...}}}.'
+
+
+def read_messages(value: Any, column: str, role: str) -> list[Message]:
+    """The value of a column as messages: messages, their JSON text, or another text, which is one message of this role.
+
+    What is null in a message is left out.
+
+    Raises:
+        ValueError: it is neither, or a message cannot be read; names the column, the message and the remedy.
+    """
+    if isinstance(value, str):
+        value = messages_in(value, column) or [{"role": role, "content": value}]
+    elif hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(
+            f"`{column}` is {value!r:.80}, neither text nor messages. Correct the row, or name another column."
+        )
+    messages = [_read(message, column) for message in value]
+    for message in messages:
+        content = message["content"]
+        message["content"] = content if isinstance(content, str) else joined(content, message["role"])
+        check_text(message["content"], column)
+        check_text(message.get("reasoning_content", ""), column)
+    return messages
+
+
+def read_request(messages: Iterable[Any]) -> list[Message]:
+    """The messages of a request to the model, with what no template reads left out; `developer` is `system`.
+
+    Several parts of a user's content stay a list of texts.
+
+    Raises:
+        ValueError: a message cannot be read.
+    """
+    read = []
+    for message in map(read_message, messages):
+        content, role = message["content"], message["role"]
+        if role == "developer":
+            message["role"] = "system"
+        if isinstance(content, list) and (role != "user" or len(content) < 2):
+            message["content"] = joined(content, role)
+        names = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+        read.append({name: message[name] for name in names if name in message})
+    return read
+
+
+def read_message(message: Any) -> Message:
+    """A message of a conversation with the model, whose content is a list of texts if it came in parts.
+
+    Arguments that are no JSON object stay text, since the model wrote them. Raises ValueError: it cannot be read.
+    """
+    return _read(message, "messages", of_model=True)
+
+
+def joined(texts: Iterable[str], role: str) -> str:
+    """The texts of a content's parts: one after another where the model wrote them, else on lines of their own."""
+    return ("" if role == "assistant" else "\n").join(texts)
+
+
+def check_text(text: str, column: str) -> None:
+    """Raise a ValueError if a string cannot be used as text."""
+    problem = "a NUL character, which ends the text for many programs" if "\0" in text else ""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"half a surrogate pair, which is no character ({text[error.start]!a})"
+    if problem:
+        raise ValueError(f"`{column}` holds {problem}. Correct or remove the row.")
+
+
+def read_tools(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The schemas of tools in the column `tools` of a row, JSON text or a list; None where there is none.
+
+    What is null in a list is left out: a column of Parquet gives every schema all names that any has.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    value = columns.get("tools")
+    tools: Any = value
+    if isinstance(value, str):
+        try:
+            tools = json.loads(value) if value.strip() else None
+        except ValueError:
+            tools = value
+    else:
+        tools = without_nulls(value)
+    if not tools and not isinstance(tools, str):
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(
+            f"`tools` is {value!r:.80}, not a list of schemas, nor the JSON text of one. Write "
+            '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}].'
+        )
+    return tools
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without names whose value is null, or an object of nulls alone."""
+    if isinstance(value, dict):
+        kept = {name: without_nulls(each) for name, each in value.items() if each is not None}
+        return {name: each for name, each in kept.items() if each != {} or value[name] == {}}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def messages_in(text: str, column: str) -> list[Any] | None:
+    """The messages of which a text is the JSON text; None for any other text, such as a task that is JSON."""
+    if not TEXT_OF_MESSAGES.match(text):
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        raise ValueError(
+            f"`{column}` is {text!r:.80}, which looks like messages and is not JSON. Write a list of messages, or its "
+            "JSON text (json.dumps)."
+        ) from None
+    names = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
+    are_messages = all(isinstance(each, dict) and any(each.keys() >= pair for pair in names) for each in found)
+    return found if are_messages else None
+
+
+def _read(given: Any, column: str, *, of_model: bool = False) -> Message:
+    """A message; its content is text, or a list of texts if it came in parts."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"`{column}` holds {given!r:.80}, not a message. {WRITE_MESSAGES}")
+    message = {name: value for name, value in given.items() if value is not None}
+    if "role" not in message and {"from", "value"} <= message.keys():
+        message = _from_sharegpt(message)
+    role = message.get("role")
+    role = message["role"] = OTHER_ROLES.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        raise ValueError(f"`{column}` holds {given!r:.80}, not a message. {WRITE_MESSAGES}")
+    content, thoughts = _content(message.pop("content", ""), column)
+    thoughts += [_text(message.pop(name), name, column) for name in THOUGHTS if name in message]
+    details = message.pop("reasoning_details", None)
+    if details and not any(thoughts):  # of OpenRouter, where it repeats `reasoning`
+        thoughts += [part.get("text") or part.get("summary") or "" for part in details]
+    thoughts = list(dict.fromkeys(filter(None, thoughts)))
+    if len(thoughts) > 1:
+        raise ValueError(f"`{column}` holds a message with two thoughts that differ: {thoughts[:2]!r:.120}. Keep one.")
+    earlier_form = message.pop("function_call", None)
+    calls = _calls(message.pop("tool_calls", None) or earlier_form or [], column, of_model=of_model)
+    if role != "assistant" and (calls or thoughts):
+        raise ValueError(f"`{column}` holds a message of {role} with a call or a thought: only the assistant has them.")
+    read = {"role": role, "content": content, **({"reasoning_content": thoughts[0]} if thoughts else {})}
+    return {**read, **({"tool_calls": calls} if calls else {}), **{n: v for n, v in message.items() if n not in read}}
+
+
+def _from_sharegpt(message: Message) -> Message:
+    """A message with `from` and `value`."""
+    said = {name: value for name, value in message.items() if name not in ("from", "value")}
+    if message["from"] == "function_call":
+        return {**said, "role": "assistant", "tool_calls": message["value"]}
+    return {**said, "role": SHAREGPT.get(message["from"], message["from"]), "content": message["value"]}
+
+
+def _text(value: Any, name: str, column: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"`{column}` holds a message whose {name} is {value!r:.80}, not text. Write it as text.")
+    return value
+
+
+def _content(content: Any, column: str) -> tuple[str | list[str], list[str]]:
+    """A content as text or as the texts of its parts, and the thoughts among the parts."""
+    if isinstance(content, str):
+        return content, []
+    if not isinstance(content, list | tuple):
+        raise ValueError(
+            f"`{column}` holds a message whose content is {content!r:.80}, not text. Write it as text, an "
+            "object as its JSON text."
+        )
+    texts, thoughts = list[str](), list[str]()
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = str(part.get("type") or "text") if isinstance(part, Mapping) else ""
+        if kind in THOUGHT_PARTS:
+            inner = part.get(kind) or part.get("text") or ""
+            thoughts.append("".join(each.get("text", "") for each in inner) if isinstance(inner, list) else inner)
+        elif kind in TEXT_PARTS and isinstance(text := part.get("text", part.get(kind)), str):
+            texts.append(text)
+        elif IMAGES.search(kind):
+            raise ValueError(WITH_IMAGES.format(column))
+        else:
+            raise ValueError(
+                f"`{column}` holds a content with the part {part!r:.80}: only text is read. {WRITE_MESSAGES} "
+                "Calls stand in `tool_calls`, their answers are messages of the role tool."
+            )
+    return texts, thoughts
+
+
+def _calls(calls: Any, column: str, *, of_model: bool) -> list[dict[str, Any]]:
+    if isinstance(calls, str):
+        calls = _json(calls, f"`{column}` holds `tool_calls`")
+    calls = [calls] if isinstance(calls, Mapping) else calls
+    if not isinstance(calls, list | tuple):
+        raise ValueError(f"`{column}` holds `tool_calls` that are {calls!r:.80}, not a list of calls. {WRITE_CALLS}")
+    said = ((without_nulls(call), call) for call in calls)
+    return [_call(call, given, column, of_model=of_model) for call, given in said if call]
+
+
+def _call(call: Any, given: Any, column: str, *, of_model: bool) -> dict[str, Any]:
+    """A call; nulls in its arguments stay."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
+        raise ValueError(f"`{column}` holds {given!r:.80}, not a call. {WRITE_CALLS}")
+    own = given.get("function") or given
+    written: Any = next((own[key] for key in ("arguments", "parameters", "input") if own.get(key) is not None), {})
+    arguments = written
+    if isinstance(written, str):
+        try:
+            arguments = json.loads(written) if written.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = None
+        arguments = {} if arguments is None and written.strip() == "null" else arguments
+    if not isinstance(arguments, dict) and not (of_model and isinstance(written, str)):
+        raise ValueError(
+            f"`{column}` holds a call of {name} whose arguments are {written!r:.80}, not a JSON object. {WRITE_CALLS}"
+        )
+    arguments = arguments if isinstance(arguments, dict) else written
+    number = {"id": str(call["id"])} if call.get("id") else {}
+    return {**number, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ValueError(f"{what} that are {text!r:.80}, which is not JSON. {WRITE_CALLS}") from None
