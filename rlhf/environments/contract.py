@@ -33,15 +33,17 @@ from typing import Any
 
 from rlhf.environments import seeding
 from rlhf.environments.calculator import calculator
+from rlhf.environments.places import without_places
 from rlhf.environments.python_tool import python_tool
 from rlhf.environments.schema import json_schema
 from rlhf.processes import attributes
 from rlhf.processes.code import load_module
-from rlhf.processes.returned import Returned, read_returned
+from rlhf.processes.returned import read_returned
 
 # name -> what makes the tool, from options
 BUILT_IN: dict[str, Callable[..., Callable[..., Any]]] = {"calculator": lambda: calculator, "python": python_tool}
 NOT_TOOLS = ("reset", "get_reward", "close")
+TRACEBACK = "Traceback (most recent call last)"
 MAX_CHARACTERS = 100_000  # of one answer: some 25,000 tokens
 
 
@@ -224,12 +226,12 @@ class Episode:
             MemoryError: any other exception of a tool becomes its answer.
         """
         answers: list[tuple[str, Any]] = []
-        waiting: list[tuple[str, Any, Any]] = []
+        waiting: list[tuple[str, Any, Any, str]] = []
         errors = 0
         for call in calls:
             state = self._state(self._seeds and self._seeds["sample"], self._calls)
             self._calls += 1
-            name = _name(call)
+            name, written = _name(call), str(call.get("function"))
             try:
                 if call.get("error"):
                     raise ValueError(call["error"])
@@ -241,21 +243,21 @@ class Episode:
                 with state:
                     result = self._functions[name](**arguments)
                     if not inspect.isawaitable(result):
-                        answers.append((name, self._content(result)))
+                        answers.append((name, self._content(result, written)))
                         continue
-                waiting.append((name, result, state))
+                waiting.append((name, result, state, written))
             except MemoryError:
                 raise
             except BaseException as error:  # SystemExit, and what the confinement raises; the model must see it
                 errors += 1
-                answers.append((name, self._error(error)))
-        together = (self._awaited(result, state) for _, result, state in waiting)
+                answers.append((name, self._error(error, written)))
+        together = (self._awaited(result, state, written) for _, result, state, written in waiting)
         # where nothing waits there may be no event loop; a coroutine that cancels itself is an exception like any other
         outcomes = await asyncio.gather(*together, return_exceptions=True) if waiting else []
-        for (name, _, _), outcome in zip(waiting, outcomes, strict=True):
+        for (name, *_, written), outcome in zip(waiting, outcomes, strict=True):
             if isinstance(outcome, MemoryError):
                 raise outcome
-            content, failed = (self._error(outcome), True) if isinstance(outcome, BaseException) else outcome
+            content, failed = (self._error(outcome, written), True) if isinstance(outcome, BaseException) else outcome
             errors += failed
             answers.append((name, content))
         messages = [{"role": "tool", "name": name, "content": content} for name, content in answers]
@@ -274,7 +276,7 @@ class Episode:
         """
         if self._instance is None:
             return {"reward": None, "parts": {}, "facts": {}, "attributes": None}
-        returned = Returned(None, {}, {})
+        returned = read_returned(None)
         state = self._state(self._seeds and self._seeds["sample"], "finish")
         if self._environment.has_reward:
             result = await self._run(self._instance.get_reward, {}, state)
@@ -305,21 +307,26 @@ class Episode:
             result = function(**arguments)
         return await seeding.swapped(result, state) if inspect.isawaitable(result) else result
 
-    async def _awaited(self, result: Any, state: Any) -> tuple[Any, bool]:
+    async def _awaited(self, result: Any, state: Any, written: str) -> tuple[Any, bool]:
         try:
             value = await seeding.swapped(result, state)
             with state:
-                return self._content(value), False
+                return self._content(value, written), False
         except (MemoryError, asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:
-            return self._error(error), True
+            return self._error(error, written), True
 
-    def _error(self, error: BaseException) -> str:
-        return self._text({"error": _text_of_error(error)})
+    def _error(self, error: BaseException, written: str) -> str:
+        return self._text({"error": without_places(_text_of_error(error), written=written)})
 
-    def _content(self, result: Any) -> Any:
-        """What the message says of a result: a list that JSON can say stays a list, all else is text."""
+    def _content(self, result: Any, written: str) -> Any:
+        """What the message says of a result: a list that JSON can say stays a list, all else is text.
+
+        A tool that returns its traceback tells of an error, as one that raises.
+        """
+        if isinstance(result, str) and TRACEBACK in result:
+            result = without_places(result, written=written)
         if isinstance(result, list):
             with contextlib.suppress(TypeError, ValueError, RecursionError):
                 if len(written := json.dumps(result)) <= self._environment.max_characters:

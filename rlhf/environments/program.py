@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import select
 import shutil
@@ -25,6 +24,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from rlhf.processes.returned import read_returned
 
 TIMEOUT_S = 600.0  # where the config sets none
 ALIVE_S = 1.0  # between signs of life
@@ -164,16 +165,9 @@ def reward_in(text: bytes, where: str) -> dict[str, Any]:
         if len(text) > MAX_REWARD_BYTES:
             raise ValueError(f"it has over {MAX_REWARD_BYTES} bytes")
         value = json.loads(text)
-        parts = dict(value) if isinstance(value, dict) else {"score": value}
-        facts, score = parts.pop("facts", None) or {}, parts.pop("score", None)
-        numbers = {name: _finite(part) for name, part in parts.items()}
-        reward = None if score is None else _finite(score)
-        return {"reward": reward, "parts": numbers, "facts": dict(facts), "attributes": None}
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{where} holds no reward: {error}") from None
-
-
-def _finite(value: Any) -> float:
-    if isinstance(value, str) or not math.isfinite(number := float(value)):
-        raise ValueError(f"{str(value)[:100]} is no finite number")
-    return number
+        facts = (value.pop("facts", None) if isinstance(value, dict) else None) or {}
+        said = read_returned({"score": None, **value} if isinstance(value, dict) else value)
+        facts = {**said.others, **dict(facts)}
+        return {"reward": said.score, "parts": said.numbers, "facts": facts, "attributes": None}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{where} holds no reward: {str(error).removeprefix('returned ')}") from None

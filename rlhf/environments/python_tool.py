@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rlhf.environments.places import without_places
+
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
 # the shell's own limits: memory in KiB, CPU seconds, files in blocks of 512 bytes; no core file
 LIMITED = 'ulimit -v "$1"; ulimit -t "$2"; ulimit -f "$3"; ulimit -c 0; shift 3; exec "$@"'
@@ -96,7 +98,10 @@ async def _run(code: str, folder: Path, seconds: float, memory_mb: int, max_outp
                 os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         output.read()  # what is in the pipe already
-    text = output.data.decode("utf-8", "backslashreplace").replace(f"{folder}/", "").replace(str(folder), ".")
+    text = output.data.decode("utf-8", "backslashreplace")
+    for place in (str(folder), os.path.realpath(folder)):
+        text = text.replace(f"{place}/", "").replace(place, ".")
+    text = without_places(text, written=code)
     if len(text) > max_output_characters or output.dropped:
         text = f"{text[:max_output_characters]}\n[output cut after {max_output_characters} characters]"
     match status:

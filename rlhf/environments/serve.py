@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from rlhf.environments.program import Program, TimeLimitError
 from rlhf.processes import attributes
 from rlhf.processes.channel import Channel
 from rlhf.processes.code import load_module
+from rlhf.processes.returned import read_returned
 
 ALIVE_S = 1.0  # between signs of life of the event loop
 MAX_ERROR = 2000  # characters of an error
@@ -276,11 +276,12 @@ class Server:
         with state:
             coroutine: Any = play(message["row"], generate)
         result = await quiet.limited(seeding.swapped(coroutine, state))
-        parts: dict[str, float] = {}
-        if isinstance(result, Mapping):
-            parts = {str(name): _number(value) for name, value in result.items() if name != "score"}
-            result = result["score"]
-        return {"reward": None if result is None else _number(result), "parts": parts, "facts": {}, "attributes": None}
+        try:
+            returned = read_returned(result)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the coroutine {error}.") from None
+        facts = attributes.plain_json(returned.others)
+        return {"reward": returned.score, "parts": returned.numbers, "facts": facts, "attributes": None}
 
 
 class Turn(dict[str, Any]):
@@ -352,9 +353,3 @@ class _Quiet:
             return task.result()
         finally:
             task.cancel()
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, str | bytes) or not math.isfinite(number := float(value)):
-        raise ValueError(f"the coroutine returned {attributes.plain_json(value)!r}, not a finite number.")
-    return number

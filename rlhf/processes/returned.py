@@ -43,9 +43,10 @@ def _checked(value: Any, shown: str) -> Any:
     """The value as a finite float; None stays None."""
     number = _number(value)
     if number is None and value is not None:
-        raise TypeError(f"returned {shown[:MAX_SHOWN]}, not a number")
+        raise TypeError(f"returned {shown[:MAX_SHOWN]}, no finite number")
     if number is not None and not math.isfinite(number):
-        raise ValueError(f"returned {number if shown == type(value).__name__ else shown[:MAX_SHOWN]}")
+        shown = str(number) if shown == type(value).__name__ else shown[:MAX_SHOWN]
+        raise ValueError(f"returned {shown}, no finite number")
     return number
 
 

@@ -66,6 +66,14 @@ def test_a_program_returns_what_it_prints_with_its_errors_and_without_the_folder
     assert run("print(len('\ud800'))") == "1\n"  # no valid UTF-8: written as an escape
 
 
+def test_an_error_of_a_program_names_no_place_of_this_machine_but_those_that_it_named_itself() -> None:
+    answer = run("import json; json.loads('{')")
+    assert 'File "main.py", line 1' in answer
+    assert 'File "decoder.py", line' in answer
+    assert "/" not in run("from json import nothing")
+    assert "'/usr/lib/no/such'" in run("open('/usr/lib/no/such')")
+
+
 def test_each_program_starts_anew_in_an_empty_folder() -> None:
     assert run("open('x', 'w').close(); import os; print(os.listdir('.'))").count("'") == 4
     assert "'x'" not in run("import os; print(os.listdir('.'))")

@@ -6,9 +6,11 @@ import asyncio
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -259,6 +261,51 @@ def test_a_call_that_could_not_be_read_is_answered_with_its_error_and_the_others
     answer = run(environment, [unread, call("calculator", {"expression": "1 + 2"})])[1]
     assert [one["content"] for one in answer["answers"]] == ["{'error': 'Write it again.'}", "3"]
     assert answer["errors"] == 1
+
+
+def test_an_error_of_a_tool_names_no_place_of_this_machine_but_those_that_the_model_named_itself(
+    made: Callable[..., Environment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, python = tmp_path / "home", Path(sys.executable).name
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "own"))
+    monkeypatch.setenv("HOME", str(home))
+    environment = made("""
+import os, sys, tempfile, traceback
+class Env:
+    def reset(self): pass
+    def fail(self, text: str):
+        '''Fail.
+
+        Args:
+            text: why, with {own}, {home}, {python}.
+        '''
+        raise OSError(text.format(own=tempfile.gettempdir(), home=os.path.expanduser("~"), python=sys.executable))
+    async def fail_later(self, text: str):
+        '''Fail later.
+
+        Args:
+            text: why.
+        '''
+        await asyncio.sleep(0)
+        self.fail(text)
+    def tell(self):
+        '''Tell.'''
+        try: open(tempfile.gettempdir() + "/notes.txt")
+        except OSError: return traceback.format_exc()
+""")
+    for text, told in [
+        ("no file {own}/a/b.txt.", "no file ./a/b.txt."),
+        ("in {own}: no", "in .: no"),
+        ("'{home}/runs/x/log.txt', {python}", f"'log.txt', {python}"),
+        (f"{home}/mine.txt is not there", f"{home}/mine.txt is not there"),
+        ("GET https://host/api/v1 and 1/2", "GET https://host/api/v1 and 1/2"),
+    ]:
+        for name in ("fail", "fail_later"):
+            (answer,) = contents(run(environment, [call(name, {"text": text})])[1])
+            assert answer == str({"error": told})
+    (answer,) = contents(run(environment, [call("tell")])[1])
+    assert "'./notes.txt'" in answer
+    assert re.search(r'File "env\d\.py", line', answer)
 
 
 def test_get_reward_may_give_named_numbers_and_facts_are_told(made: Callable[..., Environment]) -> None:

@@ -39,15 +39,15 @@ def test_a_value_that_is_no_number_is_told_once(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("returned", "problem"),
     [
-        ({"score": "42"}, "returned score='42', not a number"),
-        ({"score": [1, 0]}, r"returned score=\[1, 0\], not a number"),
-        ({"score": 1, "acc": float("nan")}, "returned acc=nan"),
-        ({"score": float("inf")}, "returned score=inf"),
+        ({"score": "42"}, "returned score='42', no finite number"),
+        ({"score": [1, 0]}, r"returned score=\[1, 0\], no finite number"),
+        ({"score": 1, "acc": float("nan")}, "returned acc=nan, no finite number"),
+        ({"score": float("inf")}, "returned score=inf, no finite number"),
         ({"reward": 1}, r"returned a mapping with \['reward'\], without score"),
         ({"score": 1, "n": 10**400}, "returned a number too large for a float"),
-        ("1", "returned str, not a number"),
-        (float("nan"), "returned nan"),
-        ({1}, "returned set, not a number"),
+        ("1", "returned str, no finite number"),
+        (float("nan"), "returned nan, no finite number"),
+        ({1}, "returned set, no finite number"),
     ],
 )
 def test_what_cannot_be_a_reward_is_named_with_its_key(returned: Any, problem: str) -> None:

@@ -1,0 +1,50 @@
+"""Paths of this machine in the errors that a model reads: none of its business, and other ones on the next machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+IN_A_PATH = r"[^\s'\"`,:;()<>\[\]{}|]"
+
+
+def without_places(text: str, *, written: str) -> str:
+    """The text with this process's folder for temporary files as `.`, and other paths of ours by their last names.
+
+    Ours are the paths of Python and its packages, of this user, those below the folder that the run was started in, and
+    every file of a traceback.
+
+    Args:
+        written: what the model wrote; the paths that it named itself stay.
+    """
+
+    def shown(found: re.Match[str]) -> str:
+        path = found[0].rstrip(".")
+        if path in written:
+            return found[0]
+        name = f".{path.removeprefix(found['own'])}" if found["own"] else os.path.basename(path.rstrip("/"))
+        return name + found[0][len(path) :]
+
+    return _known(tempfile.gettempdir(), os.getcwd()).sub(shown, text)
+
+
+@cache
+def _known(own: str, cwd: str) -> re.Pattern[str]:
+    """Matches paths; those in the folder `own` begin with the group of this name."""
+    ours = [sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *sys.path]
+    ours += [cwd, os.path.expanduser("~"), str(Path(__file__).parents[2])]
+    known = rf"(?<![\w./-])(?:(?P<own>{_any([own])})|{_any(ours)})(?:/{IN_A_PATH}*|(?!{IN_A_PATH}))"
+    return re.compile(rf'{known}|(?<=File ")/[^"\n]+(?=", line \d)')
+
+
+def _any(places: Iterable[str]) -> str:
+    """A pattern for absolute paths, and for where they lead; the longest first."""
+    forms = {os.path.normpath(form) for place in places for form in (place, os.path.realpath(place))}
+    return "|".join(
+        re.escape(form) for form in sorted(forms, key=len, reverse=True) if os.path.isabs(form) and form != "/"
+    )
