@@ -19,7 +19,7 @@ from rlhf import quickstart
 from rlhf.config.cli import run_program
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
-from rlhf.config.parsers import parsers_of
+from rlhf.config.parsers import tool_parser_of
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.supervised import SFTConfig
@@ -247,7 +247,7 @@ def test_a_call_has_the_form_of_hermes_and_costs_its_expression_and_two_tokens()
         "<|assistant|>\\boxed{98895}<|end|>"
     )
     assert len(tokenizer.encode(call)) == len("347 * 285") + 2
-    assert parsers_of(tokenizer.chat_template, "auto") == ("hermes", None)
+    assert tool_parser_of(tokenizer.chat_template, "auto") == "hermes"
     config = load_config(GRPOConfig, [str(CONFIGS / "tools_quickstart.yaml")])
     most = Product(999, 998)  # the longest numbers
     ids = tokenizer.encode(tokenizer.apply_chat_template(most.talk(asks=True), tools=tools, tokenize=False))

@@ -1,4 +1,4 @@
-"""Which of vLLM's parsers read the tool calls and thoughts of a model, by the marks in its chat template.
+"""Which of vLLM's parsers reads the tool calls of a model, by the marks in its chat template.
 
 vLLM itself is not imported: its names are read from its source, so that a wrong one is refused before anything starts.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 from functools import cache
-from typing import NamedTuple
 
 from rlhf.config.vllm_source import vllm_source
 
@@ -30,45 +29,28 @@ TOOL_PARSERS = (
     (('{"name": ', '"parameters": ', "ipython"), "llama3_json"),
     (("<tool_call>",), "hermes"),
 )
-REASONING_PARSERS = (
-    (("<|channel>",), "gemma4"),
-    (("<|start|>assistant", "<|channel|>"), "openai_gptoss"),
-    (("<seed:think>",), "seed_oss"),
-    (("[THINK]",), "mistral"),
-    (("<think>", "<arg_key>"), "glm45"),
-    (("<think>", "<minimax:tool_call>"), "minimax_m2"),
-    (("<think>", "truncate_history_thinking"), "nemotron_v3"),
-    (("<think>", "<tool_call>"), "qwen3"),
-    (("<think>",), "deepseek_r1"),
-)
 
 
-class ParserNames(NamedTuple):
-    """vLLM's names of the parsers of a model; None: its messages have no such part."""
-
-    tools: str | None
-    reasoning: str | None
-
-
-def parsers_of(template: str, tool_parser: str, *, calls_tools: bool = True) -> ParserNames:
-    """The parsers of a model with this chat template, which is the text of the Jinja template.
+def tool_parser_of(template: str, tool_parser: str) -> str:
+    """The parser of a model with this chat template, which is the text of the Jinja template.
 
     Args:
         tool_parser: rollout.tool_parser: a name, or `auto` to choose by the template.
-        calls_tools: False where the model has no tools, so that no parser has to be found for them.
 
     Raises:
         ValueError: the name is unknown, or `auto` knows no mark of a tool call in the template.
     """
     check_tool_parser(tool_parser)
-    tools = tool_parser if tool_parser != "auto" else _by_marks(template, TOOL_PARSERS)
-    if calls_tools and tools is None:
+    if tool_parser != "auto":
+        return tool_parser
+    name = next((name for marks, name in TOOL_PARSERS if all(mark in template for mark in marks)), None)
+    if name is None:
         raise ValueError(
             "rollout.tool_parser=auto: the chat template shows no form of tool calls that is known here. Use the "
             "template of a model that calls tools (data.template takes a file), or name the parser that reads the "
             f"calls, one of {', '.join(vllm_parsers())}."
         )
-    return ParserNames(tools if calls_tools else None, _by_marks(template, REASONING_PARSERS))
+    return name
 
 
 def check_tool_parser(name: str) -> None:
@@ -87,7 +69,3 @@ def vllm_parsers() -> tuple[str, ...]:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             return tuple(sorted(ast.literal_eval(node.value)))
     return ()
-
-
-def _by_marks(template: str, parsers: tuple[tuple[tuple[str, ...], str], ...]) -> str | None:
-    return next((name for marks, name in parsers if all(mark in template for mark in marks)), None)

@@ -11,11 +11,11 @@ import numpy as np
 
 from rlhf.config.environment import ALL, SERVICE
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.parsers import ParserNames, parsers_of
+from rlhf.config.parsers import tool_parser_of
 from rlhf.config.printing import to_stderr
 from rlhf.data.dialogue import Dialogue
 from rlhf.data.model_files import stop_token_ids
-from rlhf.data.templates import chat_template
+from rlhf.data.templates import template_source
 from rlhf.data.thoughts import marks_of
 from rlhf.environments.endpoint import Endpoint
 from rlhf.environments.hosts import Hosts
@@ -59,11 +59,11 @@ class StartedEnvironments(Environments):
             data = config.data
             stops = stop_token_ids(config.model.path, tokenizer)
             dialogue = Dialogue(tokenizer, data.template, data.template_arguments, stop_ids=stops)
-            names = _parser_names(config, tokenizer, must_call=bool(self.tools))
+            tool_parser = _tool_parser(config, tokenizer, must_call=bool(self.tools))
             self.warnings = (*dialogue.check(self.tools), *self._unconfined())
             opened.pop_all()
         marks = marks_of(tokenizer, data.template)
-        parsing = Parsing(names.tools, names.reasoning, tuple(self.tools), data.chat_template_kwargs, marks)
+        parsing = Parsing(tool_parser, tuple(self.tools), data.chat_template_kwargs, marks)
         self.spread = Spread(self.hosts, say)
         super().__init__(config, self.spread, dialogue, parsing, tokenizer, endpoint)
         self.dialogue = dialogue
@@ -133,13 +133,11 @@ def _all_tools(about: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return list(tools.values())
 
 
-def _parser_names(config: GRPOConfig, tokenizer: Any, *, must_call: bool) -> ParserNames:
-    """The parsers of the model's turns; a coroutine may do without calls."""
-    source = chat_template(config.data.template) or tokenizer.chat_template or ""
-    text = source if isinstance(source, str) else "".join(source.values())
+def _tool_parser(config: GRPOConfig, tokenizer: Any, *, must_call: bool) -> str | None:
+    """The parser of the calls in the model's turns; a coroutine may do without calls."""
     try:
-        return parsers_of(text, config.rollout.tool_parser)
+        return tool_parser_of(template_source(config.data.template, tokenizer), config.rollout.tool_parser)
     except ValueError:
         if must_call:
             raise
-        return parsers_of(text, config.rollout.tool_parser, calls_tools=False)
+        return None

@@ -154,13 +154,17 @@ def _add_row(columns: dict[str, list[Any]], row: Row, texts: dict[str, int], *, 
     def text(value: Any) -> int:
         return texts.setdefault(value if isinstance(value, str) else json.dumps(value), len(texts))
 
+    blocks = response_blocks(row)
+    is_plain = blocks in ([], [("text", row["text"])])
+    if not (row.get("turns") or is_plain):
+        row = {**row, "text": blocks[-1][1]}  # without its thought, which may be long and is stored once
     cells: dict[str, Any] = {"run": run, "group": group}
     cells |= {key: row[key] for key in ("step", "sample", "response_tokens")}
     cells |= {key: _number(row[key]) for key in ("reward", "advantage")}
     cells |= {key: text(row[key]) for key in TEXT_KEYS}
     cells |= {"conversation": text(conversation(row)), "no_answer": states_no_answer(row)}
     cells["parts"] = text(json.dumps(row["reward_parts"]))
-    cells["blocks"] = [(kind, text(block)) for kind, block in response_blocks(row)] if row.get("turns") else None
+    cells["blocks"] = None if is_plain else [(kind, text(block)) for kind, block in blocks]
     cells["version"] = min((span[2] for span in row["versions"]), default=None)
     cells["tokens"] = {key: row[key] for key in TOKEN_KEYS if key in row} or 0
     for key, value in cells.items():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.algo.schedules import learning_rate
+from rlhf.answers.thoughts import split_thoughts
 from rlhf.config.cli import PROGRAMS
 from rlhf.config.load import flat_keys, stored_values, validated
 from rlhf.config.program import TrainingProgramConfig
@@ -105,10 +106,13 @@ def response_blocks(row: Row) -> list[tuple[str, str]]:
     """(kind, text) of what followed the prompt, in order.
 
     The kinds are `text` and `thought`, which the model wrote, `call`, which it wrote too, and the role of what the
-    environment said. A rollout of one turn is one text.
+    environment said. A rollout of one turn is its thought with the marks, if it has one, and its text.
     """
     if not row.get("turns"):
-        return [("text", str(row["text"]))]
+        text = str(row["text"])
+        answer = split_thoughts(text, in_thought=row.get("in_thought", False))[1] or ""
+        parts = [("thought", text.removesuffix(answer)), ("text", answer)]
+        return [(kind, part) for kind, part in parts if part]
     blocks = []
     for turn in row["turns"]:
         if turn["role"] != "assistant":

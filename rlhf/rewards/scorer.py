@@ -340,8 +340,17 @@ def _jobs(
     job = {"name": part.name, "options": part.options, "answer": answer}
     if part.group or together:
         return [{**job, "columns": columns, "metadata": metadata, "responses": texts}]
+    if part.name == "format":
+        texts = [_with_thought(text, about) for text, about in zip(texts, metadata, strict=True)]
     pairs = zip(texts, metadata, strict=True)
     return [{**job, "response": text, **_known(part, columns, about, marks)} for text, about in pairs]
+
+
+def _with_thought(text: str, metadata: dict[str, Any]) -> str:
+    """The last message of a rollout with an environment, with its thought in the form that every model has."""
+    written = [turn for turn in metadata.get("turns", ()) if turn["role"] == "assistant"]
+    thoughts = [f"<think>{turn['reasoning_content']}</think>" for turn in written[-1:] if "reasoning_content" in turn]
+    return "".join([*thoughts, text])
 
 
 def _known(part: RewardPart, columns: dict[str, Any], metadata: dict[str, Any], marks: Marks | None) -> dict[str, Any]:
@@ -383,7 +392,7 @@ def _of_turns(prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
     if rollout.outcome is None:
         return {}
     written = [turn for turn in rollout.turns if turn["role"] == "assistant"]
-    in_thought = prompt.in_thought and not any(turn.get("reasoning_content") for turn in written[-1:])
+    in_thought = prompt.in_thought and not any("reasoning_content" in turn for turn in written[-1:])
     facts = {**rollout.facts, **rollout.outcome.facts}  # the class's own, also under a name of ours
     opening = {} if rollout.opening is None else {"messages": rollout.opening}
     files = {} if rollout.outcome.files is None else {"files": rollout.outcome.files}

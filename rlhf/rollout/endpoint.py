@@ -286,7 +286,7 @@ class _Parsed(Parser):
         assert turn is not None
         message = turn["message"]
         calls = [FunctionCall(id=call["id"], **call["function"]) for call in message.get("tool_calls", ())]
-        return message.get("reasoning_content"), message["content"] or (None if calls else ""), calls
+        return message.get("reasoning_content") or None, message["content"] or (None if calls else ""), calls
 
     def parse_delta(self, *_: Any, **__: Any) -> DeltaMessage | None:
         deltas = _current.get().deltas

@@ -1,12 +1,15 @@
-"""What the model said, as an assistant message: vLLM's parsers find thoughts and tool calls in a response.
+"""What the model said, as an assistant message: its thoughts, its text, and the calls that vLLM's parser finds.
 
-It runs in the engine's actor. A call that no parser can read is a call with an `error`, which its environment answers
-with that; whatever else no parser can read is text: what a model writes never ends a run. The parsers log a traceback
-for each such response, which is normal here, so their loggers are silenced.
+It runs in the engine's actor. Calls are looked for in what follows the thoughts alone (`answers.thoughts`), so one that
+is only thought of is never made; but gpt-oss's calls stand in channels, which its parser reads as a whole. A call that
+no parser can read is a call with an `error`, which its environment answers with that; whatever else no parser can read
+is text: what a model writes never ends a run. The parsers log a traceback for each such response, which is normal here,
+so their loggers are silenced.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import re
@@ -17,10 +20,11 @@ import numpy as np
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
 
-from rlhf.answers.thoughts import opens_thought
+from rlhf.answers.thoughts import opens_thought, split_thoughts
 from rlhf.rollout.requests import Completion, Parsing
 
 PROMPT_END = 16  # tokens that hold the mark of a thought
+IN_CHANNELS = {"openai": "openai_gptoss"}  # parsers of calls that stand in channels -> that of the thoughts beside them
 # What a call begins with, in any family's form; not where a backtick quotes it. Some forms have a section around calls.
 CALL_BEGINS = re.compile(
     r"(?<!`)(?:<(?:seed:|longcat_)?tool_call>|<\|tool_call\|?>|<invoke |<\|tool_call_(?:start|begin)\|>|"
@@ -53,10 +57,10 @@ class MessageReader:
         try:
             self._parser_class = ParserManager.get_parser(
                 tool_parser_name=parsing.tool_parser,
-                reasoning_parser_name=parsing.reasoning_parser,
+                reasoning_parser_name=IN_CHANNELS.get(parsing.tool_parser or ""),
                 enable_auto_tools=parsing.tool_parser is not None,
                 model_name=model_config.model,
-                is_harmony=parsing.tool_parser == "openai",
+                is_harmony=parsing.tool_parser in IN_CHANNELS,
                 tokenizer=tokenizer,
             )
         except TypeError as error:
@@ -77,35 +81,36 @@ class MessageReader:
         # Forms without marks (Llama, pythonic): a call is known by the name of its tool.
         self._unmarked = re.compile(rf"""\{{\s*["']name["']\s*:\s*["'](?:{named})["']|\A\s*\[(?:{named})\(""")
         self._names = re.compile(rf"\b(?:{named})\b")
-        # Marks of calls and thoughts may be control tokens, which remain in the text where a parser looks for them. Not
-        # every parser of thoughts asks for them.
+        # Marks of calls and thoughts may be control tokens, which remain in the text where they are looked for.
         request = self._request if self._parser_class is None else self._parser().adjust_request(self._copy())
-        self._skip_special_tokens = bool(request.skip_special_tokens) and parsing.reasoning_parser is None
+        self._skip_special_tokens = bool(request.skip_special_tokens) and not parsing.marks
 
     def message(self, completion: Completion, prompt_ids: np.ndarray, *, keep_last: bool = False) -> dict[str, Any]:
         """The message of a response to these ids [P]; the id that stopped it is no text, unless `keep_last`."""
         token_ids = completion.token_ids.tolist()
         said = token_ids[:-1] if completion.finish_reason == "stop" and not keep_last else token_ids
         text: str = self._tokenizer.decode(said, skip_special_tokens=self._skip_special_tokens)
-        if self._parser_class is None:
-            return {"role": "assistant", "content": text}
-        try:
-            parser = self._parser()
-            parser.set_prompt_token_ids(prompt_ids.tolist())
-            reasoning, content, calls = parser.parse(
-                text, self._copy(), enable_auto_tools=self._calls_tools, model_output_token_ids=token_ids
-            )
-        except Exception:  # whatever a parser raises, it is about what the model wrote
-            reasoning, content, calls = None, text, None
-        calls = [_Call(call.name, call.arguments, call.id) for call in calls or ()]
+        thoughts, said_after = self._split(text, prompt_ids)
+        content, calls = said_after, list[_Call]()
+        if self._parser_class is not None:
+            in_channels = self.parsing.tool_parser in IN_CHANNELS
+            with contextlib.suppress(Exception):  # whatever a parser raises, it is about what the model wrote
+                parser = self._parser()
+                parser.set_prompt_token_ids(prompt_ids.tolist())
+                in_channel, content, found = parser.parse(
+                    text if in_channels else said_after,
+                    self._copy(),
+                    enable_auto_tools=self._calls_tools,
+                    model_output_token_ids=token_ids,
+                )
+                calls = [_Call(call.name, call.arguments, call.id) for call in found or ()]
+                if in_channels:
+                    thoughts, said_after = in_channel, text.partition(in_channel)[2] if in_channel else text
         if self._calls_tools and completion.finish_reason == "stop":
-            after_thoughts = text.partition(reasoning)[2] if reasoning else text
-            content, calls = self._with_malformed(after_thoughts, content, calls)
-        if reasoning and not (content or calls) and reasoning.strip() == text.strip() and not self._thinks(prompt_ids):
-            content, reasoning = text, None  # some parsers take every text without a mark for a thought that was cut
+            content, calls = self._with_malformed(said_after, content, calls)
         message: dict[str, Any] = {"role": "assistant", "content": content or ""}
-        if reasoning:
-            message["reasoning_content"] = reasoning
+        if thoughts is not None:
+            message["reasoning_content"] = thoughts
         if calls:
             message["tool_calls"] = [
                 {
@@ -150,9 +155,14 @@ class MessageReader:
             _Call(named[0] if named else "unknown", written, error=UNREAD)
         ]
 
-    def _thinks(self, prompt_ids: np.ndarray) -> bool:
-        """Whether the prompt ends inside a thought."""
-        return opens_thought(self._tokenizer.decode(prompt_ids[-PROMPT_END:].tolist()), self.parsing.marks)
+    def _split(self, text: str, prompt_ids: np.ndarray) -> tuple[str | None, str]:
+        """The thoughts of a response, None if it has none, and what follows them."""
+        prompt_end = self._tokenizer.decode(prompt_ids[-PROMPT_END:].tolist())
+        in_thought = opens_thought(prompt_end, self.parsing.marks)
+        thoughts, content = split_thoughts(text, self.parsing.marks, in_thought=in_thought)
+        if content == text:
+            return None, text
+        return thoughts.strip("\n"), (content or "").lstrip("\n")
 
     def _parser(self) -> Any:
         """A new one: parsers are stateful."""

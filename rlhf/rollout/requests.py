@@ -22,8 +22,9 @@ class Completion:
 
     Attributes:
         engine: the one that sampled it; its cache holds the beginning of what a later turn asks for.
-        message: the response as an assistant message with `content` and, where there are any, `reasoning_content` and
-            `tool_calls` (`arguments` is text, in JSON if the model wrote JSON); None unless `SamplingSettings.parsing`.
+        message: the response as an assistant message with `content` and, where there are any, `reasoning_content` (""
+            if a thought is empty) and `tool_calls` (`arguments` is text, in JSON if the model wrote JSON); None unless
+            `SamplingSettings.parsing`.
         support: of the R tokens; None where each was sampled from the whole vocabulary.
         experts: as in `TokenSequence`, of the tokens from `SamplingSettings.experts_from` of the context to the last
             but one of the R; None: they were not asked for, or nothing was sampled.
@@ -44,14 +45,13 @@ class Parsing:
     """How responses become assistant messages.
 
     Attributes:
-        tool_parser, reasoning_parser: names of vLLM's parsers (`config.parsers.parsers_of`); None: none is used.
+        tool_parser: the name of vLLM's parser of calls (`config.parsers.tool_parser_of`); None: there are none.
         tools: the JSON schemas of the tools, as the prompt's template got them.
         template_kwargs: data.chat_template_kwargs; some parsers ask them whether the model thinks.
         marks: those of the model's thoughts (`answers.thoughts`).
     """
 
     tool_parser: str | None
-    reasoning_parser: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     marks: Marks = ()

@@ -88,11 +88,11 @@ def rollout_rows(step: int, groups: Sequence[RolloutGroup], advantages: Sequence
 def rollout_row(group: RolloutGroup, sample: ScoredRollout) -> dict[str, Any]:
     """A graded rollout as a row of a JSON file; `context` has the messages before `prompt`, the last one.
 
-    `turns` and `facts` are there if the rollout has any.
+    `turns` and `facts` are there if the rollout has any, `in_thought` if the prompt has opened a thought.
     """
     rollout = sample.rollout
     messages = group.prompt.messages if rollout.opening is None else rollout.opening
-    optional = {"turns": list(rollout.turns), "facts": rollout.facts}
+    optional = {"turns": list(rollout.turns), "facts": rollout.facts, "in_thought": group.prompt.in_thought}
     return {
         "prompt_id": rollout.prompt_id,
         "epoch": rollout.epoch,

@@ -7,38 +7,35 @@ import sys
 
 import pytest
 
-from rlhf.config.parsers import REASONING_PARSERS, TOOL_PARSERS, parsers_of, vllm_parsers
+from rlhf.config.parsers import TOOL_PARSERS, tool_parser_of, vllm_parsers
 from rlhf.config.sections import RolloutConfig
 
 HERMES = "{{ '<tool_call>\\n{\"name\": \"' + call.name + '\"}\\n</tool_call>' }}"
 
 
 @pytest.mark.parametrize(
-    ("template", "tools", "reasoning"),
+    ("template", "tools"),
     [
-        (HERMES, "hermes", None),
-        ("<think>" + HERMES, "hermes", "qwen3"),
-        ("<think><tool_call>\n<function={{ name }}>\n<parameter=", "qwen3_coder", "qwen3"),
-        ("truncate_history_thinking <think><tool_call>\n<function=", "qwen3_coder", "nemotron_v3"),
-        ("<|channel>thought<|tool_call>call:{{ name }}<tool_call|>", "gemma4", "gemma4"),
-        ("<tool_call>{{ name }}\n<arg_key><think>", "glm45", "glm45"),
-        ('{"name": "{{ name }}", "parameters": {{ arguments }}} ipython', "llama3_json", None),
-        ("<think></think><｜tool▁calls▁begin｜>", "deepseek_v31", "deepseek_r1"),
-        ("<|start|>assistant to=functions.x<|channel|>commentary", "openai", "openai_gptoss"),
+        (HERMES, "hermes"),
+        ("<think>" + HERMES, "hermes"),
+        ("<think><tool_call>\n<function={{ name }}>\n<parameter=", "qwen3_coder"),
+        ("<|channel>thought<|tool_call>call:{{ name }}<tool_call|>", "gemma4"),
+        ("<tool_call>{{ name }}\n<arg_key><think>", "glm45"),
+        ('{"name": "{{ name }}", "parameters": {{ arguments }}} ipython', "llama3_json"),
+        ("<think></think><｜tool▁calls▁begin｜>", "deepseek_v31"),
+        ("<|start|>assistant to=functions.x<|channel|>commentary", "openai"),
     ],
 )
-def test_marks_in_the_template_choose_the_parsers(template: str, tools: str, reasoning: str | None) -> None:
-    assert parsers_of(template, "auto") == (tools, reasoning)
-    assert parsers_of(template, "pythonic") == ("pythonic", reasoning)
-    assert parsers_of(template, "auto", calls_tools=False) == (None, reasoning)
+def test_marks_in_the_template_choose_the_parser(template: str, tools: str) -> None:
+    assert tool_parser_of(template, "auto") == tools
+    assert tool_parser_of(template, "pythonic") == "pythonic"
 
 
 def test_a_template_without_a_known_form_of_calls_is_refused_with_the_names_where_tools_are_called() -> None:
     template = "{{ message.content }}"
     with pytest.raises(ValueError, match=r"(?s)^rollout\.tool_parser=auto: .*data\.template.* hermes,.* pythonic"):
-        parsers_of(template, "auto")
-    assert parsers_of(template, "hermes").tools == "hermes"
-    assert parsers_of(template, "auto", calls_tools=False) == (None, None)
+        tool_parser_of(template, "auto")
+    assert tool_parser_of(template, "hermes") == "hermes"
 
 
 def test_an_unknown_parser_is_refused_when_the_config_is_read() -> None:
@@ -55,9 +52,7 @@ def test_the_names_of_the_table_are_vllms_and_are_read_without_importing_it() ->
 
 
 @pytest.mark.slow
-def test_the_names_of_both_tables_can_be_loaded() -> None:
-    from vllm.reasoning import ReasoningParserManager
+def test_the_names_of_the_table_can_be_loaded() -> None:
     from vllm.tool_parsers import ToolParserManager
 
     assert sorted(ToolParserManager.lazy_parsers) == list(vllm_parsers())
-    assert {name for _, name in REASONING_PARSERS} <= set(ReasoningParserManager.list_registered())

@@ -334,6 +334,26 @@ def test_turns_are_shown_as_thoughts_texts_calls_and_what_the_environment_said(
     assert rollouts["texts"][first[3][1]] == f"add: {HOSTILE}"
 
 
+@pytest.mark.parametrize(
+    ("text", "in_thought", "blocks"),
+    [
+        ("<think>17 + 25</think>It is 42.", False, [("thought", "<think>17 + 25</think>"), ("text", "It is 42.")]),
+        ("17 + 25</think>It is 42.", True, [("thought", "17 + 25</think>"), ("text", "It is 42.")]),
+        ("17 + 25", True, [("thought", "17 + 25")]),
+        ("<|channel>thought\n17 + 25", False, [("thought", "<|channel>thought\n17 + 25")]),
+        ("It is 42.", False, None),
+    ],
+)
+def test_a_response_is_shown_as_its_thought_and_its_answer(
+    tmp_path: Path, text: str, in_thought: bool, blocks: list[tuple[str, str]] | None
+) -> None:
+    run = read_run(write_run(tmp_path / "run", text=text, prompt={"in_thought": in_thought}))
+    rollouts = data_of(write_page([run]), "rollouts")
+    shown, texts = rollouts["columns"]["blocks"][0], rollouts["texts"]
+    assert shown == (None if blocks is None else [[kind, texts.index(part)] for kind, part in blocks])
+    assert texts[rollouts["columns"]["text"][0]] == (blocks[-1][1] if blocks else text)
+
+
 def test_a_filter_that_nothing_fits_and_a_step_that_is_not_there_say_which_steps_there_are(tmp_path: Path) -> None:
     path = str(write_run(tmp_path / "run"))
     with pytest.raises(ValueError, match=r"no group fits.*\b1 to 4\b"):

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from worlds import rollout_of
 
+from rlhf.answers.thoughts import marks_in
 from rlhf.config.reward import RewardConfig, RewardPart
 from rlhf.rewards.registry import load_user_function
 from rlhf.rewards.scorer import Scorer
-from rlhf.types import Prompt
+from rlhf.types import Outcome, Prompt
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +77,30 @@ def test_a_response_that_begins_inside_a_thought_is_graded_by_what_follows_the_t
     assert (unfinished.reward_parts["math"], unfinished.status) == (0.0, "no_answer")
     finished = score(scorer, thinking, r"Let me try: \boxed{4}. Wait, it is 5.</think> \boxed{5}")
     assert finished.reward_parts["math"] == finished.reward_parts["format"] == 1.0
+
+
+def test_the_marks_of_the_model_say_where_a_thought_is(scorer: Scorer) -> None:
+    """gpt-oss's marks are read where the model has them, or is not known; tags always."""
+    answer, thought = r"To write <|channel|> is \boxed{5}", r"<think>\boxed{5}?"
+    for marks, paid in ((marks_in("{{ '<|channel|>' }}"), 0.0), (None, 0.0), ((), 1.0)):
+        values = [
+            asyncio.run(scorer.score_group(prompt("5"), [rollout_of([1])], [text], marks))[0].reward_parts["math"]
+            for text in (answer, thought)
+        ]
+        assert values == [paid, 0.0]
+
+
+def test_the_form_of_a_rollout_with_turns_is_that_of_its_last_message_with_its_thought() -> None:
+    parts = [{"name": "format", "style": "think"}]
+    with Scorer(RewardConfig.model_validate({"parts": parts, "workers": 1})) as own:
+        said = {"role": "assistant", "content": "5"}
+        rollouts = [
+            replace(rollout_of([1]), turns=(turn, {"role": "tool", "content": "!"}), outcome=Outcome())
+            for turn in ({**said, "reasoning_content": "2 + 3"}, {**said, "reasoning_content": ""}, said)
+        ]
+        scored = asyncio.run(own.score_group(replace(prompt("5"), in_thought=True), rollouts[:2], ["5", "5"]))
+        scored += asyncio.run(own.score_group(prompt("5"), rollouts[2:], ["5"]))
+    assert [each.reward for each in scored] == [1.0, 0.0, 0.0]
 
 
 def test_an_expression_that_is_copied_from_the_prompt_gets_0(scorer: Scorer) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf.answers.thoughts import marks_in
 from rlhf.quickstart import make_tokenizer
 from rlhf.rollout.requests import Completion, Parsing
 
@@ -27,9 +28,7 @@ HERMES_CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_c
 Say = Callable[..., dict[str, Any]]
 
 
-def speaker(
-    tools: str | None, reasoning: str | None = None, marks: tuple[str, ...] = (), schemas: tuple[Any, ...] = SCHEMAS
-) -> Say:
+def speaker(tools: str | None, marks: tuple[str, ...] = (), schemas: tuple[Any, ...] = SCHEMAS) -> Say:
     """A function from text to its message; the marks are control tokens, as the tokens of turns are."""
     from tokenizers import AddedToken
 
@@ -37,7 +36,7 @@ def speaker(
 
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
-    parsing = Parsing(tools, reasoning, schemas)
+    parsing = Parsing(tools, schemas, marks=marks_in("", marks))
     config = SimpleNamespace(model="model", hf_config=SimpleNamespace(model_type="qwen2"))
     reader = MessageReader(parsing, tokenizer, config)
 
@@ -52,22 +51,22 @@ def speaker(
     ("parsers", "text", "reasoning", "content"),
     [
         (("hermes",), f"I add. {HERMES_CALL}<|end|>", None, "I add. "),
-        (("hermes", "qwen3", THINK + CALL), f"<think>Add!</think>{HERMES_CALL}<|end|>", "Add!", ""),
+        (("hermes", THINK + CALL), f"<think>Add!</think>{HERMES_CALL}<|end|>", "Add!", ""),
         (
-            ("qwen3_coder", "qwen3", THINK + CALL),
+            ("qwen3_coder", THINK + CALL),
             "<think>Add!</think>\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n"
             "</parameter>\n</function>\n</tool_call><|end|>",
             "Add!",
             "",
         ),
         (
-            ("gemma4", "gemma4", GEMMA),
+            ("gemma4", GEMMA),
             "<|channel>thought\nAdd!<channel|><|tool_call>call:add{a:1,b:2}<tool_call|><|end|>",
             "Add!",
             "",
         ),
         (
-            ("llama3_json", None, ("<|python_tag|>",)),
+            ("llama3_json", ("<|python_tag|>",)),
             '{"name": "add", "parameters": {"a": 1, "b": 2}}<|end|>',
             None,
             "",
@@ -111,6 +110,7 @@ def test_text_that_is_no_call_is_the_content(text: str, log_records: list[loggin
 
 
 ARGUMENTS = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in (("a", 1), ("b", 2)))
+GEMMA_CALL = "<|tool_call>call:add{a:1,b:2}<tool_call|>"
 CODER_CALL = f"<tool_call>\n<function=add>\n{ARGUMENTS}</function>\n</tool_call>"
 PAIRS = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in (("a", 1), ("b", 2)))
 GLM_CALL = f"<tool_call>add\n{PAIRS}</tool_call>"
@@ -122,12 +122,12 @@ MALFORMED = [  # the parser, a call, and one that cannot be read
     (("hermes",), HERMES_CALL, "<tool_call>add(1, 2)</tool_call>"),
     (("hermes",), HERMES_CALL, "<tool_call>[]</tool_call>"),
     (("hermes",), HERMES_CALL, '<tool_call>{"name": "add", "argum'),
-    (("hermes", "qwen3", THINK + CALL), HERMES_CALL, HERMES_CALL.replace('"', "'")),
-    (("qwen3_coder", "qwen3", THINK + CALL), CODER_CALL, HERMES_CALL),
-    (("glm45", None, CALL), GLM_CALL, "<tool_call>\n</tool_call>"),
-    (("gemma4", "gemma4", GEMMA), "<|tool_call>call:add{a:1,b:2}<tool_call|>", "<|tool_call>add(1, 2)<tool_call|>"),
-    (("lfm2", None, ("<|tool_call_start|>", "<|tool_call_end|>")), LFM_CALL, LFM_CALL.replace(")", "")),
-    (("llama3_json", None, ("<|python_tag|>",)), LLAMA_CALL + "; ", LLAMA_CALL.replace("}}", "}") + "; "),
+    (("hermes", THINK + CALL), HERMES_CALL, HERMES_CALL.replace('"', "'")),
+    (("qwen3_coder", THINK + CALL), CODER_CALL, HERMES_CALL),
+    (("glm45", CALL), GLM_CALL, "<tool_call>\n</tool_call>"),
+    (("gemma4", GEMMA), GEMMA_CALL, "<|tool_call>add(1, 2)<tool_call|>"),
+    (("lfm2", ("<|tool_call_start|>", "<|tool_call_end|>")), LFM_CALL, LFM_CALL.replace(")", "")),
+    (("llama3_json", ("<|python_tag|>",)), LLAMA_CALL + "; ", LLAMA_CALL.replace("}}", "}") + "; "),
     (("olmo3",), "<function_calls>\nadd(a=1, b=2)\n</function_calls>", "<function_calls>\nadd(1\n</function_calls>"),
 ]
 
@@ -147,7 +147,7 @@ def test_a_malformed_call_has_an_error_and_leaves_the_others_of_the_turn(parsers
     assert "tool_calls" not in say(bad, finish_reason="length")  # a turn that was cut makes no calls anyway
 
 
-@pytest.mark.parametrize("parsers", [("pythonic",), ("hermes",), ("llama3_json", None, ("<|python_tag|>",))])
+@pytest.mark.parametrize("parsers", [("pythonic",), ("hermes",), ("llama3_json", ("<|python_tag|>",))])
 def test_a_call_without_marks_is_known_by_the_name_of_its_tool(parsers: Any) -> None:
     text = '{"name": "add", "arguments": {"a": 1, "b" 2}}' if parsers[0] != "pythonic" else "[add(a=1, b=2]"
     (call,) = speaker(*parsers)(f"{text}<|end|>")["tool_calls"]
@@ -182,12 +182,32 @@ def test_without_parsers_the_text_is_the_content() -> None:
 
 
 def test_text_is_a_thought_only_where_one_was_begun() -> None:
-    say = speaker(None, "deepseek_r1", THINK)
+    say = speaker(None, THINK)
     assert say("It is 3.<|end|>") == {"role": "assistant", "content": "It is 3."}
     cut = say("It is", prompt="<|assistant|><think>\n", finish_reason="length")
     assert cut == {"role": "assistant", "content": "", "reasoning_content": "It is"}
     whole = say("1 + 2</think>It is 3.<|end|>", prompt="<|assistant|><think>\n")
     assert whole == {"role": "assistant", "content": "It is 3.", "reasoning_content": "1 + 2"}
+    empty = say("</think>It is 3.<|end|>", prompt="<|assistant|><think>\n")
+    assert empty == {"role": "assistant", "content": "It is 3.", "reasoning_content": ""}
+
+
+@pytest.mark.parametrize(
+    ("parsers", "call", "begin", "end"),
+    [
+        *((parsers, call, *THINK) for parsers, call in {parsers: call for parsers, call, _ in MALFORMED}.items()),
+        (("gemma4", GEMMA), GEMMA_CALL, "<|channel>thought\n", "<channel|>"),
+        (("pythonic", ("[THINK]", "[/THINK]")), "[add(a=1, b=2)]", "[THINK]", "[/THINK]"),
+    ],
+)
+def test_a_call_in_a_thought_is_not_made(parsers: Any, call: str, begin: str, end: str) -> None:
+    """Also where a prompt teaches the form of thoughts."""
+    say = speaker(*parsers)
+    for text, prompt in ((f"{begin}Or {call}?", "<|assistant|>"), (f"Or {call}?", f"<|assistant|>{begin}")):
+        cut = say(text, prompt=prompt, finish_reason="length")
+        assert cut == {"role": "assistant", "content": "", "reasoning_content": f"Or {call}?"}
+        whole = say(f"{text}{end}{call}<|end|>", prompt=prompt)
+        assert (whole["reasoning_content"], len(whole["tool_calls"])) == (f"Or {call}?", 1)
 
 
 def test_the_id_that_stops_a_response_is_no_text_but_a_stop_string_is() -> None:
