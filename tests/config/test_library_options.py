@@ -6,9 +6,18 @@ from typing import Any
 
 import pytest
 
+from rlhf.config import library_options
 from rlhf.config.base import Section
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.library_options import DEEPSPEED_KEYS, NUMERIC, OWN_KEYS, REFUSED, changes_numbers, vllm_arguments
+from rlhf.config.library_options import (
+    ACCEPTED,
+    DEEPSPEED_KEYS,
+    OWN_KEYS,
+    REFUSED,
+    changes_numbers,
+    check_engine_options,
+    vllm_arguments,
+)
 from rlhf.config.load import validated
 from rlhf.config.sections import LearnerConfig
 from rlhf.rollout.requests import engine_arguments
@@ -37,21 +46,58 @@ def test_every_argument_that_the_run_sets_is_refused_with_the_key_that_sets_it()
     set_by_us = engine_arguments(parse({}), seed=0).keys()
     assert set_by_us <= OWN_KEYS.keys() | REFUSED.keys()
     for name in OWN_KEYS.keys() | REFUSED.keys():
-        assert name in vllm_arguments()
         with pytest.raises(ValueError, match=rf"^rollout\.engine\.{name}: ") as refused:
-            parse({name: 1})
+            check_engine_options({name: 1})
         assert (OWN_KEYS.get(name) or REFUSED[name]) in str(refused.value)
 
 
+def test_every_argument_of_the_installed_vllm_is_decided_once() -> None:
+    decided = [*OWN_KEYS, *ACCEPTED, *REFUSED]
+    assert sorted(decided) == sorted(vllm_arguments())
+    assert check_engine_options(dict.fromkeys(ACCEPTED, 1)).keys() == ACCEPTED.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}}, "old weights"),
+        ({"kv_offloading_size": 8.0}, "old weights"),
+        ({"kv_offloading_backend": "lmcache"}, "old weights"),
+        ({"override_generation_config": {"temperature": 0.5}}, "what is sampled"),
+        ({"override_generation_config": {"eos_token_id": [1]}}, "what is sampled"),
+        ({"logits_processors": ["mine:Processor"]}, "what is sampled"),
+        ({"max_num_batched_tokens": 8, "watermark_config": {}}, "what is sampled"),
+        ({"enable_eplb": True}, "new weights of experts"),
+        ({"kv_sharing_fast_prefill": True}, "the canary"),
+        ({"tokenizer_mode": "slow"}, "one model"),
+        ({"hf_token": "hf_x"}, "HF_TOKEN"),
+        ({"load_format": "dummy"}, "random"),
+    ],
+)
+def test_what_would_change_the_samples_without_the_learner_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=rf"^rollout\.engine\.{list(options)[-1]}[:=].*{words}"):
+        parse(options)
+
+
+def test_an_argument_of_another_vllm_that_nobody_has_examined_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library_options, "vllm_arguments", lambda: ("keep_old_keys",))
+    with pytest.raises(ValueError, match=r"^rollout\.engine\.keep_old_keys: .* not been examined"):
+        parse({"keep_old_keys": True})
+
+
 def test_only_options_that_change_log_probs_widen_the_bounds_of_the_canary() -> None:
-    assert set(vllm_arguments()) >= NUMERIC
     assert changes_numbers({"max_num_batched_tokens": 512, "kv_cache_dtype": "fp8"})
     assert not changes_numbers({"max_num_batched_tokens": 512, "block_size": 64})
 
 
-def test_an_unknown_argument_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"^rollout\.engine\.kv_cache_type: .*rollout\.engine\.kv_cache_dtype\?$"):
-        parse({"kv_cache_type": "fp8"})
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("kv_cache_type", "kv_cache_dtype"), ("max-num-batched-tokens", "max_num_batched_tokens"),
+     ("kv_transfer_confg", "kv_transfer_config")],
+)  # fmt: skip
+def test_an_unknown_argument_is_refused_with_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(ValueError, match=rf"^rollout\.engine\.{name}: .*rollout\.engine\.{nearest}\?$"):
+        parse({name: "fp8"})
 
 
 def test_a_deterministic_run_computes_whole_prompts() -> None:
