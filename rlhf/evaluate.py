@@ -48,7 +48,7 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
     """Start only engines, sample and grade every prompt of every data set, and stop the engines."""
     from rlhf.cluster.engines import started_engines
     from rlhf.data.load import load_prompts
-    from rlhf.data.model_files import load_tokenizer, truncate_token_id
+    from rlhf.data.model_files import embedding_rows, load_tokenizer, truncate_token_id
     from rlhf.data.templates import reads_date
     from rlhf.environments.rollouts import FailedEnvironments
     from rlhf.environments.start import StartedEnvironments
@@ -61,7 +61,9 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
     if reads_date(config.data.template, tokenizer):
         say(f"data.date={config.data.date}: the chat template writes this date into the prompts")
     truncate_token = truncate_token_id(config.rollout, tokenizer)
-    loaded = load_prompts(config.data, "eval", tokenizer, acts=config.acts)
+    loaded = load_prompts(
+        config.data, "eval", tokenizer, vocab_size=embedding_rows(config.model.path), acts=config.acts
+    )
     with contextlib.ExitStack() as exit_stack:
         scorer = exit_stack.enter_context(Scorer(config.reward))
         play = exit_stack.enter_context(StartedEnvironments(config, tokenizer)) if config.acts else None

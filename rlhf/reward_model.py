@@ -55,13 +55,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if printed(config, arguments):
         return
     from rlhf.data.conversations import pair_encoder, read_examples
-    from rlhf.data.model_files import load_tokenizer
+    from rlhf.data.model_files import embedding_rows, load_tokenizer
     from rlhf.run.folder import with_date
     from rlhf.run.restarts import train_with_restarts
 
     config = with_date(config)
     encoder = pair_encoder(load_tokenizer(config.model), config.data.template, config.data.clock)
-    data = read_examples(config.data, encoder)
+    data = read_examples(config.data, encoder, vocab_size=embedding_rows(config.model.path))
     train_with_restarts(config.with_steps(data.train.rows), arguments, partial(train, data=data))
 
 

@@ -51,13 +51,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if printed(config, arguments):
         return
     from rlhf.data.conversations import SFTEncoder, read_examples
-    from rlhf.data.model_files import load_tokenizer
+    from rlhf.data.model_files import embedding_rows, load_tokenizer
     from rlhf.run.folder import with_date
     from rlhf.run.restarts import train_with_restarts
 
     config = with_date(config)
     encoder = SFTEncoder(load_tokenizer(config.model), config.data.template, config.data.template_arguments)
-    data = read_examples(config.data, encoder)
+    data = read_examples(config.data, encoder, vocab_size=embedding_rows(config.model.path))
     for warning in encoder.warnings(data.train.tokens):
         say(f"warning: {warning}", file=sys.stderr)
     say(f"first row, of which the model learns what is between >>> and <<<:\n{encoder.shown(data.train.tokens)}")

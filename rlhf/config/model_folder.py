@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -23,6 +24,19 @@ def local_model_folder(path: str) -> Path:
     reference = repository / "refs" / "main"
     revision = reference.read_text().strip() if reference.is_file() else "main"
     return repository / "snapshots" / revision
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file. ValueError, which names the file, if it is not one."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}). Download or save the model again.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is no JSON object. Download or save the model again.")
+    return content
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -46,10 +60,10 @@ def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 def weight_index(folder: Path) -> dict[str, str]:
     """Tensor -> name of its file; empty without an index."""
-    file = folder / INDEX
-    if not file.is_file():
+    file, index = folder / INDEX, read_json(folder / INDEX)
+    if not index:
         return {}
     try:
-        return {str(tensor): str(name) for tensor, name in json.loads(file.read_text())["weight_map"].items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        return {str(tensor): str(name) for tensor, name in index["weight_map"].items()}
+    except (KeyError, AttributeError) as error:
         raise ValueError(f"{file}: not an index of weights ({error}). Download or save the model again.") from None

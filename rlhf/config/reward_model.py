@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, ClassVar, Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from rlhf.config.base import FilePath, NonNegativeInt, Section, key
 from rlhf.config.data import NamedTemplate
-from rlhf.config.model_folder import local_model_folder
+from rlhf.config.model_folder import local_model_folder, read_json
 from rlhf.config.sections import AnyLearnerConfig, ModelDType
 from rlhf.config.supervised import SupervisedConfig, SupervisedDataConfig
 
@@ -18,9 +17,7 @@ RECORD_FILE = "reward_normalization.json"  # of a trained model: {"mean", "std"}
 
 def reward_model_record(path: str) -> dict[str, Any]:
     """What was recorded with a reward model, in its folder or in the hub's cache; empty if nothing was."""
-    file = local_model_folder(path) / RECORD_FILE
-    record: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    return record
+    return read_json(local_model_folder(path) / RECORD_FILE)
 
 
 class RewardModelConfig(Section):

@@ -14,9 +14,11 @@ which the completion's turns are. How the tokens of a turn are found:
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise, takewhile
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +31,7 @@ from rlhf.config.supervised import SupervisedDataConfig
 from rlhf.data.control_tokens import without_marks
 from rlhf.data.forms import Form, split_message
 from rlhf.data.messages import Message, read_messages, read_tools
+from rlhf.data.model_files import check_ids
 from rlhf.data.read import Source, check_without_images, config_sources
 from rlhf.data.templates import (
     check_has_template,
@@ -350,15 +353,19 @@ class TrainEval(NamedTuple):
     held_out: Examples | None
 
 
-def read_examples(config: SupervisedDataConfig, encode: Encode) -> TrainEval:
+def read_examples(config: SupervisedDataConfig, encode: Encode, *, vocab_size: float = math.inf) -> TrainEval:
     """`load_examples` of both."""
-    return TrainEval(
-        load_examples(config, "train", encode), load_examples(config, "eval", encode) if config.eval else None
-    )
+    load = partial(load_examples, config, encode=encode, vocab_size=vocab_size)
+    return TrainEval(load("train"), load("eval") if config.eval else None)
 
 
-def load_examples(config: SupervisedDataConfig, which: Literal["train", "eval"], encode: Encode) -> Examples:
-    """Read and tokenize all sources; ValueError if a source or a row is of no use to `encode`, or no row is left."""
+def load_examples(
+    config: SupervisedDataConfig, which: Literal["train", "eval"], encode: Encode, *, vocab_size: float = math.inf
+) -> Examples:
+    """Read and tokenize all sources; ValueError if a source or a row is of no use to `encode`, or no row is left.
+
+    `vocab_size`: of the model; a row with a higher token id is of no use.
+    """
     examples: list[Sequence[MaskedTokens]] = []
     too_long, bad_rows = 0, list[str]()
     for key, settings in config_sources(config, which).items():
@@ -367,6 +374,8 @@ def load_examples(config: SupervisedDataConfig, which: Literal["train", "eval"],
             with source.leave_out(row):
                 check_without_images(row.columns)
                 sequences = encode(row.columns)
+                for sequence in sequences:
+                    check_ids(sequence.token_ids, vocab_size)
                 if max(len(sequence.token_ids) for sequence in sequences) > config.max_tokens:
                     too_long += 1
                 else:

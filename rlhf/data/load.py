@@ -7,6 +7,7 @@ cannot be used raises an error that names it, or is counted (`data.on_bad_row`).
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -18,6 +19,7 @@ from rlhf.answers.thoughts import opens_thought
 from rlhf.config.data import USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
 from rlhf.data.answers import extract_answer
 from rlhf.data.messages import Message, check_text, messages_in, read_messages, read_tools
+from rlhf.data.model_files import check_ids
 from rlhf.data.read import Row, Source, check_without_images, config_sources, rows_per_epoch
 from rlhf.data.templates import render, tokenize
 from rlhf.data.thoughts import marks_of
@@ -47,11 +49,17 @@ class LoadedPrompts:
 
 
 def load_prompts(
-    config: DataConfig, which: Literal["train", "eval"], tokenizer: Any, *, acts: bool = False
+    config: DataConfig,
+    which: Literal["train", "eval"],
+    tokenizer: Any,
+    *,
+    vocab_size: float = math.inf,
+    acts: bool = False,
 ) -> LoadedPrompts:
     """Read and tokenize all sources; ValueError if a source, column or row is of no use, or every prompt too long.
 
     Args:
+        vocab_size: of the model; a row with a higher token id is of no use.
         acts: an environment goes with each prompt; rows without one get it from the environment, later.
     """
     loaded = LoadedPrompts({}, {}, {}, {})
@@ -69,7 +77,7 @@ def load_prompts(
             )
         if which == "eval":
             rows = rows[: settings.rows or config.eval_rows]
-        prompts = _make_prompts(config, source, rows, tokenizer, acts=acts)
+        prompts = _make_prompts(config, source, rows, tokenizer, acts=acts, vocab_size=vocab_size)
         short = loaded.prompts[settings.label] = [prompt for prompt in prompts if len(prompt.token_ids) <= longest]
         if not short:
             shortest = min(len(prompt.token_ids) for prompt in prompts)
@@ -112,7 +120,7 @@ def read_first_prompt(config: DataConfig, tokenizer: Any, *, acts: bool = False)
         return _made_prompts(config, "train", settings)[0]
     source = Source(key, settings, "train", skip=True)
     rows = [*islice(source.stream(), FIRST_ROWS)]
-    return _make_prompts(config, source, rows, tokenizer, acts=acts)[0]
+    return _make_prompts(config, source, rows, tokenizer, acts=acts, vocab_size=math.inf)[0]
 
 
 def leave_out(
@@ -147,7 +155,7 @@ def _made_prompts(config: DataConfig, which: Literal["train", "eval"], settings:
 
 
 def _make_prompts(
-    config: DataConfig, source: Source[SourceConfig], rows: list[Row], tokenizer: Any, *, acts: bool
+    config: DataConfig, source: Source[SourceConfig], rows: list[Row], tokenizer: Any, *, acts: bool, vocab_size: float
 ) -> list[Prompt]:
     """The prompts of the rows that can be used. Raises ValueError: one cannot, and is not left out; or none can."""
     usable = _usable_rows(config, source, rows, acts=acts)
@@ -168,6 +176,7 @@ def _make_prompts(
                     "it has no token: the tokenizer knows none of its characters. Remove the row, or use a tokenizer "
                     "for this data."
                 )
+            check_ids(ids, vocab_size)
             about = (answer, label, row.columns, opens_thought(text, marks), is_text)
             prompts.append(Prompt(f"{label}/{row.number}", 0, ids, messages, *about))
     if not prompts:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 import os
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf.config.base import first_line
 from rlhf.config.data import NamedTemplate
@@ -16,6 +16,7 @@ from rlhf.config.model_folder import (
     SINGLE,
     local_model_folder,
     looks_local,
+    read_json,
     tensor_shapes,
     weight_files,
     weight_index,
@@ -23,6 +24,9 @@ from rlhf.config.model_folder import (
 from rlhf.config.reward_model import RewardModelConfig, reward_model_record
 from rlhf.config.sections import ModelConfig, RolloutConfig
 from rlhf.log.reachable import no_answer
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SAMPLES, SAMPLE_BYTES = 64, 4096  # parts read of each weight file; so few suffice, since training changes every tensor
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
@@ -35,15 +39,7 @@ USUAL_MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe
 def local_model_config(path: str) -> dict[str, Any] | None:
     """config.json of a local model or of a model in the hub's cache; None if it is in neither."""
     file = local_model_folder(path) / "config.json"
-    if not file.is_file():
-        return None
-    try:
-        config: dict[str, Any] = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"model.path={path}: {file} is not JSON ({error}). Download or save the model again."
-        ) from None
-    return config
+    return read_json(file) if file.is_file() else None
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -95,10 +91,14 @@ def use_cache_if_hub_is_silent() -> None:
 def lacks_chat_template(path: str) -> bool:
     """Whether a model's tokenizer is on this machine and has no chat template."""
     folder = local_model_folder(path)
-    if not _files(folder, TOKENIZER_FILES) or _files(folder, CHAT_TEMPLATE_FILES):
-        return False
-    settings = folder / "tokenizer_config.json"
-    return not (settings.is_file() and json.loads(settings.read_text()).get("chat_template"))
+    return bool(_files(folder, TOKENIZER_FILES)) and not chat_template_text(folder)
+
+
+def chat_template_text(folder: Path) -> str:
+    """All chat templates of a tokenizer, one after another; mistral's own format has no text of one."""
+    in_settings = read_json(folder / "tokenizer_config.json").get("chat_template") or ""
+    files = "".join(file.read_text() for file in _files(folder, CHAT_TEMPLATE_FILES))
+    return f"{in_settings}{files}"  # several are a list
 
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
@@ -132,8 +132,7 @@ def load_tokenizer(model: ModelConfig, *, key: str = "model.path") -> Any:
 
 def stop_token_ids(path: str, tokenizer: Any) -> frozenset[int]:
     """The ids that end a response in vLLM: the tokenizer's eos, and those of the model's generation config."""
-    file = local_model_folder(path) / "generation_config.json"
-    ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    ids = read_json(local_model_folder(path) / "generation_config.json").get("eos_token_id")
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return frozenset([*own, *([ids] if isinstance(ids, int) else ids or [])])
 
@@ -180,12 +179,12 @@ def _digest(folder: Path, patterns: tuple[str, ...], *, sampled: bool = False) -
     return digest.hexdigest() if files else ""
 
 
-def check_weights(path: str) -> None:
-    """Refuse weight files that are missing or not whole, or lack a tensor that the index names, by their headers."""
+def check_weights(path: str, *, may_lack: bool = False) -> None:
+    """Raise a ValueError unless the weight files, by their headers, are there, whole, and hold each tensor once."""
     folder = local_model_folder(path)
     files = weight_files(folder)
     missing = [file.name for file in files if not file.is_file()]
-    if missing and (not looks_local(path) or (files == [folder / SINGLE] and any(folder.glob("*.bin")))):
+    if missing and (may_lack or not looks_local(path) or (files == [folder / SINGLE] and any(folder.glob("*.bin")))):
         return  # the hub has them, or they are in another format
     if missing:
         raise ValueError(f"{', '.join(missing)}: no such file. Download or save the model again.")
@@ -193,3 +192,28 @@ def check_weights(path: str) -> None:
     if absent := [f"{name} in {file}" for name, file in weight_index(folder).items() if name not in headers[file]]:
         more = f" and {len(absent) - 1} more tensors" if len(absent) > 1 else ""
         raise ValueError(f"{INDEX} names {absent[0]}{more}, which is not there. Download or save the model again.")
+    if SINGLE not in headers and (folder / SINGLE).is_file():
+        raise ValueError(
+            f"it holds {SINGLE} and {INDEX}, which does not name it: transformers reads the one, vLLM the other. "
+            "Remove the one that is not the model."
+        )
+    file_of: dict[str, str] = {}
+    for file, names in headers.items():
+        for name in names:
+            if (other := file_of.setdefault(name, file)) != file:
+                raise ValueError(f"{other} and {file} both hold {name}. Download or save the model again.")
+
+
+def embedding_rows(path: str) -> float:
+    """The number of token ids that a model on this machine has embeddings for; infinite if it is not known."""
+    rows = text_config(local_model_config(path) or {}).get("vocab_size")
+    return rows if isinstance(rows, int) else math.inf
+
+
+def check_ids(token_ids: np.ndarray, vocab_size: float) -> None:
+    """Raise a ValueError if one of the ids [L] has no row in an embedding of this size."""
+    if len(token_ids) and (last := int(token_ids.max())) >= vocab_size:
+        raise ValueError(
+            f"it has a token with the id {last}, and the model has embeddings for {vocab_size} (vocab_size). Use the "
+            "tokenizer that belongs to the model, or enlarge the model in transformers (resize_token_embeddings)."
+        )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.cluster.node_report import plugin_is_installed
 from rlhf.data.load import load_prompts
-from rlhf.data.model_files import load_tokenizer
+from rlhf.data.model_files import embedding_rows, load_tokenizer
 from rlhf.doctor.examination import Finding, Patient, Status
 from rlhf.environments.start import StartedEnvironments
 from rlhf.plan.memory import GIB
@@ -84,7 +84,8 @@ async def check_config(patient: Patient) -> Finding:
     problems = await in_thread(start_problems, config)
     try:
         tokenizer = await in_thread(load_tokenizer, config.model)
-        load = partial(load_prompts, config.data, "train", tokenizer, acts=config.acts)
+        vocab_size = embedding_rows(config.model.path)
+        load = partial(load_prompts, config.data, "train", tokenizer, vocab_size=vocab_size, acts=config.acts)
         prompts = (await in_thread(load)).prompts
         patient.rows = [prompt for rows in prompts.values() for prompt in rows[:PROMPTS_PER_SOURCE]]
         patient.prompts = patient.rows

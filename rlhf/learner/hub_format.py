@@ -23,6 +23,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlhf.config.model_folder import INDEX, local_model_folder, tensor_shapes, weight_files
 from rlhf.config.sections import ModelConfig
+from rlhf.learner.loading import check_report, load
 from rlhf.learner.partition import whole_shape
 from rlhf.learner.rank_checkpoint import save_tensors
 from rlhf.learner.text_model import drop_encoders, language_model, wraps_text_model
@@ -87,11 +88,9 @@ def empty_model(folder: Path, *, dtype: str, trust_remote_code: bool, scalar: bo
 
 def load_whole(model: ModelConfig) -> PreTrainedModel:
     """The model of model.path, in its type."""
-    dtype = getattr(torch, model.dtype)
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        model.path, dtype=dtype, trust_remote_code=model.trust_remote_code
-    )
-    return loaded
+    transformer, report = load(AutoModelForCausalLM, model.path, model)
+    check_report(transformer, report, model.path, key="model.path")
+    return transformer
 
 
 def frozen_tensors(transformer: PreTrainedModel, like: Mapping[str, Tensor], path: str) -> dict[str, Path]:

@@ -32,6 +32,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from rlhf.algo.numerics import full_precision
 from rlhf.config.sections import ModelConfig
+from rlhf.learner.loading import Loaded, check_tied, load
 from rlhf.learner.segments import Segments, segments_of_row, take_rows
 from rlhf.learner.text_model import drop_encoders
 
@@ -235,24 +236,17 @@ def _compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
 
 
 def load_packed(
-    auto_class: Any, path: str, model: ModelConfig, *, key: str, **options: Any
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """`auto_class.from_pretrained` with packed attention; -> the model and transformers' loading report.
-
-    Of a checkpoint that wraps a text model, only that one is returned.
+    auto_class: Any, path: str, model: ModelConfig, *, key: str, without_data: bool = False, **options: Any
+) -> Loaded:
+    """`loading.load` with packed attention. Of a checkpoint that wraps a text model, only that one is returned.
 
     ValueError if the model does not take packed rows, by what is known before a forward (`policy_model.check_packed`).
-
-    Args:
-        model: type and trust; its own path is not read.
-        key: the key of `path`, for messages.
     """
     refusal = ValueError(UnpackableError("its attention cannot be replaced").of(key, path))
     try:
-        transformer, info = auto_class.from_pretrained(
-            path, dtype=getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code,
-            attn_implementation=PACKED, output_loading_info=True, **options,
-        )  # fmt: skip
+        transformer, report = load(
+            auto_class, path, model, without_data=without_data, attn_implementation=PACKED, **options
+        )
     except KeyError as error:
         if error.args != (PACKED,):
             raise
@@ -266,9 +260,10 @@ def load_packed(
     looks_up = module.startswith("transformers.") and hasattr(sys.modules[module], "ALL_ATTENTION_FUNCTIONS")
     if not (transformer.is_backend_compatible() or looks_up):
         raise refusal
+    check_tied(transformer, path, key=key)
     transformer = drop_encoders(transformer)
     _restore_rotary_frequencies(transformer)
-    return transformer, info
+    return transformer, report
 
 
 def _restore_rotary_frequencies(transformer: PreTrainedModel) -> None:

@@ -24,6 +24,7 @@ from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.config.sections import Checkpointing, ModelConfig
 from rlhf.learner.fused import use_kernels
 from rlhf.learner.hub_format import frozen_tensors, model_tensors
+from rlhf.learner.loading import check_report
 from rlhf.learner.packed_attention import UnpackableError, load_packed
 from rlhf.learner.packed_mixers import run_by_segments, whole_layers
 from rlhf.learner.routing import Routing, choices_of_row, has_balancing_loss, routing_of
@@ -181,16 +182,25 @@ def load_policy(
 
     `seed`: of new adapters. `exported`: whether it will be, with what is frozen; then the files must have that.
     """
-    _, kind = language_model(model.path, trust_remote_code=model.trust_remote_code)
-    transformer, _ = load_packed(kind, model.path, model, key=key)
-    if exported:
-        # for its errors, which would come too late at the export
-        frozen_tensors(transformer, model_tensors(transformer), model.path)
+    transformer = load_language_model(model, key=key, exported=exported)
     if (lora := model.lora) is not None:
         names = linear_names(transformer, targets=lora.targets, exclude=lora.exclude)
         adapt(transformer, names, rank=lora.rank, scale=lora.scale, seed=seed)
     prepare_transformer(transformer, gradient_checkpointing=model.gradient_checkpointing)
     return PolicyModel(transformer, temperature=temperature)
+
+
+def load_language_model(
+    model: ModelConfig, *, key: str, exported: bool = True, without_data: bool = False
+) -> PreTrainedModel:
+    """The transformer of `load_policy` as its files have it; `without_data`: on the meta device, for its errors."""
+    _, kind = language_model(model.path, trust_remote_code=model.trust_remote_code)
+    transformer, report = load_packed(kind, model.path, model, key=key, without_data=without_data)
+    check_report(transformer, report, model.path, key=key)
+    if exported:
+        # for its errors, which would come too late at the export
+        frozen_tensors(transformer, model_tensors(transformer), model.path)
+    return transformer
 
 
 @torch.no_grad()

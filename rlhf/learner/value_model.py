@@ -7,15 +7,17 @@ with the policy, the head is applied inside the forward that DeepSpeed wraps.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf.algo.logprobs import response_states
 from rlhf.algo.numerics import full_precision
 from rlhf.config.sections import ModelConfig
+from rlhf.learner.loading import check_report
 from rlhf.learner.packed_attention import load_packed
 from rlhf.learner.policy_model import DeviceTokens, prepare_transformer, transformer_outputs
 from rlhf.learner.segments import take_rows
@@ -72,10 +74,36 @@ def load_scalar_transformer(
         new_head: start values of a missing head; None: the model must have one.
 
     Raises:
-        ValueError: the model has several labels, no head, a head of another form, or does not take packed rows.
+        ValueError: as of `read_scalar_transformer`.
     """
-    transformer, info = load_packed(
-        AutoModelForSequenceClassification, path, model, key=key, num_labels=1, ignore_mismatched_sizes=True
+    transformer, has_head = read_scalar_transformer(path, model, key=key, needs_head=new_head is None)
+    if not has_head:
+        from deepspeed import zero  # at ZeRO-3 each rank holds only its share of the head
+
+        head = cast(nn.Linear, transformer.get_submodule("score"))
+        with zero.GatheredParameters([head.weight], modifier_rank=0, enabled=hasattr(head.weight, "ds_id")):
+            if new_head == "zeros":
+                nn.init.zeros_(head.weight)
+            else:  # as in the original RLHF code
+                nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
+    prepare_transformer(transformer, gradient_checkpointing=model.gradient_checkpointing)
+    return transformer
+
+
+def read_scalar_transformer(
+    path: str, model: ModelConfig, *, key: str, needs_head: bool, without_data: bool = False
+) -> tuple[PreTrainedModel, bool]:
+    """The transformer as its files have it, and whether they have a head for it.
+
+    Args:
+        without_data: on the meta device, for its errors.
+
+    Raises:
+        ValueError: files that do not hold the model, several labels, a head of another form, or none where one is
+            needed; sequences cannot share a row.
+    """
+    transformer, report = load_packed(
+        AutoModelForSequenceClassification, path, model, key=key, without_data=without_data, num_labels=1
     )
     if wraps_text_model(transformer.config):
         raise ValueError(
@@ -86,18 +114,19 @@ def load_scalar_transformer(
     if not isinstance(head, nn.Linear) or head.bias is not None:
         lacks = f"{type(transformer).__name__} has no linear head named score"
         raise ValueError(f"{key}={path}: {lacks}. Use a model such as Qwen2, Qwen3, Llama or Mistral.")
-    if info["mismatched_keys"]:
+    if any(name == HEAD for name, *_ in report.mismatched_keys):
         raise ValueError(f"{key}={path}: its head gives several numbers. Use a model with one label.")
-    if HEAD in info["missing_keys"]:
-        if new_head is None:
-            remedy = "Train one with `python -m rlhf.reward_model`, or name another."
-            raise ValueError(f"{key}={path}: it has no head {HEAD}, so it is not a reward model. {remedy}")
-        from deepspeed import zero  # at ZeRO-3 each rank holds only its share of the head
+    of_language_model = _language_head(transformer, model) if report.unexpected_keys else ()
+    check_report(transformer, report, path, key=key, lacks=[HEAD], exceeds=of_language_model)
+    has_head = HEAD not in report.missing_keys
+    if needs_head and not has_head:
+        remedy = "Train one with `python -m rlhf.reward_model`, or name another."
+        raise ValueError(f"{key}={path}: it has no head {HEAD}, so it is not a reward model. {remedy}")
+    return transformer, has_head
 
-        with zero.GatheredParameters([head.weight], modifier_rank=0, enabled=hasattr(head.weight, "ds_id")):
-            if new_head == "zeros":
-                nn.init.zeros_(head.weight)
-            else:  # as in the original RLHF code
-                nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
-    prepare_transformer(transformer, gradient_checkpointing=model.gradient_checkpointing)
-    return transformer
+
+def _language_head(transformer: PreTrainedModel, model: ModelConfig) -> set[str]:
+    """The tensors that the language model of this config has, and the scalar model has not."""
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(transformer.config, trust_remote_code=model.trust_remote_code)
+    return whole.state_dict().keys() - transformer.state_dict().keys()

@@ -1,27 +1,32 @@
 """The examination of every model of a run, before anything starts.
 
 `model_problems` reads what needs no class of a model: it imports no torch, and --plan shows it too. `examine` adds what
-needs one. A hub model whose files are not in the cache is examined when it is loaded.
+needs one: transformers loads each model without its data. A hub model whose files are not in the cache is examined when
+it is loaded.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.model_folder import looks_local
+from rlhf.config.model_folder import local_model_folder, looks_local, read_json
 from rlhf.config.program import TrainingProgramConfig
-from rlhf.config.reward_model import RewardModelConfig, reward_model_record
+from rlhf.config.reward_model import reward_model_record
 from rlhf.config.roles import REWARD_MODEL, Role
+from rlhf.config.sections import ModelConfig
 from rlhf.data.model_files import (
     EXPERT_KEYS,
+    chat_template_text,
     check_weights,
     class_problem,
+    embedding_rows,
     hub_silence,
     lacks_chat_template,
     local_model_config,
@@ -29,38 +34,81 @@ from rlhf.data.model_files import (
     text_config,
 )
 
+PADDING = "pad_token"  # a row of the embedding
+NAMED_TOKENS = ("bos_token", "eos_token", PADDING)  # in tokenizer_config.json; config.json has their ids
+QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
+
 
 @dataclass(frozen=True)
 class RunModel:
-    """A model that a run loads: the key that names it, its value, and whether it gives one number, not logits."""
+    """A model that a run loads.
+
+    Attributes:
+        key, path: the key that names it, and its value.
+        scalar: it gives one number, not logits.
+        template: in which its own tokenizer writes what it reads; None if it gets the policy's token ids.
+        is_trained: it is no frozen model.
+        is_served: engines alone load it.
+    """
 
     key: str
     path: str
-    scalar: bool
+    scalar: bool = False
+    template: str | None = None
+    is_trained: bool = False
+    is_served: bool = False
+
+    @property
+    def named(self) -> str:
+        return f"{self.key}={self.path}"
 
 
 def run_models(config: TrainingProgramConfig, *, trains: bool = True) -> list[RunModel]:
     """Every model of the run, once for each way in which it is loaded."""
-    models = [RunModel(role.model_key, role.model, role.scalar) for role in config.roles(trains=trains)]
-    models += [RunModel(key, path, scalar=False) for key, path in (config.further_models if trains else {}).items()]
-    return list(dict.fromkeys(models))
+    models = [
+        RunModel(
+            role.model_key, role.model, role.scalar, template=_template_of(role, config),
+            is_trained=role.training is not None, is_served=not trains,
+        )
+        for role in config.roles(trains=trains)
+    ]  # fmt: skip
+    models += [RunModel(key, path) for key, path in (config.further_models if trains else {}).items()]
+    once: dict[tuple[str, bool], RunModel] = {}
+    for model in models:  # the learner comes before the engine of its model
+        once.setdefault((model.path, model.scalar), model)
+    return list(once.values())
+
+
+def _template_of(role: Role, config: TrainingProgramConfig) -> str | None:
+    if role.name == REWARD_MODEL:
+        reward_model = cast(GRPOConfig, config).reward_model
+        assert reward_model is not None
+        return reward_template(reward_model)
+    if role.model_key != "model.path":
+        return None
+    template: str | None = cast(Any, config.data).template  # each program's data has one
+    return template or "model"
 
 
 def examine(config: TrainingProgramConfig, *, trains: bool = True) -> list[str]:
     """All reasons in the files of its models to refuse the run."""
     models = run_models(config, trains=trains)
-    problems = gather(*(partial(check_model_files, m.path, key=m.key, generates=not m.scalar) for m in models))
-    problems += gather(lambda: problems.extend(model_problems(config, trains=trains)))
+    problems = model_problems(config, trains=trains)
+    refused: set[str] = set()
+    for model in [m for m in models if not any(problem.startswith(m.named) for problem in problems)]:
+        if model.path not in refused and (found := gather(partial(check_class, model, config.model))):
+            refused.add(model.path)
+            problems += found
     if trains and config.model.lora is not None and local_model_config(config.model.path) is not None:
         from rlhf.data.adapted_layers import adapted_layers  # imports torch and transformers
 
         problems += gather(lambda: adapted_layers(config))
-    absent = {m.key: m.path for m in models if not looks_local(m.path) and local_model_config(m.path) is None}
+    absent = [m for m in models if not looks_local(m.path) and local_model_config(m.path) is None]
     if absent and (reason := hub_silence()):
         problems += [
-            f"{key}={name}: there is no such folder, the cache of this machine does not have it, and the hub cannot be "
-            f"asked ({reason}). Name a local folder, or fetch it where the hub answers: hf download {name}"
-            for key, name in absent.items()
+            f"{m.named}: there is no such folder, the cache of this machine does not have it, and the hub cannot be "
+            f"asked ({reason}). Name a local folder, or fetch it where the hub answers: hf download {m.path}"
+            for m in absent
         ]
     return list(dict.fromkeys(problems))
 
@@ -76,77 +124,221 @@ def gather(*checks: Callable[[], object]) -> list[str]:
     return problems
 
 
-def check_model_files(path: str, *, key: str = "model.path", generates: bool = True) -> None:
-    """Raise a ValueError unless a local path, or what is in the hub's cache, is a whole model that can be loaded."""
-    if looks_local(path):
-        if not Path(path).is_dir():
-            raise ValueError(
-                f"{key}={path}: there is no such folder. Give a folder in Hugging Face format, or a hub name."
-            )
-        if not (Path(path) / "config.json").is_file():
-            if (Path(path) / "adapter_config.json").is_file():
-                raise ValueError(
-                    f"{key}={path}: it is an adapter. Make a whole model of it: rlhf export RUN DIR --merge."
-                )
-            raise ValueError(f"{key}={path}: no config.json in it. Give a folder in Hugging Face format.")
-    if problem := class_problem(path, key, generates=generates):
-        raise ValueError(problem)
-    try:
-        check_weights(path)
-    except ValueError as error:
-        raise ValueError(f"{key}={path}: {error}") from None
+# --- what needs no class of a model ---
 
 
 def model_problems(
     config: TrainingProgramConfig, *, trains: bool = True, policy: dict[str, Any] | None = None
 ) -> list[str]:
-    """All reasons in its models' files to refuse the run; `policy` is the config.json of model.path, if it is read."""
+    """All reasons in its models' files to refuse the run that need no class; imports no torch.
+
+    `policy`: of a plan, which may be made where weights are not: the config.json of model.path.
+    """
+    planned = policy is not None
+    models = [m for m in run_models(config, trains=trains) if not planned or local_model_config(m.path) is not None]
+    problems = gather(*(partial(check_files, model, planned=planned) for model in models))
+    if not problems:
+        problems += _misfits(config, trains=trains, policy=policy)
+    return problems
+
+
+def check_files(model: RunModel, *, planned: bool = False) -> None:
+    """Raise a ValueError unless a local path, or what is in the hub's cache, is a whole model.
+
+    `planned`: its weights may be on another machine.
+    """
+    named = model.named
+    if looks_local(model.path):
+        if not Path(model.path).is_dir():
+            raise ValueError(f"{named}: there is no such folder. Give a folder in Hugging Face format, or a hub name.")
+        is_adapter = (Path(model.path) / "adapter_config.json").is_file()
+        if not (Path(model.path) / "config.json").is_file():
+            if is_adapter:
+                raise ValueError(f"{named}: it is an adapter. Make a whole model of it: rlhf export RUN DIR --merge.")
+            raise ValueError(f"{named}: no config.json in it. Give a folder in Hugging Face format.")
+    try:
+        config = local_model_config(model.path)
+        if config is None:
+            return
+        check_weights(model.path, may_lack=planned)
+        if not model.is_served:
+            _check_unquantized(config)
+        _check_token_ids(model, config)
+    except ValueError as error:
+        raise ValueError(f"{named}: {error}") from None
+
+
+def quantization(config: Mapping[str, Any]) -> str:
+    """The method of a quantized model; "" for one that is not."""
+    settings = [c.get(key) for c in (config, text_config(dict(config))) for key in QUANTIZED]
+    return next((str(s.get("quant_method", "?")) for s in settings if isinstance(s, dict)), "")
+
+
+def _check_unquantized(config: Mapping[str, Any]) -> None:
+    if method := quantization(config):
+        raise ValueError(
+            f"by config.json it is quantized ({method}), and there is no quantized training. Name the model in its "
+            "unquantized form (bfloat16), or make one: load it in transformers with `dequantize=True` in its "
+            "quantization config, and save it."
+        )
+
+
+def _check_token_ids(model: RunModel, config: dict[str, Any]) -> None:
+    """Raise a ValueError if a token that the run needs has an id beyond the model's embedding.
+
+    Tokenizers may have more tokens than their model, and models more rows than tokens. The tokens of rows are checked
+    when these are read.
+    """
+    rows, folder = embedding_rows(model.path), local_model_folder(model.path)
+    settings = {"config.json": config | text_config(config)}
+    if model.template is not None and not model.scalar:
+        settings["generation_config.json"] = read_json(folder / "generation_config.json")
+    names = NAMED_TOKENS if model.template is not None else (PADDING,)
+    beyond = [
+        f"{name}_id={number} ({file})"
+        for file, values in settings.items()
+        for name in names
+        for number in _as_list(values.get(f"{name}_id"))
+        if isinstance(number, int) and number >= rows
+    ]
+    if model.template is not None:
+        beyond += [
+            f"{content!r}={number} (tokenizer)"
+            for content, number in needed_tokens(folder, model.template).items()
+            if number >= rows
+        ]
+    if beyond:
+        raise ValueError(
+            f"the model has embeddings for {rows} tokens (vocab_size of config.json), and these have higher ids: "
+            f"{', '.join(beyond)}. Use the files that belong to the model, or enlarge it in transformers "
+            "(resize_token_embeddings) and save it with its tokenizer."
+        )
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def needed_tokens(folder: Path, template: str) -> dict[str, int]:
+    """The added tokens of a tokenizer that have a role or stand in the chat template, with their ids."""
+    settings = read_json(folder / "tokenizer_config.json")
+    roles = [settings.get(name) for name in NAMED_TOKENS]
+    named = {role.get("content") if isinstance(role, dict) else role for role in roles}
+    text = chat_template_text(folder) if template == "model" else ""
+    added = added_tokens(folder)
+    return {content: number for content, number in added.items() if content in named or content in text}
+
+
+def added_tokens(folder: Path) -> dict[str, int]:
+    """Content and id of each token that was added to the vocabulary, special or not, from the tokenizer's files."""
+    decoder = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    added = {token["content"]: int(number) for number, token in decoder.items()}
+    added |= read_json(folder / "added_tokens.json")
+    file = folder / "tokenizer.json"
+    text = file.read_text() if file.is_file() else ""
+    if (at := text.find('"added_tokens"')) >= 0:  # the rest of the file takes longer to parse
+        tokens, _ = json.JSONDecoder().raw_decode(text, text.index("[", at))
+        added |= {token["content"]: token["id"] for token in tokens}
+    return added
+
+
+# --- what needs one ---
+
+
+def check_class(model: RunModel, of_policy: ModelConfig) -> None:
+    """Raise a ValueError unless transformers has a class for a model and finds all that it needs in its files."""
+    if problem := class_problem(model.path, model.key, generates=not model.scalar):
+        raise ValueError(problem)
+    config, folder = local_model_config(model.path), local_model_folder(model.path)
+    from rlhf.learner.loading import has_weights  # imports torch and transformers
+
+    loaded = of_policy.model_copy(update={"path": str(folder)})  # transformers would ask the hub for a name
+    if config is None or not has_weights(folder) or ("auto_map" in config and loaded.trust_remote_code):
+        return  # the same is checked when it is loaded
+    try:
+        _load(model, loaded)
+    except ValueError as error:
+        reason = " ".join(str(error).split()).removeprefix(f"{model.key}={folder}: ")
+        if not (model.is_served and quantization(config)):
+            raise ValueError(f"{model.named}: {reason}") from None
+    except Exception as error:  # of a config.json that is not what the class expects
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
+        raise ValueError(
+            f"{model.named}: transformers cannot make a model of its config.json ({reason}). Correct it, or download "
+            "or save the model again."
+        ) from None
+    else:
+        if method := quantization(config):
+            what = f"by config.json it is quantized ({method}), and its weights are not"
+            raise ValueError(f"{model.named}: {what}. Remove quantization_config from config.json.")
+
+
+def _load(model: RunModel, loaded: ModelConfig) -> None:
+    """Load it without data, as the run does; `loaded.path` is its folder."""
+    from rlhf.learner.loading import check_report, check_tied, load
+    from rlhf.learner.policy_model import load_language_model
+    from rlhf.learner.text_model import language_model
+    from rlhf.learner.value_model import read_scalar_transformer
+
+    path, key = loaded.path, model.key
+    if model.is_served:
+        _, kind = language_model(path, trust_remote_code=loaded.trust_remote_code)
+        transformer, report = load(kind, path, loaded, without_data=True)
+        check_report(transformer, report, path, key=key)
+        check_tied(transformer, path, key=key)
+    elif model.scalar:
+        read_scalar_transformer(path, loaded, key=key, needs_head=not model.is_trained, without_data=True)
+    else:
+        load_language_model(loaded, key=key, exported=model.is_trained, without_data=True)
+
+
+# --- whether they fit the run ---
+
+
+def _misfits(config: TrainingProgramConfig, *, trains: bool, policy: dict[str, Any] | None) -> Iterator[str]:
+    """Contexts and vocabularies that do not fit the run."""
     policy = text_config(local_model_config(config.model.path) or {} if policy is None else policy)
-    problems, context = [], policy.get("max_position_embeddings")
+    context = policy.get("max_position_embeddings")
     if context is not None and config.max_sequence_tokens > context:
-        problems.append(
+        yield (
             f"{config.sequence_keys}: {config.max_sequence_tokens} tokens exceed the context of model.path="
             f"{config.model.path}, which is {context}. Shorten the sequences."
         )
     replays = trains and isinstance(config, GRPOConfig) and config.learner.replays_experts
     if replays and policy and not any(policy.get(key) for key in EXPERT_KEYS):
         given = f"learner.router_replay=rollout with model.path={config.model.path}"
-        problems.append(f"{given}: the model has no experts. Set it to none.")
+        yield f"{given}: the model has no experts. Set it to none."
     for key, path in config.further_models.items() if trains else ():
         if config.max_sequence_tokens > (
             context := text_config(local_model_config(path) or {}).get("max_position_embeddings", math.inf)
         ):
-            problems.append(
+            yield (
                 f"{key}={path}: its context is {context} tokens, and it reads sequences of "
                 f"{config.max_sequence_tokens} ({config.sequence_keys}). Shorten them, or name another model."
             )
     for role in config.roles(trains=trains):
         if role.model_key != "model.path" and not role.reads:  # it gets the policy's token ids
-            size = text_config(local_model_config(role.model) or {}).get("vocab_size") or math.inf
+            size = embedding_rows(role.model)
             if size < (policy.get("vocab_size") or 0):
-                problems.append(
+                yield (
                     f"{role.model_key}={role.model}: its vocabulary of {size} tokens is smaller than the "
                     f"{policy['vocab_size']} of model.path={config.model.path}, whose token ids it reads. Start it "
                     "from a model with the same tokenizer."
                 )
         if role.name == REWARD_MODEL:
-            reward_model = cast(GRPOConfig, config).reward_model
-            assert reward_model is not None
-            problems.append(_template_problem(role, reward_model))
-    return [problem for problem in problems if problem]
+            yield from _template_problem(role, config)
 
 
-def _template_problem(role: Role, reward_model: RewardModelConfig) -> str:
-    """Why conversations cannot be written in the template that the reward model needs; "" if no reason is known."""
-    recorded = reward_model_record(role.model).get("template")
-    if reward_model.template is not None and recorded not in (None, reward_model.template):
-        return (
-            f"reward_model.template={reward_model.template}: {role.model_key}={role.model} was trained with "
+def _template_problem(role: Role, config: TrainingProgramConfig) -> Iterator[str]:
+    """Why conversations cannot be written in the template that the reward model needs."""
+    recorded, template = reward_model_record(role.model).get("template"), _template_of(role, config)
+    if recorded not in (None, template):
+        yield (
+            f"reward_model.template={template}: {role.model_key}={role.model} was trained with "
             f"{recorded}. Remove the key, or train the model with that template (data.template of rlhf.reward_model)."
         )
-    if reward_template(reward_model) == "model" and lacks_chat_template(role.model):
-        return (
+    elif template == "model" and lacks_chat_template(role.model):
+        yield (
             f"{role.model_key}={role.model}: its tokenizer has no chat template. Set reward_model.template to the one "
             "it was trained with: raw (the response right after the prompt), qa, chatml, qwen-math or tulu."
         )
-    return ""

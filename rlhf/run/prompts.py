@@ -10,7 +10,7 @@ from rlhf.config.data import CurriculumConfig
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.sections import ModelConfig
 from rlhf.data.load import LoadedPrompts, leave_out, load_prompts, show_prompt
-from rlhf.data.model_files import load_tokenizer, truncate_token_id
+from rlhf.data.model_files import check_ids, embedding_rows, load_tokenizer, truncate_token_id
 from rlhf.data.order import PromptStream
 from rlhf.data.read import left_out_text, too_few_prompts
 from rlhf.data.templates import reward_input
@@ -33,16 +33,22 @@ class RunData(NamedTuple):
 def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
     """Read and tokenize all prompts; ValueError if a row, the tokenizer or the reward model's template does not fit."""
     truncate_token_id(config.rollout, tokenizer)  # must be one token
-    train = load_prompts(config.data, "train", tokenizer, acts=config.acts)
+    vocab_size = embedding_rows(config.model.path)
+    train = load_prompts(config.data, "train", tokenizer, vocab_size=vocab_size, acts=config.acts)
     _check_prompts_suffice(config, train)
     if config.reward_model is not None and config.reward_model.path is not None:
         token_ids = reward_input(config)
-        reads = load_tokenizer(ModelConfig(path=config.reward_model.path), key="reward_model.path")
+        path = config.reward_model.path
+        reads = load_tokenizer(ModelConfig(path=path), key="reward_model.path")
         for rows in train.prompts.values():  # a template may not take the messages of one source
             if not rows[0].messages:
                 continue  # an environment makes them
-            token_ids([*rows[0].messages, {"role": "assistant", "content": ""}], reads)
-    return RunData(train, load_prompts(config.data, "eval", tokenizer, acts=config.acts))
+            ids = token_ids([*rows[0].messages, {"role": "assistant", "content": ""}], reads)
+            try:
+                check_ids(ids, embedding_rows(path))
+            except ValueError as error:
+                raise ValueError(f"reward_model.path={path}: {rows[0].id}: {error}") from None
+    return RunData(train, load_prompts(config.data, "eval", tokenizer, vocab_size=vocab_size, acts=config.acts))
 
 
 def _check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:

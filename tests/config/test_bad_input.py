@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -145,9 +146,11 @@ def test_every_model_of_a_run_is_checked_before_anything_starts(model: Path, key
 
 
 def test_a_critic_with_a_smaller_vocabulary_than_the_policys_is_refused(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 3}))
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    smaller = json.loads((model / "config.json").read_text()) | {"vocab_size": 3, "pad_token_id": None}
+    (other / "config.json").write_text(json.dumps(smaller))
     with pytest.raises(ValueError, match=r"critic\.path=.*vocabulary of 3\b"):
-        begin(make_ppo_config(model, critic={"path": str(tmp_path)}))
+        begin(make_ppo_config(model, critic={"path": str(other)}))
 
 
 @pytest.mark.slow

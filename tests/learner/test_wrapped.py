@@ -18,7 +18,7 @@ from rlhf.learner import hub_format
 from rlhf.learner.hub_format import empty_model, frozen_tensors, model_tensors, write_model, write_model_config
 from rlhf.learner.policy_model import load_policy
 from rlhf.learner.value_model import load_scalar_transformer
-from rlhf.plan.examination import check_model_files
+from rlhf.plan.examination import RunModel, check_files
 from rlhf.plan.model_shape import NOT_LOADED as NOT_COUNTED
 from rlhf.plan.model_shape import read_shape
 
@@ -45,7 +45,7 @@ def test_an_export_has_new_values_in_the_text_model_alone(
 ) -> None:
     monkeypatch.setattr(hub_format, "FILE_BYTES", 300_000)  # several files
     start = write_family(model_type, tmp_path / "start")
-    check_model_files(str(start))
+    check_files(RunModel("model.path", str(start)))
     before = load_file(start / FILE)
     model = loaded(start)
     trained = model_tensors(model)
@@ -91,7 +91,7 @@ def test_files_without_a_tensor_of_the_text_model_are_refused_when_the_model_is_
     stored = load_file(start / FILE)
     absent = "model.language_model.norm.weight"
     save_file({name: tensor for name, tensor in stored.items() if name != absent}, start / FILE)
-    with pytest.raises(ValueError, match=rf"^model\.path=.* no {absent}, .* Download the checkpoint"):
+    with pytest.raises(ValueError, match=rf"^model\.path=.* lacks 1, .*: {absent}\. Download"):
         loaded(start)
 
 

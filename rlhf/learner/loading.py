@@ -1,0 +1,206 @@
+"""Loading a model with transformers, and what its report says of the files.
+
+transformers fills a parameter that no file has with random numbers, and drops a tensor that no parameter takes; both
+are lines in its log. Here they are refused. Which tensors belong together is left to its own code: it renames, stacks
+and ties them, and ignores those that the model's class names. On the meta device it does so from their shapes alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zipfile
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel, modeling_utils
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from rlhf.config.base import first_line
+from rlhf.config.model_folder import INDEX, SINGLE, local_model_folder, tensor_shapes, weight_files, weight_index
+from rlhf.config.sections import ModelConfig
+
+Loaded = tuple[PreTrainedModel, LoadStateDictInfo]
+
+SHOWN = 3  # tensors of each kind in a message
+ROWS_AT_ONCE = 4096  # of two matrices that are compared
+OF_PEFT = (".base_model.model.", ".base_layer.", ".lora_A.", ".modules_to_save.")
+OF_QUANTIZED = (".qweight", ".weight_scale", ".weight_packed", "_blocks", ".SCB", ".weight.absmax")
+TORCH_FILES = "pytorch_model*.bin"
+
+
+def load(kind: Any, path: str, model: ModelConfig, *, without_data: bool = False, **options: Any) -> Loaded:
+    """`kind.from_pretrained`; its report is returned and not printed, and `check_report` has yet to judge it.
+
+    Args:
+        kind: an Auto class of transformers.
+        model: type and trust; its own path is not read.
+        without_data: on the meta device, from files that are on this machine.
+        options: keys of the model's config.
+    """
+    trust, dtype = model.trust_remote_code, getattr(torch, model.dtype)
+    with contextlib.ExitStack() as quiet:
+        reports = quiet.enter_context(_reports())
+        if without_data:
+            quiet.enter_context(_silence())
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust, **options)
+            vars(config).pop("quantization_config", None)  # it would ask for the library of the method
+            with torch.device("meta"):
+                own_class = type(kind.from_config(config, trust_remote_code=trust))
+            transformer = own_class.from_pretrained(
+                None, config=config, state_dict=_empty_tensors(local_model_folder(path)), device_map="meta",
+                dtype=dtype, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+        else:
+            transformer = kind.from_pretrained(
+                path, trust_remote_code=trust, dtype=dtype, ignore_mismatched_sizes=True, **options
+            )
+    return transformer, reports[-1]
+
+
+@contextlib.contextmanager
+def _reports() -> Iterator[list[LoadStateDictInfo]]:
+    """Collect transformers' reports; it would print a table of each, and raise errors that name no tensor."""
+    reports: list[LoadStateDictInfo] = []
+    show = modeling_utils.log_state_dict_report
+    modeling_utils.log_state_dict_report = lambda *_, loading_info, **__: reports.append(loading_info)
+    try:
+        yield reports
+    finally:
+        modeling_utils.log_state_dict_report = show
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """No progress bar and no warning of transformers: nothing is loaded yet, and what is wrong is raised."""
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether all weight files are there, as far as an index or their names tell."""
+    return any(folder.glob(TORCH_FILES)) or all(file.is_file() for file in weight_files(folder))
+
+
+def _empty_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a model's files, on the meta device."""
+    files = weight_files(folder)
+    if all(file.is_file() for file in files):
+        shapes = {name: shape for file in files for name, shape in tensor_shapes(file).items()}
+    else:
+        shapes = {name: tensor.shape for file in folder.glob(TORCH_FILES) for name, tensor in _mapped(file).items()}
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+
+def _mapped(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file of torch.save, whose data is not read; ValueError if it is not whole."""
+    try:
+        tensors: dict[str, Tensor] = torch.load(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # unpickling raises many types
+        raise ValueError(f"{file.name} cannot be read ({first_line(error)}). Download or save it again.") from None
+    return tensors
+
+
+def check_report(
+    transformer: PreTrainedModel,
+    report: LoadStateDictInfo,
+    path: str,
+    *,
+    key: str,
+    lacks: Collection[str] = (),
+    exceeds: Collection[str] = (),
+) -> None:
+    """Raise a ValueError unless each parameter has a tensor of its shape and each tensor a parameter.
+
+    Args:
+        lacks: parameters that need no tensor, since they are about to be set.
+        exceeds: tensors that need no parameter.
+    """
+    needed = len(transformer.state_dict())
+    missing, unexpected = report.missing_keys.difference(lacks), report.unexpected_keys.difference(exceeds)
+    findings = []
+    if missing:
+        findings.append(f"Of {needed} it lacks {len(missing)}, which would be random: {_named(missing)}.")
+    if unexpected:
+        findings.append(f"It has {len(unexpected)} that the model has no place for: {_named(unexpected)}.")
+    for name, stored, own in sorted(report.mismatched_keys)[:SHOWN]:
+        findings.append(f"{name} has the shape {[*stored]}, not {[*own]}.")
+    if report.conversion_errors:
+        findings.append(f"These cannot be put together from their parts: {_named(report.conversion_errors)}.")
+    findings += [f"{' '.join(error.split())}." for error in report.error_msgs[:SHOWN]]
+    if findings:
+        names = [*missing, *unexpected, *(name for name, *_ in report.mismatched_keys)]
+        file, kind = _file_of(local_model_folder(path), names), type(transformer).__name__
+        what = " ".join([*findings, _remedy(missing, unexpected)])
+        raise ValueError(
+            f"{key}={path}: {file} does not hold the tensors of {kind} as config.json describes it. {what}"
+        )
+
+
+def _named(names: Collection[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:SHOWN]) + (f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else "")
+
+
+def _file_of(folder: Path, names: Iterable[str]) -> str:
+    """The file that holds the first of these names that an index has; else the one that says what the model holds."""
+    index = weight_index(folder)
+    of_names = [index[name] for name in names if name in index]
+    usual = [SINGLE, INDEX, *sorted(file.name for file in folder.glob(TORCH_FILES))]
+    return next((name for name in [*of_names, *usual] if (folder / name).is_file()), SINGLE)
+
+
+def _remedy(missing: set[str], unexpected: set[str]) -> str:
+    if any(part in f".{name}" for name in unexpected for part in OF_PEFT):
+        return "An adapter was saved without being merged: save what peft's `model.merge_and_unload()` returns."
+    if any(part in name for name in unexpected for part in OF_QUANTIZED):
+        return "The weights are quantized, and there is no quantized training: name the model in bfloat16."
+    first = min(unexpected, default="")
+    own = max((name for name in missing if first.endswith(f".{name}")), key=len, default="")
+    if own:
+        return (
+            f"Names begin with {first.removesuffix(own)}: a wrapper was saved with the model (DDP, FSDP, "
+            "torch.compile). Save the model inside of it."
+        )
+    return "Download or save the model again, with the config.json that belongs to these weights."
+
+
+def check_tied(transformer: PreTrainedModel, path: str, *, key: str) -> None:
+    """Raise a ValueError if config.json says that two matrices are one, and the files hold two that differ.
+
+    transformers then uses both and vLLM one of them, and an export would hold both, with the same config.json.
+    """
+    declared = transformer.get_expanded_tied_weights_keys(all_submodels=True)
+    for target, source in declared.items():
+        names = [[*revert_weight_conversion(transformer, {name: torch.empty(0)})] for name in (source, target)]
+        if target in transformer.all_tied_weights_keys and _equal(local_model_folder(path), [*chain(*names)]):
+            continue
+        raise ValueError(
+            f"{key}={path}: by config.json {source} and {target} are one matrix (tie_word_embeddings), and "
+            f"{_file_of(local_model_folder(path), names[1])} holds two that differ. Set tie_word_embeddings to false "
+            f"in config.json to use both, or remove {target} from the file."
+        )
+
+
+def _equal(folder: Path, names: list[str]) -> bool:
+    """Whether two stored matrices have the same values; also if one is not stored, or not in a safetensors file."""
+    files = {name: file for file in weight_files(folder) if file.is_file() for name in tensor_shapes(file)}
+    if not all(name in files for name in names):
+        return True
+    with contextlib.ExitStack() as opened:
+        one, other = (opened.enter_context(safe_open(files[n], framework="pt")).get_slice(n) for n in names)
+        starts = range(0, one.get_shape()[0], ROWS_AT_ONCE)
+        return all(torch.equal(one[i : i + ROWS_AT_ONCE], other[i : i + ROWS_AT_ONCE]) for i in starts)
