@@ -91,7 +91,8 @@ class MessageReader:
         said = token_ids[:-1] if completion.finish_reason == "stop" and not keep_last else token_ids
         text: str = self._tokenizer.decode(said, skip_special_tokens=self._skip_special_tokens)
         thoughts, said_after = self._split(text, prompt_ids)
-        content, calls = said_after, list[_Call]()
+        content: str | None = said_after
+        calls = list[_Call]()
         if self._parser_class is not None:
             in_channels = self.parsing.tool_parser in IN_CHANNELS
             with contextlib.suppress(Exception):  # whatever a parser raises, it is about what the model wrote
