@@ -135,6 +135,12 @@ class TrainingProgramConfig(Section):
         """Models that the learners keep next to their own, by key."""
         return {}
 
+    @property
+    def fed_models(self) -> dict[str, str]:
+        """Models other than model.path that read token ids of the policy, by key."""
+        others = (role for role in self.roles() if not role.reads and role.model_key != "model.path")
+        return {**{role.model_key: role.model for role in others}, **self.further_models}
+
     def warnings(self) -> Iterator[str]:
         """Settings that are allowed but likely a mistake, one sentence each."""
         evaluation, lr = self.evaluation, self.learner.optimizer.lr

@@ -33,6 +33,7 @@ from rlhf.data.model_files import (
     reward_template,
     text_config,
 )
+from rlhf.data.vocabulary import check_stored_vocabulary, lacks_tokenizer
 
 PADDING = "pad_token"  # a row of the embedding
 NAMED_TOKENS = ("bos_token", "eos_token", PADDING)  # in tokenizer_config.json; config.json has their ids
@@ -316,15 +317,16 @@ def _misfits(config: TrainingProgramConfig, *, trains: bool, policy: dict[str, A
                 f"{key}={path}: its context is {context} tokens, and it reads sequences of "
                 f"{config.max_sequence_tokens} ({config.sequence_keys}). Shorten them, or name another model."
             )
+    for key, path in config.fed_models.items() if trains else ():
+        size = embedding_rows(path)
+        if size < (policy.get("vocab_size") or 0):
+            yield (
+                f"{key}={path}: its vocabulary of {size} tokens is smaller than the {policy['vocab_size']} of "
+                f"model.path={config.model.path}, whose token ids it reads. Start it from a model with the same "
+                "tokenizer."
+            )
+        yield from gather(partial(check_stored_vocabulary, config.model.path, path, f"{key}={path}"))
     for role in config.roles(trains=trains):
-        if role.model_key != "model.path" and not role.reads:  # it gets the policy's token ids
-            size = embedding_rows(role.model)
-            if size < (policy.get("vocab_size") or 0):
-                yield (
-                    f"{role.model_key}={role.model}: its vocabulary of {size} tokens is smaller than the "
-                    f"{policy['vocab_size']} of model.path={config.model.path}, whose token ids it reads. Start it "
-                    "from a model with the same tokenizer."
-                )
         if role.name == REWARD_MODEL:
             yield from _template_problem(role, config)
 
@@ -337,6 +339,8 @@ def _template_problem(role: Role, config: TrainingProgramConfig) -> Iterator[str
             f"reward_model.template={template}: {role.model_key}={role.model} was trained with "
             f"{recorded}. Remove the key, or train the model with that template (data.template of rlhf.reward_model)."
         )
+    elif lacks_tokenizer(role.model):
+        yield f"{role.model_key}={role.model}: no tokenizer in it, and it reads texts. Put that of its training there."
     elif template == "model" and lacks_chat_template(role.model):
         yield (
             f"{role.model_key}={role.model}: its tokenizer has no chat template. Set reward_model.template to the one "

@@ -17,6 +17,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.library_options import changes_numbers
 from rlhf.data.load import first_prompt
 from rlhf.data.model_files import truncate_token_id
+from rlhf.data.vocabulary import check_vocabularies
 from rlhf.environments.rollouts import FailedEnvironments
 from rlhf.environments.start import StartedEnvironments
 from rlhf.log.clock import waiting_seconds
@@ -52,6 +53,9 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
         with run.clock.phase("start"):
             exit_stack.enter_context(run.shown())
             with run.log.terminal.stage("data"):
+                warnings: list[str] = await in_thread(list, check_vocabularies(config, run.tokenizer))
+                for warning in warnings:
+                    run.log.warn(warning)
                 data = await in_thread(read_data, config, run.tokenizer)
                 teachers = await in_thread(Teachers, config, data.train.prompts, run.tokenizer)
             first = first_prompt(data.train)

@@ -22,7 +22,6 @@ from rlhf.algo.packing import pack
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.teacher import TeacherModel
 from rlhf.data.messages import read_tools
-from rlhf.data.model_files import load_tokenizer
 from rlhf.data.templates import render, tokenize
 from rlhf.rewards.model_client import FIRST_WAIT_S, address_and_headers
 from rlhf.rewards.patience import patiently
@@ -39,17 +38,6 @@ class Taught(NamedTuple):
 
     logprobs: np.ndarray
     rows: np.ndarray
-
-
-def check_vocabulary(own: Any, other: Any, key: str) -> None:
-    """Raise ValueError, with the first difference, unless another tokenizer has every token of our own at its id."""
-    by_id = {number: token for token, number in other.get_vocab().items()}
-    for token, number in sorted(own.get_vocab().items(), key=lambda item: item[1]):
-        if by_id.get(number) != token:
-            raise ValueError(
-                f"{key}: its vocabulary is another: token {number} is {by_id.get(number)!r} there and {token!r} in "
-                "model.path, so it would judge other words than were sampled. Name a model with the same tokenizer."
-            )
 
 
 def with_hints(
@@ -91,15 +79,11 @@ class Teachers:
         prompts: of data.train, by source.
 
     Raises:
-        ValueError: a model has another vocabulary, or a row has no hint.
+        ValueError: a server has another vocabulary, or a row has no hint.
     """
 
     def __init__(self, config: GRPOConfig, prompts: Mapping[str, Sequence[Prompt]], tokenizer: Any) -> None:
         self._config = config
-        for key, path in config.further_models.items():
-            check_vocabulary(
-                tokenizer, load_tokenizer(config.model.model_copy(update={"path": path}), key=key), f"{key}={path}"
-            )
         self._of: dict[str, TeacherModel] = {}
         self._hinted: dict[str, np.ndarray] = {}
         teachers = config.algo.teacher

@@ -17,7 +17,7 @@ from byte_tokenizer import byte_tokenizer
 from worlds import make_config, rollout_of
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.run.teachers import Teachers, check_vocabulary
+from rlhf.run.teachers import Teachers
 from rlhf.step.batch import make_batch
 from rlhf.types import Prompt, RolloutGroup, ScoredRollout
 
@@ -27,11 +27,6 @@ RESPONSES = ([50, 51], [52, 53, 54], [55], [56, 57])
 
 def ids_of(text: str) -> np.ndarray:
     return np.array(TOKENIZER(text, add_special_tokens=False)["input_ids"], np.int32)
-
-
-@pytest.fixture(autouse=True)
-def _all_have_one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf.run.teachers.load_tokenizer", lambda *_, **__: TOKENIZER)
 
 
 def make_groups() -> list[RolloutGroup]:
@@ -133,17 +128,6 @@ def test_a_row_without_its_hint_or_too_long_with_it_is_refused_by_name(tmp_path:
         with pytest.raises(ValueError, match=r"algo\.teacher\.hint_column=hint: .*b/1") as refused:
             taught(with_teacher(tmp_path, own="policy", hint_column="hint"), Learners(), groups)
         assert all(part in str(refused.value) for part in parts)
-
-
-def test_another_vocabulary_is_refused_with_the_first_difference_and_further_tokens_are_not() -> None:
-    class Other:
-        def __init__(self, vocabulary: dict[str, int]) -> None:
-            self.get_vocab = lambda: vocabulary
-
-    own = Other({"a": 0, "b": 1, "c": 2})
-    check_vocabulary(own, Other({"a": 0, "b": 1, "c": 2, "d": 3}), "algo.teacher.path=x")
-    with pytest.raises(ValueError, match=r"algo\.teacher\.path=x: .*token 1 is 'x' there and 'b' in model\.path"):
-        check_vocabulary(own, Other({"a": 0, "x": 1, "y": 2}), "algo.teacher.path=x")
 
 
 class Completions(BaseHTTPRequestHandler):
