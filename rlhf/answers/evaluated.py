@@ -43,12 +43,19 @@ def is_evaluated(answer: Node, gold: Node) -> bool:
 
 
 def _spread(node: Node) -> Node:
-    """The tree with a^2/b^2 for (a/b)^2, and 1/n^k for (1/n)^k: these are worked out equally far."""
+    r"""The tree with a^2/b^2 for (a/b)^2, and `\sqrt{xy}` for `\sqrt{x}\sqrt{y}`: these are worked out equally far."""
     node = replace(node, args=tuple(map(_spread, node.args)))
-    if node.kind != "pow" or node.args[0].kind != "div" or not free_symbols(node.args[0]):
-        return node
-    base, exponent = node.args
-    return Node("div", tuple(side if side.value == 1 else Node("pow", (side, exponent)) for side in base.args))
+    if node.kind == "pow" and node.args[0].kind == "div" and free_symbols(node.args[0]):
+        base, exponent = node.args
+        return Node("div", tuple(side if side.value == 1 else Node("pow", (side, exponent)) for side in base.args))
+    if node.kind == "mul" and all(arg.kind == "call" and arg.name == "root" and free_symbols(arg) for arg in node.args):
+        (left, degree), (right, other) = (root.args for root in node.args)
+        return (
+            Node("call", (Node("mul", (left, right)), degree), "root")
+            if canonical(degree) == canonical(other)
+            else node
+        )
+    return node
 
 
 def _is_equation(node: Node) -> bool:
