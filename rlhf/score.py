@@ -24,7 +24,7 @@ from rlhf.config.printing import say
 from rlhf.config.reward import RewardConfig
 from rlhf.config.secrets import remember
 from rlhf.processes.channel import as_json
-from rlhf.rewards.grade import BAD_GOLD, UNSCORABLE, Grade
+from rlhf.rewards.grade import Grade
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -72,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         started = time.perf_counter()
         try:
             with _output(options.output) as output:
-                totals, score = _grade(scorer, options, rows, output)
+                totals, score, ungraded = _grade(scorer, options, rows, output)
         except RuntimeError as error:
             raise RuntimeError("\n".join([str(error), *_failures(scorer)])) from None
-        _report(totals, score, time.perf_counter() - started)
+        _report(totals, score, ungraded, time.perf_counter() - started)
         failures = "\n".join(_failures(scorer))
         if any(scorer.failed_always(part) for part in scorer.config.parts):
             raise RuntimeError(failures)
@@ -130,22 +130,23 @@ def _reward_config(options: argparse.Namespace) -> RewardConfig:
 
 def _grade(
     scorer: Scorer, options: argparse.Namespace, count: int, output: TextIO | None
-) -> tuple[Counter[str], float]:
+) -> tuple[Counter[str], float, int]:
     """Grade the file row by row, and write each row as soon as it and all rows before it are graded.
 
     Returns:
-        Rows by status, and the sum of the scores.
+        Rows by status, the sum of the scores, and the number of rows without one.
     """
     waiting: deque[tuple[list[dict[str, Any]], list[list[Future[Grade]]]]] = deque()
     totals: Counter[str] = Counter()
-    score = 0.0
+    score, ungraded = 0.0, 0
 
     def finish() -> None:
-        nonlocal score
+        nonlocal score, ungraded
         rows, batches = waiting.popleft()
         for row, grade in zip(rows, scorer.graded_batch(batches, first_row=totals.total() + 1), strict=True):
             totals[grade.status] += 1
             score += grade.value or 0.0
+            ungraded += grade.value is None
             if output:
                 row |= {"score": grade.value or 0.0, "extracted": grade.extracted, "status": grade.status}
                 output.write(json.dumps(row, default=as_json) + "\n")
@@ -159,7 +160,7 @@ def _grade(
             finish()
     while waiting:
         finish()
-    return totals, score
+    return totals, score, ungraded
 
 
 def _with_progress(rows: Iterable[dict[str, Any]], count: int) -> Iterable[dict[str, Any]]:
@@ -185,14 +186,13 @@ def _failures(scorer: Scorer) -> list[str]:
     return [failures for part in shown if (failures := scorer.failures(part))]
 
 
-def _report(totals: Counter[str], score: float, seconds: float) -> None:
+def _report(totals: Counter[str], score: float, ungraded: int, seconds: float) -> None:
     rows = totals.total()
     if not rows:
         say("no rows")
         return
-    left_out = totals[BAD_GOLD] + totals[UNSCORABLE]
-    note = f", without {left_out} that cannot be graded" if left_out else ""
-    say(f"accuracy  {score / max(1, rows - left_out):.4f} over {rows - left_out} rows{note}")
+    note = f", without {ungraded} that cannot be graded" if ungraded else ""
+    say(f"accuracy  {score / max(1, rows - ungraded):.4f} over {rows - ungraded} rows{note}")
     say("statuses  " + ", ".join(f"{name} {count}" for name, count in totals.most_common() if count))
     say(f"speed     {rows / seconds:.0f} answers/s in {seconds:.2f} s")
 

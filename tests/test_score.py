@@ -16,6 +16,7 @@ from rlhf.config.cli import run_program
 pytestmark = pytest.mark.slow
 
 FIXTURES = Path(__file__).parent / "fixtures"
+BY_RESPONSE = "def by_response(response, *, answer, columns, metadata):"
 
 
 def run(arguments: list[str]) -> int:
@@ -58,6 +59,19 @@ def test_every_row_comes_back_in_order_with_score_answer_and_status(
     assert "accuracy  0.5714 over 7 rows, without 1 that cannot be graded" in printed
     assert "ok 5, no_answer 2, bad_gold 1" in printed
     assert "answers/s" in printed
+
+
+def test_rows_that_nobody_judged_or_whose_function_failed_are_not_counted_as_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "judge.py").write_text(
+        "def judge(completions, **_): return [None if text == 'skip' else float(text) for text in completions]\n"
+    )
+    rows = write(tmp_path / "in.jsonl", [{"response": text} for text in ("1", "0", "skip", "skip", "raise")])
+    assert run([str(rows), "--reward", f"{tmp_path}/judge.py:judge", "--workers", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "accuracy  0.5000 over 2 rows, without 3 that cannot be graded" in printed
+    assert "not_judged 2" in printed
 
 
 def test_another_reward_and_other_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,11 +138,11 @@ def test_a_reward_that_fails_sometimes_is_reported_with_its_errors_and_exit_stat
 ) -> None:
     monkeypatch.syspath_prepend(str(FIXTURES))
     assert score_by("by_response", ["raise", "fine", "nan", "crash", "fine"], tmp_path) == 0
-    raises = fixture_line('            raise KeyError("a key")')
+    raises, defined = fixture_line('            raise KeyError("a key")'), fixture_line(BY_RESPONSE)
     assert capsys.readouterr().err.splitlines() == [
         "reward hostile_rewards:by_response: 3 of 5 calls failed",
         f"  1 x {raises}: KeyError: 'a key'",
-        f"  1 x {fixture_line('def by_response(response, *, answer, columns, metadata):')}: returned nan",
+        f"  1 x {defined}: returned nan, no finite number",
         "  1 x died: the process died",
     ]
 

@@ -22,6 +22,11 @@ def printable(value: Any) -> str:
     return "".join(c if c in KEPT or unicodedata.category(c)[0] != "C" else f"\\u{ord(c):04x}" for c in text)
 
 
+def as_utf8(text: str) -> str:
+    """Text that can be written: lone surrogates, which UTF-8 has no bytes for, as JSON escapes them."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def say(*texts: str, file: TextIO | None = None) -> None:
     """Print text at once, without control characters; every line of a program that is not laid out by rich."""
     print(*map(printable, texts), file=file, flush=True)

@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from rlhf.config.base import first_line
-from rlhf.config.printing import printable
+from rlhf.config.printing import as_utf8, printable
 from rlhf.config.sections import TrackioConfig
 from rlhf.log.patient_files import PatientFiles
 from rlhf.log.reductions import Counts
@@ -67,7 +67,11 @@ NO_DETAILS = Details()
 def table_of_responses(responses: Sequence[Mapping[str, Any]]) -> tuple[list[str | int], list[list[Any]]]:
     """Columns and rows of the table of sampled responses; parts of the reward have a column each."""
     parts = list(dict.fromkeys(part for row in responses for part in row["reward_parts"]))
-    rows = [[*(row[column] for column in COLUMNS), *map(row["reward_parts"].get, parts)] for row in responses]
+
+    def cell(value: Any) -> Any:
+        return as_utf8(value) if isinstance(value, str) else value
+
+    rows = [[*(cell(row[name]) for name in COLUMNS), *map(row["reward_parts"].get, parts)] for row in responses]
     return [*COLUMNS, *(f"reward/part/{part}" for part in parts)], rows
 
 

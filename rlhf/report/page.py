@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
+from rlhf.config.printing import as_utf8
 from rlhf.log.diagnosis import diagnose_run, outside_at_the_end, range_of
 from rlhf.log.panels import SECTIONS, Panel, matching
 from rlhf.log.sinks import BOUNDS, Row
@@ -55,7 +56,7 @@ def write_page(runs: Sequence[RunFiles]) -> str:
 
 
 def _packed(text: str) -> str:
-    return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), compresslevel=6, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(as_utf8(text).encode(), compresslevel=6, mtime=0)).decode()
 
 
 def _names(runs: Sequence[RunFiles]) -> list[str]:

@@ -15,6 +15,7 @@ from rlhf.algo.schedules import learning_rate
 from rlhf.answers.thoughts import split_thoughts
 from rlhf.config.cli import PROGRAMS
 from rlhf.config.load import flat_keys, stored_values, validated
+from rlhf.config.printing import as_utf8
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.log.sinks import Row, read_rows, read_summary
 from rlhf.rewards.grade import NO_ANSWER
@@ -145,7 +146,7 @@ def sample_groups(run: RunFiles, max_bytes: int) -> tuple[list[list[Row]], float
     for file, size in files.items():
         allowed += size * max_bytes / total
         for group in read_groups(file):
-            written = sum(len(json.dumps(row, ensure_ascii=False).encode()) + 1 for row in group)
+            written = sum(len(as_utf8(json.dumps(row, ensure_ascii=False)).encode()) + 1 for row in group)
             if taken + written > allowed:
                 break
             groups.append(group)

@@ -19,6 +19,7 @@ from http.client import HTTPException
 from typing import Any, NamedTuple
 
 from rlhf.answers.thoughts import answer_of, marks_from_json
+from rlhf.config.printing import as_utf8
 from rlhf.config.reward import Criterion, RubricOptions
 from rlhf.rewards.grade import BAD_GOLD, FAILED, NO_ANSWER, UNSCORABLE, Grade
 from rlhf.rewards.model_client import address_and_headers
@@ -160,10 +161,9 @@ class RubricGrader:
     ) -> str:
         graded = {"task": messages, "response": response, "criteria": [criterion.text for criterion in criteria]}
         given = json.dumps(graded | ({"reference": reference} if reference else {}), default=str, ensure_ascii=False)
-        content = given.encode("utf-8", "backslashreplace").decode()  # a lone surrogate is its escape in JSON, too
         body = {
             "model": self._options.model,
-            "messages": [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": content}],
+            "messages": [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": as_utf8(given)}],
             "temperature": 0,
             "max_tokens": self._options.max_new_tokens,
             "response_format": {"type": "json_object"},

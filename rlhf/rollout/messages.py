@@ -21,6 +21,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.parser import ParserManager
 
 from rlhf.answers.thoughts import opens_thought, split_thoughts
+from rlhf.config.printing import as_utf8
 from rlhf.rollout.requests import Completion, Parsing
 
 PROMPT_END = 16  # tokens that hold the mark of a thought
@@ -104,7 +105,7 @@ class MessageReader:
                     enable_auto_tools=self._calls_tools,
                     model_output_token_ids=token_ids,
                 )
-                calls = [_Call(call.name, call.arguments, call.id) for call in found or ()]
+                calls = [_Call(call.name, as_utf8(call.arguments), call.id) for call in found or ()]  # of a JSON \ud800
                 if in_channels:
                     thoughts, said_after = in_channel, text.partition(in_channel)[2] if in_channel else text
         if self._calls_tools and completion.finish_reason == "stop":
@@ -152,7 +153,7 @@ class MessageReader:
         except Exception:  # as in `message`
             found = []
         named = self._names.search(written)
-        return [_Call(call.function.name, call.function.arguments, call.id) for call in found] or [
+        return [_Call(call.function.name, as_utf8(call.function.arguments), call.id) for call in found] or [
             _Call(named[0] if named else "unknown", written, error=UNREAD)
         ]
 

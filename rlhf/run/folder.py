@@ -23,6 +23,7 @@ import yaml
 
 from rlhf.config.base import Section, reason
 from rlhf.config.load import resolved_yaml, stored_values
+from rlhf.config.printing import as_utf8
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.log.patient_files import NEW, PatientFiles
 from rlhf.log.sinks import SUMMARY, read_summary
@@ -354,8 +355,7 @@ class RunFolder:
         lines = "".join(encode(row) + "\n" for row in rows)
         for separator in ("\x85", "\u2028", "\u2029"):  # which many readers take for the end of a line
             lines = lines.replace(separator, f"\\u{ord(separator):04x}")
-        lines = lines.encode(errors="backslashreplace").decode()  # lone surrogates, as JSON writes them
-        files.replace(self.rollouts / f"step-{step:06d}.jsonl", lines)
+        files.replace(self.rollouts / f"step-{step:06d}.jsonl", as_utf8(lines))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         replace_synced(self.summary, json.dumps(summary, indent=2) + "\n")

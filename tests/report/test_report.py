@@ -20,7 +20,7 @@ from worlds import make_config, make_groups
 
 from rlhf import show
 from rlhf.log.patient_files import PatientFiles
-from rlhf.log.sinks import JsonlSink
+from rlhf.log.sinks import JsonlSink, table_of_responses
 from rlhf.report.page import write_page
 from rlhf.report.run_files import RunFiles, differing_keys, read_groups, read_run, sample_groups
 from rlhf.run.folder import RunFolder
@@ -132,6 +132,19 @@ def test_of_a_long_run_whole_groups_of_every_part_of_it_are_taken(tmp_path: Path
     assert len(some) == pytest.approx(20, abs=3)
     assert {len(group) for group in some} == {4}
     assert np.histogram([group[0]["step"] for group in some], bins=4, range=(1, 40))[0].min() >= 3
+
+
+def test_a_text_that_is_no_valid_unicode_is_shown_escaped_and_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = read_run(write_run(tmp_path / "run", text="a \ud800 \U0001f600"))
+    size = sum(file.stat().st_size for file in run.rollout_files().values())
+    assert sample_groups(run, size // 2)[1] == pytest.approx(0.5, abs=0.2)
+    assert "a \ud800 \U0001f600" in data_of(write_page([run]), "rollouts")["texts"]
+    assert "\\ud800" in shown(run, capsys)
+    row = next(iter(read_groups(run.rollout_files()[1])))[0]
+    columns, (cells,) = table_of_responses([row])
+    assert cells[columns.index("text")] == "a \\ud800 \U0001f600"  # in the tables of trackers
 
 
 # --- the page ---
