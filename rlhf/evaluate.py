@@ -50,6 +50,7 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
     from rlhf.data.load import load_prompts
     from rlhf.data.model_files import embedding_rows, load_tokenizer, truncate_token_id
     from rlhf.data.templates import reads_date
+    from rlhf.data.turns import rollout_warnings
     from rlhf.environments.rollouts import FailedEnvironments
     from rlhf.environments.start import StartedEnvironments
     from rlhf.rewards.scorer import Scorer
@@ -60,6 +61,8 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
     tokenizer = load_tokenizer(config.model)
     if reads_date(config.data.template, tokenizer):
         say(f"data.date={config.data.date}: the chat template writes this date into the prompts")
+    for warning in rollout_warnings(config, tokenizer):
+        to_stderr(f"warning: {warning}")
     truncate_token = truncate_token_id(config.rollout, tokenizer)
     loaded = load_prompts(
         config.data, "eval", tokenizer, vocab_size=embedding_rows(config.model.path), acts=config.acts

@@ -52,11 +52,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     from rlhf.data.conversations import SFTEncoder, read_examples
     from rlhf.data.model_files import embedding_rows, load_tokenizer
+    from rlhf.data.turns import stop_token_ids
     from rlhf.run.folder import with_date
     from rlhf.run.restarts import train_with_restarts
 
     config = with_date(config)
-    encoder = SFTEncoder(load_tokenizer(config.model), config.data.template, config.data.template_arguments)
+    tokenizer = load_tokenizer(config.model)
+    stop_ids = stop_token_ids(config.model.path, tokenizer)
+    encoder = SFTEncoder(tokenizer, config.data.template, config.data.template_arguments, stop_ids)
     data = read_examples(config.data, encoder, vocab_size=embedding_rows(config.model.path))
     for warning in encoder.warnings(data.train.tokens):
         say(f"warning: {warning}", file=sys.stderr)

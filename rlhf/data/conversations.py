@@ -3,7 +3,7 @@
 A row of SFT has `messages`, whose assistant turns are trained, or `prompt` and `completion`, each text or messages, of
 which the completion's turns are. How the tokens of a turn are found:
 
-- the template has {% generation %} tags: they say it, and the end token right after a turn is trained too;
+- the template has {% generation %} tags: they say it, and the end of a turn right after them is trained too;
 - it has none: a turn is what the conversation up to it has more than its beginning with the generation prompt. Each of
   these beginnings must be the beginning of the next, token for token, else the row is refused: the model would be
   trained on other tokens than it is given;
@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise, takewhile
 from typing import Any, Literal, NamedTuple
 
@@ -49,6 +49,7 @@ from rlhf.data.templates import (
     tokenize,
     whole_text,
 )
+from rlhf.data.turns import TurnEnds, tag_warnings, turn_ends, unnamed_end
 from rlhf.types import PackedTokens
 
 KEY = "data.template"
@@ -162,6 +163,7 @@ class SFTEncoder:
     Attributes:
         template: None: messages as the tokenizer's own writes them, texts as they are.
         arguments: of a chat template (`SFTDataConfig.template_arguments`).
+        stop_ids: at which engines end a response (`turns.stop_token_ids`), in addition to the tokenizer's eos.
 
     Raises:
         ValueError: from a call: the row cannot be read, or nothing of it would be trained; says what to change.
@@ -170,6 +172,7 @@ class SFTEncoder:
     tokenizer: Any
     template: TemplateName | None
     arguments: Mapping[str, Any] | None = None
+    stop_ids: frozenset[int] = frozenset()
 
     def __call__(self, columns: dict[str, Any]) -> list[MaskedTokens]:
         given: list[Message] = []
@@ -193,15 +196,26 @@ class SFTEncoder:
         end = int(trained.nonzero()[0][-1]) + 1
         return [MaskedTokens(ids[:end], trained[:end])]
 
+    @cached_property
+    def ends(self) -> TurnEnds:
+        """How a turn ends."""
+        stops = self.stop_ids.union([self.tokenizer.eos_token_id]) - {None}
+        return turn_ends(self.tokenizer, self.template or "model", self.arguments, stops)
+
     def warnings(self, tokens: PackedTokens) -> Iterator[str]:
-        """A warning if sequences have no trained end token: a model does not learn to stop there."""
-        ends = tokens.response_mask & (tokens.token_ids == self.tokenizer.eos_token_id)
+        """Warnings if sequences train no end of a turn, or an end at which no engine stops, or more than turns."""
+        template, trained = self.template or "model", np.where(tokens.response_mask, tokens.token_ids, -1)
+        ends = np.isin(trained, list(self.ends.ids))
         without = int((np.add.reduceat(ends, tokens.cu_seqlens[:-1], dtype=np.int64) == 0).sum())
         if without:
             yield (
-                f"data.train: {without} of {len(tokens.lengths)} rows train no {self.tokenizer.eos_token!r}, with "
+                f"data.train: {without} of {len(tokens.lengths)} rows train no {self.ends.names(self.tokenizer)}, with "
                 "which a response ends: the model does not learn to stop there. Use a template that writes it."
             )
+        if self.ends.unnamed in trained:
+            yield from unnamed_end(self.ends, self.tokenizer, template)
+        if template not in PLAIN and GENERATION_TAG.search(template_source(template, self.tokenizer)):
+            yield from tag_warnings(self.tokenizer, template, self.arguments)
 
     def shown(self, tokens: PackedTokens) -> str:
         """The first sequence as text, with what is trained between >>> and <<<."""
@@ -262,7 +276,12 @@ class SFTEncoder:
         messages = prepared(form, talk.messages, talk.template, self.tokenizer, keep_assistant=True)
         options = {**options, "tools": safe_tools(talk.tools, talk.template, self.tokenizer)}
         ids, trained = tagged_ids(messages, talk.template, self.tokenizer, KEY, **options)
-        trained[1:] |= trained[:-1] & (ids[1:] == self.tokenizer.eos_token_id)
+        if not trained.any() and any(messages[turn].get("content") for turn in talk.turns):
+            raise ValueError(
+                f"no token of it is trained: {KEY}={talk.template} has {{% generation %}} tags around nothing that the "
+                "assistant says. Put them around its turns, or remove them."
+            )
+        trained = self.ends.with_end(ids, trained, self.tokenizer)
         if talk.given:
             prompt = text(talk.messages[: talk.given], add_generation_prompt=True)
             beginnings = [*tokenize([prompt], talk.template, self.tokenizer), ids]

@@ -52,7 +52,7 @@ class Dialogue:
     """The template of a run's conversations.
 
     Args:
-        stop_ids: the end-of-sequence ids of the model (`model_files.stop_token_ids`).
+        stop_ids: the end-of-sequence ids of the model (`turns.stop_token_ids`).
         arguments: of the template (`DataConfig.template_arguments`).
     """
 

@@ -130,13 +130,6 @@ def load_tokenizer(model: ModelConfig, *, key: str = "model.path") -> Any:
     return tokenizer
 
 
-def stop_token_ids(path: str, tokenizer: Any) -> frozenset[int]:
-    """The ids that end a response in vLLM: the tokenizer's eos, and those of the model's generation config."""
-    ids = read_json(local_model_folder(path) / "generation_config.json").get("eos_token_id")
-    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return frozenset([*own, *([ids] if isinstance(ids, int) else ids or [])])
-
-
 def truncate_token_id(rollout: RolloutConfig, tokenizer: Any) -> int | None:
     """The id of rollout.truncate_token, None if it is not set; ValueError unless the tokenizer has one for it."""
     if rollout.truncate_token is None:

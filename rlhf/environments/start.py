@@ -14,9 +14,9 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.parsers import tool_parser_of
 from rlhf.config.printing import to_stderr
 from rlhf.data.dialogue import Dialogue
-from rlhf.data.model_files import stop_token_ids
 from rlhf.data.templates import template_source
 from rlhf.data.thoughts import marks_of
+from rlhf.data.turns import stop_token_ids
 from rlhf.environments.endpoint import Endpoint
 from rlhf.environments.hosts import Hosts
 from rlhf.environments.nodes import Spread

@@ -124,6 +124,7 @@ class RolloutEngine:
             stop_token_ids=None if token is None else [token],
             ignore_eos=settings.whole,
             detokenize=bool(settings.stop),
+            skip_special_tokens=False,  # a stop string may be one, such as <|im_end|>
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,

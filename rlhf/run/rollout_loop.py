@@ -17,6 +17,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.library_options import changes_numbers
 from rlhf.data.load import first_prompt
 from rlhf.data.model_files import truncate_token_id
+from rlhf.data.turns import rollout_warnings
 from rlhf.data.vocabulary import check_vocabularies
 from rlhf.environments.rollouts import FailedEnvironments
 from rlhf.environments.start import StartedEnvironments
@@ -65,6 +66,8 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
                     environments = await in_thread(_start_environments, run)
                     exit_stack.callback(environments.close)
                     first = await environments.first_prompt(first)
+            for warning in rollout_warnings(config, run.tokenizer):
+                run.log.warn(warning)
             show_data(say, data.train, first, run.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
             with run.log.terminal.stage("grader"):
                 scorer = Scorer(config.reward, say=partial(say, wrap=False))

@@ -143,4 +143,4 @@ def test_a_conversation_trains_on_what_the_assistant_says_with_its_thoughts(temp
     ]}  # fmt: skip
     ((ids, trained),) = SFTEncoder(tokenizer, None)(row)
     assert control_in(ids.tolist(), tokenizer)[:5] == ["<|a|>", "<|b|>", "<|a|>", "<think>", "</think>"]
-    assert tokenizer.decode(ids[trained].tolist()).removesuffix("<|b|>\n") == "<think>é</think>2"
+    assert tokenizer.decode(ids[trained].tolist()).removesuffix("\n").removesuffix("<|b|>") == "<think>é</think>2"

@@ -27,7 +27,8 @@ from worlds import make_config
 
 from rlhf.config.environment import EnvironmentPart
 from rlhf.data.dialogue import Dialogue
-from rlhf.data.model_files import load_tokenizer, stop_token_ids
+from rlhf.data.model_files import load_tokenizer
+from rlhf.data.turns import stop_token_ids
 from rlhf.environments.branches import play_coroutine
 from rlhf.environments.endpoint import Endpoint
 from rlhf.environments.service import Service
