@@ -32,6 +32,7 @@ SHOWN = 3  # tensors of each kind in a message
 ROWS_AT_ONCE = 4096  # of two matrices that are compared
 OF_PEFT = (".base_model.model.", ".base_layer.", ".lora_A.", ".modules_to_save.")
 OF_QUANTIZED = (".qweight", ".weight_scale", ".weight_packed", "_blocks", ".SCB", ".weight.absmax")
+OLD_CONSTANT = ".masked_bias"  # in files of GPT-2 and GPT-Neo that transformers 4 or older wrote
 TORCH_FILES = "pytorch_model*.bin"
 
 
@@ -130,7 +131,8 @@ def check_report(
         exceeds: tensors that need no parameter.
     """
     needed = len(transformer.state_dict())
-    missing, unexpected = report.missing_keys.difference(lacks), report.unexpected_keys.difference(exceeds)
+    missing = report.missing_keys.difference(lacks)
+    unexpected = {name for name in report.unexpected_keys.difference(exceeds) if not name.endswith(OLD_CONSTANT)}
     findings = []
     if missing:
         findings.append(f"Of {needed} it lacks {len(missing)}, which would be random: {_named(missing)}.")

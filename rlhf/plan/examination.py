@@ -157,6 +157,12 @@ def check_files(model: RunModel, *, planned: bool = False) -> None:
             if is_adapter:
                 raise ValueError(f"{named}: it is an adapter. Make a whole model of it: rlhf export RUN DIR --merge.")
             raise ValueError(f"{named}: no config.json in it. Give a folder in Hugging Face format.")
+        if is_adapter:
+            raise ValueError(
+                f"{named}: it has adapter_config.json next to config.json, and transformers would load the adapter's "
+                "base model where peft is installed. Remove adapter_config.json if the weights are merged; else merge "
+                "them: rlhf export RUN DIR --merge."
+            )
     try:
         config = local_model_config(model.path)
         if config is None:
@@ -172,7 +178,7 @@ def check_files(model: RunModel, *, planned: bool = False) -> None:
 def quantization(config: Mapping[str, Any]) -> str:
     """The method of a quantized model; "" for one that is not."""
     settings = [c.get(key) for c in (config, text_config(dict(config))) for key in QUANTIZED]
-    return next((str(s.get("quant_method", "?")) for s in settings if isinstance(s, dict)), "")
+    return next((str(s.get("quant_method") or ", ".join(s)) for s in settings if isinstance(s, dict)), "")
 
 
 def _check_unquantized(config: Mapping[str, Any]) -> None:
@@ -236,10 +242,13 @@ def added_tokens(folder: Path) -> dict[str, int]:
     added = {token["content"]: int(number) for number, token in decoder.items()}
     added |= read_json(folder / "added_tokens.json")
     file = folder / "tokenizer.json"
-    text = file.read_text() if file.is_file() else ""
-    if (at := text.find('"added_tokens"')) >= 0:  # the rest of the file takes longer to parse
-        tokens, _ = json.JSONDecoder().raw_decode(text, text.index("[", at))
-        added |= {token["content"]: token["id"] for token in tokens}
+    try:
+        text = file.read_text() if file.is_file() else ""
+        if (at := text.find('"added_tokens"')) >= 0:  # the rest of the file takes longer to parse
+            tokens, _ = json.JSONDecoder().raw_decode(text, text.index("[", at))
+            added |= {token["content"]: token["id"] for token in tokens}
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}). Download or save the tokenizer again.") from None
     return added
 
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from model_families import write_family
+from model_families import MODEL_TYPES, write_family
 from safetensors.torch import load_file, save_file
 from worlds import make_config, make_ppo_config
 
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.sections import ModelConfig
 from rlhf.config.supervised import SFTConfig
-from rlhf.data.model_files import load_tokenizer
+from rlhf.data.load import load_prompts
+from rlhf.data.model_files import embedding_rows, load_tokenizer
+from rlhf.learner.policy_model import load_policy
+from rlhf.learner.value_model import load_scalar_transformer
 from rlhf.plan.examination import RunModel, check_class, check_files
 from rlhf.plan.start_checks import evaluation_problems, input_problems, run_problems, start_problems
 
@@ -175,6 +181,144 @@ def test_each_program_refuses_each_damaged_model_in_one_message(program: str, mo
         (problem,) = problems_of(program, damaged)
         assert problem.startswith(f"model.path={damaged}: "), what
         assert [part for part in parts if part not in problem] == [], (what, problem)
+
+
+def head(rows: int = 1, **more: torch.Tensor) -> Callable[[Path], None]:
+    """A head of sequence classification, and further tensors."""
+    tensors = {"score.weight": torch.ones(rows, 64)} | {name.replace("__", "."): t for name, t in more.items()}
+    return lambda folder: change_tensors(folder, lambda stored: stored | tensors)
+
+
+@pytest.mark.parametrize(
+    ("damage", "part"),
+    [
+        (head(), ""),
+        (lambda folder: None, "it has no head score.weight"),
+        (head(2), "its head gives several numbers"),
+        (head(score__bias=torch.ones(1)), "no place for: score.bias"),
+        (head(v_head__summary__weight=torch.ones(1, 64)), "no place for: v_head.summary.weight"),
+        (rename("model.layers.1.", "model.layers.7."), "lacks 12, which would be random: model.layers.1."),
+    ],
+)
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_the_head_of_a_reward_model_is_its_own_and_that_of_a_critic_may_be_new(
+    is_trained: bool, damage: Callable[[Path], None], part: str, model: Path
+) -> None:
+    damage(model)
+    critic = RunModel("critic.path", str(model), scalar=True, is_trained=is_trained)
+    if not part or (is_trained and "no head" in part):
+        check_class(critic, ModelConfig(path=str(model)))
+        return
+    with pytest.raises(ValueError, match=re.escape(part)):
+        check_class(critic, ModelConfig(path=str(model)))
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "part"),
+    [
+        (lambda stored: {HEAD: stored[EMBEDDING].clone()}, ""),
+        (
+            lambda stored: {HEAD: stored[EMBEDDING].index_add(0, torch.tensor([261]), torch.ones(1, 64))},
+            "two that differ",
+        ),
+        (lambda stored: {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}, ""),  # of old files
+    ],
+)
+def test_a_second_matrix_where_config_json_ties_one_must_be_the_same(
+    damage: Callable[[Tensors], Tensors], part: str, model: Path
+) -> None:
+    change_tensors(model, lambda stored: stored | damage(stored))
+    problems = problems_of("sft", model)
+    assert len(problems) == bool(part)
+    assert all(part in problem and EMBEDDING in problem for problem in problems)
+    if part:  # as when the model comes from the hub, and is examined only then
+        with pytest.raises(ValueError, match=part):
+            load_policy(ModelConfig(path=str(model)), temperature=1.0)
+
+
+def test_a_model_without_a_tied_head_needs_one_in_its_files(model: Path) -> None:
+    change_json(model, "config.json", tie_word_embeddings=False)
+    (problem,) = problems_of("grpo", model)
+    assert "random: lm_head.weight." in problem
+    assert problems_of("reward-model", model) == []  # it gets a head of its own
+
+
+def test_what_is_not_examined_before_the_start_is_when_it_is_loaded(model: Path) -> None:
+    change_tensors(model, lambda stored: {f"base_model.model.{name}": tensor for name, tensor in stored.items()})
+    loaded = ModelConfig(path=str(model))
+    with pytest.raises(ValueError, match=r"which would be random: .* no place for: .*merge_and_unload"):
+        load_policy(loaded, temperature=1.0)
+    with pytest.raises(ValueError, match=r"^critic\.path=.* which would be random: .* no place for: "):
+        load_scalar_transformer(str(model), loaded, key="critic.path", new_head="zeros")
+
+
+@pytest.mark.parametrize("method", ["gptq", "fp8", "bitsandbytes", "compressed-tensors", "mxfp4"])
+def test_a_quantized_model_can_be_evaluated_and_not_trained(method: str, model: Path) -> None:
+    change_json(model, "config.json", quantization_config={"quant_method": method})
+    rename("up_proj.weight", "up_proj.weight_packed")(model)
+    assert all(f"quantized ({method})" in problem for problem in problems_of("grpo", model)) is True
+    assert len(problems_of("grpo", model)) == 1
+    assert problems_of("evaluate", model) == []
+
+
+def test_rows_that_need_a_token_without_a_row_are_named(model: Path) -> None:
+    change_json(model, "config.json", vocab_size=200, eos_token_id=None, pad_token_id=None)
+    config, tokenizer = make_config(model), load_tokenizer(ModelConfig(path=str(model)))
+    rows = embedding_rows(str(model))
+    with pytest.raises(ValueError, match=r"row 1 of .*: it has a token with the id 260, .* embeddings for 200 "):
+        load_prompts(config.data, "train", tokenizer, vocab_size=rows)
+    assert load_prompts(config.data, "train", tokenizer, vocab_size=262).prompts
+
+
+def test_the_plan_says_what_needs_no_class_and_imports_no_torch(model: Path) -> None:
+    code = "import sys; from rlhf.grpo import main; main(); sys.exit('torch' in sys.modules)"
+    change_json(model, "config.json", quantization_config={"quant_method": "awq"})
+    file = model.parent / "run.yaml"
+    file.write_text(
+        json.dumps(make_config(model).shown() | {"data": {"train": "/no/such.jsonl", "max_prompt_tokens": 64}})
+    )
+    command = [sys.executable, "-c", code, "--config", str(file), "--plan"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "by config.json it is quantized (awq)" in " ".join(done.stdout.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["sft", "evaluate"])
+def test_a_damaged_model_ends_the_program_before_it_starts_anything(program: str, model: Path, tmp_path: Path) -> None:
+    lose(NORM)(model)
+    data = "train" if program == "sft" else "eval"
+    settings = {"run": {"dir": str(tmp_path / "run")}, "model": {"path": str(model)}, "cluster": {"device": "cpu"}}
+    settings |= {"data": {data: str(tmp_path / "train.jsonl")}}
+    settings |= {"evaluation": {"max_response_tokens": 64}} if program == "evaluate" else {}
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", f"rlhf.{program}", "--config", str(tmp_path / "run.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("model.path=") == 1
+    assert "model.safetensors does not hold the tensors of Qwen2ForCausalLM" in done.stderr
+    assert f"random: {NORM}." in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_each_family_is_whole_as_it_is_saved_and_each_damage_is_named(model_type: str, tmp_path: Path) -> None:
+    path = write_family(model_type, tmp_path)
+    family, loaded = RunModel("model.path", str(path), is_trained=True), ModelConfig(path=str(path))
+    check_class(family, loaded)
+    stored = load_file(path / "model.safetensors")
+    lost, renamed, *_, reshaped = [
+        n for n in stored if re.search(r"norm|ln_", n) and stored[n].dim() == 1 and "mtp" not in n
+    ]
+    tensors = {n: t for n, t in stored.items() if n not in (lost, renamed)}
+    save_file(tensors | {f"{renamed}_2": stored[renamed], reshaped: torch.ones(7)}, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lacks [2-9]\d*, .* It has 1 .*_2\. .* has the shape \[7\], not ") as raised:
+        check_class(family, loaded)
+    assert "model.safetensors does not hold" in str(raised.value)
 
 
 def test_weights_in_another_format_are_examined_too(model: Path) -> None:
