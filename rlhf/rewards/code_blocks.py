@@ -34,14 +34,16 @@ class Block(NamedTuple):
     """A block of Python.
 
     Attributes:
-        needs: names that it uses and neither defines nor imports.
+        functions: names of functions and classes, and of what is assigned like one; not of an output such as f = 4.
+        names: all that it defines, assigns or imports.
+        needs: names that it uses, and that are none of these.
         runs: something at its top level calls a function.
         reads, prints: it has a name of `READERS`, or of `PRINTERS`.
     """
 
     text: str
-    defines: frozenset[str]
-    imports: frozenset[str]
+    functions: frozenset[str]
+    names: frozenset[str]
     needs: frozenset[str]
     runs: bool
     reads: bool
@@ -58,10 +60,10 @@ def program(answer: str, tests: Tests) -> str | None:
     kept, needed = list[Block](), tests.functions
     main = _main(python, tests) if tests.programs else None
     for block in reversed(python):
-        given = block.defines | (block.imports if kept else frozenset())  # a demonstration may import the solution
+        given = block.names if kept else block.functions  # a demonstration may import the solution
         if block is main or needed & given:
             kept.insert(0, block)
-            needed = (needed - given) | block.needs
+            needed = (needed - given - BUILT_IN) | block.needs
     return "\n".join(block.text for block in kept or python[-1:])
 
 
@@ -108,32 +110,37 @@ def _python(info: str, text: str) -> Block | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         if not info.strip():
             return None
-        words, empty = set(re.findall(r"\w+", text)), frozenset[str]()
-        defines = frozenset(DEFINED.findall(text))
-        return Block(text, defines, empty, empty, True, not words.isdisjoint(READERS), not words.isdisjoint(PRINTERS))
-    stored, loaded, imported, bound, attributes = set[str](), set[str](), set[str](), set[str](), set[str]()
+        words, defined = set(re.findall(r"\w+", text)), frozenset(DEFINED.findall(text))
+        reads, prints = (not words.isdisjoint(names) for names in (READERS, PRINTERS))
+        return Block(text, defined, defined, frozenset(), runs=True, reads=reads, prints=prints)
+    functions, names, used, attributes, bound = (set[str]() for _ in range(5))
     for node in ast.walk(tree):
         match node:
-            case ast.Name(name, ast.Load()):
-                loaded.add(name)
             case ast.FunctionDef(body=[ast.Expr(ast.Constant()) | ast.Pass()]):
                 pass  # a signature that is quoted
-            case ast.Name(name) | ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
-                stored.add(name)
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                functions.add(name)
+            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), value=value):
+                functions |= {name} if isinstance(value, ast.Lambda | ast.Name | ast.Attribute | ast.Call) else set()
+            case ast.Name(name, ast.Load()):
+                used.add(name)
+            case ast.Name(name):
+                names.add(name)
             case ast.alias(name, alias):
-                imported.add(alias or name.partition(".")[0])
+                names.add(alias or name.partition(".")[0])
             case ast.arg(name) | ast.ExceptHandler(name=str(name)):
                 bound.add(name)
             case ast.Attribute(attr=name):
                 attributes.add(name)
+    names |= functions
     return Block(
         text,
-        defines=frozenset(stored),
-        imports=frozenset(imported),
-        needs=frozenset(loaded - stored - imported - bound - BUILT_IN),
+        functions=frozenset(functions),
+        names=frozenset(names),
+        needs=frozenset(used - names - bound - BUILT_IN),
         runs=any(map(_runs, tree.body)),
-        reads=not READERS.isdisjoint(loaded | imported | attributes),
-        prints=not PRINTERS.isdisjoint(loaded | imported | attributes),
+        reads=not READERS.isdisjoint(used | names | attributes),
+        prints=not PRINTERS.isdisjoint(used | names | attributes),
     )
 
 

@@ -199,8 +199,7 @@ def _asserts(source: str, function: str) -> Tests:
     if not tests:
         raise ValueError(f"there is no test. {FORMS}.")
     names = {part.id for node in body for part in ast.walk(node) if isinstance(part, ast.Name)}
-    called = names - {"check", "METADATA", *dir(builtins)}
-    return Tests(calls=tests, functions=frozenset(called), setup="\n".join(map(ast.unparse, setup)))
+    return Tests(calls=tests, functions=frozenset(names - {"check"}), setup="\n".join(map(ast.unparse, setup)))
 
 
 def _tests_of(node: ast.stmt, function: str) -> Iterator[CallTest]:

@@ -392,6 +392,7 @@ AFTER = {
     "bash": fenced("pip install numpy\n", "bash"),
     "an output": fenced("4\n", "text"),
     "an output without a tag": fenced("[1, 2]\n", ""),
+    "an output like an assignment": fenced("f = 4\nf: 9\n", ""),
     "an output that is not Python": fenced("Output: 4 9\n", ""),
     "an output with the tag": fenced("True\n"),
     "JSON": fenced('{"f": 4}\n', "json"),
@@ -427,6 +428,8 @@ def test_what_follows_the_program_is_not_the_program(after: str) -> None:
         ([F, "def f(x)\n    return x * x\n"], "def f(x)\n    return x * x\n"),
         (["class Solution:\n    def f(self, x):\n        return x * x\n", "print(Solution().f(2))\n"], "class Solution:\n    def f(self, x):\n        return x * x\n"),
         (["f = lambda x: x * x\n", "y = f(2)\n"], "f = lambda x: x * x\n"),
+        (["def g(x):\n    return x * x\n", "f = g\n"], "def g(x):\n    return x * x\n\nf = g\n"),
+        (["from operator import mul\n", "f: object = lambda x: mul(x, x)\n"], "from operator import mul\n\nf: object = lambda x: mul(x, x)\n"),
     ],
 )  # fmt: skip
 def test_the_program_is_the_last_block_that_defines_what_is_called_after_those_that_it_needs(
@@ -452,6 +455,12 @@ def test_the_program_is_the_last_block_that_reads_the_input_after_those_that_it_
     blocks: list[str], code: str
 ) -> None:
     assert find_code("".join(map(fenced, blocks)), STDIN, whole=False) == code
+
+
+def test_a_tested_function_may_have_the_name_of_a_built_in_one() -> None:
+    code = "def pow(x):\n    return x * x\n"
+    tests = read_tests(["assert set([pow(2)]) == {4}"])
+    assert find_code(fenced(code) + fenced("print(pow(2))\n"), tests, whole=False) == code
 
 
 def test_a_program_without_input_is_the_last_block_that_runs() -> None:
