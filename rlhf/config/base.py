@@ -68,7 +68,7 @@ def reason(error: BaseException) -> str:
     """Why something failed, in one line: `FILE: why` of an OSError, without its number; else the type and the text."""
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
 
 
 class OwnOr:

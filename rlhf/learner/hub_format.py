@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from rlhf.config.base import reason
 from rlhf.config.model_folder import INDEX, local_model_folder, tensor_shapes, weight_files
 from rlhf.config.sections import ModelConfig
 from rlhf.learner.loading import check_report, load
@@ -197,3 +199,17 @@ def write_model_config(folder: Path, transformer: PreTrainedModel, generation_co
             transformer.generation_config.to_json_file(file)
         else:
             file.write_bytes(generation_config)
+
+
+def check_written_again(transformer: PreTrainedModel, path: str, *, key: str) -> None:
+    """Raise a ValueError if `write_model_config` fails for a loaded model: no checkpoint of it could be written."""
+    with tempfile.TemporaryDirectory(prefix="rlhf-config-") as folder:
+        try:
+            write_model_config(Path(folder), transformer)
+        except OSError:
+            pass  # of this disk
+        except Exception as error:  # of transformers, or of code that came with the model
+            raise ValueError(
+                f"{key}={path}: its config.json can be loaded and not written again ({reason(error)}), and neither a "
+                "checkpoint nor an export could hold it. Correct it, or name another model."
+            ) from None

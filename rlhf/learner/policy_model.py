@@ -23,7 +23,7 @@ from rlhf.algo.lora import adapt, linear_names
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.config.sections import Checkpointing, ModelConfig
 from rlhf.learner.fused import use_kernels
-from rlhf.learner.hub_format import frozen_tensors, model_tensors
+from rlhf.learner.hub_format import check_written_again, frozen_tensors, model_tensors
 from rlhf.learner.loading import check_report
 from rlhf.learner.packed_attention import UnpackableError, load_packed
 from rlhf.learner.packed_mixers import run_by_segments, whole_layers
@@ -200,6 +200,7 @@ def load_language_model(
     if exported:
         # for its errors, which would come too late at the export
         frozen_tensors(transformer, model_tensors(transformer), model.path)
+        check_written_again(transformer, model.path, key=key)
     return transformer
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf.algo.logprobs import response_states
 from rlhf.algo.numerics import full_precision
 from rlhf.config.sections import ModelConfig
+from rlhf.learner.hub_format import check_written_again
 from rlhf.learner.loading import check_report
 from rlhf.learner.packed_attention import load_packed
 from rlhf.learner.policy_model import DeviceTokens, prepare_transformer, transformer_outputs
@@ -122,6 +123,8 @@ def read_scalar_transformer(
     if needs_head and not has_head:
         remedy = "Train one with `python -m rlhf.reward_model`, or name another."
         raise ValueError(f"{key}={path}: it has no head {HEAD}, so it is not a reward model. {remedy}")
+    if not needs_head:
+        check_written_again(transformer, path, key=key)
     return transformer, has_head
 
 

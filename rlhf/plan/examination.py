@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from rlhf.config.base import reason
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.model_folder import local_model_folder, looks_local, read_json
 from rlhf.config.program import TrainingProgramConfig
@@ -105,10 +106,10 @@ def examine(config: TrainingProgramConfig, *, trains: bool = True) -> list[str]:
 
         problems += gather(lambda: adapted_layers(config))
     absent = [m for m in models if not looks_local(m.path) and local_model_config(m.path) is None]
-    if absent and (reason := hub_silence()):
+    if absent and (silence := hub_silence()):
         problems += [
             f"{m.named}: there is no such folder, the cache of this machine does not have it, and the hub cannot be "
-            f"asked ({reason}). Name a local folder, or fetch it where the hub answers: hf download {m.path}"
+            f"asked ({silence}). Name a local folder, or fetch it where the hub answers: hf download {m.path}"
             for m in absent
         ]
     return list(dict.fromkeys(problems))
@@ -268,14 +269,13 @@ def check_class(model: RunModel, of_policy: ModelConfig) -> None:
     try:
         _load(model, loaded)
     except ValueError as error:
-        reason = " ".join(str(error).split()).removeprefix(f"{model.key}={folder}: ")
+        why = " ".join(str(error).split()).removeprefix(f"{model.key}={folder}: ")
         if not (model.is_served and quantization(config)):
-            raise ValueError(f"{model.named}: {reason}") from None
+            raise ValueError(f"{model.named}: {why}") from None
     except Exception as error:  # of a config.json that is not what the class expects
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
         raise ValueError(
-            f"{model.named}: transformers cannot make a model of its config.json ({reason}). Correct it, or download "
-            "or save the model again."
+            f"{model.named}: transformers cannot make a model of its config.json ({reason(error)}). Correct it, or "
+            "download or save the model again."
         ) from None
     else:
         if method := quantization(config):
@@ -291,6 +291,8 @@ def _load(model: RunModel, loaded: ModelConfig) -> None:
     from rlhf.learner.value_model import read_scalar_transformer
 
     path, key = loaded.path, model.key
+    if not model.scalar:
+        _check_generation_config(Path(path))
     if model.is_served:
         _, kind = language_model(path, trust_remote_code=loaded.trust_remote_code)
         transformer, report = load(kind, path, loaded, without_data=True)
@@ -300,6 +302,22 @@ def _load(model: RunModel, loaded: ModelConfig) -> None:
         read_scalar_transformer(path, loaded, key=key, needs_head=not model.is_trained, without_data=True)
     else:
         load_language_model(loaded, key=key, exported=model.is_trained, without_data=True)
+
+
+def _check_generation_config(folder: Path) -> None:
+    """Raise a ValueError for a generation_config.json that the learners could not load."""
+    from transformers import GenerationConfig
+
+    if not (folder / "generation_config.json").is_file():
+        return
+    try:
+        ends = _as_list(GenerationConfig.from_pretrained(folder).eos_token_id)
+    except Exception as error:  # of any type
+        raise ValueError(
+            f"transformers does not take its generation_config.json ({reason(error)}). Correct or remove it."
+        ) from None
+    if unknown := [end for end in ends if end is not None and not isinstance(end, int)]:
+        raise ValueError(f"eos_token_id={unknown[0]!r} in generation_config.json is no id of a token. Write numbers.")
 
 
 # --- whether they fit the run ---

@@ -376,3 +376,49 @@ def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
     change_tensors(folder, lambda stored: stored | {name: torch.zeros(64, 64)})
     with pytest.raises(ValueError, match=r"cannot be put together from their parts: model\.layers\.1\.mlp\.experts\."):
         check_class(RunModel("model.path", str(folder)), ModelConfig(path=str(folder)))
+
+
+# --- what could not be written again ---
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"max_new_tokens": -1}, "`max_new_tokens` must be greater than 0"),
+        ({"cache_implementation": "no such"}, "Invalid `cache_implementation`"),
+        ({"compile_config": {"mode": "x"}}, "compile_config"),
+        ({"do_sample": False, "num_return_sequences": 4}, "num_return_sequences"),
+        ({"eos_token_id": "</s>"}, "eos_token_id='</s>' in generation_config.json is no id of a token"),
+    ],
+)
+def test_a_generation_config_that_no_learner_could_load_is_refused(
+    model: Path, keys: dict[str, Any], message: str
+) -> None:
+    change_json(model, "generation_config.json", **keys)
+    (problem,) = input_problems(make_config(model))
+    assert problem.startswith(f"model.path={model}: ")
+    assert message in problem
+    assert "generation_config.json" in problem
+
+
+@pytest.mark.parametrize("keys", [{"do_sample": False, "top_k": 20, "min_p": 0.1}, {"_from_model_config": True}])
+def test_a_generation_config_that_transformers_only_loads_is_no_problem(model: Path, keys: dict[str, Any]) -> None:
+    change_json(model, "generation_config.json", **keys)
+    assert input_problems(make_config(model)) == []
+
+
+@pytest.mark.parametrize("make", [make_config, make_ppo_config])
+def test_a_config_that_cannot_be_written_again_is_refused_with_the_error(
+    model: Path, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As code that comes with a model may do; no config.json of transformers' own is known that does."""
+    from transformers import Qwen2Config
+
+    def refuse(self: Any, folder: Path) -> None:
+        raise AssertionError("layer_types is wrong")
+
+    monkeypatch.setattr(Qwen2Config, "save_pretrained", refuse)
+    (problem,) = input_problems(make(model))
+    assert problem.startswith(
+        f"model.path={model}: its config.json can be loaded and not written again (AssertionError"
+    )
