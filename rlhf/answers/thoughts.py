@@ -80,7 +80,10 @@ FRAMES = {  # what some models write around their answer
 }
 
 # Chat templates end a turn with one of these; the text after it does not answer this prompt.
-END_OF_TURN = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end|return)\|>|</s>|<eos>|<end_of_turn>")
+END_OF_TURN = re.compile(
+    r"<\|(?:im_end|im_start|endoftext|eot_id|eom_id|eot|eom|end_of_text|end|return|call|end_message|END_OF_TURN_TOKEN)\|>|"
+    r"</s>|<eos>|<end_of_turn>|<turn\|>|<｜end▁of▁sentence｜>"
+)
 TOOL_TRACE = re.compile(r"<(tool_(?:call|response|result)s?|function_results?)>.*?(?:</\1>|\Z)", re.DOTALL)
 QUOTED = ("``", '""', "''", "“”", "‘’", "«»")  # what stands before and after a mark that is text
 CONTROL_TOKEN = re.compile(r"<\|.+?\|>")
