@@ -26,7 +26,14 @@ FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip")  # files that are not read, and not hub names
 USUAL_COLUMNS = {
     "prompt_column": ("question", "problem", "prompt", "messages", "instruction", "query"),
-    "answer_column": ("answer", "ground_truth", "final_answer", "expected_answer", "solution"),
+    "answer_column": (
+        "answer",
+        "ground_truth",
+        "final_answer",
+        "expected_answer",
+        "solution",
+        "reward_model.ground_truth",
+    ),
 }
 
 

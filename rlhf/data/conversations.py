@@ -16,8 +16,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise, takewhile
 from typing import Any, Literal, NamedTuple
@@ -25,15 +26,16 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from rlhf.algo.packing import pack
-from rlhf.answers.thoughts import opens_thought
+from rlhf.answers.thoughts import opens_thought, split_thoughts
 from rlhf.config.data import PLAIN, TemplateName
 from rlhf.config.supervised import SupervisedDataConfig
 from rlhf.data.control_tokens import without_marks
-from rlhf.data.forms import Form, split_message
+from rlhf.data.forms import Form, split_message, unwritten
 from rlhf.data.messages import Message, read_messages, read_tools
 from rlhf.data.model_files import check_ids
 from rlhf.data.read import Source, check_without_images, config_sources
 from rlhf.data.templates import (
+    STAND_IN,
     check_has_template,
     check_whole,
     conversation,
@@ -56,7 +58,7 @@ KEY = "data.template"
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
 TOKENS_SHOWN = 8
 CONVERSATION_COLUMNS = ("messages", "conversations")  # the latter: of ShareGPT
-STAND_IN = "Zq0x"  # for the answer of a turn, to see what the template writes after it
+WEIGHTS = ("weight", "train", "training", "loss")  # of a message: 0 or false where it is not to be trained
 # why a beginning of a conversation is not that of a longer one, as plain text and in a chat template; and what to do
 JOINED = (
     "the tokenizer joins the end of the prompt and the beginning of the completion",
@@ -164,6 +166,7 @@ class SFTEncoder:
         template: None: messages as the tokenizer's own writes them, texts as they are.
         arguments: of a chat template (`SFTDataConfig.template_arguments`).
         stop_ids: at which engines end a response (`turns.stop_token_ids`), in addition to the tokenizer's eos.
+        notes: what of the rows the template does not write and the model does not learn, by the number of rows.
 
     Raises:
         ValueError: from a call: the row cannot be read, or nothing of it would be trained; says what to change.
@@ -173,6 +176,7 @@ class SFTEncoder:
     template: TemplateName | None
     arguments: Mapping[str, Any] | None = None
     stop_ids: frozenset[int] = frozenset()
+    notes: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, columns: dict[str, Any]) -> list[MaskedTokens]:
         given: list[Message] = []
@@ -203,7 +207,8 @@ class SFTEncoder:
         return turn_ends(self.tokenizer, self.template or "model", self.arguments, stops)
 
     def warnings(self, tokens: PackedTokens) -> Iterator[str]:
-        """Warnings if sequences train no end of a turn, or an end at which no engine stops, or more than turns."""
+        """What the template does not write; whether rows train no end of a turn, one where no engine stops, or more."""
+        yield from (f"data: in {rows} rows {note}." for note, rows in self.notes.items())
         template, trained = self.template or "model", np.where(tokens.response_mask, tokens.token_ids, -1)
         ends = np.isin(trained, list(self.ends.ids))
         without = int((np.add.reduceat(ends, tokens.cu_seqlens[:-1], dtype=np.int64) == 0).sum())
@@ -246,35 +251,62 @@ class SFTEncoder:
         tagged = GENERATION_TAG.search(template_source(talk.template, self.tokenizer))
         if talk.turns[0] == 0 and not tagged:
             raise ValueError("its first message is the assistant's, which answers nothing. Put a prompt before it.")
-        options = {"tools": talk.tools, **(self.arguments or {})}
+        options = {"tools": talk.tools, **(self.arguments or {}), "keep_assistant": True}
+        before = talk.messages[:-1]
+        is_single = len(talk.turns) == 1 and len(before) > 0
+        self._check_turns(talk)
         said = conversation(talk.messages, talk.template, self.tokenizer, talk.tools)
-        opened = self._opened(talk, options)
         try:
             form = form_of(said, talk.template, self.tokenizer, KEY, strict=talk.turns, **options)
         except ValueError:
-            if opened is None:
+            if not is_single:
                 raise
-            return self._behind(opened, talk, options)
+            asked = whole_text(before, talk.template, self.tokenizer, KEY, **options, add_generation_prompt=True)
+            if not self._opens_thought(asked, talk.template):
+                raise
+            return self._behind(asked, talk, options)
 
         def text(messages: Sequence[Message], **more: Any) -> str:
-            how = {"keep_assistant": True, **options, **more}
-            return text_in(form, messages, talk.template, self.tokenizer, KEY, **how)
+            return text_in(form, messages, talk.template, self.tokenizer, KEY, **options, **more)
 
+        self.notes.update(unwritten(talk.messages, form, template_source(talk.template, self.tokenizer)))
         whole = text(talk.messages)
-        if opened is not None and not whole.startswith(opened):
-            return self._behind(opened, talk, options)
+        ends = [end for turn in talk.turns for end in (turn, turn + 1)][:-1] if is_single or not tagged else []
+        texts = [text(talk.messages[:end], add_generation_prompt=end in talk.turns) for end in ends]
+        texts.append(whole)
+        if is_single and not whole.startswith(texts[0]) and self._opens_thought(texts[0], talk.template):
+            return self._behind(texts[0], talk, options)
         if tagged:
-            tokens = self._tagged(form, talk, text, options)
+            tokens = self._tagged(form, talk, text)
         else:
-            texts = [text(talk.messages[:end], add_generation_prompt=end == turn) for turn in talk.turns
-                     for end in (turn, turn + 1)]  # fmt: skip
             tokens = self._differences(tokenize(texts, talk.template, self.tokenizer), talk.template)
         check_whole(said, whole, form, f"{KEY}={talk.template}", talk.turns)
         return tokens
 
-    def _tagged(self, form: Form, talk: _Talk, text: Callable[..., str], options: Mapping[str, Any]) -> MaskedTokens:
+    def _check_turns(self, talk: _Talk) -> None:
+        """Raise a ValueError for a turn that is not to be trained, or whose thoughts cannot be told from its answer."""
+        marks = known_marks(talk.template, self.tokenizer)
+        for number in talk.turns:
+            message = talk.messages[number]
+            for name in WEIGHTS:
+                if name in message and not message[name]:
+                    raise ValueError(
+                        f"message {number + 1} has {name}={message[name]!r}, and all turns of the assistant are "
+                        "trained. Give the turns that are not trained as `prompt`, and the last one as `completion`."
+                    )
+            _, answer = split_message(message, marks)
+            if any(form.ends[0] in answer for form in marks) and split_thoughts(answer, marks)[1] != answer:
+                raise ValueError(
+                    f"message {number + 1} has several thoughts, or one that does not stand at its beginning or has no "
+                    "end, and the template writes one thought before the answer. Correct or remove the row."
+                )
+
+    def _opens_thought(self, prompt: str, template: TemplateName) -> bool:
+        return opens_thought(without_marks(prompt), known_marks(template, self.tokenizer))
+
+    def _tagged(self, form: Form, talk: _Talk, text: Callable[..., str]) -> MaskedTokens:
         messages = prepared(form, talk.messages, talk.template, self.tokenizer, keep_assistant=True)
-        options = {**options, "tools": safe_tools(talk.tools, talk.template, self.tokenizer)}
+        options = {**(self.arguments or {}), "tools": safe_tools(talk.tools, talk.template, self.tokenizer)}
         ids, trained = tagged_ids(messages, talk.template, self.tokenizer, KEY, **options)
         if not trained.any() and any(messages[turn].get("content") for turn in talk.turns):
             raise ValueError(
@@ -288,15 +320,6 @@ class SFTEncoder:
             trained &= self._differences(beginnings, talk.template).trained
         return MaskedTokens(ids, trained)
 
-    def _opened(self, talk: _Talk, options: Mapping[str, Any]) -> str | None:
-        """The prompt of a row's only trained turn if it opens a thought, in which the response begins; else None."""
-        marks = known_marks(talk.template, self.tokenizer)
-        if len(talk.turns) > 1 or not talk.turns[0] or not marks:
-            return None
-        before = talk.messages[:-1]
-        prompt = whole_text(before, talk.template, self.tokenizer, KEY, **options, add_generation_prompt=True)
-        return prompt if opens_thought(without_marks(prompt), marks) else None
-
     def _behind(self, opened: str, talk: _Talk, options: Mapping[str, Any]) -> MaskedTokens:
         """The last turn behind a prompt that opens a thought, of a template that writes no turn so (DeepSeek-R1's).
 
@@ -309,9 +332,7 @@ class SFTEncoder:
         begins = [(begin.strip(), form) for form in marks for begin in form.begins]
         _, form = max((each for each in begins if opened.rstrip().endswith(each[0])), key=lambda each: len(each[0]))
         shorter = {name: value for name, value in turn.items() if name != "reasoning_content"} | {"content": STAND_IN}
-        text = whole_text(
-            [*before, shorter], talk.template, self.tokenizer, KEY, **options, keep_assistant=True, checked=False
-        )
+        text = whole_text([*before, shorter], talk.template, self.tokenizer, KEY, **options, checked=False)
         written = f"{opened}{thought or ''}\n{form.ends[0]}\n\n{answer}{text.rpartition(STAND_IN)[2]}"
         return self._differences(tokenize([opened, written], talk.template, self.tokenizer), talk.template)
 

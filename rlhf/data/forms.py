@@ -20,6 +20,7 @@ from rlhf.answers.thoughts import THINK, Marks, split_thoughts
 from rlhf.data.messages import THOUGHTS, Message
 
 PARTS = "parts"  # a thought as a part of the content, as Mistral's templates read it
+READ = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name"}
 MAX_STRUCTURES = 4096  # whose form is remembered
 NO_TOOLS = (
     "the template writes no tools, so the model would not know them. Name a template that does "
@@ -213,6 +214,16 @@ def find_form(
     if any(name.startswith("the tool ") for name in fewest) and all("the tool " in name for name in fewest):
         raise ValueError(NO_TOOLS)
     raise ValueError(left_out_message(fewest))
+
+
+def unwritten(messages: Sequence[Message], form: Form, source: str) -> Iterator[str]:
+    """What of a conversation is not written, and may be missing, as "in so many rows ..." goes on."""
+    if form.loses_thoughts:
+        yield "the template drops thoughts of earlier turns, as it does when the model is asked"
+    names = {name for message in messages for name in message} - READ
+    yield from (
+        f"messages have `{name}`, which the template does not read" for name in sorted(names) if name not in source
+    )
 
 
 def left_out_message(names: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -39,6 +40,7 @@ class LoadedPrompts:
         prompts: by source; ids are `source/row`, rows counted from 1.
         dropped_too_long: by source, the number of rows left out because they have more than `data.max_prompt_tokens`.
         bad_rows: by source, the reasons why unusable rows were left out (`data.on_bad_row=skip`).
+        notes: by source, what of the rows the template does not write, and the number of prompts.
         rows_per_epoch: by source, the number of its prompts in an epoch; all, unless weights or row counts are set.
     """
 
@@ -46,6 +48,7 @@ class LoadedPrompts:
     dropped_too_long: dict[str, int]
     rows_per_epoch: dict[str, int]
     bad_rows: dict[str, list[str]] = field(default_factory=dict)
+    notes: dict[str, Counter[str]] = field(default_factory=dict)
 
 
 def load_prompts(
@@ -88,6 +91,7 @@ def load_prompts(
             )
         loaded.dropped_too_long[settings.label] = len(prompts) - len(short)
         loaded.bad_rows[settings.label] = source.reasons
+        loaded.notes[settings.label] = source.notes
     return replace(loaded, rows_per_epoch=rows_per_epoch(sources.values(), loaded.prompts))
 
 
@@ -159,10 +163,10 @@ def _make_prompts(
 ) -> list[Prompt]:
     """The prompts of the rows that can be used. Raises ValueError: one cannot, and is not left out; or none can."""
     usable = _usable_rows(config, source, rows, acts=acts)
-    rendered, texts = [], []
+    rendered, texts, notes = [], [], source.notes
     for each in usable:
         row, messages, *_ = each
-        how: dict[str, Any] = {"tools": read_tools(row.columns), "arguments": config.template_arguments}
+        how: dict[str, Any] = {"tools": read_tools(row.columns), "arguments": config.template_arguments, "notes": notes}
         with source.leave_out(row):
             texts.append(render(messages, config.template, tokenizer, **how) if messages else "")
             rendered.append(each)
@@ -193,6 +197,8 @@ def _usable_rows(
         ValueError: a row cannot be read, and is not to be left out.
     """
     columns = list({name: None for row in rows for name in row.columns})  # in the order of the file
+    nested = [name for names in USUAL_COLUMNS.values() for name in names if "." in name]
+    columns += [name for name in nested if any(_column_value(row.columns, name) is not None for row in rows)]
     prompt_column = _pick_column("prompt_column", config, source, columns, optional=acts)
     answer_format, answer_column, answer = source.settings.answer_format or config.answer_format, "", ""
     if answer_format != "none":

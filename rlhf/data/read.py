@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from itertools import chain, starmap
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Generic, NamedTuple
 
 from rlhf.config.data import FILE_SUFFIXES, OTHER_SUFFIXES, DatasetConfig, DatasetsConfig, S, SourceConfig
 from rlhf.config.model_folder import looks_local
-from rlhf.data.messages import WITH_IMAGES
+from rlhf.data.messages import WITH_IMAGES, without_nulls
 from rlhf.data.model_files import use_cache_if_hub_is_silent
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it at the beginning
@@ -119,13 +120,14 @@ class Source(Generic[S]):
 
     Attributes:
         key: in the config, for messages. settings: what stands there.
-        reasons: the message of each row that was left out.
+        reasons: the message of each row that was left out. notes: what a template does not write, by rows.
     """
 
     def __init__(self, key: str, settings: S, which: str, *, skip: bool = False) -> None:
         self.key, self.settings, self.path, self._skip = key, settings, settings.path, skip
         self._split = settings.split or DEFAULT_SPLIT[which]
         self.reasons: list[str] = []
+        self.notes: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def leave_out(self, row: Row | None = None) -> Iterator[None]:
@@ -199,7 +201,7 @@ class Source(Generic[S]):
         try:
             batches = parquet.ParquetFile(path).iter_batches(batch_size=PARQUET_ROWS)
             rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-            yield from starmap(Row, enumerate(rows, start=1))
+            yield from starmap(Row, enumerate(map(_of_table, rows), start=1))
         except (pyarrow.ArrowException, OSError) as error:
             raise ValueError(
                 f"{self.key}={self.path}: it cannot be read as Parquet ({error}). Write the file anew."
@@ -218,7 +220,7 @@ class Source(Generic[S]):
                 table = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
             else:
                 table = datasets.load_dataset(str(folder or self.path), name, split=split)
-            yield from starmap(Row, enumerate(map(dict, table), start=1))
+            yield from starmap(Row, enumerate(map(_of_table, table), start=1))
         except Exception as error:  # the hub's client and the file readers raise many types
             what = "the folder could not be loaded" if folder else "the hub did not give this data set"
             remedy = (
@@ -230,6 +232,20 @@ class Source(Generic[S]):
             )
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ValueError(f"{self.key}={self.path}: {what} ({reason}). {remedy}") from error
+
+
+def _of_table(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a table, without the nulls in its messages: a table gives every message and call all names of any."""
+    return {name: without_nulls(value) if _are_messages(value) else value for name, value in columns.items()}
+
+
+def _are_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and isinstance(value[0], dict)
+        and bool({"role", "from"} & value[0].keys())
+    )
 
 
 def _json_list(path: Path) -> bytes | None:

@@ -7,7 +7,8 @@ A chat template itself writes bos if its model needs it, so no special token is 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from rlhf.answers.thoughts import Marks, marks_in
 from rlhf.config.data import PLAIN, TemplateName, is_template_file
 from rlhf.config.grpo import GRPOConfig
 from rlhf.data.control_tokens import MARK, control_tokens, split, without_marks
-from rlhf.data.forms import MAX_STRUCTURES, Conversation, Form, find_form, left_out_message, lost_texts
+from rlhf.data.forms import MAX_STRUCTURES, Conversation, Form, find_form, left_out_message, lost_texts, unwritten
 from rlhf.data.model_files import reward_template
+from rlhf.types import Prompt
 
+STAND_IN = "Zq0x"  # for a text of the assistant, to see what a template writes around it
 ROWS_PER_BATCH = 1024  # keeps the tokenizer's threads busy with little memory
 
 CHATML = (
@@ -51,6 +54,7 @@ def render(
     *,
     tools: Any = None,
     arguments: Mapping[str, Any] | None = None,
+    notes: Counter[str] | None = None,
 ) -> str:
     """The text of a prompt, up to the start of the response, for `tokenize`; it may have marks of `control_tokens`.
 
@@ -59,9 +63,10 @@ def render(
 
     Args:
         arguments: what a chat template is given in addition (`DataConfig.template_arguments`).
+        notes: counts what the template does not write.
     """
     options = {"tools": tools, "add_generation_prompt": True, **(arguments or {})}
-    return whole_text(messages, template, tokenizer, "data.template", **options)
+    return whole_text(messages, template, tokenizer, "data.template", notes=notes, **options)
 
 
 def whole_text(
@@ -72,6 +77,7 @@ def whole_text(
     *,
     strict: Collection[int] = (),
     checked: bool = True,
+    notes: Counter[str] | None = None,
     **options: Any,
 ) -> str:
     """A conversation as a template writes it, in the form in which it writes all of it.
@@ -87,6 +93,8 @@ def whole_text(
     said = conversation(messages, template, tokenizer, options.get("tools"))
     form = form_of(said, template, tokenizer, key, strict=strict, **options)
     text = text_in(form, messages, template, tokenizer, key, **options)
+    if notes is not None:
+        notes.update(unwritten(messages, form, "" if template in PLAIN else template_source(template, tokenizer)))
     if checked:
         check_whole(said, text, form, f"{key}={template}", strict)
     return text
@@ -242,11 +250,23 @@ def _read_template(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def reward_input(config: GRPOConfig) -> Callable[..., np.ndarray]:
+def reward_input(config: GRPOConfig) -> partial[np.ndarray]:
     """(messages, tokenizer) -> `conversation_ids` in the template of the reward model, which is not an endpoint."""
     assert config.reward_model is not None
     template = reward_template(config.reward_model)
     return partial(conversation_ids, template=template, key="reward_model.template", arguments=config.data.clock)
+
+
+def check_reward_input(config: GRPOConfig, prompt: Prompt, tokenizer: Any) -> None:
+    """Raise a ValueError if the template of the reward model does not write all that a prompt says."""
+    how = reward_input(config).keywords
+    messages = [*prompt.messages, {"role": "assistant", "content": STAND_IN}]
+    said = conversation(messages, how["template"], tokenizer, None)
+    try:
+        form_of(said, how["template"], tokenizer, how["key"], add_generation_prompt=False, **how["arguments"])
+    except ValueError as error:
+        where = f"{how['key']}={how['template']}: "
+        raise ValueError(f"{where}{prompt.id}: {str(error).removeprefix(where)}") from None
 
 
 def conversation_ids(

@@ -13,7 +13,7 @@ from rlhf.data.load import LoadedPrompts, leave_out, load_prompts, show_prompt
 from rlhf.data.model_files import check_ids, embedding_rows, load_tokenizer, truncate_token_id
 from rlhf.data.order import PromptStream
 from rlhf.data.read import left_out_text, too_few_prompts
-from rlhf.data.templates import reward_input
+from rlhf.data.templates import check_reward_input, reward_input
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Ticket
 from rlhf.run.evaluation import RIGHT, score_of
@@ -40,9 +40,11 @@ def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
         token_ids = reward_input(config)
         path = config.reward_model.path
         reads = load_tokenizer(ModelConfig(path=path), key="reward_model.path")
-        for rows in train.prompts.values():  # a template may not take the messages of one source
+        for rows in train.prompts.values():
             if not rows[0].messages:
                 continue  # an environment makes them
+            for prompt in rows:  # a template may not write the messages of one row
+                check_reward_input(config, prompt, reads)
             ids = token_ids([*rows[0].messages, {"role": "assistant", "content": ""}], reads)
             try:
                 check_ids(ids, embedding_rows(path))
@@ -63,6 +65,8 @@ def show_data(
     for source, rows in prompts.prompts.items():
         left_out = left_out_text(prompts.dropped_too_long[source], max_prompt_tokens, prompts.bad_rows.get(source, ()))
         say(f"data {source}: {len(rows)} prompts{left_out}")
+        for note, count in prompts.notes.get(source, {}).items():
+            say(f"data {source}: in {count} prompts {note}")
     say("first prompt, as the model is given it:")
     say(show_prompt(first, tokenizer), wrap=False)
 

@@ -226,12 +226,10 @@ def test_plain_text_writes_no_call_and_no_thought(name: str) -> None:
                 render(read(USER, message, USER), name, byte_tokenizer())
 
 
-def test_every_template_of_the_wheel_writes_a_row_or_refuses_it() -> None:
+def test_templates_of_the_wheel_write_calls_and_thoughts_as_their_model_does() -> None:
     trl = pytest.importorskip("trl", reason="the bench extra")
-    found = {
-        path.stem: byte_tokenizer(path.read_text())
-        for path in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")
-    }
+    folder = Path(trl.__file__).parent / "chat_templates"
+    found = {path.stem: byte_tokenizer(path.read_text()) for path in folder.glob("*.jinja")}
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
     for name in ("qwen2_5", "qwen3", "llama3_1", "gptoss", "glm4moe", "qwen3_5_think", "deepseekv3", "nemotron_3_nano"):
         text = trained(found[name], USER, {"role": "assistant", "content": None, "tool_calls": [call]}, last=True)
@@ -241,3 +239,41 @@ def test_every_template_of_the_wheel_writes_a_row_or_refuses_it() -> None:
         text = trained(found[name], USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2"})
         assert text.partition("⟦")[0].endswith("<think>\n")
         assert text.partition("⟦")[2].startswith("hm\n</think>\n\n2")
+    turn = {"role": "assistant", "content": "<think>hm</think>2"}
+    assert "analysis<|message|>hm<|end|>" in trained(found["gptoss"], USER, turn)
+    with pytest.raises(ValueError, match=r"does not write this turn behind the prompt .*enable_thinking"):
+        trained(found["qwen3_5_nothink"], USER, turn)
+
+
+@pytest.mark.slow
+def test_no_template_of_the_wheel_drops_what_a_row_says_in_silence() -> None:
+    pytest.importorskip("trl", reason="the bench extra")
+    from tools.template_table import PAGE, lines
+
+    table = "\n".join(lines())
+    assert "SILENT" not in table
+    assert table in PAGE.read_text(), "run python tools/template_table.py"
+
+
+def test_turns_that_are_not_to_be_trained_and_unclear_thoughts_are_refused() -> None:
+    tokenizer = template(THINKS.replace("NAME", "reasoning_content"))
+    with pytest.raises(ValueError, match=r"^message 2 has weight=0, and all turns .* as `prompt`, and the last one as"):
+        trained(tokenizer, USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1})
+    for content in ("<think>a</think>b<think>c</think>d", "Well. <think>a</think>b", "<think>a</think>b</think>c"):
+        with pytest.raises(
+            ValueError, match=r"^message 2 has several thoughts, or one that does not stand at its begin"
+        ):
+            trained(tokenizer, USER, {"role": "assistant", "content": content})
+    quoted = {"role": "assistant", "content": "<think>a</think>It ends with `</think>`."}
+    assert "<think>a</think>It ends with `</think>`." in trained(tokenizer, USER, quoted)
+
+
+def test_what_a_template_does_not_write_is_counted() -> None:
+    encoder = SFTEncoder(template(FORGETS), None)
+    encoder({"prompt": TWO[:3], "completion": [{**TWO[3], "toxic": False, "turn": 3}]})
+    encoder({"prompt": [USER], "completion": [{**ANSWER, "toxic": True}]})
+    assert dict(encoder.notes) == {
+        "the template drops thoughts of earlier turns, as it does when the model is asked": 1,
+        "messages have `toxic`, which the template does not read": 2,
+        "messages have `turn`, which the template does not read": 1,
+    }

@@ -243,6 +243,62 @@ def test_system_prompt_and_suffix_are_added_but_a_rows_own_system_message_stays(
     ]
 
 
+def test_a_blank_system_message_counts_as_none_and_the_suffix_follows_what_the_user_says(
+    folder: Path, tokenizer: Any
+) -> None:
+    blank = [{"role": "system", "content": ""}, {"role": "user", "content": "b"}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": "{}"}]}
+    acted = [*blank, call, {"role": "tool", "content": "3"}]
+    write_jsonl(
+        folder / "train.jsonl", [{"prompt": blank, "answer": "1"}, {"prompt": json.dumps(acted), "answer": "1"}]
+    )
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}(){% endfor %}"
+    (folder / "own.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}" + calls + "<end>{% endfor %}"
+    )
+    loaded = load(tokenizer, template="own.jinja", system_prompt="Be brief.", prompt_suffix="Go.")
+    texts = [tokenizer.decode(prompt.token_ids.tolist()) for prompt in loaded.prompts["train"]]
+    assert texts == [
+        "system: Be brief.<end>user: b\nGo.<end>",
+        "system: Be brief.<end>user: b\nGo.<end>assistant: f()<end>tool: 3<end>",
+    ]
+    assert [prompt.is_text for prompt in loaded.prompts["train"]] == [False, False]
+    plain = load(tokenizer, template="own.jinja").prompts["train"][0]
+    assert tokenizer.decode(plain.token_ids.tolist()) == "system: <end>user: b<end>"
+
+
+def test_a_row_of_verl_has_its_answer_in_a_nested_column(folder: Path, tokenizer: Any) -> None:
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "1+1?"}],
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    write_jsonl(folder / "train.jsonl", [row])
+    prompt = first_prompt(load(tokenizer, template="model"))
+    assert (prompt.answer, prompt.columns["data_source"]) == ("2", "openai/gsm8k")
+
+
+def test_a_table_gives_messages_no_names_that_they_do_not_have(folder: Path, tokenizer: Any) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    calls = [
+        {"function": {"name": name, "arguments": arguments}} for name, arguments in (("f", {"a": 1}), ("g", {"b": 2}))
+    ]
+    rows = [
+        {"prompt": [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "q"}]} for call in calls
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
+    (folder / "own.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    )
+    loaded = load(tokenizer, train="train.parquet", template="own.jinja", answer_format="none")
+    texts = [tokenizer.decode(prompt.token_ids.tolist()) for prompt in loaded.prompts["train"]]
+    assert '"arguments": {"a": 1}' in texts[0]
+    assert '"arguments": {"b": 2}' in texts[1]
+
+
 def test_prompts_that_are_too_long_are_left_out_and_counted_and_the_others_keep_their_ids(
     folder: Path, tokenizer: Any
 ) -> None:
