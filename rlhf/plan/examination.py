@@ -97,11 +97,11 @@ def examine(config: TrainingProgramConfig, *, trains: bool = True) -> list[str]:
     models = run_models(config, trains=trains)
     problems = model_problems(config, trains=trains)
     refused: set[str] = set()
-    for model in [m for m in models if not any(problem.startswith(m.named) for problem in problems)]:
+    for model in [m for m in models if not any(problem.startswith(f"{m.named}:") for problem in problems)]:
         if model.path not in refused and (found := gather(partial(check_class, model, config.model))):
             refused.add(model.path)
             problems += found
-    if trains and config.model.lora is not None and local_model_config(config.model.path) is not None:
+    if not problems and trains and config.model.lora is not None and local_model_config(config.model.path) is not None:
         from rlhf.data.adapted_layers import adapted_layers  # imports torch and transformers
 
         problems += gather(lambda: adapted_layers(config))
