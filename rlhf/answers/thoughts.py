@@ -90,8 +90,8 @@ CONTROL_TOKEN = re.compile(r"<\|.+?\|>")
 TAG = re.compile(r"</?\w+>")
 SUFFIX = r"(?::[\w-]+)?"  # Hunyuan writes <think:6124c78e>
 LONGEST_END = 200  # characters at the end of a prompt in which a mark may stand
-CODE = re.compile(  # a closed code block, or a code span
-    r"(?:^|(?<=[>\]▷]))[ \t]*(`{3,}+|~{3,}+)[^`\n]*+\n(?:.*\n)*?[ \t]*\1[ \t]*$|(?<!`)(`++).+?(?<!`)\2(?!`)",
+CODE = re.compile(  # a closed code block, of at most 8,000 characters to keep the time linear, or a code span
+    r"(?:^|(?<=[>\]▷]))[ \t]*(`{3,}+|~{3,}+)[^`\n]*+\n[\s\S]{0,8000}?^[ \t]*\1[ \t]*$|(?<!`)(`++).+?(?<!`)\2(?!`)",
     re.MULTILINE,
 )
 

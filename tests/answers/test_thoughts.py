@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -121,3 +122,11 @@ def test_a_model_has_the_marks_of_its_template_and_tokens_and_every_model_has_ta
     assert answer_of("Here is my thought process: 42", ()) is not None  # plain English of any other model
     assert marks_from_json(json.loads(json.dumps(gemma))) == gemma
     assert marks_from_json(None) == OF_MODELS
+
+
+@pytest.mark.parametrize("repeated", ["<think></think>", "`</think>", "```py\n" + "a\n" * 50, "~~~~\n~~~\n", "`a\n"])
+def test_the_time_is_linear_in_the_length_of_a_response(repeated: str) -> None:
+    response = repeated * (100_000 // len(repeated)) + "</think>"
+    started = time.process_time()
+    answer_of(response)
+    assert time.process_time() - started < 2  # about 0.1
