@@ -192,6 +192,7 @@ class ScoredRollout:
 
     Attributes:
         text: the decoded response, as it was graded. extracted: the answer that was graded, "" if none was found.
+        vote: of an evaluation, the first answer of its group that says the same as `extracted`.
         reward_parts: value of every part of the reward by name, before its weight.
         status: of the grading; `ok` if nothing went wrong.
     """
@@ -202,6 +203,7 @@ class ScoredRollout:
     reward: float | None
     reward_parts: dict[str, float | None]
     status: str
+    vote: str = ""
 
 
 @dataclass(frozen=True)

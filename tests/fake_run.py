@@ -157,7 +157,9 @@ class FakeScorer:
     def new_errors(self) -> list[str]:
         return []
 
-    async def score_group(self, prompt: Any, rollouts: Any, texts: Any, marks: Any = None) -> tuple[ScoredRollout, ...]:
+    async def score_group(
+        self, prompt: Any, rollouts: Any, texts: Any, marks: Any = None, **_: Any
+    ) -> tuple[ScoredRollout, ...]:
         pairs = enumerate(zip(rollouts, texts, strict=True))
         return tuple(ScoredRollout(*pair, "", float(i), {"math": float(i)}, "ok") for i, pair in pairs)
 

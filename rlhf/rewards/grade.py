@@ -20,6 +20,8 @@ UNSCORABLE = "unscorable"  # a user function returned None
 NOT_JUDGED = "not_judged"  # a function in TRL's signature returned None: others judge
 FAILED = "failed"  # an exception, or a user function returned something that is not a number
 
+ANSWER_CLASSES = "answer_classes"  # the name of the job that tells which answers say the same
+WITH_EQUALITY = ("math", "gsm8k", "multiple_choice", "exact", "f1")  # parts that can tell
 MAX_TEXT = 2000  # characters of an extracted answer or a detail that are sent to the driver
 STATUSES = (OK, NO_ANSWER, BAD_GOLD, TIMEOUT, DIED, UNSCORABLE, NOT_JUDGED, FAILED)
 

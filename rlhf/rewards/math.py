@@ -86,6 +86,14 @@ def grade_answer(stated: str, wanted: str, options: MathOptions) -> Grade:
     return Grade(float(verdict), extracted=stated)
 
 
+def says_the_same(answer: str, other: str, options: MathOptions) -> bool:
+    """Whether either answer is right where the other one is the gold answer, worked out or not."""
+    if max(len(answer), len(other)) > MAX_ANSWER_CHARACTERS:
+        return answer.split() == other.split()
+    near = _tolerance(options)
+    return compare(answer, other, tolerance=near) or compare(other, answer, tolerance=near)
+
+
 def check_gold(gold: str) -> Grade:
     """1 if the gold answer can be graded; else bad_gold, with the reason.
 

@@ -21,8 +21,8 @@ from rlhf.processes.code import load_module
 from rlhf.processes.confinement import remedy
 from rlhf.processes.returned import read_returned
 from rlhf.rewards.code import check_tests, code_reward
-from rlhf.rewards.grade import FAILED, NOT_JUDGED, OK, TIMEOUT, UNSCORABLE, Grade
-from rlhf.rewards.math import check_gold, math_reward
+from rlhf.rewards.grade import ANSWER_CLASSES, FAILED, NOT_JUDGED, OK, TIMEOUT, UNSCORABLE, Grade
+from rlhf.rewards.math import check_gold, math_reward, says_the_same
 from rlhf.rewards.refusal import refusing_side_effects
 from rlhf.rewards.shaping import length_reward, repetition_reward
 from rlhf.rewards.simple import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
@@ -62,6 +62,8 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]]) -> Grade:
     name = job["name"]
     if name in functions:
         return call_user_function(functions[name], job)
+    if name == ANSWER_CLASSES:
+        return answer_classes(job)
     options = _options(name, json.dumps(job["options"]))
     job = {**job, "thoughts": {"marks": marks_from_json(job.get("marks")), "in_thought": job.get("in_thought", False)}}
     try:
@@ -80,6 +82,39 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]]) -> Grade:
         raise
     except Exception as error:  # the text of the response caused it: only this response fails
         return Grade(None, FAILED, detail=f"{type(error).__name__}: {error}")
+
+
+def answer_classes(job: dict[str, Any]) -> Grade:
+    """Which answers say the same, as a part of the reward compares them.
+
+    Two are equal if either would be right where the other is the gold answer; for math, worked out or not.
+
+    Args:
+        job: part, options, answers.
+
+    Returns:
+        In `group`, for each answer the number of the first one that it equals.
+    """
+    part, answers = job["part"], job["answers"]
+    options = _options(part, json.dumps(job["options"]))
+
+    def accepts(stated: str, gold: str) -> bool:
+        return REWARDS[part]({**as_if_answered({"name": part, "answer": stated}), "answer": gold}, options).value == 1.0
+
+    def same(a: str, b: str) -> bool:
+        try:
+            return says_the_same(a, b, options) if part == "math" else accepts(a, b) or accepts(b, a)
+        except MemoryError:
+            raise
+        except Exception:  # the text of an answer caused it
+            return False
+
+    firsts: list[int] = []
+    with refusing_side_effects():
+        for number, answer in enumerate(answers):
+            known = (first for first in dict.fromkeys(firsts) if same(answer, answers[first]))
+            firsts.append(next(known, number))
+    return Grade(None, group=tuple(Grade(float(first)) for first in firsts))
 
 
 def _worth(grade: Grade) -> float:

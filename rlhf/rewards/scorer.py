@@ -19,7 +19,20 @@ from rlhf.config.data import USUAL_COLUMNS
 from rlhf.config.printing import to_stderr
 from rlhf.config.reward import CodeOptions, RewardConfig, RewardPart, RubricOptions
 from rlhf.processes.confinement import NOT_ALONE, Grants
-from rlhf.rewards.grade import BAD_GOLD, DIED, FAILED, NO_ANSWER, NOT_JUDGED, OK, STATUSES, TIMEOUT, UNSCORABLE, Grade
+from rlhf.rewards.grade import (
+    ANSWER_CLASSES,
+    BAD_GOLD,
+    DIED,
+    FAILED,
+    NO_ANSWER,
+    NOT_JUDGED,
+    OK,
+    STATUSES,
+    TIMEOUT,
+    UNSCORABLE,
+    WITH_EQUALITY,
+    Grade,
+)
 from rlhf.rewards.pool import Pool, default_workers, grants_of
 from rlhf.rewards.rubric import RubricGrader, check_criteria
 from rlhf.types import Prompt, Rollout, ScoredRollout
@@ -117,12 +130,19 @@ class Scorer:
         self.close()
 
     async def score_group(
-        self, prompt: Prompt, rollouts: Sequence[Rollout], texts: Sequence[str], marks: Marks | None = None
+        self,
+        prompt: Prompt,
+        rollouts: Sequence[Rollout],
+        texts: Sequence[str],
+        marks: Marks | None = None,
+        *,
+        votes: bool = False,
     ) -> tuple[ScoredRollout, ...]:
         """Grade the responses to one prompt: each by itself, or, where a part says `group`, all in one call.
 
         Args:
             marks: of the model's thoughts; None: those of all models.
+            votes: whether to tell which answers say the same.
         """
         parts = self.config.parts_of(prompt.source)
         metadata = [_metadata(prompt, r.finish_reason, r.response_length) | _of_turns(prompt, r) for r in rollouts]
@@ -137,10 +157,24 @@ class Scorer:
         before = self.counters.copy()
         grades = [self._combine(parts, [column[row] for column in columns], prompt.id) for row in range(len(texts))]
         self._counted[prompt.epoch, prompt.id] = self.counters - before
+        vote_of = await self._votes(parts, columns) if votes else {}
         return tuple(
-            ScoredRollout(rollout, text, grade.extracted, grade.value, dict(grade.metrics), grade.status)
+            ScoredRollout(
+                rollout, text, grade.extracted, grade.value, dict(grade.metrics), grade.status,
+                vote=vote_of.get(grade.extracted, grade.extracted),
+            )
             for rollout, text, grade in zip(rollouts, texts, grades, strict=True)
-        )
+        )  # fmt: skip
+
+    async def _votes(self, parts: Sequence[RewardPart], columns: Sequence[Sequence[Grade]]) -> dict[str, str]:
+        """Answer -> the first that says the same, by the part that read them; none where only its spelling counts."""
+        read = [[*dict.fromkeys(grade.extracted for grade in column if grade.extracted)] for column in columns]
+        part, answers = next((pair for pair in zip(parts, read, strict=True) if pair[1]), (None, []))
+        if part is None or part.name not in WITH_EQUALITY or len(answers) < 2:
+            return {}
+        job = {"name": ANSWER_CLASSES, "part": part.name, "options": part.options, "answers": answers}
+        classes = await asyncio.wrap_future(self.pool.submit(job))  # over a limit of the pool: no group
+        return {answer: answers[int(one.value or 0)] for answer, one in zip(answers, classes.group, strict=False)}
 
     def try_functions(self, prompt: Prompt, responses: Sequence[str]) -> dict[str, str]:
         """Grade the first response, or all as a group, by each function and rubric; errors by name. Counts nothing."""

@@ -102,10 +102,12 @@ def score_of(sample: ScoredRollout) -> float:
 
 
 def _majority(group: RolloutGroup) -> float:
-    """Score of the most frequent answer; ties go to the first."""
-    answers = Counter(sample.extracted for sample in group.samples if sample.extracted)
-    winners = [winner for winner, _ in answers.most_common(1)]
-    return next((score_of(sample) for sample in group.samples if sample.extracted in winners), 0.0)
+    """Score of the most frequent answer, in its most frequent spelling; ties go to the first."""
+    answered = [sample for sample in group.samples if sample.extracted]
+    for name in ("vote", "extracted"):
+        winners = [winner for winner, _ in Counter(getattr(sample, name) for sample in answered).most_common(1)]
+        answered = [sample for sample in answered if getattr(sample, name) in winners]
+    return score_of(answered[0]) if answered else 0.0
 
 
 # --- two evaluations ---

@@ -41,7 +41,7 @@ class Grading:
     ) -> tuple[ScoredRollout, ...]:
         ended = [rollout for rollout in rollouts if rollout.outcome is None or rollout.outcome.status == OK]
         texts = [self.text(rollout, settings) for rollout in ended]
-        graded = await self._scorer.score_group(prompt, ended, texts, self._marks) if ended else ()
+        graded = await self._scorer.score_group(prompt, ended, texts, self._marks, votes=not trains) if ended else ()
         if ended and self.reward_model is not None and (trains or not self._config.reward.parts_of(prompt.source)):
             graded = (await self.reward_model.add_to(RolloutGroup(prompt, graded))).samples
         if not self._config.acts:

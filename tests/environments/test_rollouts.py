@@ -87,7 +87,9 @@ def play(config: GRPOConfig, hosts: Hosts, engine: Engine, of: Prompt) -> Rollou
 class Ungraded:
     """The scorer of an empty reward; `graded` has the texts that it was given."""
 
-    async def score_group(self, _: Prompt, rollouts: Any, texts: Any, marks: Any) -> tuple[ScoredRollout, ...]:
+    async def score_group(
+        self, _: Prompt, rollouts: Any, texts: Any, marks: Any, **options: Any
+    ) -> tuple[ScoredRollout, ...]:
         return tuple(ScoredRollout(*each, "", 0.0, {}, "ok") for each in zip(rollouts, texts, strict=True))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from worlds import rollout_of
 
 from rlhf.answers.thoughts import marks_in
 from rlhf.config.reward import RewardConfig, RewardPart
+from rlhf.rewards.grade import Grade
 from rlhf.rewards.registry import load_user_function
 from rlhf.rewards.scorer import Scorer
 from rlhf.types import Outcome, Prompt
@@ -118,6 +120,25 @@ def test_a_row_without_a_gradable_answer_is_unscorable(scorer: Scorer) -> None:
 
 def test_by_source_picks_other_parts(scorer: Scorer) -> None:
     assert score(scorer, prompt("5", "gsm8k"), "2 + 3\n#### 5").reward_parts == {"gsm8k": 1.0}
+
+
+def test_of_an_evaluation_answers_that_say_the_same_have_one_vote(
+    scorer: Scorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [r"\boxed{\frac{1}{2}}", r"\boxed{2}", "none", r"\boxed{0.5}", r"\boxed{2}", r"\boxed{\dfrac12}"]
+
+    def voted(**options: Any) -> list[str]:
+        rollouts = [rollout_of([1])] * len(texts)
+        return [sample.vote for sample in asyncio.run(scorer.score_group(prompt("5"), rollouts, texts, **options))]
+
+    half = r"\frac{1}{2}"
+    by_spelling = [half, "2", "", "0.5", "2", r"\dfrac12"]
+    assert voted(votes=True) == [half, "2", "", half, "2", half]
+    assert voted() == by_spelling
+    killed: Future[Grade] = Future()
+    killed.set_result(Grade(None, "timeout"))
+    monkeypatch.setattr(scorer.pool, "submit", lambda job: killed)
+    assert voted(votes=True) == by_spelling
 
 
 def test_a_user_function_gets_the_response_the_columns_the_metadata_and_its_options(scorer: Scorer) -> None:

@@ -53,6 +53,21 @@ def test_avg_pass_and_maj_by_hand() -> None:
         assert 0.0 <= metrics[f"{name}/low"] <= metrics[name] <= metrics[f"{name}/high"] <= 1.0
 
 
+def test_answers_that_say_the_same_vote_together_and_ties_go_to_the_first() -> None:
+    answers = [(0.0, "3+4", "3+4"), (0.0, "2", "2"), (1.0, "7", "3+4"), (0.0, "2", "2"), (1.0, "7", "3+4")]
+    (group,) = graded([[(score, answer) for score, answer, _ in answers]])
+    samples = [dataclasses.replace(s, vote=vote) for s, (*_, vote) in zip(group.samples, answers, strict=True)]
+
+    def majority(*chosen: int) -> float:
+        return group_metrics([dataclasses.replace(group, samples=tuple(samples[i] for i in chosen))])[
+            f"maj@{len(chosen)}"
+        ]
+
+    assert majority(0, 1, 2, 3, 4) == 1.0  # as it is spelled most often
+    assert majority(1, 3, 2, 4) == 0.0
+    assert majority(2, 4, 1, 3) == 1.0
+
+
 def test_the_score_is_that_of_the_first_part_that_judges_the_response() -> None:
     (group,) = graded([[(0.0, "")] * 3])
     parts: list[tuple[float | None, dict[str, float | None]]] = [

@@ -101,7 +101,7 @@ class Ungraded:
     """No verifier: every response has 0 before the reward model."""
 
     async def score_group(
-        self, _: Prompt, rollouts: list[Rollout], texts: list[str], marks: Marks
+        self, _: Prompt, rollouts: list[Rollout], texts: list[str], marks: Marks, *, votes: bool
     ) -> tuple[ScoredRollout, ...]:
         return tuple(ScoredRollout(*graded, "", 0.0, {}, "ok") for graded in zip(rollouts, texts, strict=True))
 
