@@ -395,6 +395,7 @@ class World:
     ranks_on_node: int = 1  # they share the node's memory
     deterministic: bool = False  # torch takes only algorithms that give the same bits every time
     version: int = 0  # of the run's weights when the actor starts, in completed training steps
+    deadline_s: float = 3600.0  # that a rank waits for the others in a collective; the driver's deadlines end before
 
 
 @dataclass(frozen=True)

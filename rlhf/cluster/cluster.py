@@ -215,6 +215,7 @@ class Cluster:
                 ranks_on_node=nodes.count(node),
                 deterministic=self.config.run.deterministic,
                 version=version,
+                deadline_s=max(config.start_deadline_s, config.step_deadline_s),
             )
             environment = environment_of(role.name, self.config, sockets=self._session.temp)  # deleted with this folder
             if role.guest and self.shares_gpus:

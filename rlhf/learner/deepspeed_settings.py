@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib
 import os
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from rlhf.algo.sizes import REDUCE_BUCKET
 from rlhf.config.sections import TrainedConfig
@@ -70,7 +72,10 @@ def join_world(device: str, world: World) -> torch.device:
         torch.manual_seed(0)  # by default each process has another seed
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
-    deepspeed.init_distributed("gloo" if device == "cpu" else "nccl", verbose=False)
+    deadline = datetime.timedelta(seconds=world.deadline_s)
+    # DeepSpeed's groups of fewer ranks, and its copy of the world, which ZeRO uses, take torch's own defaults.
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = deadline
+    deepspeed.init_distributed("gloo" if device == "cpu" else "nccl", verbose=False, timeout=deadline)
     if device == "cpu":
         return torch.device("cpu")
     if not world.deterministic:  # torch documents a deterministic backward pass only for version 2

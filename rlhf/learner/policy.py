@@ -41,7 +41,7 @@ class Learner(StepRank):
         self.config = config
         self._sender: CPUSender | VLLMSender | AdapterSender | None = None
         self._client: EngineClient | None = None
-        self._flipped: list[tuple[Tensor, int]] = []  # perturbed tensors, and the bits flipped in each
+        self._flipped: dict[str, int] = {}  # perturbed tensors, and the bits flipped in each
         if config.algo.has_own_loss:  # its file may be missing on this node
             load_function(config.algo.policy_loss)
         with self.loading():
@@ -192,39 +192,62 @@ class Learner(StepRank):
         """Perturb tensors `start` to `stop` so far that an engine must follow: every STRIDE-th element of each.
 
         An element changes its sign; in a tensor of zeros it becomes 1. The same bits are flipped in place, twice, since
-        copies of a model of 70 B would take 140 GB of host memory per rank. Every rank flips what it holds.
+        copies of a model of 70 B would take 140 GB of host memory per rank. Every rank flips what it holds, and
+        proves by the first and the last of these elements that the bytes of each tensor have changed.
+
+        Raises:
+            RuntimeError: they have not, or the share of a rank and the whole parameter are no longer the same.
         """
         assert not self._flipped, "the weights are perturbed already"
-        tensors = [self.published[name] for name in self.tensor_names()[start:stop]]
+        names = self.tensor_names()[start:stop]
+        tensors = [self.published[name] for name in names]
         nonzero = torch.stack([torch.stack([part.any() for part, _ in self._held(tensor)]).any() for tensor in tensors])
         dist.all_reduce(nonzero := nonzero.int(), op=dist.ReduceOp.MAX)  # a rank may hold only zeros of a tensor
-        for tensor, moves in zip(tensors, nonzero.tolist(), strict=True):
+        for name, tensor, moves in zip(names, tensors, nonzero.tolist(), strict=True):
             number = -torch.zeros((), dtype=tensor.dtype) if moves else torch.ones((), dtype=tensor.dtype)
-            self._flipped.append((tensor, int(number.view(INTEGERS[tensor.itemsize]))))
+            self._flipped[name] = int(number.view(INTEGERS[tensor.itemsize]))
         self._flip()
 
     def restore_weights(self) -> None:
-        """Put the true values back, bit for bit."""
+        """Put the true values back, bit for bit; raises as `perturb_weights`."""
         self._flip()
         self._flipped.clear()
 
     @torch.no_grad()
     def _flip(self) -> None:
-        for tensor, bits in self._flipped:
-            for part, first in self._held(tensor):
-                numbers = part.view(-1).view(INTEGERS[part.itemsize])
-                numbers[-first % STRIDE :: STRIDE].bitwise_xor_(bits)
+        ends, apart = dict[str, tuple[Tensor, Tensor]](), list[str]()
+        for name, bits in self._flipped.items():
+            held = [(part.view(INTEGERS[part.itemsize]), start) for part, start in self._held(self.published[name])]
+            flipped = [part[-start % STRIDE :: STRIDE] for part, start in held]
+            last = flipped[-1][:: max(1, len(flipped[-1]) - 1)]  # the first and the last element
+            ends[name] = last, last.clone()
+            for numbers in flipped:
+                numbers.bitwise_xor_(bits)
+            (share, start), (whole, _) = held[0], held[-1]
+            if len(held) > 1 and not torch.equal(share, whole[start:][: len(share)]):
+                apart.append(name)
+        # after all of them, so that a memory which two names share shows
+        changes = [(before.bitwise_xor_(now) == self._flipped[name]).all() for name, (now, before) in ends.items()]
+        changed = zip(ends, torch.stack(changes).tolist(), strict=True)
+        if wrong := apart + [name for name, is_changed in changed if not is_changed]:
+            raise RuntimeError(
+                f"learner.zero_stage={self.training.section.zero_stage}: {', '.join(wrong)} cannot be perturbed for "
+                "the canary: DeepSpeed holds it in a memory that the learner does not know. Use another zero_stage."
+            )
 
     def _held(self, tensor: Any) -> list[tuple[Tensor, int]]:
-        """What this rank holds of a tensor: parts, and the number of the first element of each.
+        """The memories in which this rank holds a tensor: flat parts, and the number of the first element of each.
 
-        At ZeRO-3 these are a share of a parameter and, while it is gathered, the whole parameter.
+        At ZeRO-3 these are a share of a parameter and, while it is gathered, the whole parameter. DeepSpeed keeps small
+        parameters gathered. With one rank the share is the whole one, in the same memory.
         """
-        whole = [(tensor.data, 0)]
         if not hasattr(tensor, "ds_id"):
-            return whole
-        share = [(tensor.ds_tensor.data, self.world.rank * tensor.ds_tensor.ds_numel)]
-        return share + whole if tensor.ds_status.name == "AVAILABLE" else share
+            return [(tensor.data.view(-1), 0)]
+        share, start = self._own(tensor)
+        if tensor.ds_status.name != "AVAILABLE":
+            return [(share, start)]
+        whole = tensor.data.view(-1)
+        return [(whole, 0)] if whole[start:].data_ptr() == share.data_ptr() else [(share, start), (whole, 0)]
 
     # --- to disk ---
 
