@@ -326,8 +326,7 @@ def _check_generation_config(folder: Path) -> None:
 def _misfits(config: TrainingProgramConfig, *, trains: bool, policy: dict[str, Any] | None) -> Iterator[str]:
     """Contexts and vocabularies that do not fit the run."""
     policy = text_config(local_model_config(config.model.path) or {} if policy is None else policy)
-    context = policy.get("max_position_embeddings")
-    if context is not None and config.max_sequence_tokens > context:
+    if config.max_sequence_tokens > (context := _context(policy)):
         yield (
             f"{config.sequence_keys}: {config.max_sequence_tokens} tokens exceed the context of model.path="
             f"{config.model.path}, which is {context}. Shorten the sequences."
@@ -337,9 +336,7 @@ def _misfits(config: TrainingProgramConfig, *, trains: bool, policy: dict[str, A
         given = f"learner.router_replay=rollout with model.path={config.model.path}"
         yield f"{given}: the model has no experts. Set it to none."
     for key, path in config.further_models.items() if trains else ():
-        if config.max_sequence_tokens > (
-            context := text_config(local_model_config(path) or {}).get("max_position_embeddings", math.inf)
-        ):
+        if config.max_sequence_tokens > (context := _context(text_config(local_model_config(path) or {}))):
             yield (
                 f"{key}={path}: its context is {context} tokens, and it reads sequences of "
                 f"{config.max_sequence_tokens} ({config.sequence_keys}). Shorten them, or name another model."
@@ -356,6 +353,12 @@ def _misfits(config: TrainingProgramConfig, *, trains: bool, policy: dict[str, A
     for role in config.roles(trains=trains):
         if role.name == REWARD_MODEL:
             yield from _template_problem(role, config)
+
+
+def _context(config: Mapping[str, Any]) -> float:
+    """The longest sequence that a model reads; infinite if its config.json has no number for it."""
+    longest = config.get("max_position_embeddings")
+    return longest if isinstance(longest, int) else math.inf
 
 
 def _template_problem(role: Role, config: TrainingProgramConfig) -> Iterator[str]:

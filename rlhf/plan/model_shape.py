@@ -174,6 +174,8 @@ def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> Mode
         shape = _sizes(kind, config, stored)
     except KeyError as error:
         raise ValueError(f"config.json has no {error.args[0]}.") from None
+    except TypeError as error:
+        raise ValueError(f"config.json has a size that is no number ({error}).") from None
     counted, active = _count(stored, shape, _is_tied(config, stored)) if stored else _formula(shape, config)
     return replace(shape, parameters=counted, active_parameters=active)
 
@@ -190,7 +192,7 @@ def _sizes(kind: str, config: Mapping[str, Any], stored: Stored | None) -> Model
     has_head = not _is_tied(config, stored) and (not stored or any("lm_head" in name for name in stored))
     return ModelShape(
         model_type=kind,
-        vocabulary=config["vocab_size"],
+        vocabulary=_first(config, "vocab_size"),
         hidden=hidden,
         layers=layers,
         attention_layers=attention_layers,
@@ -211,10 +213,12 @@ def _sizes(kind: str, config: Mapping[str, Any], stored: Stored | None) -> Model
 
 
 def _first(config: Mapping[str, Any], *keys: str, missing: int | None = None) -> int:
-    """The value of the first of these keys that is set; else `missing`, or a KeyError without it."""
+    """The value of the first of these keys that is set; else `missing`. KeyError without it; TypeError: no number."""
     found: int | None = next((config[key] for key in keys if config.get(key)), missing)
     if found is None:
         raise KeyError(keys[0])
+    if not isinstance(found, int):
+        raise TypeError(f"{keys[0]}={found!r}")
     return found
 
 

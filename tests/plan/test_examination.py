@@ -264,6 +264,15 @@ def test_a_quantized_model_can_be_evaluated_and_not_trained(method: str, model: 
     assert problems_of("evaluate", model) == []
 
 
+@pytest.mark.parametrize("key", ["num_attention_heads", "max_position_embeddings", "hidden_size", "vocab_size"])
+def test_a_size_that_is_no_number_is_one_message(key: str, model: Path) -> None:
+    change_json(model, "config.json", **{key: "two"})
+    for program in ("grpo", "ppo", "sft", "evaluate"):
+        (problem,) = problems_of(program, model)
+        assert "transformers cannot make a model of its config.json" in problem
+        assert key in problem
+
+
 def test_rows_that_need_a_token_without_a_row_are_named(model: Path) -> None:
     change_json(model, "config.json", vocab_size=200, eos_token_id=None, pad_token_id=None)
     config, tokenizer = make_config(model), load_tokenizer(ModelConfig(path=str(model)))
