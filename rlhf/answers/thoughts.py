@@ -109,9 +109,10 @@ def split_thoughts(text: str, marks: Marks = OF_MODELS, *, in_thought: bool = Fa
     """
     forms = _forms(marks)
     inside = ANY_FORM if in_thought else _first_form(text, forms)  # the form of the thought that is open
-    code = CODE.search(text) if "`" in text or "~~~" in text else None
     position = thought_end = start = 0
-    for begin, end, opens, form in _found(text, forms, inside):
+    found = _found(text, forms, inside)
+    code = CODE.search(text) if found and ("`" in text or "~~~" in text) else None
+    for begin, end, opens, form in found:
         if begin < position or (inside and (opens or inside not in (form, ANY_FORM))):
             continue
         position = end
