@@ -116,8 +116,16 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    folder = tmp_path_factory.mktemp("endpoint")
+    with started(tmp_path_factory.mktemp("endpoint")) as world:
+        yield world
+
+
+@contextlib.contextmanager
+def started(folder: Path, **model: Any) -> Iterator[World]:
+    """An endpoint; `model`: other values in the model's config.json."""
     write_quickstart(folder / "data", warmup_steps=0, train_rows=4, test_rows=2, tools=True)
+    file = folder / "data" / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | model))
     config = make_config(folder / "data" / "model", run={"dir": str(folder / "run")})
     tokenizer = load_tokenizer(config.model)
     loop = asyncio.new_event_loop()
@@ -125,9 +133,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     thread.start()
     endpoint = Endpoint(config, print)
     dialogue = Dialogue(tokenizer, stop_ids=stop_token_ids(config.model.path, tokenizer))
-    started = World(endpoint, loop, tokenizer, dialogue)
-    started.played(lambda url, key: post(url, key, "/v1/chat/completions", messages=[USER]), [])  # outlives each test
-    yield started
+    world = World(endpoint, loop, tokenizer, dialogue)
+    world.played(lambda url, key: post(url, key, "/v1/chat/completions", messages=[USER]), [])  # outlives each test
+    yield world
     endpoint.close()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
@@ -426,3 +434,17 @@ def test_an_endpoint_that_dies_costs_its_rollouts_and_is_started_again(world: Wo
         world.played(kills, [])
     assert world.played(lambda url, key: post(url, key, "/v1/messages", messages=[USER], max_tokens=3), [])[0].facts
     world.endpoint.close()  # its new process was started by this test, which is the last
+
+
+@pytest.mark.faults
+def test_prompts_of_gpt_oss_are_written_by_its_template_too(tmp_path: Path) -> None:
+    """vLLM's app would write them itself, with today's date."""
+    of_gpt_oss = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 32}
+    with started(tmp_path, **of_gpt_oss, num_local_experts=4, num_experts_per_tok=2, sliding_window=64) as world:
+        for path, body in (("chat/completions", {"messages": [USER]}), ("responses", {"input": USER["content"]})):
+            rollout, response = world.played(
+                lambda url, key, path=path, body=body: post(url, key, f"/v1/{path}", **body), []
+            )
+            assert response.status_code == 200
+            prompt = world.dialogue.prompt([USER])
+            assert np.array_equal(rollout.sequences[0].token_ids[: len(prompt)], prompt)
