@@ -6,6 +6,7 @@ A chat template itself writes bos if its model needs it, so no special token is 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -132,7 +133,8 @@ def form_of(
     known = _known_forms(tokenizer, source)
     others = {name: value for name, value in options.items() if name != "tools"}
     given = json.dumps(others, sort_keys=True, default=lambda each: type(each).__name__)
-    structure = f"{template} {sorted(strict)} {given} {said.key}"
+    named = f"{template} {sorted(strict)} {given} {said.key}"
+    structure = hashlib.blake2b(named.encode(), digest_size=16).digest()
     if structure not in known:
         if len(known) >= MAX_STRUCTURES:
             known.clear()
@@ -151,7 +153,7 @@ def form_of(
 
 
 @lru_cache(maxsize=16)
-def _known_forms(_tokenizer: Any, _source: str) -> dict[str, Form | str]:
+def _known_forms(_tokenizer: Any, _source: str) -> dict[bytes, Form | str]:
     """By structure of a conversation: its form, or why there is none."""
     return {}
 
