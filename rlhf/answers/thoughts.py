@@ -2,8 +2,9 @@
 
 A thought ends at the first end mark of the form that opened it, and one that has no end mark is cut off: the response
 has no answer. The answer is what follows the last thought; an end mark that nothing opened ends a thought too, because
-a chat template may have opened it. Marks that are quoted are text: anywhere directly between quotes or backticks,
-outside thoughts also in a code span or a closed code block.
+a chat template may have opened it, unless the response has had a thought and ends with that mark. Marks that are quoted
+are text: anywhere directly between quotes, brackets or backticks, outside thoughts also in a code span, a closed code
+block, or a quotation that begins and ends with tags. So are ends of turns and traces of tools.
 """
 
 from __future__ import annotations
@@ -27,16 +28,24 @@ class ThoughtForm(NamedTuple):
 
 Marks = tuple[ThoughtForm, ...]
 
-THINK = ThoughtForm(("<think>",), ("</think>",))
+
+def _tag(*names: str) -> ThoughtForm:
+    return ThoughtForm(tuple(f"<{name}>" for name in names), tuple(f"</{name}>" for name in names))
+
+
+THINK = _tag("think")
 LOST = (ThoughtForm(("analysis", "commentary"), ("assistantfinal", "final<|message|>"), first=True),)  # gpt-oss's marks
 # Tags hold for every model: a prompt may teach them.
 TAGS: Marks = (
     THINK,  # Qwen, DeepSeek, GLM, Nemotron, Hunyuan, MiniMax M2, ...
-    ThoughtForm(("<thinking>",), ("</thinking>",)),
-    ThoughtForm(("<thought>", "<Thought>"), ("</thought>", "</Thought>")),  # EXAONE Deep, Marco-o1
-    ThoughtForm(("<reasoning>", "<reason>"), ("</reasoning>", "</reason>")),  # Reka, prompts of GRPO recipes
-    ThoughtForm(("<seed:think>",), ("</seed:think>",)),  # Seed-OSS
-    ThoughtForm(("<mm:think>",), ("</mm:think>",)),  # MiniMax M3
+    _tag("Think", "THINK"),
+    _tag("thinking", "Thinking", "THINKING"),
+    _tag("thought", "Thought", "THOUGHT", "thoughts"),  # EXAONE Deep, Marco-o1
+    _tag("reasoning", "Reasoning", "REASONING", "reason"),  # Reka, LLaVA-CoT, prompts of GRPO recipes
+    _tag("scratchpad"),
+    _tag("seed:think"),  # Seed-OSS
+    _tag("mm:think"),  # MiniMax M3
+    _tag("longcat_think"),  # LongCat
     ThoughtForm(("[THINK]",), ("[/THINK]",)),  # Mistral
     ThoughtForm(("◁think▷",), ("◁/think▷",)),  # Kimi-VL
     *LOST,
@@ -70,6 +79,7 @@ OF_MODELS: Marks = (
         ("Here is my response:", "Here's my response:"),
         first=True,
     ),
+    ThoughtForm(("Here are my reasoning steps:",), ("[BEGIN FINAL RESPONSE]",), first=True),  # Apriel
 )
 ANY_FORM = ThoughtForm((), ())  # of a thought that the prompt has opened
 FRAMES = {  # what some models write around their answer
@@ -80,19 +90,31 @@ FRAMES = {  # what some models write around their answer
 }
 
 # Chat templates end a turn with one of these; the text after it does not answer this prompt.
-END_OF_TURN = re.compile(
+END_OF_TURN = (
     r"<\|(?:im_end|im_start|endoftext|eot_id|eom_id|eot|eom|end_of_text|end|return|call|end_message|END_OF_TURN_TOKEN)\|>|"
-    r"</s>|<eos>|<end_of_turn>|<turn\|>|<｜end▁of▁sentence｜>"
+    r"</s>|<eos>|<end_of_turn>|<turn\|>|<｜end▁of▁sentence｜>|\[END FINAL RESPONSE\]"
 )
-TOOL_TRACE = re.compile(r"<(tool_(?:call|response|result)s?|function_results?)>.*?(?:</\1>|\Z)", re.DOTALL)
-QUOTED = ("``", '""', "''", "“”", "‘’", "«»")  # what stands before and after a mark that is text
+TOOL_TRACE = r"<(?P<trace>tool_(?:call|response|result)s?|function_results?)>"
+# What stands before and after a mark that is text.
+QUOTED = ("``", '""', "''", "“”", "„“", "„”", "‘’", "«»", "「」", "『』", "()", "[]", "{}")
+BEFORE_QUOTES = re.compile(  # what may stand before quotes that open: no word but the r of r"...", no end of a sentence
+    r"""(?:^|[^\w.!?)\]]|[^\x00-\x7f])[rbfu]{0,2}(["'`])\1?$""", re.IGNORECASE
+)
+AFTER_QUOTES = re.compile(r"""(["'`])\1?(?![A-Za-z\d\\$(])""")
 CONTROL_TOKEN = re.compile(r"<\|.+?\|>")
 TAG = re.compile(r"</?\w+>")
-SUFFIX = r"(?::[\w-]+)?"  # Hunyuan writes <think:6124c78e>
+SUFFIX = r"(?::[^\s<>]+)?"  # Hunyuan writes <think:6124c78e>
 LONGEST_END = 200  # characters at the end of a prompt in which a mark may stand
-CODE = re.compile(  # a closed code block, of at most 8,000 characters to keep the time linear, or a code span
-    r"(?:^|(?<=[>\]▷]))[ \t]*(`{3,}+|~{3,}+)[^`\n]*+\n[\s\S]{0,8000}?^[ \t]*\1[ \t]*$|(?<!`)(`++).+?(?<!`)\2(?!`)",
+CODE = re.compile(  # a closed code block, a code span, or a quotation of tags; bounded to keep the time linear
+    r"(?:^|(?<=[>\]▷]))[ \t]*(?P<fence>`{3,}+|~{3,}+)[^`\n]*+\n[\s\S]{0,8000}?^[ \t]*(?P=fence)[ \t]*$"
+    r"|(?<!`)(?P<span>`++).{1,1000}?(?<!`)(?P=span)(?!`)"
+    r"""|(?<!\w)["'“„«「][<\[◁][^"'“”»」\n]*[>\]▷]["'“”»」]""",
     re.MULTILINE,
+)
+MAY_QUOTE = re.compile(r"""`|~~~|["'“„«「][<\[◁]""")  # a text without these has no CODE
+NO_ANSWER = re.compile(f"{TOOL_TRACE}|{END_OF_TURN}")
+CODE_OR_NO_ANSWER = re.compile(  # <s>...</s> in a line is struck out
+    rf"(?P<code>{CODE.pattern}|(?<=.)<s>[^<\n]*</s>)|{NO_ANSWER.pattern}", re.MULTILINE
 )
 
 
@@ -111,7 +133,7 @@ def split_thoughts(text: str, marks: Marks = OF_MODELS, *, in_thought: bool = Fa
     inside = ANY_FORM if in_thought else _first_form(text, forms)  # the form of the thought that is open
     position = thought_end = start = 0
     found = _found(text, forms, inside)
-    code = CODE.search(text) if found and ("`" in text or "~~~" in text) else None
+    code = CODE.search(text) if found and MAY_QUOTE.search(text) else None
     for begin, end, opens, form in found:
         if begin < position or (inside and (opens or inside not in (form, ANY_FORM))):
             continue
@@ -122,7 +144,7 @@ def split_thoughts(text: str, marks: Marks = OF_MODELS, *, in_thought: bool = Fa
             if code and code.start() < begin:
                 position = code.end()
                 continue
-        if text[max(begin - 1, 0) : begin] + text[end : end + 1] in QUOTED:
+        if _is_quoted(text, begin, end) or (start and not inside and not opens and not text[end:].strip()):
             continue
         if opens:
             inside = form
@@ -134,17 +156,34 @@ def split_thoughts(text: str, marks: Marks = OF_MODELS, *, in_thought: bool = Fa
 
 def answer_of(response: str, marks: Marks = OF_MODELS, *, in_thought: bool = False) -> str | None:
     """The answer of a response, without tool traces, up to the end of the turn; None if a thought has not ended."""
-    _, answer = split_thoughts(response, marks, in_thought=in_thought)
+    thoughts, answer = split_thoughts(response, marks, in_thought=in_thought)
     if answer is None:
         return None
-    if "<tool_" in answer or "<function_" in answer:
-        answer = TOOL_TRACE.sub("", answer)
-    end = END_OF_TURN.search(answer.lstrip())
-    answer = answer.lstrip()[: end.start()] if end and end.start() else answer
+    if thoughts:  # an end mark more than there are thoughts
+        ends = (end for form in _forms(marks) for end in form.ends)
+        answer = next((answer.rstrip().removesuffix(end) for end in ends if answer.rstrip().endswith(end)), answer)
+    answer = answer.lstrip()
+    answer = _of_one_turn(answer) if NO_ANSWER.search(answer) else answer
     for begin, end_of_frame in FRAMES.items():
         if answer.lstrip().startswith(begin):
             return answer.lstrip().removeprefix(begin).partition(end_of_frame)[0]
     return answer
+
+
+def _of_one_turn(answer: str) -> str:
+    """An answer without traces of tools, up to the end of its turn."""
+    kept, position, looked = "", 0, 0
+    while found := CODE_OR_NO_ANSWER.search(answer, looked):
+        begin, looked = found.span()
+        if found["code"] or _is_quoted(answer, begin, looked):
+            continue
+        if found["trace"]:
+            kept += answer[position:begin]
+            end = answer.find(f"</{found['trace']}>", looked)
+            position = looked = end + len(f"</{found['trace']}>") if end >= 0 else len(answer)
+        elif begin:
+            return kept + answer[position:begin]
+    return kept + answer[position:]
 
 
 def after_one_thought(text: str, marks: Marks = OF_MODELS, *, in_thought: bool = False) -> str | None:
@@ -163,7 +202,10 @@ def after_one_thought(text: str, marks: Marks = OF_MODELS, *, in_thought: bool =
 def opens_thought(prompt: str, marks: Marks = OF_MODELS) -> bool:
     """Whether a rendered prompt ends with a mark that opens a thought, so that the response begins inside it."""
     end = prompt[-LONGEST_END:].rstrip()
-    return any(opens and stop == len(end) for _, stop, opens, _ in _found(end, _forms(marks), None))
+    words = tuple(mark for form in marks if form.first for mark in form.begins)
+    return end.endswith(words) or any(
+        opens and stop == len(end) for _, stop, opens, _ in _found(end, _forms(marks), None)
+    )
 
 
 def marks_in(template: str, tokens: Iterable[str] = ()) -> Marks:
@@ -199,13 +241,24 @@ def _found(text: str, forms: Marks, first: ThoughtForm | None) -> list[tuple[int
     found = [
         (mark.start(), -mark.end(), opens, form)
         for form in forms
-        if not form.first or form is first
         for opens in (True, False)
+        if not form.first or form is first or (first is ANY_FORM and not opens)
         for literal in (form.begins if opens else form.ends)
         if literal.removesuffix(">") in text
         for mark in _pattern(literal).finditer(text)
     ]
     return [(begin, -end, opens, form) for begin, end, opens, form in sorted(found)]
+
+
+def _is_quoted(text: str, begin: int, end: int) -> bool:
+    """Whether a mark stands between quotes, and not between two quotations: `"</think>"`, but not `"a"</think>"b"`."""
+    quotes = text[max(begin - 1, 0) : begin] + text[end : end + 1]
+    if quotes not in QUOTED:
+        return text.endswith("<code>", 0, begin) and text.startswith("</code>", end)
+    before = text[max(begin - 6, 0) : begin]
+    if quotes[0] != quotes[1]:
+        return True
+    return bool(not before.endswith("```") and BEFORE_QUOTES.search(before) and AFTER_QUOTES.match(text, end))
 
 
 def _without_begin(text: str, forms: Marks) -> str:

@@ -22,7 +22,8 @@ VALUES = {
     **{word: value for value, word in enumerate([*ONES.split(), "seventeen", "eighteen", "nineteen"])},
     **{"twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90},
 }
-SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
+          "lakh": 10**5, "crore": 10**7}  # fmt: skip
 PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7,
          "eighth": 8, "ninth": 9, "tenth": 10, "twelfth": 12, "hundredth": 100}  # fmt: skip
 NUMBER_WORD = re.compile(  # a number or a part in any form: ten, tens, sixes, twenties, hundredths; not zeros

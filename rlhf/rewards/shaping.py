@@ -9,8 +9,8 @@ from rlhf.config.reward import LengthOptions, RepetitionOptions
 
 # Scripts that are written without spaces: Thai to Tibetan, Burmese, Khmer, kana, Chinese
 NO_SPACES = r"\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff"
-WORD = re.compile(rf"[{NO_SPACES}]|[^\s{NO_SPACES}]+")  # of these scripts a character
-LONG_WORD = 100  # characters; a longer word that mostly repeats itself is counted by its characters
+WORD = re.compile(rf"[{NO_SPACES}]|[^\s{NO_SPACES}]+|\s{{101,}}")  # of these scripts a character
+LONG_WORD = 100  # characters; a longer word, or blank, that mostly repeats itself is counted by its characters
 
 
 def length_reward(response_length: int, options: LengthOptions) -> float:

@@ -25,6 +25,8 @@ BY_WORDS = [
     ("Here is my thought process:", "Here's my response:"),  # Granite 3.2
     ("analysis", "assistantfinal"),  # gpt-oss without its marks
     ("<think:6124c78e>", "</think:6124c78e>"),  # Hunyuan
+    ("<think:v4.1>", "</think:v4.1>"),
+    ("Here are my reasoning steps:\n", "\n[BEGIN FINAL RESPONSE]"),  # Apriel
     ("<|channel|>commentary to=functions.add<|message|>", FINAL),
 ]
 
@@ -57,6 +59,9 @@ def test_a_prompt_may_open_the_thought(form: ThoughtForm) -> None:
         ("<think>a <think> b</think> c", "a <think> b", " c"),
         ("<think>a</reasoning> b", "a</reasoning> b", None),  # of another form
         ("<think>a</think> b</think> c", "a</think> b", " c"),
+        ("<think>a</think> b</think>\n", "a", " b</think>\n"),  # an end mark too much
+        ('<think>is it "b"?</think>"c"', 'is it "b"?', '"c"'),
+        ("<think>```\nb\n```</think>```py\nc\n```", "```\nb\n```", "```py\nc\n```"),
         (f"<|channel|>analysis<|message|>a{FINAL}42<|return|>", "a", "42<|return|>"),
         (f"<|channel|>analysis<|message|>a{FINAL}b<|end|><|start|>assistant<|channel|>analysis<|message|>c", ..., None),
         ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final", ..., None),
@@ -80,6 +85,14 @@ def test_everything_before_the_answer_is_thought(text: str, thought: object, ans
         "~~~\n</think>\n~~~\n42",
         "1. so:\n   ```\n   a</think>b\n   ```\n42",
         "gpt-oss writes `<|channel|>analysis<|message|>` and 42",
+        '42 (thoughts stand in "<think>...</think>")',
+        "42: the format was '<think> thoughts </think>'",
+        "42 with 「</think>」, „</think>“, (</think>), \\texttt{</think>} and <code></think></code>",
+        "42 用\"</think>\"来结束 and s.split(r'</think>')",
+        'ChatML ends a turn with `<|im_end|>`, Llama with "</s>": 42',
+        "not <s>41</s> but 42",
+        "A call begins with `<tool_call>`; 42",
+        '```python\nend = f"{text}<|im_end|></s>"\nre.findall(r"<tool_call>(.*?)</tool_call>", end)\n```',
     ],
 )
 def test_an_answer_that_quotes_marks_is_whole(answer: str) -> None:
@@ -106,6 +119,12 @@ def test_the_answer_has_no_frame_no_tool_trace_and_nothing_after_the_end_of_the_
     assert answer_of("<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>42<|END_RESPONSE|>") == "42"
     assert answer_of("<think>a</think><tool_call>41</tool_call>42<|im_end|>43") == "42"
     assert answer_of("<|channel>thought\n<channel|>42<turn|>\n<|turn>user") == "42"
+    assert answer_of("<think>a</think>42</think>\n") == "42"
+    assert answer_of("<tool_call>`a`</tool_call>42 `b`<tool_call>") == "42 `b`"
+    apriel = marks_in("{{ 'Here are my reasoning steps:\n' }}")
+    assert opens_thought("<|assistant|>\nHere are my reasoning steps:\n", apriel)
+    assert answer_of("41\n[BEGIN FINAL RESPONSE]\n42\n[END FINAL RESPONSE]", apriel, in_thought=True) == "42\n"
+    assert answer_of("hm</think>The analysis$x$", in_thought=True) == "The analysis$x$"
 
 
 def test_a_model_has_the_marks_of_its_template_and_tokens_and_every_model_has_tags() -> None:
@@ -124,9 +143,13 @@ def test_a_model_has_the_marks_of_its_template_and_tokens_and_every_model_has_ta
     assert marks_from_json(None) == OF_MODELS
 
 
-@pytest.mark.parametrize("repeated", ["<think></think>", "`</think>", "```py\n" + "a\n" * 50, "~~~~\n~~~\n", "`a\n"])
+@pytest.mark.parametrize(
+    "repeated",
+    ["<think></think>", "`</think>", "```py\n" + "a\n" * 50, "~~~~\n~~~\n", "`a\n", "a<s>", '"<', "<tool_call>"],
+)
 def test_the_time_is_linear_in_the_length_of_a_response(repeated: str) -> None:
     response = repeated * (100_000 // len(repeated)) + "</think>"
     started = time.process_time()
     answer_of(response)
+    answer_of(f"{response}42</s>")
     assert time.process_time() - started < 2  # about 0.1

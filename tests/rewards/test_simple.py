@@ -49,7 +49,15 @@ def test_the_repetition_reward_counts_ngrams_that_occurred_before() -> None:
 
 @pytest.mark.parametrize(
     ("text", "characters"),
-    [("!" * 3000, 3000), ("ha" * 500, 1000), ("哈" * 100, 100), ("！" * 200, 200), ("😀" * 200, 200), ("ซ้ำ" * 50, 150)],
+    [
+        ("!" * 3000, 3000),
+        ("ha" * 500, 1000),
+        ("哈" * 100, 100),
+        ("！" * 200, 200),
+        ("😀" * 200, 200),
+        ("ซ้ำ" * 50, 150),
+        ("\n" * 200, 200),
+    ],
 )
 def test_repetition_without_spaces_is_repetition_of_characters(text: str, characters: int) -> None:
     period = len(set(text))
@@ -106,6 +114,7 @@ def test_gsm8k_reads_the_number_after_the_last_hashes(response: str, value: floa
     [
         ("5", "5 million", 0.0),
         ("5000000", "5 million", 1.0),
+        ("5", "5 lakh", 0.0),
         ("-5", "−5", 1.0),
         ("5", "−5", 0.0),
         ("-5", "–5", 1.0),
