@@ -311,4 +311,4 @@ class Run(Generic[C]):
             newest = self.folder.checkpoints / f"step-{saved:06d}"
             kept = f"`rlhf export {newest} DIR` makes a model of step {saved}; --resume goes on from there."
         lost = f" {self.saver.failure}" if saved < steps else ""
-        raise RuntimeError(f"{self.folder.model}: the export failed: {why}.{lost} {kept}")
+        raise RuntimeError(f"{self.folder.model}: the export failed: {why.rstrip('.')}.{lost} {kept}")
