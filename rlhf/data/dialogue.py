@@ -11,6 +11,7 @@ their thoughts) is used as it is: the log of a rollout keeps what was sampled.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -130,7 +131,9 @@ class Dialogue:
                 "for rollouts of several turns."
             )
         check_has_template(self._template, self._tokenizer, KEY)
-        self.prompt([_user(ASKED)], tools)  # raises if it writes no tools
+        notes = Counter[str]()
+        how: dict[str, Any] = {"tools": tools, "arguments": self._arguments, "notes": notes}
+        render([_user(ASKED)], self._template, self._tokenizer, **how)  # raises if it writes no tools
         kinds = {"a user's message": [{"role": "user", "content": f"{SAID} 1"}]}
         if tools:
             names = [tool.get("function", tool).get("name", "tool") for tool in tools]
@@ -140,7 +143,9 @@ class Dialogue:
         for kind, messages in kinds.items():
             warned |= self._check_kind(kind, messages, tools)
         self._check_control_tokens(tools)
-        return [REWRITES.format(key=KEY, template=self._template)] if warned else []
+        named = f"{KEY}={self._template}"
+        rewrites = [REWRITES.format(key=KEY, template=self._template)] if warned else []
+        return rewrites + [f"{named}: {note}." for note in notes]
 
     def _check_kind(self, kind: str, messages: list[Message], tools: Tools) -> bool:
         """Raise ValueError unless the suffix is append-only; whether the template rewrites the turn before it."""

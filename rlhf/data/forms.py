@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from rlhf.answers.thoughts import THINK, Marks, split_thoughts
 from rlhf.data.messages import THOUGHTS, Message
 
+DESCRIPTION = "the description of"
 PARTS = "parts"  # a thought as a part of the content, as Mistral's templates read it
 READ = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name"}
 MAX_STRUCTURES = 4096  # whose form is remembered
@@ -34,6 +35,7 @@ class Form(NamedTuple):
     Attributes:
         thought: the name under which it reads thoughts; PARTS; "" leaves them in the content, where the row has them.
         loses_thoughts: it writes some thoughts of turns that are not trained under no name.
+        loses_descriptions: it names tools without what they are for.
     """
 
     thought: str = ""
@@ -43,6 +45,7 @@ class Form(NamedTuple):
     call_ids: bool = False
     knows_developer: bool = True
     loses_thoughts: bool = False
+    loses_descriptions: bool = False
 
     def messages(self, messages: Sequence[Message], marks: Marks) -> list[Message]:
         """These messages, as `read_messages` returns them, in this form."""
@@ -158,7 +161,7 @@ class Conversation:
         self.pieces.append(Piece(-1, f"the tool {name}", name, stand_in))
         said = {**function, "name": stand_in}
         if isinstance(text := function.get("description"), str):
-            said["description"] = self._text(-1, f"the description of the tool {name}", text)
+            said["description"] = self._text(-1, f"{DESCRIPTION} the tool {name}", text)
         return {**tool, "function": said} if "function" in tool else said
 
 
@@ -185,7 +188,8 @@ def find_form(
 
     Args:
         render: the stand-in's messages and tools -> text.
-        strict: numbers of messages whose thoughts must be written; others may be dropped, as templates do by design.
+        strict: numbers of messages whose thoughts must be written. Other thoughts, and descriptions of tools, may be
+            dropped, as some templates do by design (`unwritten` says so).
 
     Raises:
         ValueError: there is none: the template refuses all, or what it leaves out.
@@ -199,12 +203,14 @@ def find_form(
             errors.append(ValueError(str(error)))
             continue
         lost = [piece for piece in said.pieces if piece.stand_in not in text]
-        needed = [piece.name for piece in lost if piece.what != "the thought" or piece.message in strict]
+        thoughts = [piece for piece in lost if piece.what == "the thought" and piece.message not in strict]
+        descriptions = [piece for piece in lost if piece.what.startswith(DESCRIPTION)]
+        needed = [piece.name for piece in lost if piece not in thoughts + descriptions]
         needed += _not_as_json(given, text)
         if not lost and not needed:
             return form
         if not needed:
-            dropping.append(form._replace(loses_thoughts=True))
+            dropping.append(form._replace(loses_thoughts=bool(thoughts), loses_descriptions=bool(descriptions)))
         left_out.append(needed)
     if dropping:
         return dropping[0]
@@ -220,6 +226,8 @@ def unwritten(messages: Sequence[Message], form: Form, source: str) -> Iterator[
     """What of a conversation is not written, and may be missing, as "in so many rows ..." goes on."""
     if form.loses_thoughts:
         yield "the template drops thoughts of earlier turns, as it does when the model is asked"
+    if form.loses_descriptions:
+        yield "the template names tools without their descriptions"
     names = {name for message in messages for name in message} - READ
     yield from (
         f"messages have `{name}`, which the template does not read" for name in sorted(names) if name not in source

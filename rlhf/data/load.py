@@ -28,6 +28,7 @@ from rlhf.types import Prompt
 
 Messages = tuple[Message, ...]
 MAX_PROMPT_CHARS = 4 * 2**20  # about a million tokens; a tokenizer takes seconds for them
+SOURCES_SHOWN = 5  # of the names in a column `data_source`, which verl's rows have
 FIRST_ROWS = 16  # that are read to find one that can be used
 MADE_PROMPTS = {"train": 4096, "eval": 128}  # in an epoch of prompts that an environment makes, unless `rows` says it
 
@@ -172,6 +173,10 @@ def _make_prompts(
             rendered.append(each)
     marks = marks_of(tokenizer, config.template)
     token_ids, label = tokenize(texts, config.template, tokenizer), source.settings.label
+    named = Counter(str(row.columns["data_source"]) for row, *_ in rendered if row.columns.get("data_source"))
+    for name, count in named.most_common(SOURCES_SHOWN):
+        if name != label:
+            notes[f"`data_source` is {name}, while rewards and metrics use the label {label} (`source`)"] += count
     prompts = []
     for (row, messages, answer, is_text), text, ids in zip(rendered, texts, token_ids, strict=True):
         with source.leave_out(row):

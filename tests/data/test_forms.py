@@ -181,9 +181,6 @@ def test_a_turn_goes_on_where_the_prompt_has_opened_its_thought(turn: dict[str, 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), [TOOLS[0]["function"]]])
 def test_tools_that_a_template_does_not_write_are_refused(tools: Any) -> None:
     assert "Adds." in trained(template("{{ m.content }}", "{{ tools | tojson }}"), USER, ANSWER, tools=tools)
-    named = "{% for t in tools or [] %}{{ (t.function or t).name }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"leaves out what the row says: the description of the tool add"):
-        trained(template("{{ m.content }}", named), USER, ANSWER, tools=tools)
     with pytest.raises(ValueError, match=r"^data\.template=model: the template writes no tools, .*take the tools away"):
         trained(template("{{ m.content }}"), USER, ANSWER, tools=tools)
     assert trained(template("{{ m.content }}"), USER, ANSWER, tools=[])
@@ -266,6 +263,13 @@ def test_turns_that_are_not_to_be_trained_and_unclear_thoughts_are_refused() -> 
             trained(tokenizer, USER, {"role": "assistant", "content": content})
     quoted = {"role": "assistant", "content": "<think>a</think>It ends with `</think>`."}
     assert "<think>a</think>It ends with `</think>`." in trained(tokenizer, USER, quoted)
+
+
+def test_a_template_that_only_names_tools_is_used_and_said() -> None:
+    names = "{% for t in tools or [] %}{{ (t.function or t).name }}{% endfor %}"
+    encoder = SFTEncoder(template("{{ m.content }}", names), None)
+    encoder({"messages": [USER, ANSWER], "tools": TOOLS})
+    assert dict(encoder.notes) == {"the template names tools without their descriptions": 1}
 
 
 def test_what_a_template_does_not_write_is_counted() -> None:

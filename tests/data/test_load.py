@@ -275,8 +275,11 @@ def test_a_row_of_verl_has_its_answer_in_a_nested_column(folder: Path, tokenizer
         "extra_info": {"split": "train", "index": 0},
     }
     write_jsonl(folder / "train.jsonl", [row])
-    prompt = first_prompt(load(tokenizer, template="model"))
+    loaded = load(tokenizer, template="model")
+    prompt = first_prompt(loaded)
     assert (prompt.answer, prompt.columns["data_source"]) == ("2", "openai/gsm8k")
+    note = "`data_source` is openai/gsm8k, while rewards and metrics use the label train (`source`)"
+    assert loaded.notes["train"] == {note: 1}
 
 
 def test_a_table_gives_messages_no_names_that_they_do_not_have(folder: Path, tokenizer: Any) -> None:
