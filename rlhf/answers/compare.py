@@ -53,10 +53,10 @@ def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool:
     if (both := TWO_FORMS.fullmatch(answer)) and any(map(str.isdigit, both[2])):
         verdicts = [_compare(form, gold, must_be_evaluated) for form in both.groups()]
         return verdicts == [True, True]
-    a, g = clean(answer), _clean_gold(gold)
+    a, g = _clean(answer), _clean(gold)
     if not a or not g:
         return False
-    if _squeezed(a) == _squeezed(g) or clean(answer.replace("{,}", ",")) == g:
+    if _squeezed(a) == _squeezed(g) or _clean(answer.replace("{,}", ",")) == g:
         return True
     if "." in g and exact_number(g) is not None:
         a = DECIMAL_COMMA.sub(r"\1.\2", a)
@@ -67,7 +67,7 @@ def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool:
         return decided
     for thousands in (True, False):
         try:
-            wanted, given = in_one_notation(*(parse(meaning_of(text), thousands=thousands) for text in (g, a)))
+            wanted, given = in_one_notation(_tree(g, thousands), _tree(a, thousands))
             if same(wanted, given):
                 return not must_be_evaluated or is_evaluated(given, wanted)
         except (UndefinedError, UnsupportedError, RecursionError):
@@ -77,7 +77,12 @@ def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool:
     return False
 
 
-_clean_gold = lru_cache(maxsize=4096)(clean)  # cached: a group of responses shares its gold answer
+_clean = lru_cache(maxsize=4096)(clean)  # cached: a group of responses shares its gold answer, and often its answers
+
+
+@lru_cache(maxsize=256)  # trees are large
+def _tree(text: str, thousands: bool) -> Node:
+    return parse(meaning_of(text), thousands=thousands)
 
 
 def _squeezed(text: str) -> str:
