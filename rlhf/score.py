@@ -1,7 +1,7 @@
 """Program: grades a file of responses: python -m rlhf.score FILE.jsonl --output OUT.jsonl
 
-Every row gets `score`, `extracted` and `status`, in the order of the file. Any stated answer is accepted; with --strict
-boxed answers only, as training and evaluation do by default.
+Every row gets `score` (null if it cannot be graded), `extracted` and `status`, in the order of the file. Any stated
+answer is accepted; with --strict boxed answers only, as training and evaluation do by default.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The checked rows, one after another: a file of JSON lines is never in memory as a whole."""
     from rlhf.data.read import Source
 
-    for number, columns in Source("FILE", SourceConfig(path=options.file), "train").stream():
+    for number, columns in Source("FILE", validated(SourceConfig, {"path": options.file}), "train").stream():
         for key, option in ((options.response_key, "--response-key"), (options.answer_key, "--answer-key")):
             if key is not None and not (key in columns and _is_text(columns[key], several=key == options.answer_key)):
                 names = ", ".join(columns) or "no columns"
@@ -148,7 +148,7 @@ def _grade(
             score += grade.value or 0.0
             ungraded += grade.value is None
             if output:
-                row |= {"score": grade.value or 0.0, "extracted": grade.extracted, "status": grade.status}
+                row |= {"score": grade.value, "extracted": grade.extracted, "status": grade.status}
                 output.write(json.dumps(row, default=as_json) + "\n")
 
     rows = iter(_with_progress(_rows(options), count))

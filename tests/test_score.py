@@ -49,7 +49,7 @@ def test_every_row_comes_back_in_order_with_score_answer_and_status(
         ("a", 1.0, "5", "ok"),
         ("b", 0.0, "6", "ok"),
         ("c", 0.0, "", "no_answer"),
-        ("d", 0.0, "", "bad_gold"),
+        ("d", None, "", "bad_gold"),
         ("e", 1.0, "5", "ok"),
         ("f", 0.0, "", "no_answer"),
         ("h", 1.0, "5", "ok"),

@@ -50,11 +50,16 @@ def with_home(path: str) -> str:
 FilePath = Annotated[str, AfterValidator(with_home)]  # of a file or folder, the name of a repository, or an address
 
 
+MAX_LISTED = 50  # names in a message
+
+
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The known name that is spelled most like `name`, or all known names."""
+    """The known name that is spelled most like `name`, or all known names unless they are many."""
     known = list(known)
     if nearest := difflib.get_close_matches(name, known, n=1, cutoff=0.5):
         return f"Did you mean {prefix}{nearest[0]}?"
+    if len(known) > MAX_LISTED:
+        return f"None of the {len(known)} known names is like it. Remove it."
     return f"Known: {', '.join(known) or 'none'}."
 
 

@@ -158,7 +158,7 @@ REFUSED = _by_name(
         """,
         "only plugins of vLLM for other hardware read it": "additional_config",
         "config.yaml of the run would hold it, and the environment variable HF_TOKEN serves instead": "hf_token",
-        "of a model that reads images only the text runs": """
+        "the run uses only the text part of a model that reads images": """
         language_model_only limit_mm_per_prompt allowed_local_media_path allowed_media_domains enable_mm_embeds
         interleave_mm_strings media_io_kwargs mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type
         mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from rlhf.config.base import Section, first_line, suggest
 from rlhf.config.describe import Key, describe_keys
+from rlhf.config.printing import as_utf8
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.secrets import HIDDEN, remember, with_references
 
@@ -157,6 +158,10 @@ def merged(base: Any, overlay: Any) -> Any:
 
 def validated(schema: type[S], values: dict[str, Any], *, section: str = "") -> S:
     """The config of these values, which may contradict each other; `section`: of the section of this name alone."""
+    told = "it is not UTF-8 (a lone surrogate). Write the whole character, or rename the file"
+    pairs = {f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in flat_keys(values).items()}
+    if broken := [f"{pair}: {told}." for pair in sorted(pairs) if pair != as_utf8(pair)]:
+        raise ValueError("\n".join(broken))
     try:
         return schema.model_validate_json(json.dumps(values), context={})
     except ValidationError as error:

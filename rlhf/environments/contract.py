@@ -27,6 +27,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -318,7 +319,11 @@ class Episode:
             return self._error(error, written), True
 
     def _error(self, error: BaseException, written: str) -> str:
-        return self._text({"error": without_places(_text_of_error(error), written=written)})
+        text = without_places(_text_of_error(error), written=written)
+        opened = [error.filename, error.filename2] if isinstance(error, OSError) else []
+        for path in (path for path in opened if isinstance(path, str) and os.path.isabs(path) and path not in written):
+            text = text.replace(path, os.path.basename(path))
+        return self._text({"error": text})
 
     def _content(self, result: Any, written: str) -> Any:
         """What the message says of a result: a list that JSON can say stays a list, all else is text.

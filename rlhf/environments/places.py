@@ -38,7 +38,8 @@ def _known(own: str, cwd: str) -> re.Pattern[str]:
     """Matches paths; those in the folder `own` begin with the group of this name."""
     ours = [sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *sys.path]
     ours += [cwd, os.path.expanduser("~"), str(Path(__file__).parents[2])]
-    known = rf"(?<![\w./-])(?:(?P<own>{_any([own])})|{_any(ours)})(?:/{IN_A_PATH}*|(?!{IN_A_PATH}))"
+    begin, end = r"(?:(?<![\w./-])|(?<=file://))", rf"(?:/{IN_A_PATH}*|(?=\.*(?!{IN_A_PATH})))"
+    known = rf"{begin}(?:(?P<own>{_any([own])})|{_any(ours)}){end}"
     return re.compile(rf'{known}|(?<=File ")/[^"\n]+(?=", line \d)')
 
 

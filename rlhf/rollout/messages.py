@@ -80,7 +80,8 @@ class MessageReader:
         names = [str(tool.get("function", tool).get("name")) for tool in parsing.tools]
         named = "|".join(map(re.escape, names)) or r"(?!)"
         # Forms without marks (Llama, pythonic): a call is known by the name of its tool.
-        self._unmarked = re.compile(rf"""\{{\s*["']name["']\s*:\s*["'](?:{named})["']|\A\s*\[(?:{named})\(""")
+        begin = r"""\{\s*(?:["']type["']\s*:\s*["']function["']\s*,\s*)?["']name["']\s*:\s*["']"""
+        self._unmarked = re.compile(rf"""{begin}(?:{named})["']|\A\s*\[(?:{named})\(""")
         self._names = re.compile(rf"\b(?:{named})\b")
         # Marks of calls and thoughts may be control tokens, which remain in the text where they are looked for.
         request = self._request if self._parser_class is None else self._parser().adjust_request(self._copy())

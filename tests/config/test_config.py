@@ -59,6 +59,12 @@ def test_a_path_replaces_a_mapping_of_the_data_section_as_a_whole(base: str, tmp
     assert (source.path, source.name) == ("other.jsonl", None)
 
 
+@pytest.mark.parametrize("value", ['"a\\ud800"', '["x", "\\udcff"]'])
+def test_a_value_that_no_file_can_hold_is_named(base: str, value: str) -> None:
+    with pytest.raises(ValueError, match=r"^rollout\.stop=.*\ud800|^rollout\.stop=.*\udcff"):
+        load_config(GRPOConfig, [base], [f"rollout.stop={value}"])
+
+
 def test_a_list_is_replaced_as_a_whole(base: str) -> None:
     config = load_config(GRPOConfig, [base], ["rollout.stop=[a,b]", "rollout.stop=[c]"])
     assert config.rollout.stop == ("c",)

@@ -100,6 +100,12 @@ def test_an_unknown_argument_is_refused_with_the_nearest(name: str, nearest: str
         parse({name: "fp8"})
 
 
+def test_an_argument_that_vllm_had_once_is_refused_in_a_line_that_can_be_read() -> None:
+    with pytest.raises(ValueError, match=r"^rollout\.engine\.swap_space: .*no such argument.*Remove it\.$") as refused:
+        parse({"swap_space": 4})
+    assert len(str(refused.value)) < 200
+
+
 def test_a_deterministic_run_computes_whole_prompts() -> None:
     for deterministic in (False, True):
         config = parse({"enable_chunked_prefill": True}, run=CONFIG["run"] | {"deterministic": deterministic})

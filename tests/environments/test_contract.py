@@ -292,11 +292,19 @@ class Env:
         '''Tell.'''
         try: open(tempfile.gettempdir() + "/notes.txt")
         except OSError: return traceback.format_exc()
+    def load(self, name: str):
+        '''Load.
+
+        Args:
+            name: of a board.
+        '''
+        open(name if name.startswith("/") else "/no/such/boards/" + name)
 """)
     for text, told in [
         ("no file {own}/a/b.txt.", "no file ./a/b.txt."),
         ("in {own}: no", "in .: no"),
         ("'{home}/runs/x/log.txt', {python}", f"'log.txt', {python}"),
+        ("see {own}. Or file://{home}/a.txt", "see .. Or file://a.txt"),
         (f"{home}/mine.txt is not there", f"{home}/mine.txt is not there"),
         ("GET https://host/api/v1 and 1/2", "GET https://host/api/v1 and 1/2"),
     ]:
@@ -306,6 +314,9 @@ class Env:
     (answer,) = contents(run(environment, [call("tell")])[1])
     assert "'./notes.txt'" in answer
     assert re.search(r'File "env\d\.py", line', answer)
+    for name in ("b.txt", "/no/b.txt"):
+        (answer,) = contents(run(environment, [call("load", {"name": name})])[1])
+        assert answer == str({"error": f"[Errno 2] No such file or directory: '{name}'"})
 
 
 def test_get_reward_may_give_named_numbers_and_facts_are_told(made: Callable[..., Environment]) -> None:
