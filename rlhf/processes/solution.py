@@ -3,8 +3,9 @@
 `rlhf.rewards.code` starts it with an empty environment. It knows neither the expected results nor how many tests there
 are. Whatever the code does to this process, it can only change what the process answers; the grader compares that.
 
-    grader -> {"code": TEXT, "program": true}    the code is a program: it reads standard input and prints
-    grader -> {"code": TEXT, "program": false}   the code defines functions; first the imports of the tests
+    grader -> {"code": TEXT, "program": true, "setup": TEXT}   the code is a program: it reads standard input and
+                                                 prints; the setup is imports before it
+    grader -> {"code": TEXT, "program": false}   the code defines functions; first the imports
     grader -> {"call": "f(1, 2)"}                -> {"value": JSON of `as_json`}, or {"error": TEXT}
 """
 
@@ -24,6 +25,7 @@ from rlhf.processes.outside import die_with_parent
 
 MAX_ERROR = 300  # characters
 MAX_OPEN_FILES = 64
+MAX_DEPTH = 50_000  # calls in calls, as in LiveCodeBench's grader; Python's 1000 are too few for many right solutions
 KILL = 9
 READABLE = (*(path for path in SYSTEM if not path.startswith("/proc/self")), sys.prefix, sys.base_prefix)
 
@@ -42,6 +44,7 @@ def main(fd: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # files in memory do not count as memory of the process
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
     sys.set_int_max_str_digits(0)  # the limit of time bounds what long integers cost
+    sys.setrecursionlimit(MAX_DEPTH)
     channel.send({"ready": True})
     names = _module("solution")
     is_open = True
@@ -52,7 +55,9 @@ def main(fd: int) -> None:
                 channel.send(_answer(message["call"], names))
             elif message["program"]:
                 channel.socket.close()
-                exec(compile(message["code"], "<solution>", "exec"), _module("__main__"))
+                names = _module("__main__")
+                exec(message["setup"], names)
+                exec(compile(message["code"], "<solution>", "exec"), names)
                 return
             else:
                 _define(message["code"], names)
@@ -65,7 +70,7 @@ def _module(name: str) -> dict[str, Any]:
 
 
 def _define(code: str, names: dict[str, Any]) -> None:
-    try:
+    try:  # annotations are not evaluated, as in this file: `List` and `TreeNode` need no definition
         exec(compile(code, "<solution>", "exec"), names)
     except SystemExit:
         os._exit(1)

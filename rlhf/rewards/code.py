@@ -26,7 +26,7 @@ from rlhf.processes.attributes import from_json
 from rlhf.processes.channel import Channel
 from rlhf.processes.forkers import BOOT, PACKAGE
 from rlhf.processes.outside import Stopwatch
-from rlhf.rewards.code_blocks import program
+from rlhf.rewards.code_blocks import imports, program
 from rlhf.rewards.code_tests import FORMS, CallTest, ProgramTest, Tests, read_tests
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, UNSCORABLE, Grade
 
@@ -92,19 +92,19 @@ def find_code(answer: str, tests: Tests, *, whole: bool) -> str | None:
 
 def _passed(code: str, tests: Tests, options: CodeOptions) -> tuple[int, str]:
     """How many tests pass, and why one of them does not."""
-    passed, problem = 0, ""
+    passed, problem, setup = 0, "", imports(code, tests)
     solution: Solution | None = None
     with contextlib.ExitStack() as stack:
         every: tuple[CallTest | ProgramTest, ...] = (*tests.calls, *tests.programs)
         for number, test in enumerate(every, 1):
             try:
                 if isinstance(test, ProgramTest):
-                    _run_program(code, test, options.cpu_seconds)
+                    _run_program(code, test, setup, options.cpu_seconds)
                 else:
                     if solution is None or solution.ended:
                         stack.close()
                         solution = stack.enter_context(Solution(options.cpu_seconds))
-                        solution.define(tests.setup, code)
+                        solution.define(f"{setup}\n{tests.setup}", code)
                     _check_call(solution, test)
                 passed += 1
             except WrongError as error:
@@ -114,9 +114,9 @@ def _passed(code: str, tests: Tests, options: CodeOptions) -> tuple[int, str]:
     return passed, problem
 
 
-def _run_program(code: str, test: ProgramTest, cpu_seconds: float) -> None:
+def _run_program(code: str, test: ProgramTest, setup: str, cpu_seconds: float) -> None:
     with Solution(cpu_seconds, stdin=test.stdin) as solution:
-        if not test.accepts(solution.printed_by(code)):
+        if not test.accepts(solution.printed_by(setup, code)):
             raise WrongError("it prints something else")
 
 
@@ -180,7 +180,7 @@ class Solution:
         self._open.close()
 
     def define(self, setup: str, code: str) -> None:
-        """Run the code, after the imports of the tests; its time counts for the first test."""
+        """Run the code, after imports that it and the tests need; its time counts for the first test."""
         self._watch.start(self._process.pid)
         self._send({"code": setup, "program": False})
         self._send({"code": code, "program": False})
@@ -196,11 +196,11 @@ class Solution:
             raise WrongError("the answer is no mapping")
         return answer
 
-    def printed_by(self, code: str) -> str:
-        """What the code prints as a program that ends with exit status 0."""
+    def printed_by(self, setup: str, code: str) -> str:
+        """What the code prints, after its imports, as a program that ends with exit status 0."""
         assert self._process.stdout is not None
         self._watch.start(self._process.pid)
-        self._send({"code": code, "program": True})
+        self._send({"setup": setup, "code": code, "program": True})
         while self._read(self._process.stdout.fileno()):
             pass
         while self._process.poll() is None:

@@ -13,6 +13,8 @@ import re
 import textwrap
 import warnings
 from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
 from typing import NamedTuple
 
 from rlhf.rewards.code_tests import Tests
@@ -73,6 +75,25 @@ def _main(blocks: list[Block], tests: Tests) -> Block:
     return max(
         reversed(blocks), key=lambda block: (block.runs and block.prints and (block.reads or no_input), block.runs)
     )
+
+
+def imports(code: str, tests: Tests) -> str:
+    """The imports that a program lacks, of `tests.modules` and their names; none gives it what the tests call."""
+    block = _python("python", code)
+    of_name = _imports(tests.modules)
+    return "\n".join(
+        of_name[name] for name in sorted((block.needs if block else set()) - tests.functions) if name in of_name
+    )
+
+
+@cache
+def _imports(modules: tuple[str, ...]) -> dict[str, str]:
+    """Name -> its import. Of a name in several modules the last one counts, and a module comes before a name in it."""
+    of_name = dict[str, str]()
+    for module in modules:
+        public = getattr(import_module(module), "__all__", None) or dir(import_module(module))
+        of_name |= {name: f"from {module} import {name}" for name in public if not name.startswith("_")}
+    return of_name | {module: f"import {module}" for module in modules}
 
 
 def fenced(answer: str) -> Iterator[tuple[str, str]]:

@@ -32,6 +32,10 @@ NUMBER = re.compile(  # as a program prints it; 007, 1_000, 0x10, nan and digits
     r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,9})?"
 )
 DECIMALS = Context(prec=50, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
+CONTEST_MODULES = (  # LiveCodeBench's grader imports these and their names before a program
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
+    "functools", "operator", "io", "sys", "json", "typing",
+)  # fmt: skip
 FORMS = (
     "Write `assert f(arguments) == literal`, `assert [not] f(arguments)`, "
     "`assert abs(f(arguments) - number) < number`, `assert math.isclose(f(arguments), number)`, "
@@ -77,12 +81,14 @@ class Tests(NamedTuple):
     Attributes:
         functions: names that the calls use.
         setup: the imports of the tests.
+        modules: whose names a program may use without an import.
     """
 
     calls: tuple[CallTest, ...] = ()
     programs: tuple[ProgramTest, ...] = ()
     functions: frozenset[str] = frozenset()
     setup: str = ""
+    modules: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager
@@ -145,12 +151,12 @@ def _pairs(pairs: Sequence[dict[str, Any]], function: str, tolerance: float) -> 
     called = [pair for pair in pairs if pair.get("fn_name") or pair.get("testtype") == "functional"]
     if not called:
         texts = ((_text(pair["input"]), _text(pair["output"])) for pair in pairs)
-        return Tests(programs=tuple(ProgramTest(*text, tolerance) for text in texts))
+        return Tests(programs=tuple(ProgramTest(*text, tolerance) for text in texts), modules=CONTEST_MODULES)
     if len(called) < len(pairs):
         raise ValueError("some tests call a function and others run a program. Keep one kind.")
     names = [pair.get("fn_name") or function for pair in pairs]
     calls = tuple(_call_of_pair(pair, name, tolerance) for pair, name in zip(pairs, names, strict=True))
-    return Tests(calls=calls, functions=frozenset(names))
+    return Tests(calls=calls, functions=frozenset(names), modules=CONTEST_MODULES)
 
 
 def _text(value: Any) -> str:

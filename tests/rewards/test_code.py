@@ -61,6 +61,15 @@ def grade(code: str, tests: Any = ASSERTS, *, columns: dict[str, Any] | None = N
             {"entry_point": "add"},
         ),
         (
+            "class Solution:\n    def add(self, a: List[int], b: Optional[List[int]] = None) -> List[int]:\n"
+            "        return sorted(Counter(a) + collections.Counter(b))",
+            {"inputs": [[[1], [2]]], "outputs": [[1, 2]], "fn_name": "add"},
+            {},
+        ),
+        ("def square(x: Union[int, Tree]) -> Any:\n    return x * x", ASSERTS, {}),
+        ("from __future__ import annotations\nn = int(sys.stdin.readline())\nprint(math.prod([n, n]))", PROGRAM, {}),
+        ("@lru_cache(None)\ndef square(x):\n    return square(x - 1) + 2 * x - 1 if x else 0", {"inputs": [[3000]], "outputs": [9000000], "fn_name": "square"}, {}),
+        (
             "import threading\ndef square(x):\n    got = []\n    thread = threading.Thread(target=lambda: got.append(x * x))\n"
             "    thread.start()\n    thread.join()\n    return got[0]",
             ASSERTS,
@@ -72,6 +81,20 @@ def grade(code: str, tests: Any = ASSERTS, *, columns: dict[str, Any] | None = N
 def test_an_honest_solution_earns_all(code: str, tests: Any, columns: dict[str, Any]) -> None:
     result = grade(code, tests, columns=columns)
     assert (result.value, result.status) == (1.0, "ok"), result.detail
+
+
+@pytest.mark.parametrize(
+    ("code", "tests"),
+    [
+        ("def square(x):\n    return math.pow(x, 2)", ASSERTS),  # MBPP's grader imports nothing
+        ("y = gcd", {"inputs": [[4, 6]], "outputs": [2], "fn_name": "gcd"}),
+        ("print(accumulate)", {"inputs": [[[1, 2]]], "outputs": [[1, 3]], "fn_name": "accumulate"}),
+    ],
+)
+def test_no_import_is_added_that_its_grader_does_not_have_or_that_is_what_is_tested(code: str, tests: Any) -> None:
+    result = grade(code, tests)
+    assert result.value == 0.0
+    assert "NameError" in result.detail
 
 
 def test_the_fraction_counts_each_test_also_after_a_crash() -> None:
