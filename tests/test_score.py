@@ -91,12 +91,13 @@ def test_strict_grading_of_a_file_knows_the_prompt_of_a_row(tmp_path: Path) -> N
         {"problem": "Expand $(x+1)x$.", "response": r"\boxed{x(x+1)}", "ground_truth": "x^2+x"},
         {"response": r"\boxed{x(x+1)}", "ground_truth": "x^2+x"},
         {"prompt": "Go on.<think>\n", "response": r"\boxed{5}", "ground_truth": "5"},
+        {"prompt": "Go on.", "in_thought": True, "response": r"\boxed{5}", "ground_truth": "5"},  # of rollouts/
         {"messages": [{"role": "user", "content": "Write $0.5$ as a fraction."}], "response": r"\boxed{0.5}",
          "ground_truth": r"\frac12"},
     ]  # fmt: skip
     output = tmp_path / "out.jsonl"
     assert run([str(write(tmp_path / "in.jsonl", rows)), "--strict", "--output", str(output), "--workers", "1"]) == 0
-    assert [json.loads(line)["score"] for line in output.read_text().splitlines()] == [0.0, 1.0, 0.0, 0.0]
+    assert [json.loads(line)["score"] for line in output.read_text().splitlines()] == [0.0, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_a_built_in_reward_that_fails_on_every_row_is_exit_status_1_with_the_reason(

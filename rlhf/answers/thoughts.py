@@ -58,6 +58,7 @@ OF_MODELS: Marks = (
             "<|end|><|start|>assistant<|channel|>final<|message|>",
             "<|channel|>final<|message|>",
             "<|channel|>final <|constrain|>json<|message|>",
+            "<|channel|>final<|constrain|>json<|message|>",
             "final<|message|>",
         ),
     ),
@@ -85,6 +86,7 @@ ANY_FORM = ThoughtForm((), ())  # of a thought that the prompt has opened
 FRAMES = {  # what some models write around their answer
     "<response>": "</response>",
     "<|START_RESPONSE|>": "<|END_RESPONSE|>",
+    "<|START_TEXT|>": "<|END_TEXT|>",
     "<|open|>response<|sep|>": "<|close|>response<|sep|>",
     "<|begin_of_solution|>": "<|end_of_solution|>",
 }
@@ -255,9 +257,9 @@ def _is_quoted(text: str, begin: int, end: int) -> bool:
     quotes = text[max(begin - 1, 0) : begin] + text[end : end + 1]
     if quotes not in QUOTED:
         return text.endswith("<code>", 0, begin) and text.startswith("</code>", end)
-    before = text[max(begin - 6, 0) : begin]
     if quotes[0] != quotes[1]:
         return True
+    before = text[max(begin - 6, 0) : begin]
     return bool(not before.endswith("```") and BEFORE_QUOTES.search(before) and AFTER_QUOTES.match(text, end))
 
 

@@ -45,6 +45,7 @@ def main(fd: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
     sys.set_int_max_str_digits(0)  # the limit of time bounds what long integers cost
     sys.setrecursionlimit(MAX_DEPTH)
+    sys.argv = [""]  # fileinput reads the files that are named here
     channel.send({"ready": True})
     names = _module("solution")
     is_open = True

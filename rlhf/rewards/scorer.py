@@ -445,10 +445,11 @@ def _no_metadata(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
     prompt = next((columns[name] for name in USUAL_COLUMNS["prompt_column"] if columns.get(name)), "")
     asked = [turn for turn in prompt if isinstance(turn, dict)] if isinstance(prompt, list) else []
     messages = asked or [{"role": "user", "content": str(prompt)}]
+    of_run = columns.get("in_thought") is True and not columns.get("turns")  # a row of `rollouts/`
     return {
         "messages": messages,
         "prompt_is_text": isinstance(prompt, str),
-        "in_thought": isinstance(prompt, str) and opens_thought(prompt),
+        "in_thought": of_run or (isinstance(prompt, str) and opens_thought(prompt)),
         "finish_reason": "stop",
         "response_length": len(text.split()),
     }

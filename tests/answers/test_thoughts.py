@@ -117,6 +117,7 @@ def test_quotes_hide_neither_a_thought_nor_its_end(response: str, answer: str | 
 def test_the_answer_has_no_frame_no_tool_trace_and_nothing_after_the_end_of_the_turn() -> None:
     assert answer_of("<think>a</think>\n<response>\n42\n</response>\n") == "\n42\n"
     assert answer_of("<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>42<|END_RESPONSE|>") == "42"
+    assert answer_of("<|START_THINKING|>a<|END_THINKING|><|START_TEXT|>42<|END_TEXT|>") == "42"
     assert answer_of("<think>a</think><tool_call>41</tool_call>42<|im_end|>43") == "42"
     assert answer_of("<|channel>thought\n<channel|>42<turn|>\n<|turn>user") == "42"
     assert answer_of("<think>a</think>42</think>\n") == "42"

@@ -66,6 +66,7 @@ def grade(code: str, tests: Any = ASSERTS, *, columns: dict[str, Any] | None = N
             {"inputs": [[[1], [2]]], "outputs": [[1, 2]], "fn_name": "add"},
             {},
         ),
+        ("import fileinput\nfor line in fileinput.input():\n    print(int(line) ** 2)", PROGRAM, {}),
         ("def square(x: Union[int, Tree]) -> Any:\n    return x * x", ASSERTS, {}),
         ("from __future__ import annotations\nn = int(sys.stdin.readline())\nprint(math.prod([n, n]))", PROGRAM, {}),
         ("@lru_cache(None)\ndef square(x):\n    return square(x - 1) + 2 * x - 1 if x else 0", {"inputs": [[3000]], "outputs": [9000000], "fn_name": "square"}, {}),
