@@ -32,6 +32,7 @@ USUAL_COLUMNS = {
         "final_answer",
         "expected_answer",
         "solution",
+        "reward_model.ground_truth.target",
         "reward_model.ground_truth",
     ),
 }
@@ -66,6 +67,18 @@ def _no_argument_of_ours(arguments: dict[str, Any]) -> dict[str, Any]:
 
 OUR_ARGUMENTS = {"messages", "conversation", "tools", "add_generation_prompt", "chat_template", "tokenize"}
 OUR_ARGUMENTS |= {"strftime_now"}  # data.date
+OUR_ARGUMENTS |= {
+    "template",
+    "tokenizer",
+    "key",
+    "form",
+    "said",
+    "strict",
+    "checked",
+    "notes",
+    "keep_assistant",
+}  # data.templates
+OUR_ARGUMENTS |= {"truncation", "max_length", "tokenizer_kwargs"}
 OUR_ARGUMENTS |= {"continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding"}
 TemplateArguments = Annotated[dict[str, Any], AfterValidator(_no_argument_of_ours)]
 

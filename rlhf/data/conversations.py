@@ -31,7 +31,7 @@ from rlhf.config.data import PLAIN, TemplateName
 from rlhf.config.supervised import SupervisedDataConfig
 from rlhf.data.control_tokens import without_marks
 from rlhf.data.forms import Form, split_message, unwritten
-from rlhf.data.messages import Message, read_messages, read_tools
+from rlhf.data.messages import Message, read_arguments, read_messages, read_tools, with_system
 from rlhf.data.model_files import check_ids
 from rlhf.data.read import Source, check_without_images, config_sources
 from rlhf.data.templates import (
@@ -49,6 +49,7 @@ from rlhf.data.templates import (
     template_source,
     text_in,
     tokenize,
+    unread_arguments,
     whole_text,
 )
 from rlhf.data.turns import TurnEnds, tag_warnings, turn_ends, unnamed_end
@@ -92,7 +93,8 @@ def pair_encoder(tokenizer: Any, template: TemplateName, arguments: Mapping[str,
 
     def encode(columns: dict[str, Any]) -> list[MaskedTokens]:
         sides = pair_conversations(columns)
-        how: dict[str, Any] = {"template": template, "key": KEY, "arguments": arguments, "trained": True}
+        how: dict[str, Any] = {"template": template, "key": KEY, "trained": True, "tools": read_tools(columns)}
+        how["arguments"] = read_arguments(columns, arguments or {})
         ids = [conversation_ids(side, tokenizer, **how) for side in sides]
         if not all(map(len, ids)):
             raise ValueError("one of its sides has no token. Correct or remove the row.")
@@ -109,7 +111,8 @@ def pair_conversations(columns: dict[str, Any]) -> tuple[list[Message], list[Mes
     Raises:
         ValueError: the sides are equal, have different prompts, or one of them does not end with an answer.
     """
-    chosen, rejected = (_side(columns, column) for column in ("chosen", "rejected"))
+    _check_columns(columns, ("chosen", "rejected"), "`chosen` and `rejected`, and `prompt` if these are answers alone")
+    chosen, rejected = (with_system(_side(columns, column), columns) for column in ("chosen", "rejected"))
     for column, side in (("chosen", chosen), ("rejected", rejected)):
         if side[-1]["role"] != "assistant":
             raise ValueError(
@@ -135,9 +138,14 @@ def _side(columns: dict[str, Any], column: str) -> list[Message]:
     """The messages of a side, with those of `prompt`."""
     messages = _messages(columns, column, "assistant")
     if messages[0]["role"] == "assistant":
+        _check_columns(
+            columns, ("prompt",), f"`prompt`, or `{column}` as a list of messages that begins with the prompt"
+        )
         return _messages(columns, "prompt", "user") + messages
     if columns.get("prompt") is not None:
         prompt = _messages(columns, "prompt", "user")
+        if prompt[0]["role"] == "system" and messages[0]["role"] != "system":
+            messages = [prompt[0], *messages]
         asked = [message["content"].strip() for message in messages if message["role"] == "user"]
         is_text = len(prompt) == 1 and prompt[0]["content"].strip() in asked
         if messages[: len(prompt)] != prompt and not is_text:
@@ -156,6 +164,7 @@ class _Talk(NamedTuple):
     given: int
     tools: Any
     template: TemplateName
+    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -183,16 +192,19 @@ class SFTEncoder:
         are_texts = False
         column = next((name for name in CONVERSATION_COLUMNS if columns.get(name) is not None), None)
         if column is not None:
-            messages = _messages(columns, column, "user")
+            messages = with_system(_messages(columns, column, "user"), columns)
         else:
-            given = _messages(columns, "prompt", "user")
+            _check_columns(columns, ("prompt", "completion"), "`messages`, or `prompt` and `completion`")
+            given = with_system(_messages(columns, "prompt", "user"), columns)
             messages = given + _messages(columns, "completion", "assistant")
             are_texts = isinstance(columns["prompt"], str) and isinstance(columns["completion"], str)
         turns = [i for i in range(len(given), len(messages)) if messages[i]["role"] == "assistant"]
         if not turns:
             raise ValueError("it has no message of the assistant to train on. Correct or remove the row.")
         template = self.template or ("raw" if are_texts else "model")
-        talk = _Talk(messages[: turns[-1] + 1], turns, len(given), read_tools(columns), template)
+        arguments = read_arguments(columns, self.arguments or {})
+        talk = _Talk(messages[: turns[-1] + 1], turns, len(given), read_tools(columns), template, arguments)
+        self.notes.update(unread_arguments(arguments, template, self.tokenizer))
         ids, trained = self._plain(talk) if template in PLAIN else self._chat(talk)
         trained[:1] = False  # nothing predicts the first token
         if not trained.any():
@@ -251,7 +263,7 @@ class SFTEncoder:
         tagged = GENERATION_TAG.search(template_source(talk.template, self.tokenizer))
         if talk.turns[0] == 0 and not tagged:
             raise ValueError("its first message is the assistant's, which answers nothing. Put a prompt before it.")
-        options = {"tools": talk.tools, **(self.arguments or {}), "keep_assistant": True}
+        options = {"tools": talk.tools, **talk.arguments, "keep_assistant": True}
         before = talk.messages[:-1]
         is_single = len(talk.turns) == 1 and len(before) > 0
         self._check_turns(talk)
@@ -271,8 +283,9 @@ class SFTEncoder:
 
         self.notes.update(unwritten(talk.messages, form, template_source(talk.template, self.tokenizer)))
         whole = text(talk.messages)
-        ends = [end for turn in talk.turns for end in (turn, turn + 1)][:-1] if is_single or not tagged else []
-        texts = [text(talk.messages[:end], add_generation_prompt=end in talk.turns) for end in ends]
+        ends = [(turn + done, not done) for turn in talk.turns for done in (False, True)][:-1]
+        ends = ends if is_single or not tagged else []
+        texts = [text(talk.messages[:end], add_generation_prompt=is_prompt) for end, is_prompt in ends]
         texts.append(whole)
         if is_single and not whole.startswith(texts[0]) and self._opens_thought(texts[0], talk.template):
             return self._behind(texts[0], talk, options)
@@ -306,7 +319,7 @@ class SFTEncoder:
 
     def _tagged(self, form: Form, talk: _Talk, text: Callable[..., str]) -> MaskedTokens:
         messages = prepared(form, talk.messages, talk.template, self.tokenizer, keep_assistant=True)
-        options = {**(self.arguments or {}), "tools": safe_tools(talk.tools, talk.template, self.tokenizer)}
+        options = {**talk.arguments, "tools": safe_tools(talk.tools, talk.template, self.tokenizer)}
         ids, trained = tagged_ids(messages, talk.template, self.tokenizer, KEY, **options)
         if not trained.any() and any(messages[turn].get("content") for turn in talk.turns):
             raise ValueError(
@@ -355,6 +368,13 @@ class SFTEncoder:
                 raise ValueError(f"{KEY}={template}: {reason}: {was!r} becomes {now!r}. {remedy}")
             trained[len(shorter) : len(longer)] = number % 2 == 0
         return MaskedTokens(whole, trained)
+
+
+def _check_columns(columns: dict[str, Any], needed: Sequence[str], usable: str) -> None:
+    """Raise a ValueError if a row lacks a column that is needed."""
+    if missing := [name for name in needed if columns.get(name) is None]:
+        there = ", ".join(name for name, value in columns.items() if value is not None)
+        raise ValueError(f"it has no `{missing[0]}`, only {there}. Give each row {usable}.")
 
 
 def _messages(columns: dict[str, Any], column: str, role: str) -> list[Message]:

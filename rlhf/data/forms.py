@@ -34,6 +34,7 @@ class Form(NamedTuple):
 
     Attributes:
         thought: the name under which it reads thoughts; PARTS; "" leaves them in the content, where the row has them.
+        call_ids: calls without an id get one; new_ids: all do, as Mistral's templates take ids of nine characters only.
         loses_thoughts: it writes some thoughts of turns that are not trained under no name.
         loses_descriptions: it names tools without what they are for.
     """
@@ -43,13 +44,14 @@ class Form(NamedTuple):
     null_content: bool = False
     in_parts: bool = False
     call_ids: bool = False
+    new_ids: bool = False
     knows_developer: bool = True
     loses_thoughts: bool = False
     loses_descriptions: bool = False
 
     def messages(self, messages: Sequence[Message], marks: Marks) -> list[Message]:
         """These messages, as `read_messages` returns them, in this form."""
-        given, count, waiting = list[Message](), 0, list[str]()
+        given, count, waiting, renamed = list[Message](), 0, list[str](), dict[str, str]()
         for message in messages:
             message = dict(message)
             thought, content = split_message(message, marks) if self.thought else (None, message["content"])
@@ -59,10 +61,12 @@ class Form(NamedTuple):
             if called := message.get("tool_calls"):
                 message["tool_calls"] = [self._call(call, count + number) for number, call in enumerate(called)]
                 count, waiting = count + len(called), [call.get("id", "") for call in message["tool_calls"]]
+                renamed.update(zip((call.get("id", "") for call in called), waiting, strict=True))
                 content = None if self.null_content and not content else content
             elif message["role"] == "tool" and self.call_ids and waiting:
                 answered = waiting.pop(0)
-                message.setdefault("tool_call_id", answered)
+                own = message.get("tool_call_id", answered)
+                message["tool_call_id"] = renamed.get(own, own)
             if thought and self.thought == PARTS:
                 content = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": content}]
             elif thought:
@@ -77,7 +81,8 @@ class Form(NamedTuple):
         if self.arguments_as_text and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         number_given = {"id": _call_id(number)} if self.call_ids else {}
-        return {**number_given, **call, "function": {**function, "arguments": arguments}}
+        call = {**call, **number_given} if self.new_ids else {**number_given, **call}
+        return {**call, "function": {**function, "arguments": arguments}}
 
 
 class Piece(NamedTuple):
@@ -295,10 +300,11 @@ def _candidates(said: Conversation, source: str) -> Iterator[Form]:
     thoughts = [*names, *([PARTS] if "thinking" in names else [])] or [""]
     calls = any(message.get("tool_calls") for message in said.messages)
     empty = any(message.get("tool_calls") and not message["content"] for message in said.messages)
-    fixed = {"call_ids": "tool_call_id" in source, "knows_developer": "developer" in source}
+    ids = "tool_call_id" in source
     both = (False, True)
-    for in_parts, thought, null, as_text in product(both, thoughts, both[: 1 + empty], both[: 1 + calls]):
-        yield Form(thought, as_text, null, in_parts, **fixed)
+    options = (both, both[: 1 + (calls and ids)], thoughts, both[: 1 + empty], both[: 1 + calls])
+    for in_parts, new_ids, thought, null, as_text in product(*options):
+        yield Form(thought, as_text, null, in_parts, ids, new_ids, knows_developer="developer" in source)
 
 
 def _call_id(number: int) -> str:

@@ -19,10 +19,10 @@ import numpy as np
 from rlhf.answers.thoughts import opens_thought
 from rlhf.config.data import USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
 from rlhf.data.answers import extract_answer
-from rlhf.data.messages import Message, check_text, messages_in, read_messages, read_tools
+from rlhf.data.messages import Message, check_text, messages_in, read_arguments, read_messages, read_tools, with_system
 from rlhf.data.model_files import check_ids
 from rlhf.data.read import Row, Source, check_without_images, config_sources, rows_per_epoch
-from rlhf.data.templates import render, tokenize
+from rlhf.data.templates import render, tokenize, unread_arguments
 from rlhf.data.thoughts import marks_of
 from rlhf.types import Prompt
 
@@ -167,8 +167,15 @@ def _make_prompts(
     rendered, texts, notes = [], [], source.notes
     for each in usable:
         row, messages, *_ = each
-        how: dict[str, Any] = {"tools": read_tools(row.columns), "arguments": config.template_arguments, "notes": notes}
+        how: dict[str, Any] = {"tools": read_tools(row.columns), "notes": notes}
         with source.leave_out(row):
+            how["arguments"] = read_arguments(row.columns, config.template_arguments)
+            if acts and how["arguments"] != config.template_arguments:
+                raise ValueError(
+                    "`chat_template_kwargs`: the later turns of an environment would be written without them. Remove "
+                    "the column, and set data.chat_template_kwargs."
+                )
+            notes.update(unread_arguments(how["arguments"], config.template, tokenizer))
             texts.append(render(messages, config.template, tokenizer, **how) if messages else "")
             rendered.append(each)
     marks = marks_of(tokenizer, config.template)
@@ -204,6 +211,8 @@ def _usable_rows(
     columns = list({name: None for row in rows for name in row.columns})  # in the order of the file
     nested = [name for names in USUAL_COLUMNS.values() for name in names if "." in name]
     columns += [name for name in nested if any(_column_value(row.columns, name) is not None for row in rows)]
+    if not isinstance(rows[0].columns.get("prompt"), str | None) and "question" in columns:
+        columns.remove("question")  # verl's rows: `prompt` holds the messages that were made of it
     prompt_column = _pick_column("prompt_column", config, source, columns, optional=acts)
     answer_format, answer_column, answer = source.settings.answer_format or config.answer_format, "", ""
     if answer_format != "none":
@@ -270,7 +279,10 @@ def _read_prompt(config: DataConfig, row: Row, column: str) -> Messages:
     value = _column_value(row.columns, column)
     if value is None:
         raise ValueError(f"`{column}` is missing. Correct or remove the row.")
-    messages = read_messages(value, column, "user")
+    rest = row.columns.get("input")  # Alpaca's rows
+    if column == "instruction" and isinstance(value, str) and isinstance(rest, str) and rest.strip():
+        value = f"{value}\n{rest}"
+    messages = with_system(read_messages(value, column, "user"), row.columns)
     if messages[-1]["role"] == "assistant":
         raise ValueError(f"the last message of `{column}` is the assistant's: there is nothing to answer. Remove it.")
     if not messages[-1]["content"].strip():

@@ -15,7 +15,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any
+
+from rlhf.config.data import OUR_ARGUMENTS
 
 Message = dict[str, Any]
 
@@ -28,6 +31,7 @@ THOUGHT_PARTS = ("thinking", "reasoning")
 IMAGES = re.compile("image|video|audio|file|media")
 WITH_IMAGES = "`{}` holds images: training reads text alone, and would leave them out. Remove the row, or its images."
 TEXT_OF_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
+SYSTEM_COLUMNS = ("system", "system_prompt")  # next to the messages, as ToolACE, APIGen-MT and Orca have it
 WRITE_MESSAGES = f'Write messages as {{"role": ..., "content": text}} with a role of {", ".join(ROLES)}.'
 WRITE_CALLS = 'Write calls as {"type": "function", "function": {"name": ..., "arguments": {...}}}.'
 
@@ -42,6 +46,8 @@ def read_messages(value: Any, column: str, role: str) -> list[Message]:
     """
     if isinstance(value, str):
         value = messages_in(value, column) or [{"role": role, "content": value}]
+    elif isinstance(value, Mapping):
+        value = [value]
     elif hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, list | tuple) or not value:
@@ -54,6 +60,29 @@ def read_messages(value: Any, column: str, role: str) -> list[Message]:
         message["content"] = content if isinstance(content, str) else joined(content, message["role"])
         check_text(message["content"], column)
         check_text(message.get("reasoning_content", ""), column)
+    return _in_order_of_calls(messages)
+
+
+def with_system(messages: list[Message], columns: Mapping[str, Any]) -> list[Message]:
+    """The messages of a row behind the text of its column `system` or `system_prompt`, if it has one.
+
+    Raises:
+        ValueError: the column says something else than the messages' own system message.
+    """
+    column = next((name for name in SYSTEM_COLUMNS if isinstance(columns.get(name), str)), "")
+    text = columns[column] if column else ""
+    if not text.strip():
+        return messages
+    check_text(text, column)
+    own = [message["content"] for message in messages if message["role"] in ("system", "developer")]
+    if not any(content.strip() for content in own):
+        asked = [message for message in messages if message["role"] not in ("system", "developer")]
+        return [{"role": "system", "content": text}, *asked]
+    if not any(text.strip() in content for content in own):
+        raise ValueError(
+            f"`{column}` is {text!r:.60}, and the messages have another system message: {own[0]!r:.60}. Remove one of "
+            "them."
+        )
     return messages
 
 
@@ -74,7 +103,7 @@ def read_request(messages: Iterable[Any]) -> list[Message]:
             message["content"] = joined(content, role)
         names = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
         read.append({name: message[name] for name in names if name in message})
-    return read
+    return _in_order_of_calls(read)
 
 
 def read_message(message: Any) -> Message:
@@ -83,6 +112,18 @@ def read_message(message: Any) -> Message:
     Arguments that are no JSON object stay text, since the model wrote them. Raises ValueError: it cannot be read.
     """
     return _read(message, "messages", of_model=True)
+
+
+def _in_order_of_calls(messages: list[Message]) -> list[Message]:
+    """The messages, with answers of tools in the order of the calls that they name: many templates write no ids."""
+    ordered = list[Message]()
+    for is_answer, group in groupby(messages, lambda message: message["role"] == "tool"):
+        run = list(group)
+        ids = [call.get("id") for call in ordered[-1].get("tool_calls", ())] if is_answer and ordered else []
+        if ids and all(message.get("tool_call_id") in ids for message in run):
+            run.sort(key=lambda message: ids.index(message.get("tool_call_id")))
+        ordered += run
+    return ordered
 
 
 def joined(texts: Iterable[str], role: str) -> str:
@@ -110,14 +151,7 @@ def read_tools(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
         ValueError: it is neither.
     """
     value = columns.get("tools")
-    tools: Any = value
-    if isinstance(value, str):
-        try:
-            tools = json.loads(value) if value.strip() else None
-        except ValueError:
-            tools = value
-    else:
-        tools = without_nulls(value)
+    tools: Any = _json_or_text(value) if isinstance(value, str) else without_nulls(value)
     if not tools and not isinstance(tools, str):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -125,7 +159,36 @@ def read_tools(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
             f"`tools` is {value!r:.80}, not a list of schemas, nor the JSON text of one. Write "
             '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}].'
         )
-    return tools
+    return [tool if "function" in tool or "name" not in tool else _wrapped(tool) for tool in tools]
+
+
+def read_arguments(columns: dict[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chat template is given for a row: the run's arguments, then those of its column `chat_template_kwargs`.
+
+    Raises:
+        ValueError: the column is no object, or has an argument that is not the row's to choose.
+    """
+    value: Any = columns.get("chat_template_kwargs")
+    own: Any = without_nulls(_json_or_text(value) if isinstance(value, str) else value) or {}
+    if not isinstance(own, dict):
+        raise ValueError(f"`chat_template_kwargs` is {value!r:.80}, not an object. Write it as {{name: value}}.")
+    if ours := sorted(OUR_ARGUMENTS & own.keys()):
+        raise ValueError(f"`chat_template_kwargs` has {', '.join(ours)}, which rlhf passes itself. Remove it.")
+    return {**arguments, **own}
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text) if text.strip() else None
+    except ValueError:
+        return text
+
+
+def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
+    """A schema as xLAM's rows, the Responses API and Anthropic have it, in the form of chats, which templates read."""
+    function = {name: value for name, value in tool.items() if name not in ("type", "input_schema")}
+    parameters = {"parameters": tool["input_schema"]} if "input_schema" in tool else {}
+    return {"type": "function", "function": {**function, **parameters}}
 
 
 def without_nulls(value: Any) -> Any:
@@ -163,6 +226,8 @@ def _read(given: Any, column: str, *, of_model: bool = False) -> Message:
     role = message["role"] = OTHER_ROLES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         raise ValueError(f"`{column}` holds {given!r:.80}, not a message. {WRITE_MESSAGES}")
+    if "tool_call_id" in message:
+        message["tool_call_id"] = str(message["tool_call_id"])
     content, thoughts = _content(message.pop("content", ""), column)
     thoughts += [_text(message.pop(name), name, column) for name in THOUGHTS if name in message]
     details = message.pop("reasoning_details", None)

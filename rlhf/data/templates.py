@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -233,6 +233,16 @@ def reads_date(template: TemplateName, tokenizer: Any) -> bool:
     return template not in PLAIN and "strftime_now" in template_source(template, tokenizer)
 
 
+def unread_arguments(arguments: Mapping[str, Any], template: TemplateName, tokenizer: Any) -> Iterator[str]:
+    """What of the arguments of a row a template does not read, as `forms.unwritten` has it."""
+    source = "" if template in PLAIN else template_source(template, tokenizer)
+    yield from (
+        f"`chat_template_kwargs` has `{name}`, which the template does not read"
+        for name, value in arguments.items()
+        if value and name != "strftime_now" and name not in source
+    )
+
+
 def chat_template(template: TemplateName) -> str | None:
     """The source of a chat template that is named, or in a file; None for the tokenizer's own.
 
@@ -278,6 +288,7 @@ def conversation_ids(
     template: TemplateName,
     key: str,
     arguments: Mapping[str, Any] | None = None,
+    tools: Any = None,
     trained: bool = False,
 ) -> np.ndarray:
     """Token ids [L] int32 of a prompt and its response (the last message), as a reward model reads them.
@@ -291,9 +302,9 @@ def conversation_ids(
     """
     if template in PLAIN:
         *prompt, response = messages
-        text = render(prompt, template, tokenizer) + response["content"]
+        text = render(prompt, template, tokenizer, tools=tools) + response["content"]
     else:
-        how: dict[str, Any] = {"strict": [len(messages) - 1] if trained else [], "checked": trained}
+        how: dict[str, Any] = {"strict": [len(messages) - 1] if trained else [], "checked": trained, "tools": tools}
         text = whole_text(messages, template, tokenizer, key, add_generation_prompt=False, **how, **(arguments or {}))
     return tokenize([text], template, tokenizer)[0]
 

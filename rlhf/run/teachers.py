@@ -21,7 +21,7 @@ import numpy as np
 from rlhf.algo.packing import pack
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.teacher import TeacherModel
-from rlhf.data.messages import read_tools
+from rlhf.data.messages import read_arguments, read_tools
 from rlhf.data.templates import render, tokenize
 from rlhf.rewards.model_client import FIRST_WAIT_S, address_and_headers
 from rlhf.rewards.patience import patiently
@@ -59,7 +59,8 @@ def with_hints(
         *before, last = prompt.messages
         messages = [*before, {**last, "content": f"{last['content']}\n\n{hint}"}]
         tools = read_tools(prompt.columns)
-        texts.append(render(messages, data.template, tokenizer, tools=tools, arguments=data.template_arguments))
+        arguments = read_arguments(prompt.columns, data.template_arguments)
+        texts.append(render(messages, data.template, tokenizer, tools=tools, arguments=arguments))
     token_ids = dict(zip([p.id for p in prompts], tokenize(texts, data.template, tokenizer), strict=True))
     budget = config.learner.max_tokens_per_microbatch
     for name, ids in token_ids.items():

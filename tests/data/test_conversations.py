@@ -13,7 +13,7 @@ from byte_tokenizer import byte_tokenizer
 from rlhf.algo.packing import pack
 from rlhf.config.data import TemplateName
 from rlhf.config.supervised import SFTDataConfig
-from rlhf.data.conversations import Examples, SFTEncoder, load_examples, pair_conversations
+from rlhf.data.conversations import Examples, SFTEncoder, load_examples, pair_conversations, pair_encoder
 
 TURNS = "{% for m in messages %}[{{ m.role }}]BODY{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 PLAIN = TURNS.replace("BODY", "{{ m.content }}</s>")
@@ -54,6 +54,49 @@ def test_every_turn_of_the_assistant_is_trained_with_its_end_and_nothing_else(te
     assert trained(tokenizer, {"messages": [*TALK, say("user", "ok")]}) == expected
 
 
+def test_of_two_turns_in_a_row_the_beginning_of_the_second_is_not_trained() -> None:
+    row = {"messages": [*TALK[:2], say("assistant", "yes")]}
+    assert trained(byte_tokenizer(PLAIN), row) == "[user]1+1?</s>[assistant]<2</s>>[assistant]<yes</s>>"
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt"])
+def test_a_column_with_the_system_message_is_written_before_the_messages(column: str) -> None:
+    tokenizer, brief = byte_tokenizer(PLAIN), {column: "Be brief."}
+    expected = "[system]Be brief.</s>[user]1+1?</s>[assistant]<2</s>>"
+    shared = [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]
+    for row in (
+        {"messages": TALK[:2]},
+        {"conversations": [{"from": "system", "value": ""}, *shared]},
+        {"messages": [say("system", "Be brief."), *TALK[:2]]},
+        {"prompt": TALK[:1], "completion": "2"},
+    ):
+        assert trained(tokenizer, {**brief, **row}) == expected
+        assert trained(tokenizer, {column: "", **row}).endswith("[user]1+1?</s>[assistant]<2</s>>")
+    pair = pair_conversations({"prompt": "1+1?", "chosen": "2", "rejected": "3", **brief})
+    assert [side[0] for side in pair] == 2 * [say("system", "Be brief.")]
+    with pytest.raises(ValueError, match=f"`{column}` is 'Be brief.', and the messages have another system message"):
+        trained(tokenizer, {"messages": [say("system", "Be long."), *TALK[:2]], **brief})
+
+
+def test_a_row_has_arguments_of_its_own_for_the_template() -> None:
+    tokenizer = byte_tokenizer("{{ style }}{{ depth }}" + PLAIN)
+    encoder = SFTEncoder(tokenizer, None, {"style": "calm", "depth": 1})
+    for given in ({"style": "rude", "mood": "x", "none": None}, '{"style": "rude", "mood": "x"}'):
+        ((ids, _),) = encoder({"messages": TALK[:2], "chat_template_kwargs": given})
+        assert tokenizer.decode(ids).startswith("rude1[user]")
+    assert dict(encoder.notes) == {"`chat_template_kwargs` has `mood`, which the template does not read": 2}
+    (chosen, _) = pair_encoder(tokenizer, "model")(
+        {"prompt": "1+1?", "chosen": "2", "rejected": "3", "chat_template_kwargs": {"style": "rude"}}
+    )
+    assert tokenizer.decode(chosen.token_ids).startswith("rude[user]")
+    for wrong, problem in (
+        ({"strict": 1, "tools": [1]}, "has strict, tools, which rlhf pas"),
+        ("x", "is 'x', not an object"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            encoder({"messages": TALK[:2], "chat_template_kwargs": wrong})
+
+
 @pytest.mark.parametrize("template", [PLAIN, TAGGED, FORGETS])
 def test_of_prompt_and_completion_the_turns_of_the_completion_are_trained(template: str) -> None:
     tokenizer = byte_tokenizer(template)
@@ -71,11 +114,23 @@ def test_what_a_tool_says_between_two_turns_is_not_trained(template: str) -> Non
     )
 
 
-@pytest.mark.parametrize("tools", [[{"name": "f"}], '[{"name": "f"}]'])
+FUNCTION = '{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}'
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        f"[{FUNCTION}]",
+        [json.loads(FUNCTION)],
+        [json.loads(FUNCTION)["function"]],  # xLAM
+        [{"type": "function", **json.loads(FUNCTION)["function"]}],  # the Responses API
+        [{"name": "f", "input_schema": {"type": "object"}}],  # Anthropic
+    ],
+)
 def test_tools_are_written_where_the_template_writes_them(tools: Any) -> None:
     tokenizer = byte_tokenizer("{{ tools | tojson }}" + PLAIN)
     row = {"messages": TALK[:2], "tools": tools}
-    assert trained(tokenizer, row) == '[{"name": "f"}][user]1+1?</s>[assistant]<2</s>>'
+    assert trained(tokenizer, row) == f"[{FUNCTION}][user]1+1?</s>[assistant]<2</s>>"
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_unless_the_last_turn_alone_is_trained(
@@ -124,7 +179,12 @@ def test_texts_whose_tokens_merge_where_they_meet_are_refused_with_what_to_chang
         ({"prompt": TALK, "completion": TALK[:1]}, None, "no message of the assistant to train on"),
         ({"messages": TALK[1:2]}, None, "its first message is the assistant's"),
         ({"messages": []}, None, "`messages` is [], neither text nor messages"),
-        ({"text": "1+1 = 2"}, None, "`prompt` is None, neither text nor messages"),
+        (
+            {"text": "1+1 = 2", "n": None},
+            None,
+            "it has no `prompt`, only text. Give each row `messages`, or `prompt` and",
+        ),
+        ({"prompt": "1+1", "answer": "2"}, None, "it has no `completion`, only prompt, answer"),
         ({"messages": [say("user", "a"), {"from": "gpt"}]}, None, "`messages` holds {'from': 'gpt'}, not a message"),
         ({"messages": [{"role": "user", "content": [1]}]}, None, "a content with the part 1: only text"),
         ({"prompt": "a", "completion": "b\0"}, None, "`completion` holds a NUL"),
@@ -170,7 +230,7 @@ def test_several_files_are_one_set_and_a_bad_row_is_named_with_its_file(tmp_path
     config = SFTDataConfig.model_validate({"train": paths})
     assert load_examples(config, "train", SFTEncoder(byte_tokenizer(), None)).rows == 5
     (tmp_path / "b.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match=r"^data\.train\.1: row 1 of \S+b\.jsonl: `prompt` is None"):
+    with pytest.raises(ValueError, match=r"^data\.train\.1: row 1 of \S+b\.jsonl: it has no `prompt`"):
         load_examples(config, "train", SFTEncoder(byte_tokenizer(), None))
 
 
@@ -195,10 +255,22 @@ BETTER, WORSE = TALK[1:2], [say("assistant", "3")]
         {"prompt": TALK[:1], "chosen": "2", "rejected": TALK[:1] + WORSE},
         {"prompt": "1+1?", "chosen": TALK[:1] + BETTER, "rejected": WORSE},
         {"prompt": json.dumps(TALK[:1]), "chosen": json.dumps(BETTER), "rejected": "3"},
+        {"prompt": "1+1?", "chosen": BETTER[0], "rejected": {"from": "gpt", "value": "3"}},
     ],
 )
 def test_a_pair_is_two_whole_conversations_or_two_answers_to_a_prompt(columns: dict[str, Any]) -> None:
     assert pair_conversations(columns) == (TALK[:1] + BETTER, TALK[:1] + WORSE)
+
+
+def test_a_pair_is_written_with_the_tools_and_the_system_message_of_its_prompt() -> None:
+    tokenizer = byte_tokenizer("{{ tools | tojson }}" + PLAIN)
+    brief = say("system", "Be brief.")
+    row = {"prompt": [brief, *TALK[:1]], "chosen": TALK[:1] + BETTER, "rejected": WORSE, "tools": f"[{FUNCTION}]"}
+    chosen, rejected = (tokenizer.decode(side.token_ids) for side in pair_encoder(tokenizer, "model")(row))
+    assert chosen == f"[{FUNCTION}][system]Be brief.</s>[user]1+1?</s>[assistant]2</s>"
+    assert rejected == chosen.replace("2</s>", "3</s>")
+    with pytest.raises(ValueError, match="the template writes no tools"):
+        pair_encoder(byte_tokenizer(PLAIN), "model")(row)
 
 
 @pytest.mark.parametrize(
@@ -215,8 +287,8 @@ def test_a_pair_is_two_whole_conversations_or_two_answers_to_a_prompt(columns: d
         ({"prompt": "1+1?", "chosen": "2", "rejected": WORSE + TALK[2:3]}, "`rejected` ends with a message of user"),
         ({"prompt": "1+1?", "chosen": "2", "rejected": " "}, "the answer of `rejected` is empty"),
         ({"chosen": TALK[:2], "rejected": TALK}, "is the beginning of the other"),
-        ({"chosen": TALK[:2]}, "`rejected` is None"),
-        ({"chosen": "2", "rejected": "3"}, "`prompt` is None"),
+        ({"chosen": TALK[:2]}, "it has no `rejected`, only chosen"),
+        ({"chosen": "2", "rejected": "3"}, "it has no `prompt`, only chosen, rejected. Give each row `prompt`, or"),
     ],
 )
 def test_pairs_that_compare_no_two_answers_to_one_prompt_are_refused(columns: dict[str, Any], problem: str) -> None:

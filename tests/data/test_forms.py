@@ -205,6 +205,20 @@ def test_ids_of_calls_are_made_where_the_template_asks_for_them() -> None:
     )
 
 
+def test_ids_of_calls_are_replaced_where_the_template_refuses_them() -> None:
+    ids = "{% if i | length != 9 %}{{ raise_exception('length 9!') }}{% endif %}{{ i }}"  # as Mistral's templates do
+    body = "{{ m.content }}{% for c in m.tool_calls or [] %}{% set i = c.id %}<call IDS>{% endfor %}"
+    body += "{% if m.role == 'tool' %}{% set i = m.tool_call_id %} of IDS{% endif %}"
+    calls = [{"id": id, "function": {"name": "f", "arguments": "{}"}} for id in ("call_a1", "call_b2")]
+    answers = [{"role": "tool", "content": id, "tool_call_id": id} for id in ("call_b2", "call_a1")]
+    talk = read(USER, {"role": "assistant", "tool_calls": calls}, *answers)
+    with_names = template(body.replace("<call", "<call {{ c.function.name }}").replace("IDS", ids))
+    assert render(talk, "model", with_names) == (
+        "[user]1+1?</s>[assistant]<call f call00000><call f call00001></s>"
+        "[tool]call_a1 of call00000</s>[tool]call_b2 of call00001</s>[assistant]"
+    )
+
+
 def test_a_developer_is_a_system_message_where_the_template_does_not_know_him() -> None:
     told = {"role": "developer", "content": "Be brief."}
     assert render([told, USER], "model", template("{{ m.content }}")).startswith("[system]Be brief.</s>")

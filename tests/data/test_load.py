@@ -56,6 +56,33 @@ def load(tokenizer: Any, which: Any = "train", limit: int = 1000, **section: Any
     return load_prompts(config, which, tokenizer)
 
 
+def prompts(tokenizer: Any, *rows: dict[str, Any], **section: Any) -> list[str]:
+    write_jsonl(Path("train.jsonl"), list(rows))
+    loaded = load(tokenizer, **section).prompts["train"]
+    return [tokenizer.decode(prompt.token_ids) for prompt in loaded]
+
+
+def test_what_other_columns_say_of_a_prompt_is_written(folder: Path, tokenizer: Any) -> None:
+    row = {"prompt": "Sum?", "answer": "3"}
+    assert prompts(tokenizer, {**row, "system": "Be brief."}) == ["Be brief.\n\nSum?"]
+    assert prompts(tokenizer, {**row, "system": "Be brief."}, system_prompt="Be long.") == ["Be brief.\n\nSum?"]
+    assert prompts(tokenizer, {"instruction": "Sum?", "input": "1, 2", "answer": "3"}) == ["Sum?\n1, 2"]
+    searches = {"question": "Who?", "prompt": [{"role": "user", "content": "Search. Who?"}]}  # Search-R1
+    row = {**searches, "reward_model": {"ground_truth": {"target": ["Bob"]}}}
+    assert prompts(tokenizer, row) == ["Search. Who?"]
+    assert answers(load(tokenizer)) == ['["Bob"]']
+
+
+def test_a_prompt_has_arguments_of_its_own_for_the_template(folder: Path, tokenizer: Any) -> None:
+    styled = copy.deepcopy(tokenizer)
+    styled.chat_template = "{{ style }}" + tokenizer.chat_template
+    row = {"prompt": "Sum?", "answer": "3", "chat_template_kwargs": {"style": "calm"}}
+    assert prompts(styled, row, template="model") == ["calmuser: Sum?<end>"]
+    config = DataConfig.model_validate({"train": "train.jsonl"})
+    with pytest.raises(ValueError, match="`chat_template_kwargs`: the later turns of an environment"):
+        load_prompts(config, "train", styled, acts=True)
+
+
 def answers(loaded: LoadedPrompts, source: str = "train") -> list[str]:
     return [prompt.answer for prompt in loaded.prompts[source]]
 

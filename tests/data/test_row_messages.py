@@ -36,6 +36,17 @@ def test_a_call_in_any_form_has_a_type_and_an_object_of_arguments(call: dict[str
     assert read({"role": "assistant", "tool_calls": [{**call, "id": "c1"}]})[0]["tool_calls"] == [{"id": "c1", **CALL}]
 
 
+def test_answers_of_tools_stand_in_the_order_of_their_calls() -> None:
+    calls = {"role": "assistant", "tool_calls": [{"id": "a", **CALL}, {"id": 7, **CALL}]}
+    answers = [{"role": "tool", "tool_call_id": id, "content": str(id)} for id in (7, "a")]
+    assert [message["content"] for message in read(USER, calls, *answers)[2:]] == ["a", "7"]
+    assert [message["content"] for message in read_request([USER, calls, *answers])[2:]] == ["a", "7"]
+    unknown = {**answers[1], "tool_call_id": "b"}
+    assert [message["content"] for message in read(USER, calls, answers[0], unknown)[2:]] == ["7", "a"]
+    without = {"role": "assistant", "tool_calls": [CALL, CALL]}
+    assert [message["content"] for message in read(USER, without, *answers)[2:]] == ["7", "a"]
+
+
 def test_the_call_of_an_earlier_api_is_a_call_and_its_answer_that_of_a_tool() -> None:
     first, second = read(
         {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": '{"x": 1}'}},
