@@ -108,6 +108,7 @@ class Conversation:
     def __init__(self, messages: Sequence[Message], tools: Any, marks: Marks) -> None:
         self.pieces: list[Piece] = []
         self._names: dict[str, str] = {}
+        self._ids: dict[str, str] = {}
         self._marks = marks
         self.messages = [self._message(number, message) for number, message in enumerate(messages)]
         self.tools = [self._tool(tool) for tool in tools or ()] or None
@@ -132,6 +133,8 @@ class Conversation:
             else:
                 before = message["content"][: len(message["content"]) - len(answer)]
                 said["content"] = before.replace(thought, stand_in) + self._text(number, "the content", answer)
+        if id := message.get("tool_call_id"):
+            said["tool_call_id"] = self._id(id)
         if calls := message.get("tool_calls"):
             said["tool_calls"] = [self._call(number, call) for call in calls]
         return said
@@ -141,7 +144,12 @@ class Conversation:
         stand_in = self._names.setdefault(name, f"Zn{len(self._names)}x")
         self.pieces.append(Piece(number, f"the call of {name}", name, stand_in))
         arguments = self._value(number, f"an argument of the call of {name}", arguments)
-        return {**call, "function": {"name": stand_in, "arguments": arguments}}
+        id_of_call = {"id": self._id(call["id"])} if "id" in call else {}
+        return {**call, **id_of_call, "function": {"name": stand_in, "arguments": arguments}}
+
+    def _id(self, id: str) -> str:
+        """What stands for the id of a call: its number, as long as it is."""
+        return self._ids.setdefault(id, f"{len(self._ids):0{len(id)}}")
 
     def _value(self, number: int, what: str, value: Any) -> Any:
         if isinstance(value, dict):

@@ -211,7 +211,7 @@ def _usable_rows(
     columns = list({name: None for row in rows for name in row.columns})  # in the order of the file
     nested = [name for names in USUAL_COLUMNS.values() for name in names if "." in name]
     columns += [name for name in nested if any(_column_value(row.columns, name) is not None for row in rows)]
-    if not isinstance(rows[0].columns.get("prompt"), str | None) and "question" in columns:
+    if "question" in columns and not isinstance(rows[0].columns.get("prompt"), str | None):
         columns.remove("question")  # verl's rows: `prompt` holds the messages that were made of it
     prompt_column = _pick_column("prompt_column", config, source, columns, optional=acts)
     answer_format, answer_column, answer = source.settings.answer_format or config.answer_format, "", ""

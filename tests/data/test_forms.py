@@ -10,6 +10,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 
 from rlhf.data.conversations import SFTEncoder
+from rlhf.data.forms import Conversation
 from rlhf.data.messages import read_messages
 from rlhf.data.templates import render
 
@@ -203,6 +204,15 @@ def test_ids_of_calls_are_made_where_the_template_asks_for_them() -> None:
         "[user]1+1?</s>[assistant]<call call00000>f</s>[tool]4 of call00000</s>"
         "[assistant]<call call00001>f<call own>g</s>[tool]4 of call00001</s>[tool]5 of own</s>[assistant]"
     )
+
+
+def test_conversations_that_differ_in_their_texts_and_ids_alone_have_one_structure() -> None:
+    def key(text: str, id: str) -> str:
+        call = {"id": id, "function": {"name": "f", "arguments": {"a": text}}}
+        answer = {"role": "tool", "content": text, "tool_call_id": id}
+        return Conversation(read(USER, {"role": "assistant", "tool_calls": [call]}, answer), None, ()).key
+
+    assert key("x", "call_a1") == key("y", "call_b2") != key("y", "call_b22")
 
 
 def test_ids_of_calls_are_replaced_where_the_template_refuses_them() -> None:
