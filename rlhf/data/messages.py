@@ -180,7 +180,7 @@ def read_arguments(columns: dict[str, Any], arguments: Mapping[str, Any]) -> dic
 def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text) if text.strip() else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -205,7 +205,7 @@ def messages_in(text: str, column: str) -> list[Any] | None:
         return None
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(
             f"`{column}` is {text!r:.80}, which looks like messages and is not JSON. Write a list of messages, or its "
             "JSON text (json.dumps)."
@@ -232,7 +232,7 @@ def _read(given: Any, column: str, *, of_model: bool = False) -> Message:
     thoughts += [_text(message.pop(name), name, column) for name in THOUGHTS if name in message]
     details = message.pop("reasoning_details", None)
     if details and not any(thoughts):  # of OpenRouter, where it repeats `reasoning`
-        thoughts += [part.get("text") or part.get("summary") or "" for part in details]
+        thoughts += _texts_of(details, ("text", "summary"), "reasoning_details", column)
     thoughts = list(dict.fromkeys(filter(None, thoughts)))
     if len(thoughts) > 1:
         raise ValueError(f"`{column}` holds a message with two thoughts that differ: {thoughts[:2]!r:.120}. Keep one.")
@@ -249,13 +249,21 @@ def _from_sharegpt(message: Message) -> Message:
     said = {name: value for name, value in message.items() if name not in ("from", "value")}
     if message["from"] == "function_call":
         return {**said, "role": "assistant", "tool_calls": message["value"]}
-    return {**said, "role": SHAREGPT.get(message["from"], message["from"]), "content": message["value"]}
+    role = message["from"]
+    return {**said, "role": SHAREGPT.get(role, role) if isinstance(role, str) else role, "content": message["value"]}
 
 
 def _text(value: Any, name: str, column: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"`{column}` holds a message whose {name} is {value!r:.80}, not text. Write it as text.")
     return value
+
+
+def _texts_of(parts: Any, names: tuple[str, ...], name: str, column: str) -> list[str]:
+    """The text of each part of a thought, under the first of these names that it has; "" where it has none."""
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, Mapping) for part in parts):
+        raise ValueError(f"`{column}` holds a message whose {name} is {parts!r:.80}, not a list of parts with text.")
+    return [_text(next((part[key] for key in names if part.get(key)), ""), name, column) for part in parts]
 
 
 def _content(content: Any, column: str) -> tuple[str | list[str], list[str]]:
@@ -275,7 +283,10 @@ def _content(content: Any, column: str) -> tuple[str | list[str], list[str]]:
         kind = str(part.get("type") or "text") if isinstance(part, Mapping) else ""
         if kind in THOUGHT_PARTS:
             inner = part.get(kind) or part.get("text") or ""
-            thoughts.append("".join(each.get("text", "") for each in inner) if isinstance(inner, list) else inner)
+            is_list = isinstance(inner, list)
+            thoughts.append(
+                "".join(_texts_of(inner, ("text",), kind, column)) if is_list else _text(inner, kind, column)
+            )
         elif kind in TEXT_PARTS and isinstance(text := part.get("text", part.get(kind)), str):
             texts.append(text)
         elif IMAGES.search(kind):
@@ -325,5 +336,5 @@ def _call(call: Any, given: Any, column: str, *, of_model: bool) -> dict[str, An
 def _json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{what} that are {text!r:.80}, which is not JSON. {WRITE_CALLS}") from None

@@ -138,6 +138,12 @@ def test_names_that_parquet_fills_with_null_are_left_out() -> None:
         ({"role": "assistant", "tool_calls": [{"function": "f(1)"}]}, "not a call. Write calls as"),
         ({"role": "assistant", "tool_calls": "f(1)"}, "which is not JSON. Write calls as"),
         ({"role": "assistant", "tool_calls": 3}, "`tool_calls` that are 3, not a list"),
+        ({"role": "assistant", "tool_calls": "[" * 100_000}, "which is not JSON. Write calls as"),
+        ({"role": "assistant", "reasoning_details": "hm"}, "reasoning_details is 'hm', not a list of parts"),
+        ({"role": "assistant", "reasoning_details": [{"text": 3}]}, "reasoning_details is 3, not text"),
+        ({"role": "assistant", "content": [{"type": "thinking", "thinking": ["hm"]}]}, "not a list of parts"),
+        ({"role": "assistant", "content": [{"type": "thinking", "thinking": {"a": 1}}]}, "not text"),
+        ({"from": ["human"], "value": "q"}, "not a message. Write messages as"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_its_column_and_the_remedy(message: Any, problem: str) -> None:
