@@ -165,7 +165,8 @@ def answer_of(response: str, marks: Marks = OF_MODELS, *, in_thought: bool = Fal
         ends = (end for form in _forms(marks) for end in form.ends)
         answer = next((answer.rstrip().removesuffix(end) for end in ends if answer.rstrip().endswith(end)), answer)
     answer = answer.lstrip()
-    answer = _of_one_turn(answer) if NO_ANSWER.search(answer) else answer
+    if ("<" in answer or "[END" in answer) and NO_ANSWER.search(answer):
+        answer = _of_one_turn(answer)
     for begin, end_of_frame in FRAMES.items():
         if answer.lstrip().startswith(begin):
             return answer.lstrip().removeprefix(begin).partition(end_of_frame)[0]
