@@ -40,6 +40,7 @@ SPELLED = {  # what a character is called in LaTeX
 OUTER = re.compile(
     r"\s*(?:\$\$?((?:[^$\\]|\\.)*)\$\$?|\\\(((?:[^$\\]|\\.)*)\\\)|\\\[((?:[^$\\]|\\.)*)\\\]|\*\*(.*)\*\*)\s*", re.DOTALL
 )
+MAX_OUTER = 20  # a bound: else the time for a response of delimiters alone is quadratic
 INVISIBLE = re.compile(
     r"(?<!\\)\\(?:left|right|[bB]igg?[lrm]?|middle)(?![a-zA-Z])\.?"
     r"|(?<!\\)\\(?:[,;:!> ]|(?:(?:display|text)style|tiny|small|normalsize|[lL]arge|LARGE|huge)"
@@ -160,8 +161,10 @@ def clean(text: str) -> str:
 
 
 def strip_outer(text: str) -> str:
-    """The text without formula delimiters around all of it."""
-    while outer := OUTER.fullmatch(text):
+    """The text without formula delimiters around all of it, at most MAX_OUTER of them."""
+    for _ in range(MAX_OUTER):
+        if not (outer := OUTER.fullmatch(text)):
+            break
         text = next(filter(None, outer.groups()), "")
     return text.strip()
 

@@ -110,7 +110,7 @@ LONGEST_END = 200  # characters at the end of a prompt in which a mark may stand
 CODE = re.compile(  # a closed code block, a code span, or a quotation of tags; bounded to keep the time linear
     r"(?:^|(?<=[>\]▷]))[ \t]*(?P<fence>`{3,}+|~{3,}+)[^`\n]*+\n[\s\S]{0,8000}?^[ \t]*(?P=fence)[ \t]*$"
     r"|(?<!`)(?P<span>`++).{1,1000}?(?<!`)(?P=span)(?!`)"
-    r"""|(?<!\w)["'“„«「][<\[◁][^"'“”»」\n]*[>\]▷]["'“”»」]""",
+    r"""|(?<!\w)["'“„«「][<\[◁][^"'“”„«»「」\n]*[>\]▷]["'“”»」]""",
     re.MULTILINE,
 )
 MAY_QUOTE = re.compile(r"""`|~~~|["'“„«「][<\[◁]""")  # a text without these has no CODE
@@ -124,7 +124,7 @@ def split_thoughts(text: str, marks: Marks = OF_MODELS, *, in_thought: bool = Fa
     """The thoughts of what a model has written, and its answer, by the rule above.
 
     Args:
-        marks: what is known of the model (`data.thoughts.marks_of`); `TAGS` hold besides.
+        marks: what is known of the model (`data.thoughts.marks_of`); `TAGS` count in any case.
         in_thought: the prompt has opened a thought.
 
     Returns:

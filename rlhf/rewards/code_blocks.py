@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from rlhf.rewards.code_tests import Tests
 
-FENCE = re.compile(r"(?P<before>[^`~]*?)(?P<marks>`{3,}|~{3,})(?P<info>[^`]*)")  # of a line
+FENCE = re.compile(r"(?P<before>[^`~]*?)(?P<marks>`{3,}|~{3,}+)(?P<info>[^`]*)")  # of a line
 LIST_MARKS = " \t>-*+•.)0123456789"
 QUOTE = re.compile(r"^[ \t]*>[ ]?")
 PYTHON = re.compile(  # python, py3, {.python .numbers}, Python title="a", python:a.py, main.py; not python-repl

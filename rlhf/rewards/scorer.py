@@ -388,7 +388,7 @@ def _with_thought(text: str, metadata: dict[str, Any]) -> str:
 
 
 def _known(part: RewardPart, columns: dict[str, Any], metadata: dict[str, Any], marks: Marks | None) -> dict[str, Any]:
-    """What a part gets to know besides response and answer; the fewer bytes a job has, the faster is the pool."""
+    """What a part gets in addition to response and answer. Smaller jobs make the pool faster."""
     thoughts = {"marks": marks, "in_thought": metadata["in_thought"]}
     if part.is_judged_outside:
         return {"columns": columns, "metadata": metadata} | (thoughts if part.name == "rubric" else {})

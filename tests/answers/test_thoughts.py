@@ -146,7 +146,7 @@ def test_a_model_has_the_marks_of_its_template_and_tokens_and_every_model_has_ta
 
 @pytest.mark.parametrize(
     "repeated",
-    ["<think></think>", "`</think>", "```py\n" + "a\n" * 50, "~~~~\n~~~\n", "`a\n", "a<s>", '"<', "<tool_call>"],
+    ["<think></think>", "`</think>", "```py\n" + "a\n" * 50, "~~~~\n~~~\n", "`a\n", "a<s>", '"<', "「<", "<tool_call>"],
 )
 def test_the_time_is_linear_in_the_length_of_a_response(repeated: str) -> None:
     response = repeated * (100_000 // len(repeated)) + "</think>"
