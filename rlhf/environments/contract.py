@@ -334,8 +334,8 @@ class Episode:
             result = without_places(result, written=written)
         if isinstance(result, list):
             with contextlib.suppress(TypeError, ValueError, RecursionError):
-                if len(written := json.dumps(result)) <= self._environment.max_characters:
-                    return _printable_json(json.loads(written))
+                if len(as_json := json.dumps(result)) <= self._environment.max_characters:
+                    return _printable_json(json.loads(as_json))
         return self._text(result)
 
     def _text(self, result: Any) -> str:

@@ -25,7 +25,7 @@ from rlhf.config.printing import as_utf8
 from rlhf.rollout.requests import Completion, Parsing
 
 PROMPT_END = 16  # tokens that hold the mark of a thought
-IN_CHANNELS = {"openai": "openai_gptoss"}  # parsers of calls that stand in channels -> that of the thoughts beside them
+IN_CHANNELS = {"openai": "openai_gptoss"}  # parser of calls that stand in channels -> parser of its thoughts
 # What a call begins with, in any family's form; not where a backtick quotes it. Some forms have a section around calls.
 CALL_BEGINS = re.compile(
     r"(?<!`)(?:<(?:seed:|longcat_)?tool_call>|<\|tool_call\|?>|<invoke |<\|tool_call_(?:start|begin)\|>|"
