@@ -75,9 +75,10 @@ def run_models(config: TrainingProgramConfig, *, trains: bool = True) -> list[Ru
         for role in config.roles(trains=trains)
     ]  # fmt: skip
     models += [RunModel(key, path) for key, path in (config.further_models if trains else {}).items()]
-    once: dict[tuple[str, bool], RunModel] = {}
+    once: dict[tuple[str, bool, bool], RunModel] = {}
     for model in models:  # the learner comes before the engine of its model
-        once.setdefault((model.path, model.scalar), model)
+        # a critic may start without a head, a reward model of the same path may not
+        once.setdefault((model.path, model.scalar, model.scalar and model.is_trained), model)
     return list(once.values())
 
 

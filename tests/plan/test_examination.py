@@ -213,6 +213,12 @@ def test_the_head_of_a_reward_model_is_its_own_and_that_of_a_critic_may_be_new(
         check_class(critic, ModelConfig(path=str(model)))
 
 
+def test_a_reward_model_needs_its_head_although_a_critic_of_the_same_path_does_not(model: Path) -> None:
+    config = make_ppo_config(model, critic={"path": str(model)}, reward_model={"path": str(model)})
+    (problem,) = input_problems(config, with_data=False)
+    assert problem.startswith(f"reward_model.path={model}: it has no head score.weight")
+
+
 EMBEDDING = "model.embed_tokens.weight"
 
 
