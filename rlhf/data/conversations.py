@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise, takewhile
+from itertools import pairwise, product, takewhile
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -203,6 +203,7 @@ class SFTEncoder:
             raise ValueError("it has no message of the assistant to train on. Correct or remove the row.")
         template = self.template or ("raw" if are_texts else "model")
         arguments = read_arguments(columns, self.arguments or {})
+        _check_weights(messages, turns)
         talk = _Talk(messages[: turns[-1] + 1], turns, len(given), read_tools(columns), template, arguments)
         self.notes.update(unread_arguments(arguments, template, self.tokenizer))
         ids, trained = self._plain(talk) if template in PLAIN else self._chat(talk)
@@ -252,7 +253,10 @@ class SFTEncoder:
             )
         end = self.tokenizer.eos_token
         if end is None:
-            raise ValueError(f"{KEY}={template}: the tokenizer has no eos token, with which an answer ends.")
+            raise ValueError(
+                f"{KEY}={template}: the tokenizer has no eos token, with which an answer ends. Set "
+                "eos_token in its tokenizer_config.json, or use a chat template."
+            )
         whole_text(talk.messages, template, self.tokenizer, KEY, tools=talk.tools, strict=talk.turns)
         prompt = render(talk.messages[:-1], template, self.tokenizer)
         texts = [prompt, prompt + talk.messages[-1]["content"].removesuffix(end) + end]
@@ -297,16 +301,10 @@ class SFTEncoder:
         return tokens
 
     def _check_turns(self, talk: _Talk) -> None:
-        """Raise a ValueError for a turn that is not to be trained, or whose thoughts cannot be told from its answer."""
+        """Raise a ValueError for a turn whose thoughts cannot be told from its answer."""
         marks = known_marks(talk.template, self.tokenizer)
         for number in talk.turns:
             message = talk.messages[number]
-            for name in WEIGHTS:
-                if name in message and not message[name]:
-                    raise ValueError(
-                        f"message {number + 1} has {name}={message[name]!r}, and all turns of the assistant are "
-                        "trained. Give the turns that are not trained as `prompt`, and the last one as `completion`."
-                    )
             _, answer = split_message(message, marks)
             if any(form.ends[0] in answer for form in marks) and split_thoughts(answer, marks)[1] != answer:
                 raise ValueError(
@@ -375,6 +373,16 @@ def _check_columns(columns: dict[str, Any], needed: Sequence[str], usable: str) 
     if missing := [name for name in needed if columns.get(name) is None]:
         there = ", ".join(name for name, value in columns.items() if value is not None)
         raise ValueError(f"it has no `{missing[0]}`, only {there}. Give each row {usable}.")
+
+
+def _check_weights(messages: Sequence[Message], turns: Sequence[int]) -> None:
+    """Raise a ValueError for a turn that the row says is not to be trained."""
+    for number, name in product(turns, WEIGHTS):
+        if name in messages[number] and not messages[number][name]:
+            raise ValueError(
+                f"message {number + 1} has {name}={messages[number][name]!r}, and all turns of the assistant are "
+                "trained. Give the turns that are not trained as `prompt`, and the last one as `completion`."
+            )
 
 
 def _messages(columns: dict[str, Any], column: str, role: str) -> list[Message]:

@@ -280,6 +280,8 @@ def test_turns_that_are_not_to_be_trained_and_unclear_thoughts_are_refused() -> 
     tokenizer = template(THINKS.replace("NAME", "reasoning_content"))
     with pytest.raises(ValueError, match=r"^message 2 has weight=0, and all turns .* as `prompt`, and the last one as"):
         trained(tokenizer, USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1})
+    with pytest.raises(ValueError, match=r"^message 2 has weight=0"):
+        SFTEncoder(tokenizer, "raw")({"messages": [USER, {**ANSWER, "weight": 0}]})
     for content in ("<think>a</think>b<think>c</think>d", "Well. <think>a</think>b", "<think>a</think>b</think>c"):
         with pytest.raises(
             ValueError, match=r"^message 2 has several thoughts, or one that does not stand at its begin"
