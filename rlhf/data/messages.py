@@ -60,6 +60,7 @@ def read_messages(value: Any, column: str, role: str) -> list[Message]:
         message["content"] = content if isinstance(content, str) else joined(content, message["role"])
         check_text(message["content"], column)
         check_text(message.get("reasoning_content", ""), column)
+        check_text(json.dumps(message.get("tool_calls", ""), ensure_ascii=False, default=str), column)
     return _in_order_of_calls(messages)
 
 
@@ -159,6 +160,7 @@ def read_tools(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
             f"`tools` is {value!r:.80}, not a list of schemas, nor the JSON text of one. Write "
             '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}].'
         )
+    check_text(json.dumps(tools, ensure_ascii=False, default=str), "tools")
     return [tool if "function" in tool or "name" not in tool else _wrapped(tool) for tool in tools]
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from rlhf.answers.thoughts import Marks, marks_in
 from rlhf.config.data import PLAIN, TemplateName, is_template_file
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.printing import as_utf8
 from rlhf.data.control_tokens import MARK, control_tokens, split, without_marks
 from rlhf.data.forms import MAX_STRUCTURES, Conversation, Form, find_form, left_out_message, lost_texts, unwritten
 from rlhf.data.model_files import reward_template
@@ -371,7 +372,7 @@ def tokenize(texts: Sequence[str], template: TemplateName, tokenizer: Any) -> li
     begins_with_bos = plain and bos is not None and tokenizer("a")["input_ids"][0] == bos
     token_ids = []
     for start in range(0, len(texts), ROWS_PER_BATCH):
-        batch = list(texts[start : start + ROWS_PER_BATCH])
+        batch = [as_utf8(text) for text in texts[start : start + ROWS_PER_BATCH]]  # programs may send lone surrogates
         encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False, verbose=False)
         rows = encoded["input_ids"]
         if not plain:

@@ -166,7 +166,7 @@ def reward_in(text: bytes, where: str) -> dict[str, Any]:
             raise ValueError(f"it has over {MAX_REWARD_BYTES} bytes")
         value = json.loads(text)
         facts = (value.pop("facts", None) if isinstance(value, dict) else None) or {}
-        said = read_returned({"score": None, **value} if isinstance(value, dict) else value)
+        said = read_returned(None if value == {} else value)  # facts alone
         facts = {**said.others, **dict(facts)}
         return {"reward": said.score, "parts": said.numbers, "facts": facts, "attributes": None}
     except (ValueError, TypeError, RecursionError) as error:

@@ -33,10 +33,15 @@ def read_returned(value: Any) -> Returned:
     if "score" not in value:
         raise ValueError(f"returned a mapping with {sorted(map(str, value))}, without score")
     score = _checked(value["score"], f"score={value['score']!r}")
-    further = {str(name): item for name, item in value.items() if name != "score"}
+    further = {_loggable(str(name)): item for name, item in value.items() if name != "score"}
     others = {name: item for name, item in further.items() if _number(item) is None}
     numbers = {name: _checked(item, f"{name}={item!r}") for name, item in further.items() if name not in others}
     return Returned(score, numbers, others)
+
+
+def _loggable(name: str) -> str:
+    """The name with lone surrogates escaped: files and servers of metrics take UTF-8 alone."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _checked(value: Any, shown: str) -> Any:

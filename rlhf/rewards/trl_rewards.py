@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from rlhf.config.printing import as_utf8
+
 OF_TRL = {"completions", "completion_ids", "environments", "trainer_state", "log_extra", "log_metric"}
 NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
 
@@ -96,7 +98,7 @@ async def judge(
     given["completion_ids"] = [list(ids) for ids in completion_ids]
     given["trainer_state"] = SimpleNamespace(**(trainer_state or {}))
     given["log_extra"] = lambda column, values: extra.setdefault(column, []).extend(values)
-    given["log_metric"] = lambda name, value: metrics.setdefault(name, []).append(float(value))
+    given["log_metric"] = lambda name, value: metrics.setdefault(as_utf8(str(name)), []).append(float(value))
     if environments is not None:
         given["environments"] = list(environments)
     parameters = inspect.signature(function).parameters

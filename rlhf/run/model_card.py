@@ -11,6 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlhf.config.model_folder import local_model_folder, looks_local
+from rlhf.config.printing import as_utf8
 from rlhf.config.secrets import with_references
 from rlhf.config.sections import UNRESTRICTED, LoraConfig
 from rlhf.run.state import RunState
@@ -55,7 +56,7 @@ def model_card(state: RunState, *, merged: bool = False) -> str:
         "## Code\n\n" + _table("", {"value": state.code}),
         "## Config\n\n```yaml\n" + OmegaConf.to_yaml(OmegaConf.create(with_references(config))) + "```",
     ]  # fmt: skip
-    return "\n\n".join(section for section in sections if not section.endswith("\n\n")) + "\n"
+    return as_utf8("\n\n".join(section for section in sections if not section.endswith("\n\n")) + "\n")
 
 
 def _license(base: str) -> dict[str, str]:

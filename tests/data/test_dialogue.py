@@ -56,6 +56,10 @@ def test_a_suffix_is_what_the_template_writes_after_the_stop_token_of_the_turn_b
     assert text_of(dialogue(thinking=True), say("user", "go on")) == "\n<a>user\ngo on<b>\n<a>assistant\n<think>"
 
 
+def test_half_a_character_in_what_a_program_says_is_escaped() -> None:
+    assert text_of(dialogue(), say("user", "a\udc80")) == "\n<a>user\na\\udc80<b>\n<a>assistant\n"
+
+
 def test_prompt_turn_and_suffix_are_the_tokens_of_the_whole_conversation() -> None:
     talk, tokenizer = dialogue(), tokenizer_of()
     question, answer = say("user", "1+2?"), say("tool", "3")

@@ -137,6 +137,10 @@ def test_names_that_parquet_fills_with_null_are_left_out() -> None:
         ({"role": "user", "content": "a", "tool_calls": [CALL]}, "only the assistant has them"),
         ({"role": "assistant", "tool_calls": [{"function": "f(1)"}]}, "not a call. Write calls as"),
         ({"role": "assistant", "tool_calls": "f(1)"}, "which is not JSON. Write calls as"),
+        (
+            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": "\\ud800"}'}]},
+            "half a surrogate pair",
+        ),
         ({"role": "assistant", "tool_calls": 3}, "`tool_calls` that are 3, not a list"),
         ({"role": "assistant", "tool_calls": "[" * 100_000}, "which is not JSON. Write calls as"),
         ({"role": "assistant", "reasoning_details": "hm"}, "reasoning_details is 'hm', not a list of parts"),

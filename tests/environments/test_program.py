@@ -92,6 +92,7 @@ def test_a_program_gets_its_row_and_leaves_its_reward(tmp_path: Path) -> None:
         (REWARD + "left.write('NaN')", FailedError, "no finite number"),
         (REWARD + "left.write('\"1\"')", FailedError, "no finite number"),
         (REWARD + "left.write('{\"score\": [1]}')", FailedError, "the reward file holds no reward"),
+        (REWARD + "left.write('{\"reward\": 1}')", FailedError, "without score"),
         (REWARD + "left.write('[' * 100000)", FailedError, "the reward file holds no reward"),
         ("import sys\nwhile True: sys.stdout.write('x' * 1_000_000)", FailedError, "the program printed "),
         (

@@ -30,6 +30,10 @@ def test_a_mapping_has_a_score_further_numbers_and_the_answer_as_pred(returned: 
     assert (grade.value, grade.status, grade.extracted, grade.metrics) == (1.0, "ok", "42", {"acc": 1.0})
 
 
+def test_the_name_of_a_number_can_be_written() -> None:
+    assert graded({"score": 1, "half \ud83d": 2}).metrics == {"half \\ud83d": 2.0}
+
+
 def test_a_value_that_is_no_number_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         assert graded({"score": 0, "feedback": "wrong"}).value == 0.0

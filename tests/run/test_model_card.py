@@ -28,6 +28,13 @@ def test_the_license_is_that_which_the_folder_of_the_base_model_states(tmp_path:
     assert "license" not in model_card(state).split("---\n")[1]
 
 
+def test_a_card_can_be_written_whatever_the_names_of_its_sources_hold(tmp_path: Path) -> None:
+    sources = {"half \ud83d": {"rows": 2, "fingerprint": "0"}}
+    state = RunState(step=2, program="grpo", config=make_config(tmp_path).model_dump(mode="json"))
+    state.stream = {"sources": sources}
+    assert "half \\ud83d" in model_card(state).encode().decode()
+
+
 @pytest.mark.slow
 def test_the_code_of_the_card_loads_the_model_and_asks_it_as_it_was_trained(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
