@@ -314,7 +314,8 @@ async def app_of(plan: Mapping[str, Any], driver: Driver) -> Guard:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
     model_config = AsyncEngineArgs(**plan["model"]).create_model_config()
     model_config.quantization = None  # nothing is computed here
-    model_config.hf_config.model_type = NAME  # of gpt_oss the app would write prompts itself, with today's date
+    hf_config: Any = model_config.hf_config
+    hf_config.model_type = NAME  # of gpt_oss the app would write prompts itself, with today's date
     engine: Any = _Sampled(VllmConfig(model_config=model_config))
     app = build_app(args, ("generate",), engine.model_config)
     await init_app_state(engine, app.state, args, ("generate",))
