@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+AGAIN = "Download or save it again; if it is a Git LFS pointer, run `git lfs pull` there."
 
 
 def looks_local(path: str) -> bool:
@@ -44,6 +46,19 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(weight_index(folder).values()) or {SINGLE})]
 
 
+def torch_files(folder: Path) -> list[Path]:
+    """The files of torch.save that a model consists of, some of which may be missing.
+
+    transformers reads them in a folder that has neither a single safetensors file nor an index of some; elsewhere the
+    list is empty.
+    """
+    if any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return []
+    if (folder / TORCH_SINGLE).is_file():
+        return [folder / TORCH_SINGLE]
+    return [folder / name for name in sorted(set(weight_index(folder, TORCH_INDEX).values()))]
+
+
 def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors of a safetensors file; ValueError if it is not a whole one."""
     from safetensors import SafetensorError, safe_open
@@ -52,15 +67,12 @@ def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(file, framework="np") as stored:
             return {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{file}: not a whole safetensors file ({error}). Download or save it again; if it is a Git LFS pointer, "
-            "run `git lfs pull` there."
-        ) from None
+        raise ValueError(f"{file}: not a whole safetensors file ({error}). {AGAIN}") from None
 
 
-def weight_index(folder: Path) -> dict[str, str]:
+def weight_index(folder: Path, name: str = INDEX) -> dict[str, str]:
     """Tensor -> name of its file; empty without an index."""
-    file, index = folder / INDEX, read_json(folder / INDEX)
+    file, index = folder / name, read_json(folder / name)
     if not index:
         return {}
     try:

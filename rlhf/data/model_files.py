@@ -18,6 +18,7 @@ from rlhf.config.model_folder import (
     looks_local,
     read_json,
     tensor_shapes,
+    torch_files,
     weight_files,
     weight_index,
 )
@@ -32,6 +33,8 @@ SAMPLES, SAMPLE_BYTES = 64, 4096  # parts read of each weight file; so few suffi
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
 CHAT_TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates/*", "tekken.json")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".msgpack", ".h5")
+SAVE_AGAIN = "Download or save the model again, with save_pretrained of transformers."
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # the number of experts
 USUAL_MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")  # known without a look
 
@@ -120,13 +123,25 @@ def load_tokenizer(model: ModelConfig, *, key: str = "model.path") -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of any type: a damaged file ends in KeyError, TypeError, ...
         raise ValueError(
             f"{key}={model.path}: its tokenizer cannot be loaded ({first_line(error)}). Give a folder in "
             "Hugging Face format or the name of a hub model that this machine can reach."
         ) from None
     if problem := class_problem(model.path, key, generates=False):  # a hub model's config.json is here only now
         raise ValueError(problem)
+    if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder) + 1:  # transformers makes an empty one
+        raise ValueError(
+            f"{key}={model.path}: its tokenizer has no vocabulary, so it would turn texts into nothing. A file of it "
+            "is missing: tokenizer.json, or vocab.json with merges.txt, or tokenizer.model. Put it there."
+        )
+    end, rows = tokenizer.eos_token_id, embedding_rows(model.path)
+    if end is not None and end >= rows:
+        raise ValueError(
+            f"{key}={model.path}: the end of a turn, {tokenizer.eos_token!r} (eos_token of the tokenizer), has the id "
+            f"{end}, and the model has embeddings for {rows} tokens (vocab_size of config.json). Use the tokenizer "
+            "that belongs to the model, or name its own token as eos_token in tokenizer_config.json."
+        )
     return tokenizer
 
 
@@ -175,12 +190,17 @@ def _digest(folder: Path, patterns: tuple[str, ...], *, sampled: bool = False) -
 def check_weights(path: str, *, may_lack: bool = False) -> None:
     """Raise a ValueError unless the weight files, by their headers, are there, whole, and hold each tensor once."""
     folder = local_model_folder(path)
-    files = weight_files(folder)
-    missing = [file.name for file in files if not file.is_file()]
-    if missing and (may_lack or not looks_local(path) or (files == [folder / SINGLE] and any(folder.glob("*.bin")))):
-        return  # the hub has them, or they are in another format
-    if missing:
-        raise ValueError(f"{', '.join(missing)}: no such file. Download or save the model again.")
+    of_torch = torch_files(folder)
+    files = of_torch or weight_files(folder)
+    if missing := [file.name for file in files if not file.is_file()]:
+        if may_lack or not looks_local(path):
+            return  # another machine or the hub has them
+        there = ", ".join(sorted(file.name for file in folder.iterdir() if file.suffix in WEIGHT_SUFFIXES))
+        kind = "" if folder / SINGLE not in files else f", and no {INDEX} that names others"
+        found = there and f" It has {there}, which transformers does not look for."
+        raise ValueError(f"{', '.join(missing)}: no such file{kind}.{found if kind else ''} {SAVE_AGAIN}")
+    if of_torch:
+        return  # they have no headers
     headers = {file.name: tensor_shapes(file) for file in files}
     if absent := [f"{name} in {file}" for name, file in weight_index(folder).items() if name not in headers[file]]:
         more = f" and {len(absent) - 1} more tensors" if len(absent) > 1 else ""

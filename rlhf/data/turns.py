@@ -144,10 +144,9 @@ def tag_warnings(tokenizer: Any, template: TemplateName, arguments: Mapping[str,
             f"{KEY}={template}: the {{% generation %}} tags cover only one of two turns, so of several turns in a row "
             "not all are trained. Put them around every turn of the assistant."
         )
-    prompt = tokenize([text], template, tokenizer)[0]
-    if not np.array_equal(ids[: len(prompt)], prompt):
-        return
-    covered = tokenizer.decode(prompt[trained[: len(prompt)]].tolist())
+    prompt = tokenize([text], template, tokenizer)[0][: len(ids)]
+    alike = np.append(ids[: len(prompt)] == prompt, False).argmin()  # a prompt may open a thought that a row lacks
+    covered = tokenizer.decode(prompt[:alike][trained[:alike]].tolist())
     marks = marks_in(template_source(template, tokenizer))
     for mark in (mark for form in marks for mark in form.begins + form.ends):
         covered = covered.replace(mark.strip(), "")  # a thought that the prompt opens, or leaves empty

@@ -8,9 +8,9 @@ and ties them, and ignores those that the model's class names. On the meta devic
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zipfile
 from collections.abc import Collection, Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,17 @@ from transformers.utils import logging
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from rlhf.config.base import first_line
-from rlhf.config.model_folder import INDEX, SINGLE, local_model_folder, tensor_shapes, weight_files, weight_index
+from rlhf.config.model_folder import (
+    AGAIN,
+    INDEX,
+    SINGLE,
+    TORCH_INDEX,
+    local_model_folder,
+    tensor_shapes,
+    torch_files,
+    weight_files,
+    weight_index,
+)
 from rlhf.config.sections import ModelConfig
 
 Loaded = tuple[PreTrainedModel, LoadStateDictInfo]
@@ -31,9 +41,9 @@ Loaded = tuple[PreTrainedModel, LoadStateDictInfo]
 SHOWN = 3  # tensors of each kind in a message
 ROWS_AT_ONCE = 4096  # of two matrices that are compared
 OF_PEFT = (".base_model.model.", ".base_layer.", ".lora_A.", ".modules_to_save.")
+OF_TEXT_MODEL = ("language_model.", "text_model.", "llm.", "thinker.")  # names of it in larger models
 OF_QUANTIZED = (".qweight", ".weight_scale", ".weight_packed", "_blocks", ".SCB", ".weight.absmax")
 OLD_CONSTANT = ".masked_bias"  # in files of GPT-2 and GPT-Neo that transformers 4 or older wrote
-TORCH_FILES = "pytorch_model*.bin"
 
 
 def load(kind: Any, path: str, model: ModelConfig, *, without_data: bool = False, **options: Any) -> Loaded:
@@ -93,26 +103,29 @@ def _silence() -> Iterator[None]:
 
 def has_weights(folder: Path) -> bool:
     """Whether all weight files are there, as far as an index or their names tell."""
-    return any(folder.glob(TORCH_FILES)) or all(file.is_file() for file in weight_files(folder))
+    return all(file.is_file() for file in torch_files(folder) or weight_files(folder))
 
 
 def _empty_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a model's files, on the meta device."""
-    files = weight_files(folder)
-    if all(file.is_file() for file in files):
-        shapes = {name: shape for file in files for name, shape in tensor_shapes(file).items()}
-    else:
-        shapes = {name: tensor.shape for file in folder.glob(TORCH_FILES) for name, tensor in _mapped(file).items()}
-    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    of_torch = torch_files(folder)
+    of_files = map(_torch_shapes, of_torch) if of_torch else map(tensor_shapes, weight_files(folder))
+    return {name: torch.empty(shape, device="meta") for shapes in of_files for name, shape in shapes.items()}
 
 
-def _mapped(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file of torch.save, whose data is not read; ValueError if it is not whole."""
+def _torch_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in a file of torch.save, whose data is not read; ValueError if it is not whole."""
     try:
-        tensors: dict[str, Tensor] = torch.load(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # unpickling raises many types
-        raise ValueError(f"{file.name} cannot be read ({first_line(error)}). Download or save it again.") from None
-    return tensors
+        stored = torch.load(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # unpickling raises many types, whose text proposes to run what the file holds
+        why = first_line(error) if isinstance(error, OSError) else type(error).__name__
+        raise ValueError(f"{file.name} cannot be read as a file of tensors ({why}). {AGAIN}") from None
+    if not isinstance(stored, dict) or not all(isinstance(value, Tensor) for value in stored.values()):
+        raise ValueError(
+            f"{file.name} holds more than tensors by their names, as a checkpoint of a training does. Save the model "
+            "in it with transformers (save_pretrained)."
+        )
+    return {name: tuple(tensor.shape) for name, tensor in stored.items()}
 
 
 def check_report(
@@ -159,9 +172,9 @@ def _named(names: Collection[str]) -> str:
 
 def _file_of(folder: Path, names: Iterable[str]) -> str:
     """The file that holds the first of these names that an index has; else the one that says what the model holds."""
-    index = weight_index(folder)
+    index = weight_index(folder) | weight_index(folder, TORCH_INDEX)
     of_names = [index[name] for name in names if name in index]
-    usual = [SINGLE, INDEX, *sorted(file.name for file in folder.glob(TORCH_FILES))]
+    usual = [SINGLE, INDEX, TORCH_INDEX, *(file.name for file in torch_files(folder))]
     return next((name for name in [*of_names, *usual] if (folder / name).is_file()), SINGLE)
 
 
@@ -170,14 +183,27 @@ def _remedy(missing: set[str], unexpected: set[str]) -> str:
         return "An adapter was saved without being merged: save what peft's `model.merge_and_unload()` returns."
     if any(part in name for name in unexpected for part in OF_QUANTIZED):
         return "The weights are quantized, and there is no quantized training: name the model in bfloat16."
-    first = min(unexpected, default="")
-    own = max((name for name in missing if first.endswith(f".{name}")), key=len, default="")
-    if own:
+    if (part := _inserted(missing, unexpected)).startswith(OF_TEXT_MODEL):
         return (
-            f"Names begin with {first.removesuffix(own)}: a wrapper was saved with the model (DDP, FSDP, "
-            "torch.compile). Save the model inside of it."
+            f"Names have {part} in them: these are the weights of a text model inside of a larger model. Use the "
+            "config.json of that model, or save the text model alone in transformers."
+        )
+    if part:
+        return (
+            f"Names have {part} in them: a wrapper was saved with the model (DDP, FSDP, torch.compile). Save the model "
+            "inside of it."
         )
     return "Download or save the model again, with the config.json that belongs to these weights."
+
+
+def _inserted(missing: set[str], unexpected: set[str]) -> str:
+    """What makes a missing name of an unexpected one if it is left out, such as `module.`; "" if nothing does."""
+    for name in sorted(unexpected):
+        words = name.split(".")
+        for first, stop in itertools.combinations(range(len(words)), 2):
+            if ".".join(words[:first] + words[stop:]) in missing:
+                return ".".join(words[first:stop]) + "."
+    return ""
 
 
 def check_tied(transformer: PreTrainedModel, path: str, *, key: str) -> None:
@@ -188,7 +214,7 @@ def check_tied(transformer: PreTrainedModel, path: str, *, key: str) -> None:
     declared = transformer.get_expanded_tied_weights_keys(all_submodels=True)
     for target, source in declared.items():
         names = [[*revert_weight_conversion(transformer, {name: torch.empty(0)})] for name in (source, target)]
-        if target in transformer.all_tied_weights_keys and _equal(local_model_folder(path), [*chain(*names)]):
+        if target in transformer.all_tied_weights_keys and _equal(local_model_folder(path), [*itertools.chain(*names)]):
             continue
         raise ValueError(
             f"{key}={path}: by config.json {source} and {target} are one matrix (tie_word_embeddings), and "

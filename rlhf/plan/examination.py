@@ -36,9 +36,10 @@ from rlhf.data.model_files import (
 )
 from rlhf.data.vocabulary import check_stored_vocabulary, lacks_tokenizer
 
-PADDING = "pad_token"  # a row of the embedding
-NAMED_TOKENS = ("bos_token", "eos_token", PADDING)  # in tokenizer_config.json; config.json has their ids
+NAMED_TOKENS = ("bos_token", "eos_token")  # in tokenizer_config.json; config.json has their ids
+PADDING = "pad_token"  # a row of the embedding by config.json; tokenizers may have another, since rows are not padded
 QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
+DEQUANTIZED = ("compressed-tensors", "fp8", "mxfp4")  # methods whose config in transformers has `dequantize`
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,8 @@ def check_files(model: RunModel, *, planned: bool = False) -> None:
         if config is None:
             return
         check_weights(model.path, may_lack=planned)
+        if model.key == "model.path" and not planned and lacks_tokenizer(model.path):
+            raise ValueError("no tokenizer in it. Put the files of its tokenizer there, such as tokenizer.json.")
         if not model.is_served:
             _check_unquantized(config)
         _check_token_ids(model, config)
@@ -187,8 +190,11 @@ def _check_unquantized(config: Mapping[str, Any]) -> None:
     if method := quantization(config):
         raise ValueError(
             f"by config.json it is quantized ({method}), and there is no quantized training. Name the model in its "
-            "unquantized form (bfloat16), or make one: load it in transformers with `dequantize=True` in its "
-            "quantization config, and save it."
+            "unquantized form (bfloat16)"
+            + (method in DEQUANTIZED)
+            * ", or make one: load it in transformers with `dequantize=True` in its "
+            "quantization config, and save it"
+            + ". If its weights are unquantized already, remove quantization_config from config.json."
         )
 
 
@@ -202,11 +208,11 @@ def _check_token_ids(model: RunModel, config: dict[str, Any]) -> None:
     settings = {"config.json": config | text_config(config)}
     if model.template is not None and not model.scalar:
         settings["generation_config.json"] = read_json(folder / "generation_config.json")
-    names = NAMED_TOKENS if model.template is not None else (PADDING,)
+    names = {"config.json": (PADDING, *NAMED_TOKENS) if model.template is not None else (PADDING,)}
     beyond = [
         f"{name}_id={number} ({file})"
         for file, values in settings.items()
-        for name in names
+        for name in names.get(file, NAMED_TOKENS)
         for number in _as_list(values.get(f"{name}_id"))
         if isinstance(number, int) and number >= rows
     ]
@@ -296,7 +302,8 @@ def _load(model: RunModel, loaded: ModelConfig) -> None:
         _check_generation_config(Path(path))
     if model.is_served:
         _, kind = language_model(path, trust_remote_code=loaded.trust_remote_code)
-        transformer, report = load(kind, path, loaded, without_data=True)
+        # vLLM has attention of its own, whatever config.json names
+        transformer, report = load(kind, path, loaded, without_data=True, attn_implementation="eager")
         check_report(transformer, report, path, key=key)
         check_tied(transformer, path, key=key)
     elif model.scalar:
@@ -358,8 +365,8 @@ def _misfits(config: TrainingProgramConfig, *, trains: bool, policy: dict[str, A
 
 def _context(config: Mapping[str, Any]) -> float:
     """The longest sequence that a model reads; infinite if its config.json has no number for it."""
-    longest = config.get("max_position_embeddings")
-    return longest if isinstance(longest, int) else math.inf
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")  # most; GPT-2 and its kin; MPT and DBRX
+    return next((tokens for name in names if isinstance(tokens := config.get(name), int)), math.inf)
 
 
 def _template_problem(role: Role, config: TrainingProgramConfig) -> Iterator[str]:

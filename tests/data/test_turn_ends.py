@@ -139,6 +139,16 @@ def test_tags_that_cover_the_header_or_leave_out_turns_are_told(turn: str, befor
     assert [problem in warning for warning in warnings] == [True] * bool(problem)
 
 
+def test_a_header_in_the_tags_is_told_though_the_prompt_opens_a_thought_that_rows_lack() -> None:
+    """As TRL's training template of DeepSeek-R1's distilled models."""
+    tokenizer = tokenizer_of("{% generation %}<im>{{ m.content }}<end>{% endgeneration %}", before="")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% if add_generation_prompt %}", "{% if add_generation_prompt %}<im><think>\n"
+    )
+    (warning,) = tag_warnings(tokenizer, "model", None)
+    assert "too early: '<im>'" in warning
+
+
 def test_tags_around_no_turn_are_refused_and_so_is_an_empty_turn() -> None:
     tokenizer = tokenizer_of("{% generation %}{% endgeneration %}{{ m.content }}<end>")
     with pytest.raises(ValueError, match=r"generation %\} tags around nothing that the assistant says"):
@@ -179,7 +189,8 @@ def test_a_run_is_warned_if_its_engines_do_not_stop_where_the_template_ends_a_tu
 @pytest.mark.slow
 def test_templates_of_real_models_end_turns_with_one_token_and_their_training_forms_train_it() -> None:
     trl = pytest.importorskip("trl")
-    own = {"gptoss_training", "muse_glimmer_training"}  # their tags cover `<|start|>assistant`
+    # their tags cover the header
+    own = {"gptoss_training", "muse_glimmer_training", "deepseek_r1_distill_training", "deepseekv3_training"}
     parts = {"idefics3", "llava_next", "smolvlm"}  # they write contents as lists of parts alone
     names = []
     for file in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja")):

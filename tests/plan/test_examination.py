@@ -141,8 +141,8 @@ def move_a_token(folder: Path) -> None:
 DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "an unmerged adapter": (with_prefix("base_model.model."), ("base_model.model.", "merge_and_unload")),
     "an adapted layer": (rename("q_proj.", "q_proj.base_layer."), ("q_proj.base_layer.weight", "merge_and_unload")),
-    "a compiled model": (with_prefix("_orig_mod."), ("begin with _orig_mod.", "torch.compile")),
-    "a wrapped model": (with_prefix("module."), ("begin with module.", "DDP")),
+    "a compiled model": (with_prefix("_orig_mod."), ("have _orig_mod. in them", "torch.compile")),
+    "a wrapped model": (with_prefix("module."), ("have module. in them", "DDP")),
     "a layer more in the config": (in_config(num_hidden_layers=3, layer_types=None), ("model.layers.2.", "random")),
     "a layer fewer in the config": (in_config(num_hidden_layers=1, layer_types=None), ("model.layers.1.", "no place")),
     "a lost tensor": (lose(NORM), (f"random: {NORM}.",)),
@@ -280,8 +280,8 @@ def test_a_size_that_is_no_number_is_one_message(key: str, model: Path) -> None:
 
 
 def test_rows_that_need_a_token_without_a_row_are_named(model: Path) -> None:
-    change_json(model, "config.json", vocab_size=200, eos_token_id=None, pad_token_id=None)
     config, tokenizer = make_config(model), load_tokenizer(ModelConfig(path=str(model)))
+    change_json(model, "config.json", vocab_size=200, eos_token_id=None, pad_token_id=None)
     rows = embedding_rows(str(model))
     with pytest.raises(ValueError, match=r"row 1 of .*: it has a token with the id 260, .* embeddings for 200 "):
         load_prompts(config.data, "train", tokenizer, vocab_size=rows)
@@ -349,6 +349,91 @@ def test_weights_in_another_format_are_examined_too(model: Path) -> None:
     (model / "pytorch_model.bin").write_bytes(b"")
     (problem,) = input_problems(make_config(model))
     assert "pytorch_model.bin cannot be read" in problem
+    torch.save({"state_dict": stored, "epoch": 1}, model / "pytorch_model.bin")
+    (problem,) = input_problems(make_config(model))
+    assert "pytorch_model.bin holds more than tensors by their names" in problem
+
+
+@pytest.mark.parametrize(
+    ("names", "has_index", "part"),
+    [
+        (["pytorch_model-1.bin", "pytorch_model-2.bin"], True, ""),
+        (["pytorch_model-1.bin"], True, "pytorch_model-2.bin: no such file"),
+        (["pytorch_model-1.bin", "pytorch_model-2.bin"], False, "It has pytorch_model-1.bin, pytorch_model-2.bin, "),
+        (["training_args.bin"], False, "It has training_args.bin, which transformers does not look for"),
+        (["model-Q4_K_M.gguf"], False, "It has model-Q4_K_M.gguf, which transformers does not look for"),
+        (["model-00001-of-00002.safetensors"], False, "no such file, and no model.safetensors.index.json"),
+    ],
+)
+def test_files_of_weights_count_where_transformers_looks_for_them(
+    model: Path, names: list[str], has_index: bool, part: str
+) -> None:
+    stored = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    halves = dict.fromkeys(stored, "pytorch_model-1.bin") | {NORM: "pytorch_model-2.bin"}
+    for name in names:
+        torch.save({tensor: stored[tensor] for tensor, file in halves.items() if file == name}, model / name)
+    if has_index:
+        change_json(model, "pytorch_model.bin.index.json", weight_map=halves)
+    problems = problems_of("sft", model)
+    assert len(problems) == bool(part)
+    assert all(part in problem for problem in problems)
+
+
+@pytest.mark.parametrize(("prefix", "remedy"), [("module._orig_mod.", "wrapper"), ("language_model.", "text model")])
+def test_what_stands_in_every_name_is_told_also_for_a_model_that_gets_another_head(
+    model: Path, prefix: str, remedy: str
+) -> None:
+    """The language model's head is then no tensor that is missing."""
+    change_json(model, "config.json", tie_word_embeddings=False)
+    change_tensors(
+        model, lambda stored: {prefix + n: t for n, t in (stored | {HEAD: stored[EMBEDDING].clone()}).items()}
+    )
+    for program in ("sft", "reward-model"):
+        (problem,) = problems_of(program, model)
+        assert f"Names have {prefix} in them: " in problem
+        assert remedy in problem
+
+
+def test_a_model_without_the_files_of_its_tokenizer_is_refused_and_not_given_an_empty_one(model: Path) -> None:
+    loaded = ModelConfig(path=str(model))
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"its tokenizer has no vocabulary.*tokenizer\.json"):
+        load_tokenizer(loaded)
+    for file in [*model.glob("tokenizer*"), *model.glob("chat_template*")]:
+        file.unlink()
+    for program in ("grpo", "sft", "reward-model", "evaluate"):
+        (problem,) = problems_of(program, model)
+        assert problem.startswith(f"model.path={model}: no tokenizer in it")
+
+
+def test_a_tokenizer_that_no_code_can_read_or_whose_end_has_no_row_is_refused(model: Path) -> None:
+    loaded = ModelConfig(path=str(model))
+    change_json(model, "tokenizer_config.json", eos_token="</nope>")  # transformers adds it
+    with pytest.raises(ValueError, match=r"'</nope>' \(eos_token of the tokenizer\), has the id 262, "):
+        load_tokenizer(loaded)
+    (model / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(ValueError, match=r"its tokenizer cannot be loaded \("):
+        load_tokenizer(loaded)
+
+
+def test_padding_needs_a_row_by_config_json_alone(model: Path) -> None:
+    """As WizardLM, whose tokenizer adds [PAD] behind the 32000 rows of the model: rows of a run are not padded."""
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 262, "content": "[PAD]"})
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    change_json(model, "tokenizer_config.json", pad_token="[PAD]")
+    change_json(model, "generation_config.json", pad_token_id=262)
+    assert problems_of("grpo", model) == []
+    change_json(model, "config.json", pad_token_id=262)
+    (problem,) = problems_of("grpo", model)
+    assert "pad_token_id=262 (config.json)." in problem
+
+
+def test_a_context_is_known_by_each_of_its_names(model: Path) -> None:
+    """A model with learned positions has no row behind them."""
+    write_family("gpt2", model)
+    assert "which is 256. Shorten" in " ".join(problems_of("sft", model))
 
 
 @pytest.mark.parametrize(
