@@ -21,8 +21,8 @@ def check_vocabulary(own: Mapping[int, str], other: Mapping[int, str], key: str)
     number = min(number for number, token in own.items() if other.get(number) != token)
     there = repr(other[number]) if number in other else "nothing"
     raise ValueError(
-        f"{key}: its vocabulary is another: token {number} is {there} there and {own[number]!r} in model.path, so it "
-        "would read other words than were sampled. Name a model with the same tokenizer."
+        f"{key}: different vocabulary: token {number} is {there} there and {own[number]!r} in model.path, so it would "
+        "read other words than were sampled. Name a model with the same tokenizer."
     )
 
 

@@ -206,7 +206,7 @@ class Server:
             own = self._tokenizer.decode([token])
             if own != text and "\ufffd" not in own:  # a part of a character has no text of its own
                 raise ValueError(
-                    f"algo.teacher.endpoint={self._url}: its vocabulary is another: token {token} is {text!r} there "
+                    f"algo.teacher.endpoint={self._url}: different vocabulary: token {token} is {text!r} there "
                     f"and {own!r} in model.path. Serve a model with the same tokenizer."
                 )
 

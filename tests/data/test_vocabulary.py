@@ -67,7 +67,7 @@ def test_another_word_at_an_id_is_refused_before_anything_starts_with_both_texts
     other = other_model(tiny_model_dir, tmp_path, change)
     config = fed(tiny_model_dir / "model", other, tmp_path / "run", role)
     (problem,) = [each for each in start_problems(config) if "vocabulary" in each]
-    assert problem.startswith(f"{role}.path={other}: its vocabulary is another: token ")
+    assert problem.startswith(f"{role}.path={other}: different vocabulary: token ")
     assert token in problem
 
 

@@ -192,7 +192,7 @@ def test_a_server_with_another_vocabulary_or_without_answers_ends_the_run_with_i
     tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Completions, "shift", 1)
-    with pytest.raises(ValueError, match=rf"algo\.teacher\.endpoint={endpoint}: its vocabulary is another: token \d+"):
+    with pytest.raises(ValueError, match=rf"algo\.teacher\.endpoint={endpoint}: different vocabulary: token \d+"):
         taught(with_teacher(tmp_path, endpoint=endpoint), None, make_groups())
     monkeypatch.setattr(Completions, "shift", 0)
     failed = rf"algo\.teacher\.endpoint={endpoint}: 2 tries failed.*503"
