@@ -57,6 +57,7 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
     from rlhf.rollout.sampler import Sampler
     from rlhf.run.evaluation import evaluate, rollouts_of
     from rlhf.run.grading import Grading
+    from rlhf.run.prompts import source_lines
 
     tokenizer = load_tokenizer(config.model)
     if reads_date(config.data.template, tokenizer):
@@ -67,6 +68,8 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
     loaded = load_prompts(
         config.data, "eval", tokenizer, vocab_size=embedding_rows(config.model.path), acts=config.acts
     )
+    for line in source_lines("data.eval", loaded, config.data.max_prompt_tokens):
+        say(line)
     with contextlib.ExitStack() as exit_stack:
         scorer = exit_stack.enter_context(Scorer(config.reward))
         play = exit_stack.enter_context(StartedEnvironments(config, tokenizer)) if config.acts else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from rlhf.config.data import CurriculumConfig
@@ -62,13 +62,19 @@ def show_data(
     say: Callable[..., None], prompts: LoadedPrompts, first: Prompt, tokenizer: Any, *, max_prompt_tokens: int
 ) -> None:
     """Print how many prompts each source has, and the first prompt as the model receives it."""
-    for source, rows in prompts.prompts.items():
-        left_out = left_out_text(prompts.dropped_too_long[source], max_prompt_tokens, prompts.bad_rows.get(source, ()))
-        say(f"data {source}: {len(rows)} prompts{left_out}")
-        for note, count in prompts.notes.get(source, {}).items():
-            say(f"data {source}: in {count} prompts {note}")
+    for line in source_lines("data", prompts, max_prompt_tokens):
+        say(line)
     say("first prompt, as the model is given it:")
     say(show_prompt(first, tokenizer), wrap=False)
+
+
+def source_lines(key: str, prompts: LoadedPrompts, max_prompt_tokens: int) -> Iterator[str]:
+    """The number of prompts of each source, of rows that were left out, and what the template does not write."""
+    for source, rows in prompts.prompts.items():
+        left_out = left_out_text(prompts.dropped_too_long[source], max_prompt_tokens, prompts.bad_rows.get(source, ()))
+        yield f"{key} {source}: {len(rows)} prompts{left_out}"
+        for note, count in prompts.notes.get(source, {}).items():
+            yield f"{key} {source}: in {count} prompts {note}"
 
 
 def without_bad_gold(data: RunData, config: GRPOConfig, scorer: Scorer, say: Callable[[str], None]) -> RunData:

@@ -29,7 +29,7 @@ from rlhf.rollout.buffer import RolloutBuffer, Staleness, groups_at_engines
 from rlhf.rollout.sampler import Sampler
 from rlhf.run.evaluation import evaluate, evaluation_metrics, rollouts_of
 from rlhf.run.grading import Grading, normalize_scores, reward_model_client
-from rlhf.run.prompts import PromptTickets, RunData, read_data, show_data, without_bad_gold
+from rlhf.run.prompts import PromptTickets, RunData, read_data, show_data, source_lines, without_bad_gold
 from rlhf.run.resume import check_environment_code, check_reward_code
 from rlhf.run.rollout_log import rollout_metrics, rollout_rows, token_values
 from rlhf.run.run import Run
@@ -68,6 +68,8 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
                     first = await environments.first_prompt(first)
             for warning in rollout_warnings(config, run.tokenizer):
                 run.log.warn(warning)
+            for line in source_lines("data.eval", data.evaluation, config.data.max_prompt_tokens):
+                say(line)
             show_data(say, data.train, first, run.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
             with run.log.terminal.stage("grader"):
                 scorer = Scorer(config.reward, say=partial(say, wrap=False))

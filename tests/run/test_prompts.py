@@ -1,11 +1,13 @@
-"""The order of the prompts over a resume: none is lost and none comes twice."""
+"""The order of the prompts over a resume: none is lost and none comes twice. What is told of them."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import numpy as np
 
 from rlhf.data.load import LoadedPrompts
-from rlhf.run.prompts import PromptTickets
+from rlhf.run.prompts import PromptTickets, source_lines
 from rlhf.run.state import RunState
 from rlhf.types import Prompt
 
@@ -28,3 +30,12 @@ def test_a_resumed_run_repeats_outstanding_prompts_and_then_continues_the_order(
     assert drawn(resumed, 7) == [order[4], order[6], *order[7:]]
     assert resumed.waiting() == []
     assert resumed.stream.drawn == 12
+
+
+def test_rows_that_are_left_out_are_told_by_source() -> None:
+    loaded = LoadedPrompts({"a": [], "b": []}, {"a": 2, "b": 0}, {}, {"b": ["row 1"]}, {"b": Counter({"something": 3})})
+    assert [*source_lines("data.eval", loaded, 8)] == [
+        "data.eval a: 0 prompts, 2 left out as longer than 8 tokens",
+        "data.eval b: 0 prompts, 1 left out as bad rows, the first: row 1",
+        "data.eval b: in 3 prompts something",
+    ]
