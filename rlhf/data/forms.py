@@ -242,9 +242,10 @@ def unwritten(messages: Sequence[Message], form: Form, source: str) -> Iterator[
     if form.loses_descriptions:
         yield "the template names tools without their descriptions"
     names = {name for message in messages for name in message} - READ
-    yield from (
-        f"messages have `{name}`, which the template does not read" for name in sorted(names) if name not in source
-    )
+    unread = {name for name in names if not re.search(rf"""[."']{re.escape(name)}\b""", source)}
+    if not re.search(r"""\bm\w*(?:\[[^\]]*\])?(?:\.|\[["']|\.get\(["'])name\b""", source):  # a tool has a name too
+        unread |= {"name" for message in messages if "name" in message and message["role"] != "tool"}
+    yield from (f"messages have `{name}`, which the template does not read" for name in sorted(unread))
 
 
 def left_out_message(names: Sequence[str]) -> str:

@@ -30,6 +30,7 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 THOUGHT_PARTS = ("thinking", "reasoning")
 IMAGES = re.compile("image|video|audio|file|media")
 WITH_IMAGES = "`{}` holds images: training reads text alone, and would leave them out. Remove the row, or its images."
+LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 TEXT_OF_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
 SYSTEM_COLUMNS = ("system", "system_prompt")  # next to the messages, as ToolACE, APIGen-MT and Orca have it
 WRITE_MESSAGES = f'Write messages as {{"role": ..., "content": text}} with a role of {", ".join(ROLES)}.'
@@ -203,11 +204,13 @@ def without_nulls(value: Any) -> Any:
 
 def messages_in(text: str, column: str) -> list[Any] | None:
     """The messages of which a text is the JSON text; None for any other text, such as a task that is JSON."""
-    if not TEXT_OF_MESSAGES.match(text):
+    if not LIST_OF_OBJECTS.match(text):
         return None
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
+        if not TEXT_OF_MESSAGES.match(text):
+            return None
         raise ValueError(
             f"`{column}` is {text!r:.80}, which looks like messages and is not JSON. Write a list of messages, or its "
             "JSON text (json.dumps)."
@@ -284,7 +287,7 @@ def _content(content: Any, column: str) -> tuple[str | list[str], list[str]]:
             continue
         kind = str(part.get("type") or "text") if isinstance(part, Mapping) else ""
         if kind in THOUGHT_PARTS:
-            inner = part.get(kind) or part.get("text") or ""
+            inner = part.get(kind) or part.get("text") or part.get("summary") or ""
             is_list = isinstance(inner, list)
             thoughts.append(
                 "".join(_texts_of(inner, ("text",), kind, column)) if is_list else _text(inner, kind, column)

@@ -301,9 +301,13 @@ def test_a_template_that_only_names_tools_is_used_and_said() -> None:
 def test_what_a_template_does_not_write_is_counted() -> None:
     encoder = SFTEncoder(template(FORGETS), None)
     encoder({"prompt": TWO[:3], "completion": [{**TWO[3], "toxic": False, "turn": 3}]})
-    encoder({"prompt": [USER], "completion": [{**ANSWER, "toxic": True}]})
+    encoder({"prompt": [{**USER, "name": "Al"}], "completion": [{**ANSWER, "toxic": True}]})
     assert dict(encoder.notes) == {
         "the template drops thoughts of earlier turns, as it does when the model is asked": 1,
+        "messages have `name`, which the template does not read": 1,
         "messages have `toxic`, which the template does not read": 2,
         "messages have `turn`, which the template does not read": 1,
     }
+    reads = SFTEncoder(template("{{ m['name'] }}: {{ m.content }}"), None)
+    reads({"prompt": [{**USER, "name": "Al"}], "completion": [ANSWER]})
+    assert not reads.notes

@@ -77,6 +77,26 @@ def test_a_thought_has_one_name(name: str) -> None:
     assert read({"role": "assistant", "content": "a", name: None, "reasoning_details": [{"text": "hm"}]}) == expected
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"type": "reasoning", "reasoning": "hm"},
+        {"type": "thinking", "thinking": [{"type": "text", "text": "h"}, {"type": "text", "text": "m"}]},
+    ],
+)
+def test_a_thought_in_parts_of_its_own_or_as_a_summary_is_read(part: dict[str, Any]) -> None:
+    expected = [{"role": "assistant", "content": "a", "reasoning_content": "hm"}]
+    assert read({"role": "assistant", "content": [part, {"type": "text", "text": "a"}]}) == expected
+
+
+def test_the_json_text_of_messages_is_read_whatever_name_stands_first() -> None:
+    said = [{"name": "Al", "role": "user", "content": "q"}]
+    assert read_messages(json.dumps(said), "prompt", "user") == said
+    for text in ('[{"name": "Al"}]', "[{x}] is a set?"):
+        assert read_messages(text, "prompt", "user") == [{"role": "user", "content": text}]
+
+
 def test_a_thought_may_be_a_part_of_the_content() -> None:
     parts = [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "a"}]
     assert read({"role": "assistant", "content": parts}) == [
