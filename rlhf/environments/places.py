@@ -1,4 +1,4 @@
-"""Paths of this machine in the errors that a model reads: none of its business, and other ones on the next machine."""
+"""Hides paths of this machine in the errors that a model reads: it must not learn them, and each machine has others."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+STARTED_IN = os.getcwd()  # read once: a tool may change or delete the current folder
 IN_A_PATH = r"[^\s'\"`,:;()<>\[\]{}|]"
 
 
@@ -30,14 +31,14 @@ def without_places(text: str, *, written: str) -> str:
         name = f".{path.removeprefix(found['own'])}" if found["own"] else os.path.basename(path.rstrip("/"))
         return name + found[0][len(path) :]
 
-    return _known(tempfile.gettempdir(), os.getcwd()).sub(shown, text)
+    return _known(tempfile.gettempdir()).sub(shown, text)
 
 
 @cache
-def _known(own: str, cwd: str) -> re.Pattern[str]:
+def _known(own: str) -> re.Pattern[str]:
     """Matches paths; those in the folder `own` begin with the group of this name."""
-    ours = [sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *sys.path]
-    ours += [cwd, os.path.expanduser("~"), str(Path(__file__).parents[2])]
+    ours = [sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *filter(None, sys.path)]
+    ours += [STARTED_IN, os.path.expanduser("~"), str(Path(__file__).parents[2])]
     begin, end = r"(?:(?<![\w./-])|(?<=file://))", rf"(?:/{IN_A_PATH}*|(?=\.*(?!{IN_A_PATH})))"
     known = rf"{begin}(?:(?P<own>{_any([own])})|{_any(ours)}){end}"
     return re.compile(rf'{known}|(?<=File ")/[^"\n]+(?=", line \d)')

@@ -16,7 +16,7 @@ from typing import Any
 
 MAX_CHARACTERS = 200_000  # of one attribute as JSON
 MAX_REASON = 500  # characters
-MAX_BITS = 10_000  # Python refuses to write a longer integer in decimal digits, from 4300 of these on
+MAX_BITS = 10_000  # longer integers are sent in hexadecimal: Python writes at most 4300 decimal digits
 SEQUENCES = {"@tuple": tuple, "@set": set, "@frozenset": frozenset}
 
 

@@ -14,7 +14,8 @@ class Returned(NamedTuple):
 
     Attributes:
         score: None for "not mine" or "unscorable".
-        numbers, others: the further values of a mapping, by name: numbers, which are logged, and whatever else.
+        numbers: the further values of a mapping that are numbers, by name; they are logged.
+        others: its further values that are not numbers, by name.
     """
 
     score: float | None

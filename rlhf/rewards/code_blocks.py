@@ -70,7 +70,7 @@ def program(answer: str, tests: Tests) -> str | None:
 
 
 def _main(blocks: list[Block], tests: Tests) -> Block:
-    """The last block that runs, reads an input that there is, and prints; else the last one that runs, or the last."""
+    """The last block that runs, reads the input (if there is any) and prints; else the last that runs, or the last."""
     no_input = not any(test.stdin.strip() for test in tests.programs)
     return max(
         reversed(blocks), key=lambda block: (block.runs and block.prints and (block.reads or no_input), block.runs)
@@ -78,7 +78,7 @@ def _main(blocks: list[Block], tests: Tests) -> Block:
 
 
 def imports(code: str, tests: Tests) -> str:
-    """The imports that a program lacks, of `tests.modules` and their names; none gives it what the tests call."""
+    """The imports that a program lacks, of `tests.modules` and the names in them, but for names that the tests call."""
     block = _python("python", code)
     of_name = _imports(tests.modules)
     return "\n".join(
@@ -97,7 +97,7 @@ def _imports(modules: tuple[str, ...]) -> dict[str, str]:
 
 
 def fenced(answer: str) -> Iterator[tuple[str, str]]:
-    """What stands behind the opening fence, and the content, of each block that is closed (CommonMark 0.31, 4.5).
+    """The info string and the content of each closed block (CommonMark 0.31, 4.5).
 
     A block may begin after a mark of a list or quotation and, if its tag is Python, after other words of the line.
     """

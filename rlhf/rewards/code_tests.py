@@ -81,7 +81,7 @@ class Tests(NamedTuple):
     Attributes:
         functions: names that the calls use.
         setup: the imports of the tests.
-        modules: whose names a program may use without an import.
+        modules: a program may use these, and the names in them, without an import.
     """
 
     calls: tuple[CallTest, ...] = ()

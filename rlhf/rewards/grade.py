@@ -21,7 +21,7 @@ NOT_JUDGED = "not_judged"  # a function in TRL's signature returned None: others
 FAILED = "failed"  # an exception, or a user function returned something that is not a number
 
 ANSWER_CLASSES = "answer_classes"  # the name of the job that tells which answers say the same
-WITH_EQUALITY = ("math", "gsm8k", "multiple_choice", "exact", "f1")  # parts that can tell
+WITH_EQUALITY = ("math", "gsm8k", "multiple_choice", "exact", "f1")  # parts of the reward that can compare two answers
 MAX_TEXT = 2000  # characters of an extracted answer or a detail that are sent to the driver
 STATUSES = (OK, NO_ANSWER, BAD_GOLD, TIMEOUT, DIED, UNSCORABLE, NOT_JUDGED, FAILED)
 

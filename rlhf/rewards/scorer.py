@@ -167,13 +167,13 @@ class Scorer:
         )  # fmt: skip
 
     async def _votes(self, parts: Sequence[RewardPart], columns: Sequence[Sequence[Grade]]) -> dict[str, str]:
-        """Answer -> the first that says the same, by the part that read them; none where only its spelling counts."""
+        """Answer -> the first equal answer, as the part that extracted them compares; {} if it compares no two."""
         read = [[*dict.fromkeys(grade.extracted for grade in column if grade.extracted)] for column in columns]
         part, answers = next((pair for pair in zip(parts, read, strict=True) if pair[1]), (None, []))
         if part is None or part.name not in WITH_EQUALITY or len(answers) < 2:
             return {}
         job = {"name": ANSWER_CLASSES, "part": part.name, "options": part.options, "answers": answers}
-        classes = await asyncio.wrap_future(self.pool.submit(job))  # over a limit of the pool: no group
+        classes = await asyncio.wrap_future(self.pool.submit(job))  # a job over a limit of the pool has no group
         return {answer: answers[int(one.value or 0)] for answer, one in zip(answers, classes.group, strict=False)}
 
     def try_functions(self, prompt: Prompt, responses: Sequence[str]) -> dict[str, str]:
@@ -391,7 +391,7 @@ def _known(part: RewardPart, columns: dict[str, Any], metadata: dict[str, Any], 
     """What a part gets in addition to response and answer. Smaller jobs make the pool faster."""
     thoughts = {"marks": marks, "in_thought": metadata["in_thought"]}
     if part.is_judged_outside:
-        return {"columns": columns, "metadata": metadata} | (thoughts if part.name == "rubric" else {})
+        return {"columns": columns, "metadata": metadata} | ({"marks": marks} if part.name == "rubric" else {})
     if part.name == "length":
         return {"metadata": {"response_length": metadata["response_length"]}}
     if part.name == "repetition":
