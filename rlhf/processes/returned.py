@@ -30,13 +30,13 @@ def read_returned(value: Any) -> Returned:
         TypeError, ValueError: what cannot be used, with its key; the message begins with `returned`.
     """
     if not isinstance(value, Mapping):
-        return Returned(_checked(value, type(value).__name__), {}, {})
+        return Returned(_checked(value), {}, {})
     if "score" not in value:
         raise ValueError(f"returned a mapping with {sorted(map(str, value))}, without score")
-    score = _checked(value["score"], f"score={value['score']!r}")
+    score = _checked(value["score"], "score")
     further = {_loggable(str(name)): item for name, item in value.items() if name != "score"}
     others = {name: item for name, item in further.items() if _number(item) is None}
-    numbers = {name: _checked(item, f"{name}={item!r}") for name, item in further.items() if name not in others}
+    numbers = {name: _checked(item, name) for name, item in further.items() if name not in others}
     return Returned(score, numbers, others)
 
 
@@ -45,15 +45,13 @@ def _loggable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _checked(value: Any, shown: str) -> Any:
+def _checked(value: Any, key: str = "") -> Any:
     """The value as a finite float; None stays None."""
     number = _number(value)
-    if number is None and value is not None:
-        raise TypeError(f"returned {shown[:MAX_SHOWN]}, no finite number")
-    if number is not None and not math.isfinite(number):
-        shown = str(number) if shown == type(value).__name__ else shown[:MAX_SHOWN]
-        raise ValueError(f"returned {shown}, no finite number")
-    return number
+    if value is None or (number is not None and math.isfinite(number)):
+        return number
+    shown = f"{key}={value!r}" if key else type(value).__name__ if number is None else str(number)
+    raise (TypeError if number is None else ValueError)(f"returned {shown[:MAX_SHOWN]}, no finite number")
 
 
 def _number(value: Any) -> float | None:

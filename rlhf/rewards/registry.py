@@ -276,7 +276,7 @@ def _grade_of_one(function: Callable[..., Any], result: Any) -> Grade:
         return _failed(function, str(error))
     predicted = returned.others.pop("pred", None)  # the name that verl's functions have for it
     for name in returned.others:
-        _tell_once(f"the value of {name!r} that is returned next to score is no number, and is not logged")
+        _tell_once(f"reward: {name!r}, which a function returned next to score, is not a number, and is not logged")
     status = UNSCORABLE if returned.score is None else OK
     return Grade(returned.score, status, "" if predicted is None else str(predicted), metrics=returned.numbers)
 

@@ -44,11 +44,12 @@ def test_a_value_that_is_no_number_is_told_once(capsys: pytest.CaptureFixture[st
     ("returned", "problem"),
     [
         ({"score": "42"}, "returned score='42', no finite number"),
-        ({"score": [1, 0]}, r"returned score=\[1, 0\], no finite number"),
+        ({"score": [1, 0]}, "returned score=[1, 0], no finite number"),
         ({"score": 1, "acc": float("nan")}, "returned acc=nan, no finite number"),
         ({"score": float("inf")}, "returned score=inf, no finite number"),
-        ({"reward": 1}, r"returned a mapping with \['reward'\], without score"),
+        ({"reward": 1}, "returned a mapping with ['reward'], without score"),
         ({"score": 1, "n": 10**400}, "returned a number too large for a float"),
+        ({"score": 10**5000}, "returned a number too large for a float"),
         ("1", "returned str, no finite number"),
         (float("nan"), "returned nan, no finite number"),
         ({1}, "returned set, no finite number"),
@@ -57,7 +58,7 @@ def test_a_value_that_is_no_number_is_told_once(capsys: pytest.CaptureFixture[st
 def test_what_cannot_be_a_reward_is_named_with_its_key(returned: Any, problem: str) -> None:
     grade = graded(returned)
     assert (grade.value, grade.status) == (None, "failed")
-    assert grade.detail.endswith(problem.replace("\\", ""))
+    assert grade.detail.endswith(problem)
 
 
 def given(*, prompt_is_text: bool, messages: Any = USER, **about: Any) -> dict[str, Any]:
