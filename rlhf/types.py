@@ -230,7 +230,7 @@ REWARD_ROUNDING = 1e-12
 
 
 def rewards_differ(rewards: Iterable[float]) -> bool:
-    """Whether any two rewards differ by more than rounding: REWARD_ROUNDING times the largest size, at least that of 1.
+    """Whether any two rewards differ by more than rounding: REWARD_ROUNDING times max(1, the largest |reward|).
 
     So 0.1 + 0.2 equals 0.3, and 0.1 + 0.2 - 0.3 equals 0. NaN is not allowed. One rule for advantages, filters and
     metrics; never the std, since eight rewards of 0.1 have a float32 std above 0.
@@ -395,7 +395,7 @@ class World:
     ranks_on_node: int = 1  # they share the node's memory
     deterministic: bool = False  # torch takes only algorithms that give the same bits every time
     version: int = 0  # of the run's weights when the actor starts, in completed training steps
-    deadline_s: float = 3600.0  # that a rank waits for the others in a collective; the driver's deadlines end before
+    deadline_s: float = 3600.0  # of a collective: how long a rank waits for the others
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ class FakeScorer:
     def check_gold(self, prompts: Any) -> list[Any]:
         return []
 
-    def counted_besides(self, prompts: Any) -> dict[str, int]:
+    def counters_excluding(self, prompts: Any) -> dict[str, int]:
         return {}
 
     def new_errors(self) -> list[str]:

@@ -1,14 +1,14 @@
 """Rows of supervised data -> examples: conversations with a mask of what is trained (SFT), and preference pairs.
 
-A row of SFT has `messages`, whose assistant turns are trained, or `prompt` and `completion`, each text or messages, of
-which the completion's turns are. How the tokens of a turn are found:
+A row of SFT has `messages`, or `prompt` and `completion`, each text or messages. The turns of the assistant are
+trained; with a prompt, only those of the completion. The tokens of a turn are found in one of three ways:
 
-- the template has {% generation %} tags: they say it, and the end of a turn right after them is trained too;
-- it has none: a turn is what the conversation up to it has more than its beginning with the generation prompt. Each of
-  these beginnings must be the beginning of the next, token for token, else the row is refused: the model would be
-  trained on other tokens than it is given;
-- prompt and completion are texts: as in TRL, prompt, completion and eos one after another, without a template unless
-  one is named.
+- The template has {% generation %} tags: the tokens inside them are trained, and the end of the turn right after them.
+- It has none: the conversation is written up to the turn, with the generation prompt, then with the turn. The tokens
+  that were added are trained. Each text must begin with the one before it, token for token. Else the row is refused:
+  the model would be trained on other tokens than it is given.
+- Prompt and completion are texts: prompt, completion and eos are joined, as in TRL, without a template unless one is
+  named.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def local_model_config(path: str) -> dict[str, Any] | None:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says of its text model, also where it wraps one beside encoders of images."""
+    """What a config.json says of its text model, also where it wraps one, next to encoders of images."""
     if "text_config" not in config:
         return config
     tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}  # what transformers reads

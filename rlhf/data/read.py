@@ -22,6 +22,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it at the beginning
 DEFAULT_SPLIT = {"train": "train", "eval": "test"}
 MAX_ROW_BYTES = 32 * 2**20  # of one line; a longer one is a file whose line ends were lost
 PARQUET_ROWS = 1024  # that are decoded at once
+IMAGE_COLUMNS = ("images", "image", "videos", "video")
 SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
 # Of the files of a folder, `datasets` reads those of one format.
 FORMATS = {".jsonl": "json", ".json": "json", **{s: s for s in (".parquet", ".csv", ".tsv", ".arrow")}}
@@ -30,9 +31,6 @@ FORMATS = {".jsonl": "json", ".json": "json", **{s: s for s in (".parquet", ".cs
 class Row(NamedTuple):
     number: int
     columns: dict[str, Any]
-
-
-IMAGE_COLUMNS = ("images", "image", "videos", "video")
 
 
 def left_out_text(too_long: int, longest: int, bad: Sequence[str]) -> str:
@@ -269,7 +267,7 @@ def _parse(content: bytes, where: str, *, first_line: int = 1) -> Any:
 
 
 def check_without_images(columns: dict[str, Any]) -> None:
-    """Raise a ValueError for a row with images or videos; `image` may be a text, such as the name of a container's."""
+    """Raise a ValueError for a row with images or videos; `image` may be a text: the name of a container's image."""
     for column in IMAGE_COLUMNS:
         value = columns.get(column)
         if value and not (isinstance(value, str) and not column.endswith("s")):

@@ -238,8 +238,11 @@ class Scorer:
                     bad.append(BadGold(prompt.id, prompt.answer, f"{part.name}: {reason}"))
         return bad
 
-    def counted_besides(self, prompts: Iterable[Prompt]) -> dict[str, int]:
-        """The counters without the responses to these prompts, which a resumed run grades again."""
+    def counters_excluding(self, prompts: Iterable[Prompt]) -> dict[str, int]:
+        """The counters, minus the responses to these prompts, which a resumed run grades again.
+
+        Responses to other prompts are counted for good: a later call does not subtract them.
+        """
         keys = {(prompt.epoch, prompt.id) for prompt in prompts}
         self._counted = {key: counted for key, counted in self._counted.items() if key in keys}  # forget the others
         return dict(self.counters - sum(self._counted.values(), Counter()))

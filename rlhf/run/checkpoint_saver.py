@@ -28,7 +28,8 @@ def saved_files(tokenizer: Any) -> dict[str, bytes]:
         except Exception as error:  # of any type, on a full disk too
             raise ValueError(
                 f"model.path={tokenizer.name_or_path}: its tokenizer can be loaded and not saved ({reason(error)}), "
-                "and neither a checkpoint nor an export could hold it. Correct its files, or name another model."
+                f"and neither a checkpoint nor an export could hold it. Make room in {tempfile.gettempdir()} if it "
+                "is full; else correct its files, or name another model."
             ) from None
         files = [path for path in Path(folder).rglob("*") if path.is_file()]
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

@@ -120,7 +120,7 @@ def _start_environments(run: Run[C]) -> StartedEnvironments:
 
 
 class RolloutLoop(Generic[C]):
-    """What a run with engines has besides `Run`; made by `rollout_loop`, when everything has started.
+    """The parts of a run that need engines; made by `rollout_loop`, when everything has started.
 
     Args:
         first: the first prompt, as the model gets it; the canary begins with it.
@@ -223,7 +223,7 @@ class RolloutLoop(Generic[C]):
             # a resumed run samples the waiting rollouts again
             "account": replace(account, sampled=account.sampled - buffer.waiting),
             "replacements": buffer.replacements,
-            "reward_status": self.scorer.counted_besides([ticket.prompt for ticket in outstanding]),
+            "reward_status": self.scorer.counters_excluding([ticket.prompt for ticket in outstanding]),
         }
 
     # --- a training step ---
@@ -293,7 +293,7 @@ class RolloutLoop(Generic[C]):
         lag = max(rollout.max_policy_lag, moves)
         values |= self.canary.check_rollouts(learned, temperature=rollout.temperature, max_lag=lag)
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}
-        counted = self.scorer.counted_besides([ticket.prompt for ticket in self.buffer.outstanding()])
+        counted = self.scorer.counters_excluding([ticket.prompt for ticket in self.buffer.outstanding()])
         values |= {f"reward/status/{name}": count for name, count in counted.items()}
         rows = rollout_rows(step, groups, advantages.tolist())
         in_table = sum(len(group.samples) for group in groups[:GROUPS_IN_TABLE])

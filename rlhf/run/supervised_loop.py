@@ -40,7 +40,7 @@ async def supervised_loop(run: Run[Any], data: TrainEval) -> AsyncIterator[Super
 
 
 class SupervisedLoop:
-    """What such a run has besides `Run`; made by `supervised_loop`."""
+    """The parts of a run that trains on examples: its data, steps and evaluation; made by `supervised_loop`."""
 
     def __init__(self, run: Run[SupervisedConfig], data: TrainEval) -> None:
         self._run, self._data = run, data

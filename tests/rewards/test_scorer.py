@@ -227,6 +227,6 @@ def test_what_a_resumed_run_grades_again_is_not_counted_in_its_checkpoint() -> N
         for asked, texts in ((trained, [r"\boxed{5}", r"\boxed{6}"]), (waiting, [r"\boxed{7}"])):
             asyncio.run(own.score_group(asked, [rollout_of(range(9)) for _ in texts], texts))
         assert own.counters == {"math/ok": 3}
-        assert own.counted_besides([waiting]) == {"math/ok": 2}
-        assert own.counted_besides([]) == {"math/ok": 3}  # it has been trained on
-        assert own.counted_besides([waiting]) == {"math/ok": 3}
+        assert own.counters_excluding([waiting]) == {"math/ok": 2}
+        assert own.counters_excluding([]) == {"math/ok": 3}  # it has been trained on
+        assert own.counters_excluding([waiting]) == {"math/ok": 3}
