@@ -246,17 +246,21 @@ def needed_tokens(folder: Path, template: str) -> dict[str, int]:
 
 def added_tokens(folder: Path) -> dict[str, int]:
     """Content and id of each token that was added to the vocabulary, special or not, from the tokenizer's files."""
-    decoder = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    added = {token["content"]: int(number) for number, token in decoder.items()}
-    added |= read_json(folder / "added_tokens.json")
+    settings, added = read_json(folder / "tokenizer_config.json"), read_json(folder / "added_tokens.json")
     file = folder / "tokenizer.json"
     try:
+        decoder = settings.get("added_tokens_decoder") or {}
+        added = {token["content"]: int(number) for number, token in decoder.items()} | added
         text = file.read_text() if file.is_file() else ""
         if (at := text.find('"added_tokens"')) >= 0:  # the rest of the file takes longer to parse
             tokens, _ = json.JSONDecoder().raw_decode(text, text.index("[", at))
             added |= {token["content"]: token["id"] for token in tokens}
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not JSON ({error}). Download or save the tokenizer again.") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{folder}: the added tokens of its tokenizer cannot be read ({error!r}). Download or save it again."
+        ) from None
     return added
 
 

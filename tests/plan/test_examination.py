@@ -219,6 +219,13 @@ def test_a_reward_model_needs_its_head_although_a_critic_of_the_same_path_does_n
     assert problem.startswith(f"reward_model.path={model}: it has no head score.weight")
 
 
+@pytest.mark.parametrize("token", ["<a>", {"special": True}, None])
+def test_added_tokens_that_cannot_be_read_are_refused(model: Path, token: Any) -> None:
+    change_json(model, "tokenizer_config.json", added_tokens_decoder={"5": token})
+    with pytest.raises(ValueError, match="added tokens of its tokenizer cannot be read"):
+        check_files(RunModel("model.path", str(model), template="model"))
+
+
 EMBEDDING = "model.embed_tokens.weight"
 
 
