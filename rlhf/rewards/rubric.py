@@ -39,7 +39,7 @@ FIRST_WAIT_S = 0.5
 SCORES, SCORE = (re.compile(rf"""["']{key}["']\s*:\s*""", re.IGNORECASE) for key in ("scores", "score"))
 BEGINS_AS_JSON = ("{", "[", "`")  # so a mark of a thought that stands there is quoted
 TRAILING_COMMA = re.compile(r",(?=\s*[\]}])")
-WRITTEN_SCORE = re.compile(r"\s*(\d+\.?\d*)\s*(?:/\s*(\d+\.?\d*)|(%))?\s*", re.ASCII)
+WRITTEN_SCORE = re.compile(r"\s*+(\d++(?:\.\d*+)?)\s*+(?:/\s*+(\d++(?:\.\d*+)?)|(%))?\s*+", re.ASCII)
 FINAL = (400, 401, 403, 404, 405, 413, 422)  # HTTP statuses that another try does not change
 
 
