@@ -267,7 +267,10 @@ def _text(value: Any, name: str, column: str) -> str:
 def _texts_of(parts: Any, names: tuple[str, ...], name: str, column: str) -> list[str]:
     """The text of each part of a thought, under the first of these names that it has; "" where it has none."""
     if not isinstance(parts, list | tuple) or not all(isinstance(part, Mapping) for part in parts):
-        raise ValueError(f"`{column}` holds a message whose {name} is {parts!r:.80}, not a list of parts with text.")
+        raise ValueError(
+            f"`{column}` holds a message whose {name} is {parts!r:.80}, not a list of parts with text. Write the "
+            "thought as text, in `reasoning_content`."
+        )
     return [_text(next((part[key] for key in names if part.get(key)), ""), name, column) for part in parts]
 
 
