@@ -95,7 +95,7 @@ REWRITES: list[tuple[re.Pattern[str], Replacement]] = [
         (FRACTION_FONT.pattern, r"\\frac"),
         (rf"\\(?:operatorname\*?|(?:text|mathrm)(?=\{{[a-z\s]*\}}\())\s*\{{\s*({'|'.join(sorted(FUNCTIONS))})\s*\}}",
          r"\\\1 "),
-        (r"\\(?:mathrm|operatorname|rm)\*?\s*\{\s*([A-Za-z]|[-\d.,\s]+)\s*\}", r" \1 "),
+        (r"\\(?:mathrm|operatorname|rm)\*?\s*\{(?!\})\s*+([A-Za-z]|[-\d.,\s]*+)\s*+\}", r" \1 "),
         (r"\\(?:mathrm|operatorname|rm)\*?\s*\{([^{}]*)\}", r"\\text{\1}"),
         (r"\\([ij])math(?![a-z])", r"\1"),
         # rare notation
@@ -119,7 +119,7 @@ REWRITES: list[tuple[re.Pattern[str], Replacement]] = [
         (r"(?i)\\?%|\\text\s*\{\s*(?:percent(?:age)?|pct)\s*\}|(?<![\\a-zA-Z])(?:percent(?:age)?|pct)(?![a-zA-Z])",
          r" \\pct "),
         (rf"{CIRCLE}|\\text\s*\{{\s*deg(?:rees?)?\s*\}}|(?<![\\a-zA-Z])deg(?:rees?)?(?![a-zA-Z])", r" \\degree "),
-        (r"\\text\s*\{\s*((?:[A-Za-z]\s*=)?(?:[-+\d.,:/\s()=<>]|\\pct|\\degree)*)\}", r" \1 "),
+        (r"\\text\s*\{\s*+((?:[A-Za-z]\s*=)?(?:[-+\d.,:/\s()=<>]|\\pct|\\degree)*)\}", r" \1 "),
         (r"\\dot\s*\{?(\d)\}?(\d{0,58})\\dot\s*\{?(\d)\}?", r"\\overline{\1\2\3}"),
         (r"(?<![\d.])(\d{0,60})\.(\d{0,60})(?:\\(?:overline|bar|dot)\s*(?:\{(\d{1,60})\}|(\d))|\((\d{1,60})\))",
          _repeating),
