@@ -12,11 +12,13 @@ arXiv:1909.08593, sec. 2.1, normalizes on responses of the start policy instead:
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from rlhf.config import cli
+from rlhf.config.printing import say
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.plan.report import printed
 from rlhf.plan.start_checks import run_problems
@@ -60,8 +62,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     from rlhf.run.restarts import train_with_restarts
 
     config = with_date(config)
-    encoder = pair_encoder(load_tokenizer(config.model), config.data.template, config.data.clock)
+    notes = Counter[str]()
+    encoder = pair_encoder(load_tokenizer(config.model), config.data.template, config.data.clock, notes=notes)
     data = read_examples(config.data, encoder, vocab_size=embedding_rows(config.model.path))
+    for note, sides in notes.items():
+        say(f"warning: data: in {sides} sides of pairs {note}.", file=sys.stderr)
     train_with_restarts(config.with_steps(data.train.rows), arguments, partial(train, data=data))
 
 

@@ -87,14 +87,24 @@ class MaskedTokens(NamedTuple):
 Encode = Callable[[dict[str, Any]], Sequence[MaskedTokens]]  # columns of a row -> the sequences of its example
 
 
-def pair_encoder(tokenizer: Any, template: TemplateName, arguments: Mapping[str, Any] | None = None) -> Encode:
-    """columns of a row -> the chosen and the rejected conversation; raises as `SFTEncoder` does."""
+def pair_encoder(
+    tokenizer: Any,
+    template: TemplateName,
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    notes: Counter[str] | None = None,
+) -> Encode:
+    """columns of a row -> the chosen and the rejected conversation; raises as `SFTEncoder` does.
+
+    Args:
+        notes: counts what of the sides the template does not write.
+    """
     check_has_template(template, tokenizer, KEY)
 
     def encode(columns: dict[str, Any]) -> list[MaskedTokens]:
         sides = pair_conversations(columns)
         how: dict[str, Any] = {"template": template, "key": KEY, "trained": True, "tools": read_tools(columns)}
-        how["arguments"] = read_arguments(columns, arguments or {})
+        how |= {"arguments": read_arguments(columns, arguments or {}), "notes": notes}
         ids = [conversation_ids(side, tokenizer, **how) for side in sides]
         if not all(map(len, ids)):
             raise ValueError("one of its sides has no token. Correct or remove the row.")

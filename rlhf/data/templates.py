@@ -291,6 +291,7 @@ def conversation_ids(
     arguments: Mapping[str, Any] | None = None,
     tools: Any = None,
     trained: bool = False,
+    notes: Counter[str] | None = None,
 ) -> np.ndarray:
     """Token ids [L] int32 of a prompt and its response (the last message), as a reward model reads them.
 
@@ -300,12 +301,14 @@ def conversation_ids(
         key: of the template in the config, for the errors that `whole_text` raises.
         arguments: given to a chat template.
         trained: the response is a row's, and must be written whole; else the model has sampled it.
+        notes: counts what the template does not write.
     """
+    how: dict[str, Any] = {"tools": tools, "notes": notes}
     if template in PLAIN:
         *prompt, response = messages
-        text = render(prompt, template, tokenizer, tools=tools) + response["content"]
+        text = render(prompt, template, tokenizer, **how) + response["content"]
     else:
-        how: dict[str, Any] = {"strict": [len(messages) - 1] if trained else [], "checked": trained, "tools": tools}
+        how |= {"strict": [len(messages) - 1] if trained else [], "checked": trained}
         text = whole_text(messages, template, tokenizer, key, add_generation_prompt=False, **how, **(arguments or {}))
     return tokenize([text], template, tokenizer)[0]
 

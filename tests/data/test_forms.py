@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from byte_tokenizer import byte_tokenizer
 
-from rlhf.data.conversations import SFTEncoder
+from rlhf.data.conversations import SFTEncoder, pair_encoder
 from rlhf.data.forms import Conversation
 from rlhf.data.messages import read_messages
 from rlhf.data.templates import render
@@ -289,6 +290,16 @@ def test_turns_that_are_not_to_be_trained_and_unclear_thoughts_are_refused() -> 
             trained(tokenizer, USER, {"role": "assistant", "content": content})
     quoted = {"role": "assistant", "content": "<think>a</think>It ends with `</think>`."}
     assert "<think>a</think>It ends with `</think>`." in trained(tokenizer, USER, quoted)
+
+
+def test_what_a_template_does_not_write_of_pairs_is_counted_by_side() -> None:
+    notes = Counter[str]()
+    encode = pair_encoder(template(FORGETS), "model", notes=notes)
+    encode({"prompt": TWO[:3], "chosen": [TWO[3]], "rejected": [{**TWO[3], "content": "no", "toxic": True}]})
+    assert dict(notes) == {
+        "the template drops thoughts of earlier turns, as it does when the model is asked": 2,
+        "messages have `toxic`, which the template does not read": 1,
+    }
 
 
 def test_a_template_that_only_names_tools_is_used_and_said() -> None:
