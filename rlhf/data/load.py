@@ -164,13 +164,13 @@ def _make_prompts(
 ) -> list[Prompt]:
     """The prompts of the rows that can be used. Raises ValueError: one cannot, and is not left out; or none can."""
     usable = _usable_rows(config, source, rows, acts=acts)
-    rendered, texts, notes = [], [], source.notes
+    rendered, texts, notes, arguments = [], [], source.notes, config.template_arguments
     for each in usable:
         row, messages, *_ = each
         how: dict[str, Any] = {"tools": read_tools(row.columns), "notes": notes}
         with source.leave_out(row):
-            how["arguments"] = read_arguments(row.columns, config.template_arguments)
-            if acts and how["arguments"] != config.template_arguments:
+            how["arguments"] = read_arguments(row.columns, arguments)
+            if acts and how["arguments"] != arguments:
                 raise ValueError(
                     "`chat_template_kwargs`: the later turns of an environment would be written without them. Remove "
                     "the column, and set data.chat_template_kwargs."

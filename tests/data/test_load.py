@@ -78,9 +78,11 @@ def test_a_prompt_has_arguments_of_its_own_for_the_template(folder: Path, tokeni
     styled.chat_template = "{{ style }}" + tokenizer.chat_template
     row = {"prompt": "Sum?", "answer": "3", "chat_template_kwargs": {"style": "calm"}}
     assert prompts(styled, row, template="model") == ["calmuser: Sum?<end>"]
-    config = DataConfig.model_validate({"train": "train.jsonl"})
+    config = DataConfig.model_validate({"train": "train.jsonl", "date": "2026-01-02"})
     with pytest.raises(ValueError, match="`chat_template_kwargs`: the later turns of an environment"):
         load_prompts(config, "train", styled, acts=True)
+    write_jsonl(folder / "train.jsonl", [{"prompt": "Sum?", "answer": "3"}])
+    assert len(load_prompts(config, "train", styled, acts=True).prompts["train"]) == 1
 
 
 def answers(loaded: LoadedPrompts, source: str = "train") -> list[str]:
