@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import json
 import time
 from pathlib import Path
@@ -78,7 +79,7 @@ def test_a_prompt_has_arguments_of_its_own_for_the_template(folder: Path, tokeni
     styled.chat_template = "{{ style }}" + tokenizer.chat_template
     row = {"prompt": "Sum?", "answer": "3", "chat_template_kwargs": {"style": "calm"}}
     assert prompts(styled, row, template="model") == ["calmuser: Sum?<end>"]
-    config = DataConfig.model_validate({"train": "train.jsonl", "date": "2026-01-02"})
+    config = DataConfig.model_validate({"train": "train.jsonl", "date": datetime.date(2026, 1, 2)})
     with pytest.raises(ValueError, match="`chat_template_kwargs`: the later turns of an environment"):
         load_prompts(config, "train", styled, acts=True)
     write_jsonl(folder / "train.jsonl", [{"prompt": "Sum?", "answer": "3"}])
