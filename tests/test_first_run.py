@@ -72,7 +72,7 @@ def test_the_configs_of_the_page_about_data_are_valid(block: str) -> None:
 def test_the_page_about_data_names_the_columns_templates_and_formats_that_there_are() -> None:
     for key, columns in USUAL_COLUMNS.items():
         (line,) = [line for line in DATA.splitlines() if line.startswith(f"| `{key}`")]
-        assert re.findall(r"`(\w+)`", line)[1:] == list(columns)
+        assert re.findall(r"`([\w.]+)`", line)[1:] == list(columns)
     rows = {name for name in re.findall(r"^\| `([\w-]+)` \|", DATA, flags=re.MULTILINE)}
     assert {"model", "qa", "raw", *CHAT_TEMPLATES} <= rows
     assert {"auto", "gsm8k", "boxed", "text", "none"} <= rows

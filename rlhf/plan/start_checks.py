@@ -13,7 +13,7 @@ from typing import Literal
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.data.read import check_source, config_sources
-from rlhf.plan.examination import examine, gather
+from rlhf.plan.examination import examine, gather, model_problems
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes, trained_parameters
 from rlhf.plan.model_shape import shape_at
 from rlhf.plan.resources import check_resources, joins_a_cluster, local_resources
@@ -28,29 +28,36 @@ SHARED_MEMORY_MIB = 256
 
 
 def start_problems(config: GRPOConfig) -> list[str]:
-    """Reasons to refuse a training run with rollouts: those of any run, and the user's rewards and environments."""
-    own = own_function_problems(config)
-    return run_problems(config) + own + reward_problems(config) + environment_problems(config)
+    """Reasons to refuse a training run with rollouts: those of any run, and the user's rewards and environments.
+
+    Mistakes in these are told without the seconds that the classes of the models take.
+    """
+    own = own_function_problems(config) + reward_problems(config) + environment_problems(config)
+    return run_problems(config, with_classes=not own) + own
 
 
-def run_problems(config: TrainingProgramConfig) -> list[str]:
+def run_problems(config: TrainingProgramConfig, *, with_classes: bool = True) -> list[str]:
     """Reasons to refuse a training run: data, models, run folder and its disk, CPUs and GPUs."""
-    return [*input_problems(config), *run_folder_problems(config), *_machine_problems(config)]
+    inputs = input_problems(config, with_classes=with_classes)
+    return [*inputs, *run_folder_problems(config), *_machine_problems(config)]
 
 
 def evaluation_problems(config: GRPOConfig) -> list[str]:
     """Reasons to refuse an evaluation, which starts only engines."""
     machine = _machine_problems(config, trains=False)
-    rewards = reward_problems(config, trains=False)
-    return input_problems(config, trains=False) + machine + rewards + environment_problems(config)
+    own = reward_problems(config, trains=False) + environment_problems(config)
+    return input_problems(config, trains=False, with_classes=not own) + machine + own
 
 
-def input_problems(config: TrainingProgramConfig, *, trains: bool = True, with_data: bool = True) -> list[str]:
-    """Data and models that are missing, or that do not fit the config."""
+def input_problems(
+    config: TrainingProgramConfig, *, trains: bool = True, with_data: bool = True, with_classes: bool = True
+) -> list[str]:
+    """Data and models that are missing, or that do not fit the config; `with_classes`: by the models' classes too."""
     kinds = (("eval", "train") if trains else ("eval",)) if with_data else ()
     sources = {key: source for which in kinds for key, source in config_sources(config.data, which).items()}
     problems = gather(*(partial(check_source, source, key) for key, source in sources.items()))
-    return problems + examine(config, trains=trains)
+    examined = examine if with_classes else model_problems
+    return problems + examined(config, trains=trains)
 
 
 # --- run folder ---
