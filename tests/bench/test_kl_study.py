@@ -268,6 +268,7 @@ def train_kl_runs(world: World, data: Path, runs: list[Run]) -> list[list[report
         trainer.close()
 
 
+@pytest.mark.faults
 @pytest.mark.stack
 def test_a_run_of_the_scan_does_not_depend_on_the_runs_before_it_and_with_a_lag_older_weights_sample(
     tiny_model_dir: Path,

@@ -222,6 +222,7 @@ def test_the_pictures_are_drawn_with_their_results(tmp_path: Path) -> None:
 # --- runs ---
 
 
+@pytest.mark.faults
 @pytest.mark.stack
 def test_runs_of_one_and_of_two_learners_and_of_slow_groups_are_made_once_and_read_again(
     tiny_model_dir: Path, tmp_path: Path

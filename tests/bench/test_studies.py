@@ -311,6 +311,7 @@ def test_a_count_without_epochs_and_minibatches_ends_a_linear_schedule_early_and
     assert wrong[-1] == (0.0 if name == "linear" else pytest.approx(0.82 * schedule.PEAK, rel=0.01))
 
 
+@pytest.mark.faults
 @pytest.mark.stack
 def test_two_processes_leave_our_rate_as_intended_and_take_accelerates_through_its_schedule_twice_as_fast() -> None:
     run = schedule.Run("linear", epochs=2, minibatches=2, steps=5)
@@ -393,6 +394,7 @@ def train_ppo_runs(world: World, data: Path, runs: list[ppo_adam.Run]) -> list[l
         trainer.close()
 
 
+@pytest.mark.faults
 @pytest.mark.stack
 def test_a_ppo_run_of_the_study_begins_from_the_same_policy_and_critic_whatever_ran_before(
     tiny_model_dir: Path,

@@ -55,7 +55,10 @@ json.dump(reward, open(os.environ["RLHF_REWARD"], "w"))
 """
 
 
-@pytest.mark.parametrize(("algorithm", "doors"), [("grpo", ("coroutine", "program")), ("ppo", ("coroutine",))])
+@pytest.mark.parametrize(
+    ("algorithm", "doors"),
+    [("grpo", ("coroutine", "program")), pytest.param("ppo", ("coroutine",), marks=pytest.mark.faults)],
+)
 def test_log_probs_of_engine_and_learner_agree_over_turns_and_branches(
     tmp_path: Path, algorithm: str, doors: tuple[str, ...]
 ) -> None:
