@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from rlhf.config.base import Section
 from rlhf.config.describe import Key, describe_keys
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.load import NAMES_ELSEWHERE, flat_keys, load_config
+from rlhf.config.load import flat_keys, load_config, named_here
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.printing import say
 from rlhf.config.program import TrainingProgramConfig
@@ -173,9 +173,10 @@ def _remedy(argument: str, schema: type[Section]) -> str:
     """How to write what an unknown flag may mean."""
     name, _, value = argument.lstrip("-").partition("=")
     name = name.replace("-", "_")
-    elsewhere = NAMES_ELSEWHERE.get(name)
-    keys = [key.name for key in describe_keys(schema) if f".{key.name}".endswith(f".{name}") and "[]" not in key.name]
-    meant = " or ".join(f"{key}={value or 'VALUE'}" for key in ([elsewhere] if elsewhere else keys))
+    names = [key.name for key in describe_keys(schema)]
+    elsewhere = named_here(name, names).split(" and ")
+    keys = [key for key in names if f".{key}".endswith(f".{name}") and "[]" not in key]
+    meant = " or ".join(f"{key}={value or 'VALUE'}" for key in (elsewhere if any(elsewhere) else keys))
     if not meant:
         return "Flags and keys are listed by --help; keys are written without dashes, as section.key=value."
     return f"Write it without dashes, as a key: {meant}."

@@ -9,6 +9,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from rlhf.config import load
+from rlhf.config.describe import describe_keys
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config, resolved_yaml
 from rlhf.config.ppo import PPOConfig
@@ -118,6 +120,12 @@ def test_a_value_may_refer_to_another_key(base: str) -> None:
 # --- what is refused ---
 
 
+def test_each_key_that_a_name_of_trl_or_verl_leads_to_is_one_of_a_program() -> None:
+    keys = {key.name for schema in (PPOConfig, SFTConfig, RewardTrainingConfig) for key in describe_keys(schema)}
+    lost = [name for name, ours in load._OURS.items() if load.named_here(name, keys) not in ours.split(" or ")]
+    assert lost == []
+
+
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
@@ -127,6 +135,17 @@ def test_a_value_may_refer_to_another_key(base: str) -> None:
         ("run.stepss=3", ["run.stepss=3: there is no such key", "run.steps?"]),
         ("learner.learning_rate=1", ["learner.learning_rate=1: there is no such key", "learner.optimizer.lr "]),
         ("learner.lr=1", ["learner.lr=1: there is no such key", "learner.optimizer.lr?"]),
+        ("data.train_files=x", ["data.train_files=x: there is no such key. It is data.train here."]),
+        (
+            "actor_rollout_ref={actor: {optim: {lr: 1e-5}}, rollout: {n: 8, temperature: 1, mode: async}}",
+            [
+                "actor_rollout_ref.actor.optim.lr=1e-05: there is no such key. It is learner.optimizer.lr here.",
+                "actor_rollout_ref.rollout.n=8: there is no such key. It is rollout.samples_per_prompt here.",
+                "It is rollout.temperature here.",
+                "actor_rollout_ref.rollout.mode: nothing here corresponds to it.",
+            ],
+        ),
+        ("+trainer.total_epochs=3", ["+trainer.total_epochs=3: ", "It is run.steps here."]),
         ("rnu.steps=3", ["there is no such key", "run?"]),
         ("data.trian=x", ["data.trian=x: there is no such key", "data.train?"]),
         ("data.promt_column=x", ["data.promt_column=x: there is no such key", "data.prompt_column?"]),
