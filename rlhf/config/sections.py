@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from rlhf.config.base import FilePath, Fraction, NonNegative, NonNegativeInt, OwnOr, Section, key
+from rlhf.config.cards import CardName
 from rlhf.config.library_options import check_deepspeed_options, check_engine_options
 from rlhf.config.parsers import check_tool_parser
 from rlhf.config.teacher import TeacherConfig
@@ -414,6 +415,12 @@ class LearnersConfig(Section):
     threads_per_learner: PositiveInt | None = key(
         None, "threads of a learner on CPU, and of an optimizer in host memory; null: cores of its node / learners"
     )
+    gpus_per_node: PositiveInt = key(8, "for --plan, which takes this machine's if it is not set; a run asks Ray")
+    gpu: CardName | None = key(None, "card that --plan assumes, such as H100; null: this machine's, or by its memory")
+    gpu_memory_gib: PositiveFloat = key(79.0, "memory of a GPU, GiB, for --plan; if not set, the card's")
+    peak_tflops: PositiveFloat | None = key(
+        None, "bf16 TFLOP/s of a learner's GPU, for --plan and learner/mfu; null: by its name"
+    )
     ray_address: str | None = key(None, "address of a running Ray cluster; null starts one here")
     cpus_per_learner: PositiveFloat = key(0.5, "CPU cores reserved for each learner")
     start_deadline_s: PositiveFloat = key(900.0, "seconds that start-up may take before the run fails")
@@ -426,9 +433,6 @@ class ClusterConfig(LearnersConfig):
     min_engines: PositiveInt = key(1, "sampling waits while fewer engines run; lost ones are replaced meanwhile")
     placement: Literal["separate", "colocated"] = key("separate", "engines and learners on different or the same GPUs")
     offload_while_sampling: bool = key(True, "colocated: optimizer and reference leave the GPU while engines are awake")
-    gpus_per_node: PositiveInt = key(8, "for --plan, which takes this machine's if it is not set; a run asks Ray")
-    gpu_memory_gib: PositiveFloat = key(79.0, "memory of a GPU, GiB, for --plan; if not set, this machine's")
-    peak_tflops: PositiveFloat | None = key(None, "bf16 TFLOP/s of a learner's GPU, for learner/mfu; null: by its name")
     cpus_per_engine: PositiveFloat = key(0.5, "CPU cores reserved for each engine")
 
 

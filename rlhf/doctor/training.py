@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import psutil
 
+from rlhf.config.cards import peak_tflops
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.library_options import changes_numbers
 from rlhf.doctor.examination import Finding, NotCheckedError, Patient, slowest_of
@@ -26,7 +27,6 @@ from rlhf.plan.resources import counted
 from rlhf.plan.start_checks import existing_folder, run_folder_problems
 from rlhf.rollout.requests import SamplingSettings
 from rlhf.rollout.sampler import to_rollout
-from rlhf.run.speed import peak_tflops
 from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.minibatches import plan_epochs
 from rlhf.types import (

@@ -117,8 +117,7 @@ def expected_time(config: GRPOConfig, shape: ModelShape | None) -> list[tuple[st
     learners = f"({counted(cluster.learners, 'learner')} x {_rate(time.learner_speed)})"
     assumed = [name for name in ("engine", "learner") if getattr(plan, f"{name}_tokens_per_second") is None]
     keys = " and ".join(f"plan.{name}_tokens_per_second" for name in assumed)
-    share = f"{speed.relative_speed(config):.2g} x " if config.cluster.peak_tflops else ""
-    source = f"an account, at best, of {share}an H100; to use measured ones set {keys}"
+    source = f"an account, at best, of {speed.described_card(config)}; to use measured ones set {keys}"
     forward = f"{counted(passes, 'pass')}, each 1/{round(1 / FORWARD_SHARE)} of an epoch"
     how = "sampling at the same time as the rest" if time.overlaps else "one after the other"
     last = f" + {time.tail:,.1f} s of the longest response alone" if time.tail else ""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from rlhf.config.cards import CARDS, card_at
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import Role
@@ -106,19 +107,24 @@ def _read(nvml: Any, visible: str) -> Gpu:
 def with_gpus_here(config: GRPOConfig) -> tuple[GRPOConfig, str]:
     """The config, with this machine's GPUs for the keys that it does not set; and a text: their memory and its source.
 
-    A run that joins a Ray cluster may use other machines: then nothing is read.
+    Nothing is read for a run that joins a Ray cluster, and may use other machines, nor where cluster.gpu names a card
+    that is not here.
     """
     cluster, gpus = config.cluster, [] if joins_a_cluster(config) else gpus_here()
-    least = min((gpu.memory_gib for gpu in gpus), default=0.0)
-    if "gpu_memory_gib" in cluster.model_fields_set:
+    given, here = cluster.model_fields_set, {card_at(gpu.name) for gpu in gpus}
+    values: dict[str, Any] = {}
+    least, source = min((gpu.memory_gib for gpu in gpus), default=0.0), "read here"
+    if cluster.gpu is not None and here != {cluster.gpu}:
+        gpus, least, source = [], CARDS[cluster.gpu].memory_gib, f"of cluster.gpu={cluster.gpu}"
+    if "gpu_memory_gib" in given:
         told = f"{cluster.gpu_memory_gib:g} GiB, from cluster.gpu_memory_gib"
-    elif gpus:
-        told = f"{least:.1f} GiB, read here"
+    elif least:
+        values["gpu_memory_gib"], told = round(least, 1), f"{least:.1f} GiB, {source}"
     else:
-        told = f"{cluster.gpu_memory_gib:g} GiB, assumed: no GPU is read here; set cluster.gpu_memory_gib"
-    if not gpus:
-        return config, told
-    here = {"gpu_memory_gib": round(least, 1), "gpus_per_node": len(gpus)}
-    update = {name: value for name, value in here.items() if name not in cluster.model_fields_set}
-    names = ", ".join(f"{count} x {gpu.name}, {gpu.memory_gib:.1f} GiB" for gpu, count in Counter(gpus).items())
-    return config.model_copy(update={"cluster": cluster.model_copy(update=update)}), f"{told}; this machine: {names}"
+        told = f"{cluster.gpu_memory_gib:g} GiB, assumed: no GPU is read here; set cluster.gpu or gpu_memory_gib"
+    if gpus:
+        names = ", ".join(f"{count} x {gpu.name}, {gpu.memory_gib:.1f} GiB" for gpu, count in Counter(gpus).items())
+        told = f"{told}; this machine: {names}"
+        values |= {} if "gpus_per_node" in given else {"gpus_per_node": len(gpus)}
+        values |= {"gpu": min(here - {None}, key=lambda name: CARDS[name].tflops)} if here - {None} else {}
+    return config.model_copy(update={"cluster": cluster.model_copy(update=values)}), told

@@ -1,4 +1,6 @@
-"""An account of a training step on GPUs: what each part takes at rates of an H100. Estimates, no measurements.
+"""An account of a training step on GPUs: what each part takes at the rates of a card. Estimates, no measurements.
+
+The rates are those that kernels reach on an H100, scaled to another card by the data sheets (`config/cards.py`).
 
 Products, attention and passes over memory of an update are counted as `benchmarks/roofline.py` counts them, by formula
 in place of running the model, so that a plan needs no torch. A decoding step reads weights and KV cache once. What
@@ -10,7 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhf.config.cards import CARDS, Card, card_with
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import Role, Training
 from rlhf.plan.memory import (
     BYTES,
@@ -23,8 +27,7 @@ from rlhf.plan.memory import (
 from rlhf.plan.model_shape import ModelShape, shape_at
 from rlhf.plan.resources import counted, local_resources
 
-PEAK_TFLOPS = 989.0  # bf16, by the data sheet of an H100; other GPUs compute as much slower or faster as theirs is
-GEMM = 680e12  # FLOP/s that large products reach there
+GEMM = 680e12  # FLOP/s that large products reach on an H100, of 989
 FLASH = {"forward": 380e12, "backward": 320e12}  # FLOP/s of flash attention 2
 BANDWIDTH = 2.8e12  # bytes/s that kernels reach, of 3.35
 # Bytes that elementwise kernels move, as a multiple of what a layer keeps for its backward pass: with activations kept,
@@ -34,9 +37,11 @@ RECOMPUTED = 0.71  # of a layer's forward products under full checkpointing: the
 HEAD_PASSES = 7 * 4  # bytes per logit: its tile is written, read and read again in forward and backward
 SAMPLER_PASSES = 6 * 4  # the same of a sampled token's logits
 DECODE_FLOOR_S, DECODE_SEQUENCE_S = 4e-3, 1e-5  # assumed: scheduler and launches of a decoding step, and per sequence
-ALL_REDUCE_FLOOR_S = 15e-6  # assumed: one all-reduce between the GPUs of an engine, two per layer
-# Assumed, bytes/s of a GPU: NVLink within a node, a network card of 400 Gbit/s per GPU, page-locked host memory.
+ALL_REDUCE_FLOOR_S = 15e-6  # assumed: the least of an all-reduce between the GPUs of an engine, two per layer
+# Assumed, bytes/s of a GPU: NVLink of an H100 within a node, a network card of 400 Gbit/s per GPU, page-locked host
+# memory.
 NVLINK, NETWORK, PCIE = 300e9, 40e9, 25e9
+H100 = CARDS["H100"]
 FORWARD_SHARE = 1 / 3  # of forward and backward together: a backward pass costs two forward passes
 # Seconds per parameter of clipping, torch's fused AdamW and the copy to bfloat16 in host memory, one thread; 1.7 to 3.8
 # nanoseconds were measured on three processors.
@@ -60,9 +65,25 @@ class Lengths:
         return self.prompt + self.response
 
 
-def relative_speed(config: GRPOConfig) -> float:
-    """Of the configured GPU, over an H100."""
-    return (config.cluster.peak_tflops or PEAK_TFLOPS) / PEAK_TFLOPS
+def card_name(config: TrainingProgramConfig) -> str:
+    """The card of `cluster.gpu`, or the usual one with that memory."""
+    return config.cluster.gpu or card_with(config.cluster.gpu_memory_gib)
+
+
+def relative(config: TrainingProgramConfig) -> Card:
+    """The rates of the configured card, each over that of an H100."""
+    ratios = [of_card / of_h100 for of_card, of_h100 in zip(CARDS[card_name(config)], H100, strict=True)]
+    peak = config.cluster.peak_tflops
+    return Card(*ratios) if peak is None else Card(*ratios)._replace(tflops=peak / H100.tflops)
+
+
+def described_card(config: TrainingProgramConfig) -> str:
+    """The card whose rates are used, its data sheet, and why this one."""
+    cluster, name = config.cluster, card_name(config)
+    card = CARDS[name]
+    tflops = f"{card.tflops:g} TFLOP/s" if cluster.peak_tflops is None else f"{cluster.peak_tflops:g} TFLOP/s as set"
+    why = "" if cluster.gpu else f"; assumed from its {cluster.gpu_memory_gib:g} GiB: set cluster.gpu"
+    return f"one {name} by its data sheet, not measured ({tflops}, {card.bandwidth:,.0f} GB/s{why})"
 
 
 def compute_s(shape: ModelShape, config: GRPOConfig) -> float:
@@ -75,8 +96,10 @@ def compute_s(shape: ModelShape, config: GRPOConfig) -> float:
     attention = pairs * ((1 + again) / FLASH["forward"] + 2.5 / FLASH["backward"])
     kept = shape.layers * layer_activation_bytes(shape, b=BYTES[config.model.dtype])
     logits = lengths.response / lengths.sequence * shape.vocabulary
-    head = logits * (shape.hidden * (6 if frozen else 8) / GEMM + HEAD_PASSES / BANDWIDTH)
-    return (products / GEMM + attention + passes * kept / BANDWIDTH + head) / relative_speed(config)
+    products += logits * shape.hidden * (6 if frozen else 8)
+    moved = passes * kept + logits * HEAD_PASSES
+    rates = relative(config)
+    return (products / GEMM + attention) / rates.tflops + moved / BANDWIDTH / rates.bandwidth
 
 
 def decode_tokens_per_second(shape: ModelShape, config: GRPOConfig) -> float:
@@ -84,13 +107,14 @@ def decode_tokens_per_second(shape: ModelShape, config: GRPOConfig) -> float:
     step, batch = _decode_step_s(shape, config)
     lengths = Lengths.of(config)
     prefill = 2 * shape.active_parameters * lengths.prompt / config.rollout.samples_per_prompt
-    prefill /= GEMM * config.cluster.tensor_parallel * relative_speed(config)
+    prefill /= GEMM * config.cluster.tensor_parallel * relative(config).tflops
     return lengths.response / (lengths.response * step / batch + prefill)
 
 
 def _decode_step_s(shape: ModelShape, config: GRPOConfig, batch: int | None = None) -> tuple[float, int]:
     """Seconds of one decoding step, and how many sequences it has; by default as many as there are at once."""
-    cluster, lengths, speed = config.cluster, Lengths.of(config), relative_speed(config)
+    cluster, lengths, rates = config.cluster, Lengths.of(config), relative(config)
+    gemm, bandwidth = GEMM * rates.tflops, BANDWIDTH * rates.bandwidth
     per_token, held = kv_cache(shape, config)
     waiting = -(-config.rollouts_per_step // cluster.engines)
     fits = max(1, held // lengths.sequence)
@@ -100,11 +124,12 @@ def _decode_step_s(shape: ModelShape, config: GRPOConfig, batch: int | None = No
     read = shape.parameters - shape.embedding_parameters * bool(shape.head_parameters)
     if shape.experts:  # a small batch reads only the experts that it needs
         read = min(read, batch * (shape.active_parameters + head))
-    weights = max(read * b / gpus / BANDWIDTH, 2 * (shape.active_parameters + head) * batch / gpus / GEMM)
-    cache = batch * (lengths.prompt + lengths.response / 2) * per_token / BANDWIDTH
-    sampler = batch * shape.vocabulary * SAMPLER_PASSES / BANDWIDTH
-    between = 2 * shape.layers * ALL_REDUCE_FLOOR_S * (gpus > 1)
-    return (weights + cache + sampler) / speed + between + DECODE_FLOOR_S + batch * DECODE_SEQUENCE_S, batch
+    weights = max(read * b / gpus / bandwidth, 2 * (shape.active_parameters + head) * batch / gpus / gemm)
+    cache = batch * (lengths.prompt + lengths.response / 2) * per_token / bandwidth
+    sampler = batch * shape.vocabulary * SAMPLER_PASSES / bandwidth
+    reduced = batch * shape.hidden * b * 2 * (gpus - 1) / gpus  # bytes that a GPU sends
+    between = 2 * shape.layers * (ALL_REDUCE_FLOOR_S + reduced / (NVLINK * rates.link)) * (gpus > 1)
+    return weights + cache + sampler + between + DECODE_FLOOR_S + batch * DECODE_SEQUENCE_S, batch
 
 
 def tail_s(shape: ModelShape, config: GRPOConfig) -> float:
@@ -160,7 +185,8 @@ def forward_passes(config: GRPOConfig) -> int:
 
 def link(config: GRPOConfig) -> float:
     """Bytes/s between learners: the slower link if they are on several nodes."""
-    return NVLINK if config.cluster.learners <= config.cluster.gpus_per_node else NETWORK
+    on_one_node = config.cluster.learners <= config.cluster.gpus_per_node
+    return NVLINK * relative(config).link if on_one_node else NETWORK
 
 
 # --- host memory ---

@@ -7,22 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhf.algo.packing import FILLER_TOKENS
+from rlhf.config.cards import peak_tflops
 from rlhf.config.grpo import GRPOConfig
 from rlhf.plan.model_shape import shape_at
 from rlhf.types import Minibatch, StepBatch
-
-# Dense bf16 TFLOP/s from NVIDIA's data sheets. The first entry whose words are all in the device name is used.
-PEAK_TFLOPS = {
-    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H800": 989.0, "H20": 148.0,
-    "A100": 312.0, "A800": 312.0, "L40S": 362.0, "L40": 181.0, "L4": 121.0, "A40": 149.7, "A10G": 70.0, "A10": 125.0,
-    "RTX 6000 Ada": 364.0, "RTX 4090": 165.0, "RTX 3090": 71.0,
-}  # fmt: skip
-
-
-def peak_tflops(device_name: str) -> float | None:
-    """Peak of a device by its driver name, such as `NVIDIA H100 80GB HBM3`; None if it is not in the table."""
-    words = set(device_name.replace("-", " ").split())
-    return next((peak for name, peak in PEAK_TFLOPS.items() if words.issuperset(name.split())), None)
 
 
 class LearnerSpeed:

@@ -88,6 +88,19 @@ def test_the_bytes_between_learners_by_hand(make: Any) -> None:
     assert speed.communicated_bytes(*alone.trained_roles()[0], alone, shape) == 0
 
 
+def test_compute_and_memory_bandwidth_of_another_card_are_scaled_apart(make: Any) -> None:
+    here, shape = make(SMALL)
+    l40s, _ = make(SMALL, "cluster.gpu=L40S")
+    memory, _ = make(SMALL, "cluster.gpu=L40S", "cluster.peak_tflops=989")
+    products = 989 / 362 * speed.compute_s(shape, here)
+    assert 0.9 * products < speed.compute_s(shape, l40s) < 1.3 * products
+    assert speed.compute_s(shape, here) < speed.compute_s(shape, memory) < 3350 / 864 * speed.compute_s(shape, here)
+    sampled = [speed.decode_tokens_per_second(shape, config) for config in (here, l40s)]
+    assert 2 < sampled[0] / sampled[1] < 3350 / 864
+    assert speed.link(l40s) == pytest.approx(300e9 * 64 / 900)  # PCIe
+    assert speed.card_name(make(SMALL, "cluster.gpu_memory_gib=22")[0]) == "L4"
+
+
 # --- layouts ---
 
 

@@ -187,6 +187,10 @@ def test_what_the_config_says_of_gpus_wins_over_what_is_there(make: Any) -> None
     text = plan_with(make("cluster.gpu_memory_gib=60", "cluster.gpus_per_node=4"), LLAMA31_8B)
     assert line_of(text, "memory of a GPU").startswith("60 GiB, from cluster.gpu_memory_gib; this machine: 1 x NVIDIA")
     assert line_of(text, "GPUs") == "8 on 2 nodes of 4"
+    named = plan_with(make("cluster.gpu=H200"), LLAMA31_8B)
+    assert line_of(named, "memory of a GPU") == "140.4 GiB, of cluster.gpu=H200"
+    assert line_of(named, "GPUs") == "8 on 1 node of 8"
+    assert "one RTX 4090 by" in plan_with(make("cluster.gpu_memory_gib=60"), LLAMA31_8B)
     elsewhere = plan_text(make("cluster.ray_address=10.0.0.1:6379"))
     assert line_of(elsewhere, "memory of a GPU").startswith("79 GiB, assumed: no GPU is read here")
 

@@ -11,7 +11,7 @@ import pytest
 from worlds import make_config, make_groups
 
 from rlhf.plan.model_shape import model_shape
-from rlhf.run.speed import LearnerSpeed, peak_tflops
+from rlhf.run.speed import LearnerSpeed
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
 
@@ -70,14 +70,6 @@ def test_tokens_that_were_computed_with_the_previous_sequence_are_not_counted_as
     values = speed_of(model, "NVIDIA H100 80GB HBM3", shared=(0, 3))
     assert values["learner/mfu"] == pytest.approx(values["flops"] / (0.5 * 989e12 * 3))
     assert values["flops"] < speed_of(model, "NVIDIA H100 80GB HBM3")["flops"]
-
-
-def test_a_device_is_known_by_whole_words_of_its_name() -> None:
-    assert peak_tflops("NVIDIA A100-SXM4-80GB") == 312.0
-    assert peak_tflops("NVIDIA H100 NVL") == 835.0
-    assert peak_tflops("NVIDIA L40") == 181.0
-    assert peak_tflops("NVIDIA A10G") == 70.0
-    assert peak_tflops("NVIDIA RTX A1000") is peak_tflops("NVIDIA RTX A4000") is None
 
 
 def test_a_step_in_which_only_the_critic_learns_has_no_speed_of_the_policy(model: Path) -> None:

@@ -1,0 +1,107 @@
+"""The GPUs that --plan and MFU know by name: what the makers' data sheets say of them. Nothing here is measured."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+from pydantic import AfterValidator
+
+from rlhf.config.base import suggest
+
+
+class Card(NamedTuple):
+    """One GPU.
+
+    Attributes:
+        tflops: dense bfloat16 with float32 accumulation, TFLOP/s.
+        memory_gib: GiB that the driver shows, with error correction where it is on from the start.
+        bandwidth: of that memory, GB/s.
+        link: between the GPUs of a node, GB/s, both directions added: NVLink, or PCIe without it.
+    """
+
+    tflops: float
+    memory_gib: float
+    bandwidth: float
+    link: float
+
+
+# Data sheets of NVIDIA (A100, A800, A40, A30, A10, RTX A6000, L4, L40, L40S, RTX 6000 Ada, H100, H800, H20, H200, GH200,
+# HGX B200 and B300, GB200 and GB300 NVL72, RTX PRO 6000; half of a value with sparsity); papers on the architectures
+# Ampere, Ada and RTX Blackwell for the GeForce cards; AWS for the A10G. Those that NVIDIA's own planner knows were
+# compared with it: aiconfigurator-core 0.12.0, systems/*.yaml. Memory is what nvidia-smi shows in public logs, such as
+# 23028 MiB of an A10G. Of cards with equal memory the first is assumed where only the memory is known.
+CARDS = {
+    "H100": Card(989.0, 79.6, 3350, 900),
+    "H200": Card(989.0, 140.4, 4800, 900),
+    "B200": Card(2250.0, 179.1, 7700, 1800),
+    "B300": Card(2250.0, 268.6, 7700, 1800),
+    "GB200": Card(2500.0, 185.0, 8000, 1800),
+    "GB300": Card(2500.0, 277.5, 8000, 1800),
+    "GH200": Card(989.0, 95.6, 4000, 900),
+    "H100 PCIe": Card(756.0, 79.6, 2000, 128),
+    "H100 NVL": Card(835.0, 93.6, 3900, 600),
+    "H200 NVL": Card(835.0, 140.4, 4800, 900),
+    "H800": Card(989.0, 79.6, 3350, 400),
+    "H20": Card(148.0, 95.6, 4000, 900),
+    "A100": Card(312.0, 80.0, 2039, 600),
+    "A100-40GB": Card(312.0, 40.0, 1555, 600),
+    "A800": Card(312.0, 80.0, 2039, 400),
+    "L40S": Card(362.0, 45.0, 864, 64),
+    "L40": Card(181.0, 45.0, 864, 64),
+    "A40": Card(149.7, 45.0, 696, 64),
+    "L4": Card(121.0, 22.5, 300, 64),
+    "A10G": Card(70.0, 22.5, 600, 64),
+    "A10": Card(125.0, 22.5, 600, 64),
+    "RTX 4090": Card(165.0, 24.0, 1008, 64),
+    "RTX 3090": Card(71.0, 24.0, 936, 64),
+    "RTX 5090": Card(209.5, 31.8, 1792, 128),
+    "A30": Card(165.0, 24.0, 933, 64),
+    "RTX 6000 Ada": Card(364.0, 48.0, 960, 64),
+    "RTX A6000": Card(155.0, 48.0, 768, 64),
+    "RTX PRO 6000": Card(468.0, 95.6, 1792, 128),
+}
+WITHOUT_BFLOAT16 = ("V100", "T4", "P100", "P40", "RTX 2080", "RTX 2080 Ti", "Quadro RTX 8000", "TITAN RTX")
+OTHER_MAKERS = ("MI210", "MI250", "MI250X", "MI300X", "MI325X", "MI355X", "Gaudi 3", "TPU")
+EQUAL_MEMORY = 0.99  # a sheet's 141 GB is 140.4 GiB
+
+
+def card_at(device_name: str) -> str | None:
+    """The name here of a device by its driver's name, such as `NVIDIA H100 80GB HBM3`; None if it is not known.
+
+    All words of the name here are in the driver's; of several such names the longest is right.
+    """
+    words = set(device_name.replace("-", " ").split())
+    found = [name for name in CARDS if words.issuperset(name.replace("-", " ").split())]
+    return max(found, key=len, default=None) if "Laptop" not in words else None
+
+
+def card_with(memory_gib: float) -> str:
+    """The first of the smallest cards that have so much memory."""
+    enough = [name for name, card in CARDS.items() if card.memory_gib >= EQUAL_MEMORY * memory_gib]
+    return min(enough, key=lambda name: CARDS[name].memory_gib, default="GB300")
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Peak of a device by its driver's name; None if it is not known."""
+    name = card_at(device_name)
+    return None if name is None else CARDS[name].tflops
+
+
+def _known(given: str) -> str:
+    """The name here; a driver's name will do too."""
+    if name := card_at(given):
+        return name
+    listed = f"Known are {', '.join(CARDS)}."
+    plain = given.removeprefix("NVIDIA ").removeprefix("Tesla ").split("-")[0]
+    if plain in WITHOUT_BFLOAT16:
+        raise ValueError(f"cluster.gpu={given}: it has no bfloat16, which every run on GPUs computes in. {listed}")
+    if plain in OTHER_MAKERS:
+        raise ValueError(f"cluster.gpu={given}: a run needs CUDA, so a card of NVIDIA. {listed}")
+    guess = suggest(given, CARDS)
+    remedy = "For another card name one that is alike, and set cluster.gpu_memory_gib and cluster.peak_tflops."
+    raise ValueError(
+        f"cluster.gpu={given}: no such card is known. {f'{guess} ' if guess.startswith('Did') else ''}{listed} {remedy}"
+    )
+
+
+CardName = Annotated[str, AfterValidator(_known)]

@@ -1,0 +1,47 @@
+"""Cards by name: what the driver says, what a config may say, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import TypeAdapter
+
+from rlhf.config.cards import CardName, card_at, card_with, peak_tflops
+from rlhf.config.sections import LearnersConfig
+
+
+def test_a_card_is_known_by_whole_words_of_the_drivers_name() -> None:
+    assert peak_tflops("NVIDIA A100-SXM4-80GB") == 312.0
+    assert peak_tflops("NVIDIA H100 NVL") == 835.0
+    assert peak_tflops("NVIDIA L40") == 181.0
+    assert peak_tflops("NVIDIA A10G") == 70.0
+    assert peak_tflops("NVIDIA RTX A1000") is peak_tflops("NVIDIA RTX A4000") is None
+    assert card_at("NVIDIA A100-PCIE-40GB") == "A100-40GB"
+    assert card_at("NVIDIA RTX PRO 6000 Blackwell Server Edition") == "RTX PRO 6000"
+    assert card_at("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+
+
+def test_by_memory_alone_it_is_the_smallest_that_has_as_much() -> None:
+    sizes = (22, 24, 32, 40, 45, 48, 79, 80, 141, 180, 1000)
+    assert [card_with(gib) for gib in sizes] == [
+        "L4", "RTX 4090", "RTX 5090", "A100-40GB", "L40S", "RTX 6000 Ada", "H100", "H100", "H200", "B200", "GB300",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("H10O", "no such card is known. Did you mean H100? Known are H100, H200, "),
+        ("RTX4090", "Did you mean RTX 4090?"),
+        ("Tesla V100-SXM2-32GB", "it has no bfloat16"),
+        ("MI300X", "a card of NVIDIA"),
+    ],
+)
+def test_another_card_is_refused_with_the_list(given: str, words: str) -> None:
+    with pytest.raises(ValueError, match=f"cluster.gpu={given}: ") as refusal:
+        LearnersConfig(gpu=given)
+    assert words in str(refusal.value)
+    assert "RTX PRO 6000" in str(refusal.value)
+
+
+def test_the_drivers_name_will_do_in_a_config() -> None:
+    assert TypeAdapter(CardName).validate_python("NVIDIA H100 80GB HBM3") == "H100"
