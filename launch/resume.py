@@ -15,6 +15,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from rlhf.config.base import with_home
+from rlhf.config.load import read_values
 from rlhf.run.checkpoint_files import complete_checkpoints
 from rlhf.run.checkpoint_mirror import Mirror
 
@@ -39,9 +40,8 @@ def value_of(key: str, arguments: Sequence[str]) -> str | None:
     parser.add_argument("--config", action="append", default=[])
     parser.add_argument("overrides", nargs="*")
     known, _ = parser.parse_known_intermixed_args(arguments)
-    layers = [OmegaConf.load(file) for file in known.config]
     overrides = [argument for argument in known.overrides if "=" in argument]
-    value = OmegaConf.select(OmegaConf.merge(*layers, OmegaConf.from_dotlist(overrides)), key)
+    value = OmegaConf.select(OmegaConf.create(read_values(known.config, overrides)), key)
     return None if value is None else with_home(str(value))
 
 

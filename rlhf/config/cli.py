@@ -58,7 +58,10 @@ Keys of the YAML: key = default, type, meaning.
 --config may be repeated; later files win key by key, and a list is replaced as a whole. Overrides
 win over all files, in any position on the command line. Their values are read as YAML:
 
-  run.steps=10   learner.optimizer.lr=1e-6   data.eval=null   'rollout.stop=["</answer>"]'"""
+  run.steps=10   learner.optimizer.lr=1e-6   data.eval=null   'rollout.stop=["</answer>"]'
+
+A number names one entry of a list: reward.0.weight=2. A key joins a section in its short form:
+with `reward: [math]` in a file, reward.workers=4 keeps the list."""
 REWARD_HEADER = "reward options, next to name and weight of a part: reward=[{name: math, mode: lenient}]"
 
 

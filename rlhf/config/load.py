@@ -126,6 +126,13 @@ def named_here(path: str, keys: Collection[str]) -> str:
                 return ours
     return next((ends for ends in (".".join(parts[first:]) for first in range(1, len(parts) - 1)) if ends in keys), "")
 
+# Where a value may stand in place of a mapping: it is the value of this key. An entry of a list that is written in its
+# short form replaces the whole entry; a section does not.
+SHORT_SECTIONS = {("reward",): "parts", ("environment",): "name", ("environment", "by_name", "*"): "name"}
+DATA_SETS = ("data", "train"), ("data", "eval")
+SHORT_ENTRIES = {(*key, "*"): "path" for key in DATA_SETS}
+SHORT_ENTRIES |= {("reward", "parts", "*"): "name", ("reward", "by_source", "*", "*"): "name"}
+
 
 def load_config(
     schema: type[C],
@@ -143,12 +150,7 @@ def load_config(
         check: further problems of a config, such as a missing file.
         complete: adds values for keys that the schema requires and the program does not read.
     """
-    values: dict[str, Any] = {}
-    for file in files:
-        values = merged(values, _read(file))
-    for override in overrides:
-        values = merged(values, parse_override(override))
-    values = resolved(values)
+    values = resolved(read_values(files, overrides))
     remember(values)
     if unknown := [f"{key}={value}" for key, value in flat_keys(values).items() if HIDDEN in str(value)]:
         reason = "a secret stood here, which is stored nowhere. Set an environment variable to it, and write"
@@ -157,6 +159,14 @@ def load_config(
     if problems := [*contradictions(config), *check(config)]:
         raise ValueError("\n".join(problems))
     return config
+
+
+def read_values(files: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
+    """The files and overrides as one, not validated; each `${...}` is as it was written."""
+    values: dict[str, Any] = {}
+    for layer in (*map(_read, files), *map(parse_override, overrides)):
+        values = merged(values, layer)
+    return values
 
 
 def resolved(values: dict[str, Any]) -> dict[str, Any]:
@@ -234,11 +244,65 @@ def parse_override(override: str) -> dict[str, Any]:
     return values
 
 
-def merged(base: Any, overlay: Any) -> Any:
-    """Merge mappings key by key; anything else, lists included, is replaced as a whole."""
+def merged(base: Any, overlay: Any, path: tuple[str, ...] = ()) -> Any:
+    """Merge mappings key by key, and `{"1": value}` into the second entry of a list; replace anything else as a whole.
+
+    A short form counts as the mapping that it stands for, so a key of the long form joins it.
+
+    Args:
+        path: the keys that lead to both.
+
+    Raises:
+        ValueError: the overlay names an entry that is not in the list, or does not say which data set a key is of.
+    """
+    base, overlay = _in_long_form(base, overlay, path)
+    if isinstance(base, list) and _names_entries(overlay):
+        entries = dict(enumerate(base))
+        for name, value in overlay.items():
+            if int(name) not in entries:
+                reason = f"the list has {len(base)} entries, counted from 0. Name one of them, or write the whole list"
+                raise ValueError(f"{'.'.join(path)}.{name}: {reason}.")
+            entries[int(name)] = merged(entries[int(name)], value, (*path, str(name)))
+        return [*entries.values()]
     if not (isinstance(base, dict) and isinstance(overlay, dict)):
         return overlay
-    return base | {key: merged(base.get(key), value) for key, value in overlay.items()}
+    return base | {name: merged(base.get(name), value, (*path, str(name))) for name, value in overlay.items()}
+
+
+def _in_long_form(base: Any, overlay: Any, path: tuple[str, ...]) -> tuple[Any, Any]:
+    """Both values, in forms that can be merged."""
+    if base is None or overlay is None:
+        return base, overlay
+    if path in DATA_SETS and isinstance(overlay, dict):  # one data set may stand without the list
+        listed = base if isinstance(base, list) else [base]
+        if _names_entries(overlay):
+            return listed, overlay
+        if len(listed) == 1:
+            return listed, {"0": overlay}
+        if "path" not in overlay:
+            key, name = ".".join(path), next(iter(flat_keys(overlay)))
+            reason = f"there are {len(listed)} data sets. Say which one: {key}.0.{name}"
+            raise ValueError(f"{key}.{name}: {reason}.")
+    elif (key := _key_of(path, SHORT_SECTIONS)) is not None:
+        base, overlay = (
+            each if isinstance(each, dict) and not _names_entries(each) else {key: each} for each in (base, overlay)
+        )
+    elif (key := _key_of(path, SHORT_ENTRIES)) is not None and isinstance(base, str) and isinstance(overlay, dict):
+        base = {key: base}
+    return base, overlay
+
+
+def _names_entries(value: Any) -> bool:
+    """Whether this is a mapping from numbers of entries of a list, as `reward.0.weight=2` writes it."""
+    return isinstance(value, dict) and bool(value) and all(str(name).isdecimal() for name in value)
+
+
+def _key_of(path: tuple[str, ...], keys: Mapping[tuple[str, ...], str]) -> str | None:
+    """The key that a short form at this place gives; None if there is no short form here."""
+    for at, key in keys.items():
+        if len(at) == len(path) and all(name in ("*", here) for name, here in zip(at, path, strict=True)):
+            return key
+    return None
 
 
 def validated(schema: type[S], values: dict[str, Any], *, section: str = "") -> S:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,67 @@ def test_a_value_that_no_file_can_hold_is_named(base: str, value: str) -> None:
 def test_a_list_is_replaced_as_a_whole(base: str) -> None:
     config = load_config(GRPOConfig, [base], ["rollout.stop=[a,b]", "rollout.stop=[c]"])
     assert config.rollout.stop == ("c",)
+
+
+KEPT = "reward: [{name: exact, weight: 2}, format]"
+TWO = "data: {train: [a.jsonl, {path: b.jsonl, rows: 3}]}"
+
+
+@pytest.mark.parametrize(
+    ("file", "then", "long"),
+    [
+        (KEPT, "reward.failure_fraction=1", {"reward": {"parts": [{"name": "exact", "weight": 2}, "format"]}}),
+        (KEPT, "reward: {failure_fraction: 1}", {"reward": {"parts": [{"name": "exact", "weight": 2}, "format"]}}),
+        ("reward: {parts: [math], failure_fraction: 1}", "reward=[exact]", {"reward": {"parts": ["exact"]}}),
+        ("reward: {parts: [math], failure_fraction: 1}", "reward: [exact]", {"reward": {"parts": ["exact"]}}),
+        (KEPT, "reward.by_source={a: [f1]}", {"reward": {"parts": [{"name": "exact", "weight": 2}, "format"],
+                                                         "by_source": {"a": ["f1"]}}}),
+        ("reward: {by_source: {a: [f1]}}", "reward=[exact]", {"reward": {"parts": ["exact"], "by_source": {"a": ["f1"]}}}),
+        ("reward: {by_source: {a: [f1]}}", "reward.by_source.a.0.threshold=0.5",
+         {"reward": {"by_source": {"a": [{"name": "f1", "threshold": 0.5}]}}}),
+        (KEPT, "reward.1.style=boxed",
+         {"reward": {"parts": [{"name": "exact", "weight": 2}, {"name": "format", "style": "boxed"}]}}),
+        (KEPT, "reward.parts.0.weight=3", {"reward": {"parts": [{"name": "exact", "weight": 3}, "format"]}}),
+        (KEPT, "reward.0=f1", {"reward": {"parts": ["f1", "format"]}}),
+        ("environment: a.b:C", "environment.weight=3", {"environment": {"name": "a.b:C", "weight": 3}}),
+        ("environment: {name: a.b:C, weight: 3}", "environment=a.b:D",
+         {"environment": {"name": "a.b:D", "weight": 3}}),
+        ("environment: {name: a.b:C, weight: 3}", "environment=null", {}),
+        ("environment: {by_name: {x: a.b:C}}", "environment.by_name.x.options.k=1",
+         {"environment": {"by_name": {"x": {"name": "a.b:C", "options": {"k": 1}}}}}),
+        ("data: {eval: a.jsonl}", "data.eval.rows=5", {"data": {"eval": [{"path": "a.jsonl", "rows": 5}]}}),
+        ("data: {eval: [a.jsonl]}", "data: {eval: {rows: 5}}", {"data": {"eval": [{"path": "a.jsonl", "rows": 5}]}}),
+        (TWO, "data.train.0.rows=5",
+         {"data": {"train": [{"path": "a.jsonl", "rows": 5}, {"path": "b.jsonl", "rows": 3}]}}),
+        (TWO, "data.train={path: c.jsonl}", {"data": {"train": "c.jsonl"}}),
+        (TWO, "data.train.1=c.jsonl", {"data": {"train": ["a.jsonl", "c.jsonl"]}}),
+    ],
+)  # fmt: skip
+def test_what_a_later_file_or_override_does_not_name_stays(
+    base: str, tmp_path: Path, file: str, then: str, long: dict[str, Any]
+) -> None:
+    files, overrides, whole = [base, str(tmp_path / "file.yaml")], [], str(tmp_path / "whole.yaml")
+    Path(files[1]).write_text(file)
+    if "=" in then:
+        overrides = [then]
+    else:
+        files.append(str(tmp_path / "then.yaml"))
+        Path(files[2]).write_text(then)
+    if "failure_fraction" in file + then:
+        long = {"reward": {**long["reward"], "failure_fraction": 1}}
+    Path(whole).write_text(yaml.safe_dump(long))
+    assert load_config(GRPOConfig, files, overrides) == load_config(GRPOConfig, [base, whole])
+
+
+def test_an_entry_or_data_set_that_cannot_be_meant_is_named(base: str, tmp_path: Path) -> None:
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text(f"{KEPT}\n{TWO}")
+    for override, told in (
+        ("reward.2.weight=3", "reward.parts.2: the list has 2 entries, counted from 0."),
+        ("data.train.rows=5", "data.train.rows: there are 2 data sets. Say which one: data.train.0.rows."),
+    ):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            load_config(GRPOConfig, [base, str(overlay)], [override])
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "--run.steps=3": ("--run.steps", "=3", "as a key: run.steps=3."),
     "--paln": ("--paln", "--paln", "listed by --help"),
     "model=here": ("model", "=here", "such as model.path=VALUE"),
-    "reward=math": ("reward", "=math", "such as reward=[{name: math}]."),
+    "reward=math": ("reward.parts", "='math'", "Write [{name: math, weight: 1.0}]."),
     # types
     "learner.optimizer.lr=fast": ("learner.optimizer.lr", "=fast", "number >= 0"),
     "learner.optimizer.lr=-1": ("learner.optimizer.lr", "=-1", "greater than or equal to 0"),

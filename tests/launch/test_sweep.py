@@ -204,11 +204,11 @@ def test_keys_with_the_same_last_part_are_named_in_full(tmp_path: Path) -> None:
 
 
 def test_run_dir_is_found_as_the_program_finds_it(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("run: {dir: first}\n")
+    (tmp_path / "a.yaml").write_text("run: {dir: first}\nreward: [math]\n")
     (tmp_path / "b.yaml").write_text("run: {dir: second}\n")
     files = ["--config", str(tmp_path / "a.yaml"), f"--config={tmp_path}/b.yaml"]
     assert resume.run_dir(files) == Path("second")
-    assert resume.run_dir(["run.dir=a b", *files, "--resume"]) == Path("a b")
+    assert resume.run_dir(["run.dir=a b", *files, "reward.workers=2", "--resume"]) == Path("a b")
     with pytest.raises(ValueError, match=r"run\.dir=FOLDER"):
         resume.run_dir(["run.steps=1"])
 
