@@ -25,11 +25,11 @@ class Card(NamedTuple):
     link: float
 
 
-# Data sheets of NVIDIA (A100, A800, A40, A30, A10, RTX A6000, L4, L40, L40S, RTX 6000 Ada, H100, H800, H20, H200, GH200,
-# HGX B200 and B300, GB200 and GB300 NVL72, RTX PRO 6000; half of a value with sparsity); papers on the architectures
-# Ampere, Ada and RTX Blackwell for the GeForce cards; AWS for the A10G. Those that NVIDIA's own planner knows were
-# compared with it: aiconfigurator-core 0.12.0, systems/*.yaml. Memory is what nvidia-smi shows in public logs, such as
-# 23028 MiB of an A10G. Of cards with equal memory the first is assumed where only the memory is known.
+# Data sheets of NVIDIA (A100, A800, A40, A30, A10, RTX A6000, L4, L40, L40S, RTX 6000 Ada, H100, H800, H20, H200,
+# GH200 and HGX B200, HGX B300, GB200 NVL72, GB300 NVL72, RTX PRO 6000; half of a value with sparsity); papers on the
+# architectures Ampere, Ada and RTX Blackwell for the GeForce cards; AWS for the A10G. Those that NVIDIA's own planner
+# knows were compared with it: aiconfigurator-core 0.12.0, systems/*.yaml. Memory is what nvidia-smi shows in public
+# logs, such as 23028 MiB of an A10G. Of cards with equal memory the first is assumed where only the memory is known.
 CARDS = {
     "H100": Card(989.0, 79.6, 3350, 900),
     "H200": Card(989.0, 140.4, 4800, 900),
