@@ -242,6 +242,7 @@ def test_a_part_has_the_whole_seeds_or_else_what_is_there() -> None:
     assert kl_report.caption("reward", partial, "KL").startswith("KL. Seeds 1 (31 of 32 runs): median")
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 def test_picture_and_tables_are_written_and_the_numbers_are_small(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="comes with the extra bench")

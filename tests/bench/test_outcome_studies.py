@@ -201,6 +201,7 @@ def test_the_tables_of_slow_groups_have_shares_times_and_what_is_learned_in_equa
     assert [row["hard, after equal time"] for row in accuracy] == equal_time
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 def test_the_pictures_are_drawn_with_their_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="not installed: make setup-bench")

@@ -65,6 +65,7 @@ def test_the_tables_of_the_docs_that_are_marked_as_those_of_a_study_are() -> Non
         assert page.read_text() == text
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 def test_every_study_draws_its_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="comes with the extra bench")
@@ -251,6 +252,7 @@ def test_the_kinds_of_layers_are_the_whole_policy_which_is_put_back(
     assert {name: adam_update.kind_of(f"transformer.model.{name}") for name in names} == names
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 def test_the_tables_give_the_median_and_the_range_of_the_seeds_next_to_the_published_numbers(
     tiny_record: dict[str, list[report.Row]], tmp_path: Path
