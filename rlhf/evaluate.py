@@ -29,6 +29,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import merged
 from rlhf.config.printing import say, to_stderr
 from rlhf.config.sections import UNRESTRICTED
+from rlhf.data.read import config_sources
 from rlhf.plan.start_checks import evaluation_problems, input_problems
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from rlhf.log.sinks import evaluation_table
     from rlhf.run.evaluation import compare, evaluation_metrics, graded_responses, read_responses
-    from rlhf.run.folder import with_date
+    from rlhf.run.folder import trained_on, with_date
 
     config = with_date(config, [config.model.path, *map(with_home, arguments.also or ())])
     models = {path: config.model.model_copy(update={"path": with_home(path)}) for path in arguments.also or ()}
@@ -144,6 +145,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if any(unfit):
         raise ValueError("\n".join(itertools.chain(*unfit)))
     configs = {config.model.path: config} | also
+    for each, (key, source) in itertools.product(configs.values(), config_sources(config.data, "eval").items()):
+        if not source.is_environment and (run := trained_on(source, each.model.path)):
+            to_stderr(
+                f"warning: {key}={source.path}: training data of {each.model.path}, as {run} says. What is measured is "
+                "what the model remembers, not what it can do. Evaluate on other rows."
+            )
     earlier = None
     if arguments.compare_with is not None:
         samples = {each.samples_per_prompt for each in config.evaluations.values()}

@@ -416,6 +416,12 @@ class Examples:
     bad_rows: list[str]
 
     @property
+    def row_keys(self) -> Iterator[bytes]:
+        """What tells each example from others: the tokens of its sequences."""
+        bounds = self.tokens.cu_seqlens[:: len(self.tokens.lengths) // self.rows]
+        return (self.tokens.token_ids[start:end].tobytes() for start, end in pairwise(bounds))
+
+    @property
     def fingerprint(self) -> str:
         """A digest of all tokens, of their mask and of where the sequences end."""
         digest = hashlib.blake2b(digest_size=8)

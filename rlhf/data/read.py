@@ -6,9 +6,10 @@ Rows are counted from 1; in a .jsonl file the number of a row is its line number
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, Generic, NamedTuple
@@ -65,6 +66,14 @@ def too_few_prompts(available: int, needed: int) -> str:
     )
 
 
+def count_trained_rows(train: Iterable[Hashable], held_out: Mapping[str, Iterable[Hashable]]) -> dict[str, int]:
+    """By held-out set, how many of its rows data.train has too; a row is given as what tells it from others."""
+    hashes = {name: [*map(hash, rows)] for name, rows in held_out.items()}
+    wanted = set().union(*hashes.values())
+    trained = {number for number in map(hash, train) if number in wanted}
+    return {name: sum(number in trained for number in numbers) for name, numbers in hashes.items()}
+
+
 def check_source(source: DatasetConfig, key: str) -> None:
     """Refuse a source without reading it: no such file, an unknown format, an empty file, a folder of several."""
     path = local_path(source)
@@ -109,6 +118,22 @@ def local_path(source: DatasetConfig) -> Path | None:
     """The file or folder that a source names; None for the name of a hub data set."""
     path = Path(source.path)
     return path if path.suffix in FILE_SUFFIXES + OTHER_SUFFIXES or looks_local(source.path) else None
+
+
+def is_same_data(held_out: DatasetConfig, trained: DatasetConfig, started_in: Path) -> bool:
+    """Whether a source of data.eval is one of data.train: a file with the same bytes, or the same split.
+
+    Args:
+        started_in: the folder from which `trained` names a file.
+    """
+    here, there = local_path(held_out), local_path(trained)
+    splits = [source.split or DEFAULT_SPLIT[w] for source, w in ((held_out, "eval"), (trained, "train"))]
+    if here is None or there is None:
+        return (held_out.path, held_out.name, splits[0]) == (trained.path, trained.name, splits[1])
+    there = started_in / there
+    if here.is_file() and there.is_file():
+        return here.samefile(there) or filecmp.cmp(here, there, shallow=False)
+    return here.resolve() == there.resolve() and (not here.is_dir() or splits[0] == splits[1])
 
 
 class Source(Generic[S]):

@@ -34,6 +34,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
     "Evaluation": (
         Panel("Accuracy", ("eval/*/avg@*", "eval/*/pass@*", "eval/*/maj@*")),
+        Panel("Rows that are trained on", ("eval/*in_training_fraction",)),
         Panel("Response length", ("eval/*/response_length",), "tokens"),
         Panel("Responses that stopped", ("eval/*/stopped_fraction",)),
         Panel("Responses with an answer", ("eval/*/answered_fraction",)),

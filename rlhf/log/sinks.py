@@ -13,7 +13,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,6 +45,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0  # before a row is tried again; the wa
 CLOSE_S = 20.0  # at the end of a run, for the rows that wait
 MAX_REASON = 200  # characters
 MAX_ROWS = 2000  # rows that can wait; after a longer failure the newest are only in metrics.jsonl
+TRAINED_SHARE = "/in_training_fraction"  # name ending of the share of an evaluation's rows that are trained on
 BOUNDS = ("/low", "/high")  # name endings of the bounds of an evaluation's interval
 COLUMNS = ("step", "prompt", "answer", "text", "extracted", "reward", "advantage", "status", "finish_reason")
 
@@ -298,6 +299,14 @@ class BackgroundSink:
 def shown_reward(reward: float | None) -> tuple[str, str]:
     """A reward as text, and the color of its response: green above 0, else red."""
     return ("none", "red") if reward is None else (f"{reward:.4g}", "green" if reward > 0 else "red")
+
+
+def on_training_data(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The end of a title of a run with these metrics, if all that one of its evaluations measures is trained on."""
+    ends = (name for row in rows for name, share in row.items() if name.endswith(TRAINED_SHARE) and share == 1)
+    names = [name.removesuffix(TRAINED_SHARE).removeprefix("eval").strip("/") for name in dict.fromkeys(ends)]
+    sets = f" ({', '.join(names)})" if any(names) else ""
+    return f", evaluated on its training data{sets}" if names else ""
 
 
 def evaluation_table(title: str, by_column: Mapping[str, Mapping[str, float]]) -> Table:

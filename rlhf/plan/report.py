@@ -37,6 +37,7 @@ from rlhf.plan.memory import (
 )
 from rlhf.plan.model_shape import ModelShape, config_at, read_shape
 from rlhf.plan.resources import count_gpus, counted, with_gpus_here
+from rlhf.plan.start_checks import rate_warnings
 from rlhf.plan.transfer import transfer_rows
 
 COLUMNS, LABEL = 100, 28
@@ -330,7 +331,7 @@ def _parts(title: str, parts: tuple[Part, ...]) -> list[str]:
 
 def arithmetic_warnings(config: GRPOConfig, prompts: int | str) -> Iterator[str]:
     """Warnings that need no model: those of the config, idle learners or engines, too few prompts in an epoch."""
-    cluster, rollout, learner = config.cluster, config.rollout, config.learner
+    cluster, rollout = config.cluster, config.rollout
     yield from config.warnings()
     for role, training in config.trained_roles():
         smallest = config.rollouts_per_step // training.minibatches_per_epoch
@@ -352,14 +353,13 @@ def arithmetic_warnings(config: GRPOConfig, prompts: int | str) -> Iterator[str]
             f"cluster.tensor_parallel={cluster.tensor_parallel}: an engine does not fit on a node of cluster."
             f"gpus_per_node={cluster.gpus_per_node} GPUs. Lower it, or set gpus_per_node to what a node has."
         )
-    if config.algo.kl_coef > 0 and learner.optimizer.lr == 0:
-        yield "learner.optimizer.lr=0 with algo.kl_coef above 0: the policy will not change. Set lr."
     if isinstance(prompts, int) and (problem := too_few_prompts(prompts, rollout.prompts_per_step)):
         yield f"{problem} The run will be refused."
 
 
 def model_warnings(config: GRPOConfig) -> Iterator[str]:
-    """Warnings from the model's config.json: why the run will be refused, by its checks or by an engine."""
+    """Warnings from the model's files: its learning rates, why the run will be refused, by checks or by an engine."""
+    yield from rate_warnings(config)
     if (model := config_at(config.model.path)) is None:
         return
     yield from (f"{problem} The run will be refused." for problem in model_problems(config, policy=model))

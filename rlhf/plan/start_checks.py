@@ -10,19 +10,22 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from rlhf.algo.schedules import learning_rate
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import TrainingProgramConfig
+from rlhf.config.roles import LEARNER
 from rlhf.data.read import check_source, config_sources
 from rlhf.plan.examination import examine, gather, model_problems
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes, trained_parameters
-from rlhf.plan.model_shape import shape_at
-from rlhf.plan.resources import check_resources, joins_a_cluster, local_resources
+from rlhf.plan.model_shape import ModelShape, shape_at
+from rlhf.plan.resources import check_resources, counted, joins_a_cluster, local_resources
 from rlhf.processes.code import load_function
 
 SOCKET_PATH_BYTES = 107  # of a Unix socket, as the kernel limits it
 # Below TMPDIR, with the longest of the names; NUMBER is the process, which is this one or one of the same length.
 RAY_SOCKET = "/rlhf-12345678/ray/session_2026-01-02_03-04-05_123456_NUMBER/sockets/plasma_store"
 SHARED_MEMORY = Path("/dev/shm")
+PRETRAINED = 100e6  # parameters; fewer have models that were made for a test
 # vLLM's engine refuses to start without 160 MiB for its queue to the workers, and each worker without 240 for its own.
 SHARED_MEMORY_MIB = 256
 
@@ -58,6 +61,43 @@ def input_problems(
     problems = gather(*(partial(check_source, source, key) for key, source in sources.items()))
     examined = examine if with_classes else model_problems
     return problems + examined(config, trains=trains)
+
+
+# --- learning rates ---
+
+
+def rate_warnings(config: TrainingProgramConfig) -> Iterator[str]:
+    """Learning rates of 0, and those with which the training of all weights usually breaks a pretrained model."""
+    for role, training in config.trained_roles():
+        key, schedule, lr = role.section, training.section.schedule, training.section.optimizer.lr
+        updates, arguments = training.total_updates, training.schedule_arguments
+        trained = "model" if role.name == LEARNER else role.name
+        if lr == 0:
+            yield f"{key}.optimizer.lr=0: no update changes the {trained}. Set a rate, such as 1e-6."
+        elif not any(learning_rate(update, **arguments) for update in range(1, updates + 1)):
+            yield (
+                f"{key}.schedule.name={schedule.name} with {key}.schedule.min_lr=0: the run has "
+                f"{counted(updates, 'update')}, all with a learning rate of 0, so no update changes the {trained}. Set "
+                "min_lr, or name=constant, or take more steps."
+            )
+        has_adapter = role.name == LEARNER and config.model.lora is not None
+        shape = None if has_adapter else shape_at(role.model)
+        if shape is None or shape.parameters <= PRETRAINED or lr <= (bound := _highest_rate(config, shape)):
+            continue
+        lowest = f" and {key}.schedule.min_lr={schedule.min_lr:g}" if schedule.min_lr > bound else ""
+        samples = not role.scalar and isinstance(config, GRPOConfig)
+        yield (
+            f"{key}.optimizer.lr={lr:g}{lowest}: above {bound:g} the training of all {shape.parameters / 1e6:,.0f} M "
+            f"weights of {role.model_key}={role.model} usually breaks what it can do. Lower it, to about "
+            f"{'1e-6' if samples else '1e-5'}{'' if role.scalar else ', or train adapters (model.lora)'}."
+        )
+
+
+def _highest_rate(config: TrainingProgramConfig, shape: ModelShape) -> float:
+    """The highest learning rate for all weights of such a model in public recipes."""
+    if config.program == "sft":  # SmolLM2's: 1e-3 for 360 M, 3e-4 for 1.7 B
+        return 1e-3 if shape.parameters < 1e9 else 3e-4
+    return 1e-4
 
 
 # --- run folder ---

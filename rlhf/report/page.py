@@ -20,7 +20,7 @@ from typing import Any
 from rlhf.config.printing import as_utf8
 from rlhf.log.diagnosis import diagnose_run, outside_at_the_end, range_of
 from rlhf.log.panels import SECTIONS, Panel, matching
-from rlhf.log.sinks import BOUNDS, Row
+from rlhf.log.sinks import BOUNDS, Row, on_training_data
 from rlhf.report.run_files import (
     RunFiles,
     conversation,
@@ -41,10 +41,12 @@ def write_page(runs: Sequence[RunFiles]) -> str:
     from plotly.offline import get_plotlyjs
 
     parts = files("rlhf.report")
-    names = ", ".join(_names(runs))
+    notes = [on_training_data(run.rows) for run in runs]
+    names = ", ".join(name + note for name, note in zip(_names(runs), notes, strict=True))
     page = (parts / "page.html").read_text()
     for slot, text in {
         "title": html.escape(names),
+        "note": html.escape("".join(f": {name}{note}" for name, note in zip(_names(runs), notes, strict=True) if note)),
         "style": (parts / "page.css").read_text(),
         "program": (parts / "page.js").read_text(),
         "metrics": _packed(json.dumps(_metrics(runs))),

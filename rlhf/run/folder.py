@@ -15,16 +15,18 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import yaml
 
 from rlhf.config.base import Section, reason
+from rlhf.config.data import DatasetConfig
 from rlhf.config.load import resolved_yaml, stored_values
 from rlhf.config.printing import as_utf8
 from rlhf.config.program import TrainingProgramConfig
+from rlhf.data.read import is_same_data
 from rlhf.log.patient_files import NEW, PatientFiles
 from rlhf.log.sinks import SUMMARY, read_summary
 from rlhf.run.checkpoint_files import (
@@ -438,8 +440,31 @@ def _date_of_run(config: TrainingProgramConfig) -> datetime.date | None:
 
 
 def _date_of_model(path: str) -> datetime.date | None:
-    runs = (folder for folder in Path(path).absolute().parents if (folder / RUN_ID).is_file())
-    return next(filter(None, map(_stored_date, runs)), None)
+    return next(filter(None, map(_stored_date, _runs_around(path))), None)
+
+
+def _runs_around(path: str) -> Iterator[Path]:
+    """The folders of runs in which a model lies."""
+    return (folder for folder in Path(path).absolute().parents if (folder / RUN_ID).is_file())
+
+
+def trained_on(source: DatasetConfig, path: str) -> Path | None:
+    """The config of a run that made a model, or the start model of one, if its data.train names this source."""
+    seen: set[Path] = set()
+    while (folder := next(_runs_around(path), None)) is not None and folder not in seen:
+        seen.add(folder)
+        try:
+            values = stored_values(folder / CONFIG)
+            below = Path(values["run"]["dir"]).parts
+            started_in = Path(*folder.parts[: -len(below)]) if folder.parts[-len(below) :] == below else Path.cwd()
+            for named in values["data"]["train"]:
+                trained = DatasetConfig(**{key: named[key] for key in DatasetConfig.model_fields})
+                if is_same_data(source, trained, started_in):
+                    return folder / CONFIG
+            path = str(started_in / values["model"]["path"])
+        except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):  # of another version
+            return None
+    return None
 
 
 def _stored_date(folder: Path) -> datetime.date | None:

@@ -14,6 +14,7 @@ from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.config.printing import as_utf8
 from rlhf.config.secrets import with_references
 from rlhf.config.sections import UNRESTRICTED, LoraConfig
+from rlhf.log.sinks import on_training_data
 from rlhf.run.state import RunState
 
 NEW_TOKENS = 512  # in the example, where the config says none
@@ -45,7 +46,7 @@ def model_card(state: RunState, *, merged: bool = False) -> str:
     trained = f"{state.account.trained:,} responses" if "rollout" in config else f"{rows:,} rows"
     sections = [
         "\n".join(["---", *head, "---"]),
-        f"# {Path(config['run']['dir']).name}, step {state.step}",
+        f"# {Path(config['run']['dir']).name}, step {state.step}{on_training_data(state.evaluations.values())}",
         f"`{base}` after {state.step} of {config['run']['steps']} steps of {METHODS.get(program, program)} with rlhf: "
         f"{state.updates_taken} optimizer steps on {trained}.",
         "## Use\n\n" + (SCORES if program == "reward_model" else _usage(config, is_adapter=is_adapter)),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from rlhf.config.data import CurriculumConfig
@@ -28,6 +29,22 @@ class RunData(NamedTuple):
 
     train: LoadedPrompts
     evaluation: LoadedPrompts
+
+    def row_keys(self, config: GRPOConfig) -> tuple[Iterator[Hashable], dict[str, list[Hashable]]]:
+        """What tells rows apart, of all to train on and of each set to evaluate on: the tokens of their prompts.
+
+        An environment may write more of the prompt from the columns of its row, or make another world for each of
+        several equal rows: there a row is told by its columns too, and those that stand several times have no key.
+        """
+
+        def keys(prompts: Iterable[Prompt]) -> Iterator[Hashable]:
+            if not config.environment.parts:
+                return (prompt.token_ids.tobytes() for prompt in prompts)
+            rows = Counter(f"{p.token_ids.tolist()} {sorted(p.columns.items())}" for p in prompts if p.columns)
+            return (row for row, count in rows.items() if count == 1)
+
+        held_out = {f"eval/{source}": [*keys(rows)] for source, rows in self.evaluation.prompts.items()}
+        return keys(chain.from_iterable(self.train.prompts.values())), held_out
 
 
 def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:

@@ -58,6 +58,7 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
                 for warning in warnings:
                     run.log.warn(warning)
                 data = await in_thread(read_data, config, run.tokenizer)
+                run.check_held_out(*data.row_keys(config))
                 teachers = await in_thread(Teachers, config, data.train.prompts, run.tokenizer)
             first = first_prompt(data.train)
             environments = None

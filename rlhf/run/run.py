@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -18,10 +18,12 @@ from rlhf.config.base import reason
 from rlhf.config.load import flat_keys
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.data.model_files import load_tokenizer
+from rlhf.data.read import count_trained_rows
 from rlhf.environments.nodes import Spread
 from rlhf.log.clock import Clock
 from rlhf.log.diagnosis import Diagnosis
-from rlhf.log.sinks import NO_DETAILS, Details, evaluation_table
+from rlhf.log.sinks import NO_DETAILS, TRAINED_SHARE, Details, evaluation_table
+from rlhf.plan.start_checks import rate_warnings
 from rlhf.run.checkpoint_files import PARTIAL
 from rlhf.run.checkpoint_mirror import Mirror
 from rlhf.run.checkpoint_saver import CheckpointSaver
@@ -106,6 +108,25 @@ class Run(Generic[C]):
         )  # fmt: skip
         self.progress: Callable[[], Mapping[str, Any]] = dict
         self.lost_folder = self.failure = ""
+        self._trained_shares: dict[str, float] = {}  # metrics of every evaluation
+
+    def check_held_out(self, train: Iterable[Hashable], held_out: Mapping[str, Sequence[Hashable]]) -> None:
+        """Warn of rows of data.eval that data.train has too; every evaluation then logs their share.
+
+        Args:
+            train, held_out: what tells each row from others; by `eval` or `eval/<data set>`, as its metrics begin.
+        """
+        for name, count in count_trained_rows(train, held_out).items():
+            total = len(held_out[name])
+            if not count:
+                continue
+            self._trained_shares[f"{name}{TRAINED_SHARE}"] = count / total
+            many = f"all {total}" if count == total else f"{count} of {total}"
+            self.log.warn(
+                f"data.{name.replace('/', ' ')}: {many} rows are in data.train too, as the model is given them. What "
+                "is measured on them is what it remembers, not what it can do. Remove them from data.train, or "
+                "evaluate on other rows."
+            )
 
     # --- start and end ---
 
@@ -113,7 +134,8 @@ class Run(Generic[C]):
     def shown(self) -> Iterator[None]:
         """The run's lines and live view, which begin with what the user should know before it starts."""
         with self.log.terminal.live():
-            for warning in (*self.config.warnings(), *self.folder.warnings, *resume_warnings(self.config, self.state)):
+            warnings = (*self.config.warnings(), *rate_warnings(self.config))
+            for warning in (*warnings, *self.folder.warnings, *resume_warnings(self.config, self.state)):
                 self.log.warn(warning)
             if self.restored is not None:
                 self.log.print(f"resuming from {self.restored}")
@@ -173,6 +195,7 @@ class Run(Generic[C]):
 
     def log_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Keep and write the metrics of an evaluation after `step` training steps."""
+        values = {**values, **self._trained_shares}
         self.state.evaluations[step] = values
         self.diagnosis.after_evaluation(values)
         self.log.write(step, values)

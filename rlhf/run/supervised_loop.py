@@ -51,6 +51,8 @@ class SupervisedLoop:
                 left_out = left_out_text(examples.too_long, run.config.data.max_tokens, examples.bad_rows)
                 tokens = len(examples.tokens.token_ids)
                 run.log.print(f"data {name}: {examples.rows} examples, {tokens:,} tokens{left_out}")
+        if data.held_out is not None:
+            run.check_held_out(data.train.row_keys, {"eval": [*data.held_out.row_keys]})
         now: dict[str, Any] = {"rows": data.train.rows, "fingerprint": data.train.fingerprint}
         stream: Mapping[str, Any] = {"sources": {"train": now}}
         if run.state.stream not in ({}, stream):

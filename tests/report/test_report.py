@@ -179,12 +179,16 @@ def test_the_page_has_the_whole_conversation_and_no_answers_where_the_task_has_n
     assert set(data_of(write_page([read_run(asked)]), "rollouts")["columns"]["no_answer"]) == {True}
 
 
-def test_the_page_marks_what_is_outside_of_its_healthy_range(tmp_path: Path) -> None:
+def test_the_page_marks_what_is_outside_of_its_healthy_range_and_evaluations_on_training_data(tmp_path: Path) -> None:
+    whole = {"eval/test/in_training_fraction": 1.0, "eval/other/in_training_fraction": 0.9}
     runs = [
-        read_run(write_run(tmp_path / name, metrics={"rollout/stopped_fraction": stopped}))
-        for name, stopped in (("cut", 0.35), ("whole", 0.99))
+        read_run(write_run(tmp_path / name, metrics={"rollout/stopped_fraction": stopped, **shared}))
+        for name, stopped, shared in (("cut", 0.35, {}), ("whole", 0.99, whole))
     ]
-    metrics = data_of(write_page(runs), "metrics")
+    page = write_page(runs)
+    assert "<title>cut, whole, evaluated on its training data (test)</title>" in page
+    assert "<h1>rlhf report: whole, evaluated on its training data (test)</h1>" in page
+    metrics = data_of(page, "metrics")
     assert [run["findings"] for run in metrics["runs"]] == [[], []]
     outside = {"metric": "rollout/stopped_fraction", "value": 0.35, "healthy": "above 0.9"}
     assert [run["outside"] for run in metrics["runs"]] == [[outside], []]

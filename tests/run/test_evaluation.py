@@ -186,18 +186,22 @@ def with_data(tiny_model_dir: Path, **changed: Any) -> dict[str, Any]:
     return values | {"data": values["data"] | {"eval": str(tiny_model_dir / "test.jsonl")}} | changed
 
 
-def test_an_evaluation_writes_prompts_with_the_day_of_the_run_that_a_model_is_from(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_evaluation_writes_prompts_with_the_day_of_the_run_that_a_model_is_from_and_tells_of_its_training_data(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     folder = RunFolder(run, resume=False)
     first = datetime.date(2026, 1, 2)
-    folder.create(with_date(make_config(Path("x/model")), today=first))
+    data = {"train": str(tiny_model_dir / "test.jsonl")}
+    folder.create(with_date(make_config(Path("x/model"), data=data), today=first))
     folder.unlock()
     model = shutil.copytree(tiny_model_dir / "model", run / "model")
     of_run, before = with_data(tiny_model_dir, model={"path": str(model)}), with_data(tiny_model_dir)
     assert evaluated(tmp_path, monkeypatch, of_run).data.date == first
+    told = f"warning: data.eval={data['train']}: training data of {model}, as {run}/config.yaml says."
+    assert capsys.readouterr().err.count(told) == 1
     assert evaluated(tmp_path, monkeypatch, before).data.date == datetime.date.today()
+    assert capsys.readouterr().err == ""
     assert str(evaluated(tmp_path, monkeypatch, of_run, "data.date=2026-03-04").data.date) == "2026-03-04"
 
 

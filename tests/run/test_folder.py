@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 from worlds import group_of, joined, make_config, make_groups, rollout_of
 
+from rlhf.config.data import DatasetConfig
 from rlhf.config.load import resolved_yaml
 from rlhf.export import find_checkpoint
 from rlhf.log.patient_files import PatientFiles
 from rlhf.run.checkpoint_mirror import Mirror
-from rlhf.run.folder import RunFolder, with_date
+from rlhf.run.folder import RunFolder, trained_on, with_date
 from rlhf.run.rollout_log import rollout_rows
 from rlhf.run.state import RunState
 from rlhf.types import RolloutGroup, VersionSpan
@@ -453,7 +454,36 @@ def test_a_disk_that_is_full_when_a_checkpoint_begins_keeps_no_folder_of_it(
     assert list(folder.checkpoints.iterdir()) == []
 
 
-# --- the day of a run ---
+# --- what a run leaves for evaluations of its models ---
+
+
+def test_a_model_was_trained_on_the_data_of_its_run_and_of_the_run_that_made_its_start_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("first", "second", "other"):
+        Path(f"{name}.jsonl").write_text(name)
+    Path("copy.jsonl").write_text("first")
+    hub = {"path": "openai/gsm8k", "name": "main"}
+    for name, model, data in (("a", "hub/model", ["first.jsonl", hub]), ("b", "runs/a/model", ["second.jsonl"])):
+        folder = RunFolder(f"runs/{name}", resume=False)
+        folder.create(make_config(Path(model), run={"dir": f"runs/{name}"}, data={"train": data}))
+        folder.unlock()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    def of(model: str, path: str, **keys: str) -> str:
+        run = trained_on(DatasetConfig(path=path, **keys), f"../runs/{model}/model")
+        return "" if run is None else run.parent.name
+
+    assert of("b", "../second.jsonl") == "b"
+    assert of("b", f"{tmp_path}/first.jsonl") == of("b", "../copy.jsonl") == of("a", "../copy.jsonl") == "a"
+    assert of("a", "../second.jsonl") == of("b", "../other.jsonl") == of("b", "../missing.jsonl") == ""
+    assert of("a", "openai/gsm8k", name="main", split="train") == "a"
+    assert of("a", "openai/gsm8k", name="main") == of("a", "openai/gsm8k", split="train") == ""
+    assert trained_on(DatasetConfig(path="../first.jsonl"), "hub/model") is None
+    (tmp_path / "runs/a/config.yaml").write_text("data: {train: [")  # damaged
+    assert of("a", "../first.jsonl") == ""
 
 
 def test_a_run_keeps_the_day_of_its_first_start_and_so_do_its_mirror_and_evaluations_of_its_models(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from worlds import make_config
 
 from rlhf.data.load import LoadedPrompts
-from rlhf.run.prompts import PromptTickets, source_lines
+from rlhf.data.read import count_trained_rows
+from rlhf.run.prompts import PromptTickets, RunData, source_lines
 from rlhf.run.state import RunState
 from rlhf.types import Prompt
 
@@ -30,6 +34,23 @@ def test_a_resumed_run_repeats_outstanding_prompts_and_then_continues_the_order(
     assert drawn(resumed, 7) == [order[4], order[6], *order[7:]]
     assert resumed.waiting() == []
     assert resumed.stream.drawn == 12
+
+
+def test_equal_rows_of_an_environment_are_no_rows_that_are_shared() -> None:
+    def data(*columns: dict[str, str]) -> RunData:
+        rows = [Prompt(f"p/{i}", 0, np.array([1], np.int32), (), "", "p", each) for i, each in enumerate(columns)]
+        train, evaluation = (LoadedPrompts({"p": some}, {}, {}) for some in (rows[:-2], rows[-2:]))
+        return RunData(train, evaluation)
+
+    def shared(data: RunData, **sections: Any) -> dict[str, int]:
+        return count_trained_rows(*data.row_keys(make_config(Path("model"), **sections)))
+
+    play, task_1, task_2 = {"prompt": "Play."}, {"prompt": "Play.", "task": "1"}, {"prompt": "Play.", "task": "2"}
+    environment = {"environment": {"name": "games:Game"}}
+    assert shared(data(play, play, play, play)) == {"eval/p": 2}  # the model is given the same
+    assert shared(data(play, play, play, play), **environment) == {"eval/p": 0}  # another world for each
+    assert shared(data(task_1, play, task_1, task_2), **environment) == {"eval/p": 1}
+    assert shared(data({}, {}, {}), **environment) == {"eval/p": 0}  # prompts that it makes
 
 
 def test_rows_that_are_left_out_are_told_by_source() -> None:

@@ -64,6 +64,33 @@ def prompts_of(run: Any) -> list[Any]:
     return [prompt for rows in read_data(run.config, run.tokenizer).train.prompts.values() for prompt in rows]
 
 
+def test_an_evaluation_on_rows_that_are_trained_on_is_told_first_and_stands_in_the_titles(
+    config: GRPOConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    train = Path(config.data.train[0].path)
+    rows = train.read_text().splitlines()
+    (tmp_path / "half.jsonl").write_text("\n".join([*rows[:2], '{"question": "not trained", "answer": "1"}\n']))
+    copy = {"question": json.loads(rows[0])["question"], "answer": "of other columns", "more": 1}
+    (tmp_path / "whole.jsonl").write_text(json.dumps(copy))
+    data = {"train": str(train), "eval": [str(tmp_path / "half.jsonl"), str(tmp_path / "whole.jsonl")]}
+    config = make_config(
+        Path(config.model.path),
+        **config.model_dump(include={"run", "rollout"}),
+        data=data,
+        learner={"optimizer": {"lr": 0}},
+    )
+    asyncio.run(drive(config, monkeypatch))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "learner.optimizer.lr=0: no update changes the model." in printed
+    half = printed.index("data.eval half: 2 of 3 rows are in data.train too, as the model is given them.")
+    assert half < printed.index("data.eval whole: all 1 rows are in data.train too") < printed.index("first prompt")
+    evaluated = json.loads((Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()[0])
+    assert evaluated["eval/half/in_training_fraction"] == pytest.approx(2 / 3)
+    check_documented([evaluated], logged={"shared rows"})
+    title = "# run, step 4, evaluated on its training data (whole)\n"
+    assert title in (Path(config.run.dir) / "model/README.md").read_text()
+
+
 def test_with_a_lag_of_1_later_steps_train_rollouts_of_the_version_before(
     config: GRPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from byte_tokenizer import byte_tokenizer
+from documented import check_documented
 from fake_run import FakeCluster, FakeLearners
 
 from rlhf import reward_model, sft
@@ -110,10 +111,11 @@ def logged(config: SupervisedConfig) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("schema", [SFTConfig, RewardTrainingConfig])
 def test_a_run_takes_every_step_evaluates_saves_and_exports(
-    tiny_model_dir: Path, tmp_path: Path, schema: type[SupervisedConfig]
+    tiny_model_dir: Path, tmp_path: Path, schema: type[SupervisedConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, data = prepared(schema, tiny_model_dir / "model", tmp_path)
     run = drive(config, data)
+    assert "data.eval: all 4 rows are in data.train too" in " ".join(capsys.readouterr().out.split())
     assert run.cluster.learners.trained() == list(range(STEPS))
     assert run.cluster.learners.held == (data.train.tokens, data.held_out and data.held_out.tokens)
     rows = logged(config)
@@ -126,8 +128,10 @@ def test_a_run_takes_every_step_evaluates_saves_and_exports(
     assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} >= {"step-000004", "step-000006"}
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["steps"], summary["updates_planned"]) == (STEPS, STEPS)
+    check_documented(rows, logged={"shared examples"})
     card = (tmp_path / "run/model/README.md").read_text()
     assert f"optimizer steps on {ROWS} rows." in card
+    assert f"# run, step {STEPS}, evaluated on its training data\n" in card
     assert ("reward_model: {path: FOLDER}" in card) == (schema is RewardTrainingConfig)
 
 
