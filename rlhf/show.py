@@ -1,8 +1,9 @@
-"""Program: the rollouts of a run in the terminal, group by group.
+"""Program: the rollouts of a run in the terminal, group by group; or what its config changes.
 
     python -m rlhf.show runs/mine                              the newest step first
     python -m rlhf.show runs/mine --step 20 --status no_answer
     python -m rlhf.show runs/mine --contains 362 --max-reward 0
+    python -m rlhf.show runs/mine --config                     the keys that differ from the defaults, as YAML
 
 A group is shown when one of its responses fits all filters; the others are shown with it. On a terminal it stops after
 each group: Enter shows the next one, q ends.
@@ -20,7 +21,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from rlhf.config.cli import parser_of, run_program
-from rlhf.config.printing import printable
+from rlhf.config.load import as_yaml, flat_keys
+from rlhf.config.printing import printable, say
 from rlhf.log.sinks import Row, shown_reward
 from rlhf.report.run_files import RunFiles, conversation, read_groups, read_run, response_blocks, states_no_answer
 
@@ -35,8 +37,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-reward", type=float)
     parser.add_argument("--contains", help="text in the prompt or the response")
     parser.add_argument("-n", "--groups", type=int, default=3, help="groups to show at most (default: 3)")
+    parser.add_argument("--config", action="store_true", help="print the keys that differ from the defaults, and stop")
     options = parser.parse_args(argv)
     run = read_run(options.run)
+    if options.config:
+        say(as_yaml(run.changed).rstrip())
+        left_out = "are null (another version wrote them)" if run.program_config is None else "have their defaults"
+        others = len(run.config) - len(flat_keys(run.changed))
+        say(f"# {others} further keys {left_out}; all are in {run.config_file}")
+        return
     console = Console()
     ask = sys.stdin.isatty() and sys.stdout.isatty()
     shown = 0

@@ -185,9 +185,14 @@ def resolved(values: dict[str, Any]) -> dict[str, Any]:
 
 def resolved_yaml(config: Section) -> str:
     """The whole config with every default, as YAML that loads to the same config; secrets are left out."""
+    return as_yaml(json.loads(config.model_dump_json()))
+
+
+def as_yaml(values: dict[str, Any]) -> str:
+    """The values of a config as YAML that loads to the same values; secrets are left out."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(with_references(json.loads(config.model_dump_json()))))
+    return OmegaConf.to_yaml(OmegaConf.create(with_references(values)))
 
 
 def stored_values(file: Path) -> dict[str, Any]:

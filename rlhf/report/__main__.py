@@ -3,20 +3,33 @@
     python -m rlhf.report runs/mine
     python -m rlhf.report runs/k1 runs/k3 runs/k4 --output kl.html
 
-It shows curves with the runs overlaid, evaluations, where the time went, what differs between the configs, what looks
-wrong (the diagnosis), and every rollout that was trained on; of long runs a sample, whose share it states. It reads a
-run that is not finished too: write the page again to see the newest steps.
+It begins with what differs between the configs, and between them and the defaults. It shows curves with the runs
+overlaid, evaluations, where the time went, what looks wrong (the diagnosis), and every rollout that was trained on; of
+long runs a sample, whose share it states. Runs whose configs differ in nothing but the seed are one line, their mean,
+with a 95% bootstrap interval over seeds as a band. It reads a run that is not finished too: write the page again to see
+the newest steps.
+
+The page of one run is report.html in its folder. That of several runs lies next to the folder of the first one, as
+report-RUN-RUN.html.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf.config.cli import run_program, started_as
 from rlhf.config.printing import say
+
+if TYPE_CHECKING:
+    from rlhf.report.run_files import RunFiles
+
+LONGEST_NAME = 60  # characters of the names of runs in the name of a page; a file name has at most 255 bytes
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,19 +37,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog=started_as("rlhf.report"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; the first is the one to compare with")
-    parser.add_argument("--output", help="HTML file (default: report.html in the folder of the first run)")
+    parser.add_argument("--output", help="HTML file (default: see above)")
     options = parser.parse_args(argv)
     from rlhf.report.page import write_page
     from rlhf.report.run_files import read_run
 
-    runs = [read_run(folder) for folder in options.runs]
-    output = Path(options.output) if options.output else runs[0].path / "report.html"
+    runs = [read_run(folder) for folder in {Path(folder).resolve(): folder for folder in options.runs}.values()]
+    output = Path(options.output) if options.output else default_output(runs)
     page = write_page(runs)
     try:
         output.write_text(page, errors="replace")
     except OSError as error:
         raise ValueError(f"--output {output}: {error.strerror}. Name a file in a folder that exists.") from None
     say(f"{output}: {len(page) / 2**20:.1f} MiB; open it in a browser")
+
+
+def default_output(runs: Sequence[RunFiles]) -> Path:
+    """report.html in the folder of the only run; of several, a file next to the folder of the first one."""
+    if len(runs) == 1:
+        return runs[0].path / "report.html"
+    names = re.sub(r"[^\w.,=+-]+", "_", "-".join(run.name for run in runs))
+    if len(names) > LONGEST_NAME:
+        digest = hashlib.sha256("\n".join(str(run.path.resolve()) for run in runs).encode()).hexdigest()
+        names = f"{names[:LONGEST_NAME]}-{len(runs)}-runs-{digest[:8]}"
+    first = runs[0].path
+    return (first if first.name.strip(".") else first.resolve()).parent / f"report-{names}.html"
 
 
 if __name__ == "__main__":

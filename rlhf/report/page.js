@@ -7,7 +7,7 @@ const COLORS = matchMedia("(prefers-color-scheme: dark)").matches
   : ["#0072b2", "#d55e00", "#009e73", "#a6498f", "#8a6d00", "#3f7fb5", "#5b5b5b", "#7a3e9d"];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
 const ROWS_SHOWN = 50;
-const shownRuns = new Set();
+const shownSettings = new Set();
 let data, rollouts, matches = [], firstRow = 0, openGroup = null, texts;
 
 async function unpack(id) {
@@ -23,9 +23,12 @@ function element(tag, properties = {}, ...children) {
   return made;
 }
 
-const color = (run) => COLORS[run % COLORS.length];
-const dot = (run) => { const made = element("span", { className: "dot" }); made.style.background = color(run); return made; };
-const nameOf = (run) => element("span", {}, dot(run), data.runs[run].name);
+const color = (setting) => COLORS[setting % COLORS.length];
+const dot = (setting) => { const made = element("span", { className: "dot" }); made.style.background = color(setting); return made; };
+const nameOf = (setting) => element("span", {}, dot(setting), data.settings[setting].name);
+const settingOf = (run) => data.settings.findIndex((setting) => setting.runs.includes(run));
+const nameOfRun = (run) => element("span", {}, dot(settingOf(run)), data.runs[run].name);
+const isBand = (setting) => setting.runs.length > 1;
 const known = (values) => (values || []).filter((v) => v !== null);
 const short = (value) => typeof value !== "number" ? (value ?? "-") : String(+value.toPrecision(4));
 const duration = (s) => s < 5400 ? `${(s / 60).toFixed(1)} min` : `${(s / 3600).toFixed(1)} h`;
@@ -42,32 +45,43 @@ function table(target, head, rows) {
 // --- summary, diagnosis, config ---
 
 function showSummary() {
-  const evaluations = [...new Set(data.runs.flatMap((run) => Object.keys(run.series)))].filter((n) => /^eval\/.*\/(avg|pass|maj)@\d+$/.test(n));
-  const change = (run, metric) => {
-    const values = known(run.series[metric]), [low, high] = ["low", "high"].map((end) => known(run.series[`${metric}/${end}`]).at(-1));
-    if (!values.length) return "-";
-    return `${short(values[0])} → ${short(values.at(-1))}` + (low === undefined ? "" : ` (${short(low)} to ${short(high)})`);
+  const evaluations = [...new Set(data.settings.flatMap((each) => Object.keys(each.series)))].filter((n) => /^eval\/.*\/(avg|pass|maj)@\d+$/.test(n));
+  // Of several seeds at the last step that all of them have reached.
+  const change = (setting, metric) => {
+    const values = setting.series[metric] || [], has = (v, i) => v !== null && (!isBand(setting) || setting.steps[i] <= setting.shared);
+    const last = values.findLastIndex(has);
+    if (last < 0) return "-";
+    const bounds = setting.bands[metric] || ["low", "high"].map((end) => setting.series[`${metric}/${end}`]), [low, high] = bounds.map((bound) => bound?.[last]);
+    return `${short(values[values.findIndex(has)])} → ${short(values[last])}` + (low === undefined || low === null ? "" : ` (${short(low)} to ${short(high)})`);
   };
-  const rows = data.runs.map((run, i) => {
-    const last = run.steps.at(-1) ?? 0, planned = run.config["run.steps"], times = known(run.times);
-    return [nameOf(i), `${run.program}: ${run.config["model.path"]}`,
-      (planned === undefined ? `${last}` : `${last} of ${planned}`) + (run.finished ? "" : ", not finished"), times.length > 1 ? duration(times.at(-1) - times[0]) : "-",
-      change(run, "reward/mean"), ...evaluations.map((metric) => change(run, metric))];
+  const stepsOf = (setting) => {
+    const of = setting.runs.map((run) => data.runs[run]), lasts = of.map((run) => run.last), planned = of[0].config["run.steps"];
+    const unfinished = of.filter((run) => !run.finished).length, reached = [...new Set([Math.min(...lasts), Math.max(...lasts)])].join(" to ");
+    return reached + (planned === undefined ? "" : ` of ${planned}`) + (unfinished ? `, ${of.length > 1 ? `${unfinished} ` : ""}not finished` : "") +
+      (isBand(setting) && reached !== `${setting.shared}` ? `; values at step ${setting.shared}` : "");
+  };
+  const rows = data.settings.map((setting, i) => {
+    const run = data.runs[setting.runs[0]], seconds = known(setting.seconds);
+    return [nameOf(i), setting.seeds.join(", "), `${run.program ?? "another version"}: ${run.config["model.path"]}`, stepsOf(setting), seconds.length > 1 ? duration(seconds.at(-1)) : "-",
+      change(setting, "reward/mean"), ...evaluations.map((metric) => change(setting, metric))];
   });
-  table($("summary-table"), ["run", "program and model", "steps", "time", "reward, first → last", ...evaluations.map((e) => `${e.slice(5)}, first → last`)], rows);
-  const thinned = Math.max(...data.runs.map((run) => run.every));
+  table($("summary-table"), ["run", "seed", "program and model", "steps", "time", "reward, first → last", ...evaluations.map((e) => `${e.slice(5)}, first → last`)], rows);
+  const thinned = Math.max(...data.settings.map((setting) => setting.every)), bands = data.settings.some(isBand);
   $("summary").append(element("p", { className: "soft", textContent: `Written ${data.written}. ` +
-    (evaluations.some((e) => data.runs.some((r) => r.series[`${e}/low`])) ? "Intervals hold 95% of bootstrap samples over problems. " : "") +
+    (bands ? "Runs whose configs differ in nothing but the seed are one line: the mean of those that have a value at a step. Its band, and the interval in " +
+      "this table, is the 95% bootstrap interval over seeds; of two or three seeds it is from the lowest to the highest. " : "") +
+    (data.settings.some((each) => !isBand(each) && evaluations.some((e) => each.series[`${e}/low`])) ?
+      `Intervals of ${bands ? "an evaluation of one run" : "evaluations"} hold 95% of bootstrap samples over problems. ` : "") +
     (thinned > 1 ? `Curves have every ${thinned}th step.` : "") }));
 }
 
 function showFindings() {
   const found = data.runs.flatMap((run, i) => run.findings.map((finding) => ({ ...finding, run: i })));
   $("findings").replaceChildren(...found.map((f) => element("div", { className: "finding" },
-    element("p", {}, nameOf(f.run), element("strong", { textContent: ` ${f.title}, ` }),
+    element("p", {}, nameOfRun(f.run), element("strong", { textContent: ` ${f.title}, ` }),
       f.first === f.last ? `step ${f.first}` : `steps ${f.first} to ${f.last}`),
     element("p", { textContent: f.seen }), element("p", { textContent: f.advice }))));
-  const outside = data.runs.flatMap((run, i) => run.outside.map((each) => [nameOf(i), each.metric, each.value, each.healthy]));
+  const outside = data.runs.flatMap((run, i) => run.outside.map((each) => [nameOfRun(i), each.metric, each.value, each.healthy]));
   if (outside.length) {
     const list = element("div");
     table(list, ["run", "metric", "mean of the last steps", "healthy"], outside);
@@ -79,11 +93,16 @@ function showFindings() {
 }
 
 function showConfig() {
-  const head = ["key", ...data.runs.map((_, i) => nameOf(i))];
-  const row = (key) => [key, ...data.runs.map((run) => element("span", { textContent: written(run.config[key]) }))];
-  if (data.runs.length > 1) table($("differences-table"), head, data.differing.map(row));
+  const head = () => ["key", ...data.settings.map((_, i) => nameOf(i))];
+  const valuesOf = (runs, key) => [...new Set(runs.map((run) => written(data.runs[run].config[key])))].join(", ");
+  const row = (key) => [key, ...data.settings.map(({ runs }) => element("span", { textContent: valuesOf(runs, key) }))];
+  if (data.settings.length > 1) table($("differences-table"), head(), data.differing.map(row));
   else $("differences").remove();
-  const list = () => table($("config-table"), ["key", ...data.runs.map((_, i) => nameOf(i))], data.keys.filter((k) => k.includes($("key").value)).map(row));
+  $("changed-title").textContent += data.settings.length > 1 ? " in all runs" : "";
+  $("changed-keys").append(...data.changed.map((key) => element("div", {}, element("span", { className: "soft", textContent: `${key}: ` }), valuesOf([0], key))));
+  $("changed-note").textContent = (data.runs.every((run) => run.program) ? "The keys whose values differ from the defaults. " :
+    "The keys whose values differ from the defaults; of a run of another version of rlhf, all that are not null. ") + `Config, at the end, has all ${data.keys.length}.`;
+  const list = () => table($("config-table"), head(), data.keys.filter((k) => k.includes($("key").value)).map(row));
   $("key").addEventListener("input", list);
   list();
 }
@@ -101,29 +120,35 @@ function smoothed(values, weight) {
   });
 }
 
-function xOf(run) {
-  if ($("axis").value === "step") return run.steps;
-  const began = known(run.times)[0];
-  return run.times.map((t) => t === null ? null : (t - began) / 3600);
+function xOf(setting) {
+  return $("axis").value === "step" ? setting.steps : setting.seconds.map((t) => t === null ? null : t / 3600);
+}
+
+// The bounds of a line of several seeds: one without a line, and one that is filled up to it.
+function bandOf(setting, i, metric, weight) {
+  const x = xOf(setting), ends = setting.bands[metric].map((bound) => smoothed(bound, weight)), places = x.map((_, k) => k).filter((k) => x[k] !== null && ends[0][k] !== null);
+  const style = { x: places.map((k) => x[k]), mode: "lines", line: { width: 0, color: color(i) }, hoverinfo: "skip", showlegend: false, legendgroup: i };
+  return ends.map((bound, end) => ({ ...style, y: places.map((k) => bound[k]), ...(end ? { fill: "tonexty", fillcolor: `${color(i)}33` } : {}) }));
 }
 
 function traces(panel, section) {
   const weight = section === "Evaluation" ? 0 : +$("smoothing").value, made = [];
-  data.runs.forEach((run, i) => {
-    if (!shownRuns.has(i)) return;
-    const first = i === Math.min(...shownRuns), style = { line: { color: color(i), width: 1.8 }, connectgaps: true, legendgroup: i };
+  data.settings.forEach((setting, i) => {
+    if (!shownSettings.has(i)) return;
+    const first = i === Math.min(...shownSettings), style = { line: { color: color(i), width: 1.8 }, connectgaps: true, legendgroup: i };
     panel.metrics.forEach((metric, m) => {
-      const values = run.series[metric];
+      const values = setting.series[metric];
       if (!values) return;
-      const few = known(values).length < 30, name = panel.metrics.length > 1 ? `${data.runs.length > 1 ? `${run.name} ` : ""}${metric.split("/").slice(1).join("/")}` : run.name;
-      const trace = { ...style, metric, x: xOf(run), y: smoothed(values, weight), name,
+      if (isBand(setting)) made.push(...bandOf(setting, i, metric, weight));
+      const few = known(values).length < 30, name = panel.metrics.length > 1 ? `${data.settings.length > 1 ? `${setting.name} ` : ""}${metric.split("/").slice(1).join("/")}` : setting.name;
+      const trace = { ...style, metric, x: xOf(setting), y: smoothed(values, weight), name,
         mode: few ? "lines+markers" : "lines", marker: { size: 5 }, showlegend: first && panel.metrics.length > 1,
         line: { ...style.line, dash: DASHES[m % DASHES.length] } };
-      const low = run.series[`${metric}/low`], high = run.series[`${metric}/high`];
+      const low = setting.series[`${metric}/low`], high = setting.series[`${metric}/high`];
       if (low && high) trace.error_y = { type: "data", symmetric: false, thickness: 1, width: 3,
         array: high.map((h, k) => h === null ? 0 : h - values[k]), arrayminus: low.map((l, k) => l === null ? 0 : values[k] - l) };
       made.push(trace);
-      if (metric === "learner/lr" && run.planned_lr.length) made.push({ ...style, x: xOf(run), y: run.planned_lr, mode: "lines",
+      if (metric === "learner/lr" && setting.planned_lr.length) made.push({ ...style, x: xOf(setting), y: setting.planned_lr, mode: "lines",
         name: "planned", line: { color: color(i), width: 5 }, opacity: 0.3, showlegend: first });
     });
   });
@@ -188,9 +213,9 @@ function showCharts() {
 }
 
 function drawTime(plot) {
-  const phases = [...new Set(data.runs.flatMap((run) => Object.keys(run.seconds)))], runs = [...shownRuns].sort().reverse();
-  const drawn = phases.map((phase, i) => ({ type: "bar", orientation: "h", name: phase, x: runs.map((r) => data.runs[r].seconds[phase] || 0),
-    y: runs.map((r) => data.runs[r].name), marker: { color: color(i) } }));
+  const phases = [...new Set(data.runs.flatMap((run) => Object.keys(run.phases)))], runs = data.runs.filter((_, i) => shownSettings.has(settingOf(i))).reverse();
+  const drawn = phases.map((phase, i) => ({ type: "bar", orientation: "h", name: phase, x: runs.map((run) => run.phases[phase] || 0),
+    y: runs.map((run) => run.name), marker: { color: color(i) } }));
   const form = layout({}, []);
   form.yaxis.type = "category";
   Plotly.react(plot, drawn, { ...form, barmode: "stack", hovermode: "closest", legend: { orientation: "h", y: -0.15, traceorder: "normal" } }, SETTINGS);
@@ -256,7 +281,7 @@ function showRows() {
     const open = element("button", { type: "button", className: "link", textContent: cut(c.prompt[i]) || "(no prompt)" });
     open.addEventListener("click", () => showGroup(c.group[i]));
     const number = (value) => element("td", { className: "number", textContent: short(value) });
-    return element("tr", {}, element("td", {}, nameOf(c.run[i])), number(c.step[i]), element("td", { className: "text" }, open),
+    return element("tr", {}, element("td", {}, nameOfRun(c.run[i])), number(c.step[i]), element("td", { className: "text" }, open),
       element("td", { className: "text", textContent: cut(c.text[i]) }),
       answers ? element("td", { className: verdict(i), textContent: cut(c.extracted[i]) || (verdict(i) ? "none" : "") }) : null,
       golds ? element("td", { textContent: cut(c.answer[i]) }) : null,
@@ -290,7 +315,7 @@ function showGroup(group) {
   if (!rows.length) return;
   openGroup = group;
   const first = rows[0], gold = texts[c.answer[first]];
-  $("group-title").replaceChildren(nameOf(c.run[first]), ` step ${c.step[first]}, ${texts[c.prompt_id[first]]}`);
+  $("group-title").replaceChildren(nameOfRun(c.run[first]), ` step ${c.step[first]}, ${texts[c.prompt_id[first]]}`);
   $("prompt").replaceChildren(element("pre", { className: "card", textContent: texts[c.conversation[first]] }),
     gold === "" ? "" : element("p", {}, "gold answer ", element("strong", { textContent: gold })));
   $("samples").replaceChildren(...rows.map((i) => element("article", { className: "card" },
@@ -306,10 +331,10 @@ function showGroup(group) {
 // --- start ---
 
 function connect() {
-  data.runs.forEach((run, i) => {
-    shownRuns.add(i);
+  data.settings.forEach((_, i) => {
+    shownSettings.add(i);
     const box = element("input", { type: "checkbox", checked: true });
-    box.addEventListener("change", () => { box.checked ? shownRuns.add(i) : shownRuns.delete(i); redraw(); });
+    box.addEventListener("change", () => { box.checked ? shownSettings.add(i) : shownSettings.delete(i); redraw(); });
     $("legend").append(element("label", {}, box, nameOf(i)));
   });
   $("axis").addEventListener("change", redraw);

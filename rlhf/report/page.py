@@ -14,21 +14,19 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
+
+from rlhf.config.load import flat_keys
 from rlhf.config.printing import as_utf8
 from rlhf.log.diagnosis import diagnose_run, outside_at_the_end, range_of
 from rlhf.log.panels import SECTIONS, Panel, matching
 from rlhf.log.sinks import BOUNDS, Row, on_training_data
-from rlhf.report.run_files import (
-    RunFiles,
-    conversation,
-    differing_keys,
-    response_blocks,
-    sample_groups,
-    states_no_answer,
-)
+from rlhf.report.run_files import RunFiles, conversation, response_blocks, sample_groups, states_no_answer
+from rlhf.report.settings import OF_ONE_RUN, differing_keys, over_seeds, settings_of
 
 ROLLOUT_BYTES = 96 * 2**20  # of rollout files that a page holds; 100,000 rollouts of the quickstart are 35 MB
 MAX_POINTS = 2000  # of one curve
@@ -38,8 +36,6 @@ TOKEN_KEYS = ("tokens", "token_advantages", "token_differences")
 
 def write_page(runs: Sequence[RunFiles]) -> str:
     """The HTML of a report of these runs."""
-    from plotly.offline import get_plotlyjs
-
     parts = files("rlhf.report")
     notes = [on_training_data(run.rows) for run in runs]
     names = ", ".join(name + note for name, note in zip(_names(runs), notes, strict=True))
@@ -51,7 +47,7 @@ def write_page(runs: Sequence[RunFiles]) -> str:
         "program": (parts / "page.js").read_text(),
         "metrics": _packed(json.dumps(_metrics(runs))),
         "rollouts": _packed(json.dumps(_rollouts(runs), ensure_ascii=False)),
-        "plotly": _packed(get_plotlyjs()),
+        "plotly": _packed_plotly(),
     }.items():
         page = page.replace(f"<!--{slot}-->", text, 1)
     return page
@@ -59,6 +55,13 @@ def write_page(runs: Sequence[RunFiles]) -> str:
 
 def _packed(text: str) -> str:
     return base64.b64encode(gzip.compress(as_utf8(text).encode(), compresslevel=6, mtime=0)).decode()
+
+
+@cache
+def _packed_plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return _packed(get_plotlyjs())
 
 
 def _names(runs: Sequence[RunFiles]) -> list[str]:
@@ -70,8 +73,9 @@ def _names(runs: Sequence[RunFiles]) -> list[str]:
 def _metrics(runs: Sequence[RunFiles]) -> dict[str, Any]:
     """Everything that the page shows except rollouts."""
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    settings, names = settings_of(runs), dict(zip(map(id, runs), _names(runs), strict=True))
     sections: list[dict[str, Any]] = [
-        {"title": title, "panels": [shown for panel in panels for shown in _panels(panel, metrics, len(runs))]}
+        {"title": title, "panels": [shown for panel in panels for shown in _panels(panel, metrics, len(settings))]}
         for title, panels in SECTIONS.items()
     ]
     named = {name for section in sections for panel in section["panels"] for name in panel["metrics"]}
@@ -79,19 +83,23 @@ def _metrics(runs: Sequence[RunFiles]) -> dict[str, Any]:
     rest = [shown for name in others for shown in _panels(Panel(name, (name,)), [name], 1)]
     sections.append({"title": "Everything else", "panels": rest})
     configs = [run.config for run in runs]
+    differing = differing_keys(configs)
+    changed = dict.fromkeys(key for run in runs for key in flat_keys(run.changed))
     return {
         "written": time.strftime("%Y-%m-%d %H:%M"),
-        "runs": [_run(run, name) for run, name in zip(runs, _names(runs), strict=True)],
+        "settings": [_setting(of_setting, runs, names[id(of_setting[0])]) for of_setting in settings],
+        "runs": [_run(run, names[id(run)]) for run in runs],
         "sections": [section for section in sections if section["panels"]],
         "keys": list(dict.fromkeys(key for config in configs for key in config)),
-        "differing": differing_keys(configs),
+        "differing": differing,
+        "changed": [key for key in changed if key not in differing and not (runs[1:] and OF_ONE_RUN.fullmatch(key))],
     }
 
 
-def _panels(panel: Panel, metrics: Sequence[str], runs: int) -> list[dict[str, Any]]:
-    """The charts of a panel: one, or one per metric where several runs would have more than two lines each."""
+def _panels(panel: Panel, metrics: Sequence[str], settings: int) -> list[dict[str, Any]]:
+    """The charts of a panel: one, or one per metric where several settings would have more than two lines each."""
     names = matching(panel, metrics)
-    charts = [[name] for name in names] if runs > 1 and len(names) > 2 else [names] if names else []
+    charts = [[name] for name in names] if settings > 1 and len(names) > 2 else [names] if names else []
     return [
         {"title": panel.title, "metrics": chart, "unit": panel.unit, "log": panel.log, "healthy": _healthy(chart)}
         for chart in charts
@@ -104,26 +112,58 @@ def _healthy(metrics: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {metric: {**found._asdict(), "words": str(found)} for metric, found in ranges.items() if found}
 
 
+def _setting(of_setting: Sequence[RunFiles], runs: Sequence[RunFiles], name: str) -> dict[str, Any]:
+    """A line of every chart: a run, or the mean of several, with the bounds of its interval in `bands`."""
+    steps = sorted({row["step"] for run in of_setting for row in run.rows})
+    every = -(-len(steps) // MAX_POINTS)
+    evaluated = {row["step"] for run in of_setting for row in run.rows if any(key.startswith("eval/") for key in row)}
+    steps = [step for number, step in enumerate(steps) if number % every == 0 or step in evaluated]
+    rows = [{row["step"]: row for row in run.rows} for run in of_setting]
+    began = [next((row["time"] for row in run.rows if "time" in row), 0.0) for run in of_setting]
+    several = len(of_setting) > 1
+
+    def cells(metric: str, since: Sequence[float]) -> np.ndarray:
+        """[S, P]: each run's value of the metric at each step."""
+        found = [[each.get(step, {}).get(metric) for step in steps] for each in rows]
+        known = [[v if isinstance(v, int | float) and math.isfinite(v) else math.nan for v in line] for line in found]
+        return np.array(known, dtype=float).reshape(len(rows), len(steps)) - np.array(since)[:, None]
+
+    names = dict.fromkeys(metric for run in of_setting for metric in run.metrics)
+    shown = [metric for metric in names if not (several and metric.endswith(BOUNDS))]
+    lines = {metric: over_seeds(cells(metric, [0.0] * len(rows))) for metric in shown}
+    planned = of_setting[0].planned_learning_rates()
+    return {
+        "name": name + (f" and {len(of_setting) - 1} more" if several else ""),
+        "runs": [number for number, run in enumerate(runs) if any(run is each for each in of_setting)],
+        "seeds": [run.config.get("run.seed") for run in of_setting],
+        "shared": min((run.rows[-1]["step"] for run in of_setting if run.rows), default=0),
+        "every": every,
+        "steps": steps,
+        "seconds": _numbers(over_seeds(cells("time", began)).mean),
+        "series": {metric: _numbers(line.mean) for metric, line in lines.items()},
+        "bands": {metric: [_numbers(line.low), _numbers(line.high)] for metric, line in lines.items()}
+        if several
+        else {},
+        "planned_lr": [planned.get(step) for step in steps] if planned else [],
+    }
+
+
 def _run(run: RunFiles, name: str) -> dict[str, Any]:
-    every = -(-len(run.rows) // MAX_POINTS)
-    evaluated = {id(row) for row in run.rows if any(key.startswith("eval/") for key in row)}
-    rows = [row for number, row in enumerate(run.rows) if number % every == 0 or id(row) in evaluated]
-    planned = run.planned_learning_rates()
     return {
         "name": name,
         "path": str(run.path),
-        "program": run.program_config.program if run.program_config else "another version",
+        "program": run.program_config.program if run.program_config else None,
         "finished": run.finished,
+        "last": run.rows[-1]["step"] if run.rows else 0,
         "config": run.config,
-        "every": every,
-        "steps": [row["step"] for row in rows],
-        "times": [row.get("time") for row in rows],
-        "series": {metric: [_number(row.get(metric)) for row in rows] for metric in run.metrics},
-        "planned_lr": [planned.get(row["step"]) for row in rows] if planned else [],
-        "seconds": _seconds(run),
+        "phases": _seconds(run),
         "findings": [vars(finding) for finding in diagnose_run(run.rows, run.config)],
         "outside": [each._asdict() | {"value": _number(each.value)} for each in outside_at_the_end(run.rows)],
     }
+
+
+def _numbers(values: np.ndarray) -> list[float | None]:
+    return [_number(value) for value in values.tolist()]
 
 
 def _number(value: Any) -> float | None:

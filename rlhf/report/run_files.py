@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 
 from rlhf.algo.schedules import learning_rate
 from rlhf.answers.thoughts import split_thoughts
-from rlhf.config.cli import PROGRAMS
-from rlhf.config.load import flat_keys, stored_values, validated
+from rlhf.config.changed import changed_values, config_of_any_program
+from rlhf.config.load import flat_keys, stored_values
 from rlhf.config.printing import as_utf8
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.log.sinks import Row, read_rows, read_summary
@@ -26,12 +25,13 @@ class RunFiles:
     """One run folder.
 
     Attributes:
-        config: every key of the run's config, with dots: `learner.optimizer.lr`.
+        config_file: the config that the run was last started with, and `values` what it holds.
         rows: metrics by training step; an evaluation is in the row of its step. Step 0 is before the first step.
     """
 
     path: Path
-    config: dict[str, Any]
+    config_file: Path
+    values: dict[str, Any]
     rows: list[Row]
 
     @property
@@ -39,13 +39,19 @@ class RunFiles:
         return self.path.resolve().name
 
     @cached_property
+    def config(self) -> dict[str, Any]:
+        """Every key of the run's config, with dots: `learner.optimizer.lr`."""
+        return flat_keys(self.values)
+
+    @cached_property
     def program_config(self) -> TrainingProgramConfig | None:
-        """The config as the one program reads it that takes all its keys; None if it is of another version."""
-        for program in PROGRAMS.values():
-            with contextlib.suppress(ValueError):
-                if program.config is not None:
-                    return validated(program.config, stored_values(_config_file(self.path)))
-        return None
+        """The config as its program reads it; None if it is of another version."""
+        return config_of_any_program(self.values)
+
+    @cached_property
+    def changed(self) -> dict[str, Any]:
+        """The values of the config that differ from the defaults, in sections."""
+        return changed_values(self.values)
 
     @property
     def finished(self) -> bool:
@@ -78,15 +84,16 @@ class RunFiles:
 def read_run(folder: str | Path) -> RunFiles:
     """A run folder, without a line that a running program has half written; ValueError if the folder holds no run."""
     path = Path(folder)
-    if not (path / "metrics.jsonl").is_file() or not _config_file(path).is_file():
+    resumed = path / "config.resumed.yaml"
+    config_file = resumed if resumed.is_file() else path / "config.yaml"
+    if not (path / "metrics.jsonl").is_file() or not config_file.is_file():
         raise ValueError(
             f"{path}: not a run folder, which has config.yaml and metrics.jsonl. Name the folder that run.dir gave."
         )
-    config = stored_values(_config_file(path))
     rows: dict[int, Row] = {}
     for row in read_rows(path / "metrics.jsonl"):
         rows.setdefault(row["step"], {}).update(row)
-    return RunFiles(path, flat_keys(config), [rows[step] for step in sorted(rows)])
+    return RunFiles(path, config_file, stored_values(config_file), [rows[step] for step in sorted(rows)])
 
 
 def read_groups(file: Path) -> Iterator[list[Row]]:
@@ -152,16 +159,3 @@ def sample_groups(run: RunFiles, max_bytes: int) -> tuple[list[list[Row]], float
             groups.append(group)
             taken += written
     return groups, taken / total
-
-
-def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys that do not have the same value in all configs, without those that name the run itself."""
-    keys = dict.fromkeys(itertools.chain.from_iterable(configs))
-    own = ("run.dir", "logging.wandb.name", "logging.wandb.run_id")
-    return [key for key in keys if key not in own and len({repr(config.get(key)) for config in configs}) > 1]
-
-
-def _config_file(path: Path) -> Path:
-    """The config that the run was last started with."""
-    resumed = path / "config.resumed.yaml"
-    return resumed if resumed.is_file() else path / "config.yaml"

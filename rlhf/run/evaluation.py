@@ -83,16 +83,16 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     return metrics | {"response_length": float(np.mean(lengths)), "stopped_fraction": float(np.mean(stopped))}
 
 
-def bootstrap_interval(values: np.ndarray) -> tuple[float, float]:
+def bootstrap_interval(values: np.ndarray) -> tuple[Any, Any]:
     """The 2.5% and 97.5% quantiles of the mean in RESAMPLES draws of N problems each, with replacement.
 
     Args:
-        values: [N], one per problem: responses to the same problem are not independent.
+        values: [N], one per problem: responses to the same problem are not independent. Or [N, P]: P lists of bounds.
     """
     problems = len(values)
     drawn = np.random.default_rng(0).multinomial(problems, np.full(problems, 1 / problems), size=RESAMPLES)
-    low, high = np.quantile(drawn @ values / problems, [0.025, 0.975])
-    return float(low), float(high)
+    low, high = np.quantile(drawn @ values / problems, [0.025, 0.975], axis=0).tolist()
+    return low, high
 
 
 def score_of(sample: ScoredRollout) -> float:

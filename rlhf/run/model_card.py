@@ -1,4 +1,4 @@
-"""README.md of an exported model: base model, license, how to use it, evaluation, data, code and config."""
+"""README.md of an exported model: base model, what was changed, use, license, evaluation, data, code and config."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
+from rlhf.config.changed import changed_values
+from rlhf.config.load import as_yaml
 from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.config.printing import as_utf8
-from rlhf.config.secrets import with_references
 from rlhf.config.sections import UNRESTRICTED, LoraConfig
 from rlhf.log.sinks import on_training_data
 from rlhf.run.state import RunState
@@ -49,13 +49,15 @@ def model_card(state: RunState, *, merged: bool = False) -> str:
         f"# {Path(config['run']['dir']).name}, step {state.step}{on_training_data(state.evaluations.values())}",
         f"`{base}` after {state.step} of {config['run']['steps']} steps of {METHODS.get(program, program)} with rlhf: "
         f"{state.updates_taken} optimizer steps on {trained}.",
+        "## What was changed\n\nThe keys of the config that differ from the defaults.\n\n"
+        f"```yaml\n{as_yaml(changed_values(config))}```",
         "## Use\n\n" + (SCORES if program == "reward_model" else _usage(config, is_adapter=is_adapter)),
         f"## License\n\nThat of the base model, `{base}`: {named}.",
         "## Evaluation\n\n" + _table("step", {str(step): values for step, values in state.evaluations.items()}),
         "## Data\n\n" + _table("source", {name: {"rows": of["rows"], "fingerprint": of["fingerprint"]}
                                           for name, of in sources.items()}),
         "## Code\n\n" + _table("", {"value": state.code}),
-        "## Config\n\n```yaml\n" + OmegaConf.to_yaml(OmegaConf.create(with_references(config))) + "```",
+        f"## Config\n\n<details><summary>Every key</summary>\n\n```yaml\n{as_yaml(config)}```\n\n</details>",
     ]  # fmt: skip
     return as_utf8("\n\n".join(section for section in sections if not section.endswith("\n\n")) + "\n")
 

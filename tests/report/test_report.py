@@ -16,15 +16,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from worlds import make_config, make_groups
 
 from rlhf import show
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import flat_keys, validated
 from rlhf.log.patient_files import PatientFiles
 from rlhf.log.sinks import JsonlSink, table_of_responses
+from rlhf.report import __main__ as report
 from rlhf.report.page import write_page
-from rlhf.report.run_files import RunFiles, differing_keys, read_groups, read_run, sample_groups
+from rlhf.report.run_files import RunFiles, read_groups, read_run, sample_groups
+from rlhf.report.settings import differing_keys, over_seeds
 from rlhf.run.folder import RunFolder
+from rlhf.run.model_card import model_card
 from rlhf.run.rollout_log import rollout_rows
+from rlhf.run.state import RunState
 from rlhf.types import RolloutGroup
 
 HOSTILE = "</script><img src=x onerror=boom()>\x1b[2J\u202e"
@@ -155,8 +162,8 @@ def test_the_page_holds_the_curves_the_rollouts_and_what_differs(tmp_path: Path)
     page = write_page(runs)
     metrics, rollouts = data_of(page, "metrics"), data_of(page, "rollouts")
     assert [run["name"] for run in metrics["runs"]] == ["k1", "k3"]
-    assert metrics["runs"][0]["series"]["reward/mean"] == [None, 0.1, 0.2, 0.3, 0.4]
-    assert metrics["runs"][0]["seconds"] == {"update": 2.0, "sampling": 1.0}
+    assert metrics["settings"][0]["series"]["reward/mean"] == [None, 0.1, 0.2, 0.3, 0.4]
+    assert metrics["runs"][0]["phases"] == {"update": 2.0, "sampling": 1.0}
     assert metrics["differing"] == ["algo.kl_estimator"]
     shown = [name for section in metrics["sections"] for panel in section["panels"] for name in panel["metrics"]]
     bounds = {"eval/test/avg@1/low", "eval/test/avg@1/high"}
@@ -166,6 +173,79 @@ def test_the_page_holds_the_curves_the_rollouts_and_what_differs(tmp_path: Path)
     assert rollouts["texts"][columns["text"][0]] == "an answer"
     assert columns["advantage"][:8] == pytest.approx(np.linspace(-1, 1, 8), abs=1e-5)
     assert rollouts["shares"] == [1.0, 1.0]
+
+
+def test_runs_that_differ_in_their_seed_alone_are_one_line_with_the_mean_and_an_interval(tmp_path: Path) -> None:
+    rewards = {"a0": 0.2, "a1": 0.4, "a2": 0.9, "alone": 0.5}
+    for seed, (name, reward) in enumerate(rewards.items()):
+        changed = {"algo": {"kl_coef": 0.1}} if name == "alone" else {}
+        write_run(tmp_path / name, run={"seed": seed}, metrics={"reward/mean": reward}, **changed)
+    short = tmp_path / "a2/metrics.jsonl"  # this seed has two steps so far
+    short.write_text("".join(short.read_text().splitlines(keepends=True)[:3]))
+    metrics = data_of(write_page([read_run(tmp_path / name) for name in rewards]), "metrics")
+    seeds, alone = metrics["settings"]
+    assert (seeds["name"], seeds["runs"], seeds["seeds"], seeds["shared"]) == ("a0 and 2 more", [0, 1, 2], [0, 1, 2], 2)
+    assert seeds["series"]["reward/mean"] == [None, 0.5, 0.5, 0.3, 0.3]
+    assert seeds["bands"]["reward/mean"] == [[None, 0.2, 0.2, 0.2, 0.2], [None, 0.9, 0.9, 0.4, 0.4]]
+    assert "eval/test/avg@1/low" not in seeds["series"]  # the band takes the place of each run's own interval
+    assert (alone["name"], alone["runs"], alone["bands"]) == ("alone", [3], {})
+    assert alone["series"]["eval/test/avg@1/low"][-1] == 0.7
+    assert metrics["differing"] == ["algo.kl_coef"]
+    assert not {"run.seed", "run.dir", "algo.kl_coef"} & set(metrics["changed"])
+
+
+def test_the_interval_over_many_seeds_is_narrower_than_their_range() -> None:
+    values = np.array([[0.0], [1.0], [2.0], [3.0], [4.0], [np.nan]])
+    mean, low, high = over_seeds(values)
+    assert mean.tolist() == [2.0]
+    assert 0 < low[0] < 1.5 < 2.5 < high[0] < 4
+
+
+def test_the_page_of_several_runs_replaces_no_page_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(write_run(tmp_path / name, algo={"kl_estimator": name})) for name in ("k1", "k3")]
+    report.main([paths[0], f"{paths[0]}/"])
+    own = (tmp_path / "k1/report.html").read_text()
+    report.main(paths)
+    assert capsys.readouterr().out.splitlines()[1].startswith(f"{tmp_path}/report-k1-k3.html: ")
+    assert (tmp_path / "k1/report.html").read_text() == own
+    assert "k1, k3" in (tmp_path / "report-k1-k3.html").read_text()
+    many = [dataclasses.replace(read_run(paths[0]), path=tmp_path / f"{'x' * 20}{n}") for n in range(20)]
+    assert len(report.default_output(many).name) < 100
+    assert report.default_output(many) != report.default_output(many[:19])
+
+
+def test_report_card_and_show_begin_with_the_keys_that_differ_from_the_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = {"parts": [{"name": "math", "weight": 0.5}, {"name": "format", "weight": 1.0}]}
+    path = write_run(tmp_path / "run", reward=reward, learner={"optimizer": {"lr": 1e-6, "betas": [0.9, 0.99]}})
+    run = read_run(path)
+    show.main([str(path), "--config"])
+    printed = capsys.readouterr().out
+    changed = yaml.safe_load(printed)
+    assert changed["reward"]["parts"] == [{"name": "math", "weight": 0.5}, {"name": "format"}]  # 1.0 is the default
+    assert changed["learner"]["optimizer"] == {"betas": [0.9, 0.99]}  # the default of the rate was given
+    assert "null" not in printed
+    assert validated(GRPOConfig, changed) == run.program_config
+    assert f"have their defaults; all are in {path}/config.yaml" in printed
+    page = data_of(write_page([run]), "metrics")
+    assert page["changed"] == list(flat_keys(changed))
+    card = model_card(RunState(step=4, program="grpo", config=run.values))
+    first, everything = re.findall(r"```yaml\n(.*?)```", card, flags=re.DOTALL)
+    assert yaml.safe_load(first) == changed
+    assert yaml.safe_load(everything)["algo"]["teacher"] is None
+    assert card.index("```yaml") < card.index("## Use") < card.index("<details>")
+
+
+def test_of_a_config_of_another_version_every_value_that_is_not_null_counts_as_changed(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    config = yaml.safe_load((path / "config.yaml").read_text())
+    config["algo"]["of_old"] = {"a": None, "b": 1}
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
+    run = read_run(path)
+    assert run.changed["algo"]["of_old"] == {"b": 1}
+    assert "teacher" not in run.changed["algo"]
+    assert data_of(write_page([run]), "metrics")["runs"][0]["program"] is None
 
 
 def test_the_page_has_the_whole_conversation_and_no_answers_where_the_task_has_none(tmp_path: Path) -> None:
