@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from rlhf.config.base import Section
 from rlhf.config.describe import Key, describe_keys
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.load import flat_keys, load_config, named_here
+from rlhf.config.load import flat_keys, load_config, named_here, read_values, wrong_keys
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.printing import say
 from rlhf.config.program import TrainingProgramConfig
@@ -165,11 +165,43 @@ def parse(
         example = (named or ["configs/math.yaml"])[0]
         raise ValueError(f"--config: no file given. Name a YAML file: {started_as(program)} --config {example}")
     starts_nothing = any(vars(arguments).get(flag) for flag in ("plan", "print_config"))
-    config = load_config(
-        schema, arguments.config, arguments.overrides, contradictions=contradictions,
-        check=(lambda config: ()) if starts_nothing else check, complete=complete,
-    )  # fmt: skip
+    try:
+        config = load_config(
+            schema, arguments.config, arguments.overrides, contradictions=contradictions,
+            check=(lambda config: ()) if starts_nothing else check, complete=complete,
+        )  # fmt: skip
+    except ValueError:
+        _check_program(program, schema, arguments.config)
+        raise
     return config, arguments
+
+
+def _check_program(program: str, schema: type[Section], files: Sequence[str]) -> None:
+    """Raise a ValueError if a file has fewer wrong keys as the config of another program."""
+    read = {file: read_values([file], []) for file in files}
+    wrong = {
+        name: {file: wrong_keys(known.config, values) for file, values in read.items()}
+        for name, known in PROGRAMS.items()
+        if known.config is not None
+    }
+    here = next(name for name in wrong if PROGRAMS[name].config is schema)
+    for file in read:
+        other = min(wrong, key=lambda name: (len(wrong[name][file]), name != here))
+        if other == here:
+            continue
+        keys = ", ".join(sorted(wrong[here][file] - wrong[other][file]))
+        if any(len(wrong[other][each]) > len(wrong[here][each]) for each in read):
+            remedy = "Leave it out, and set what you want of it as section.key=value."
+        elif program == f"rlhf.{here.replace('-', '_')}":
+            remedy = f"Start it with: rlhf {other} --config {' --config '.join(files)}"
+        elif other in WITH_ENGINES:  # the program reads the configs of several
+            remedy = f"Add --program {other}."
+        else:
+            remedy = f"{program} takes those of {', '.join(f'rlhf {name}' for name in WITH_ENGINES)}."
+        raise ValueError(
+            f"--config {file}: a config of rlhf {other}, not of rlhf {here} "
+            f"({textwrap.shorten(keys, 100, placeholder=' ...')}). {remedy}"
+        )
 
 
 def _remedy(argument: str, schema: type[Section]) -> str:

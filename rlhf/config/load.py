@@ -126,6 +126,7 @@ def named_here(path: str, keys: Collection[str]) -> str:
                 return ours
     return next((ends for ends in (".".join(parts[first:]) for first in range(1, len(parts) - 1)) if ends in keys), "")
 
+
 # Where a value may stand in place of a mapping: it is the value of this key. An entry of a list that is written in its
 # short form replaces the whole entry; a section does not.
 SHORT_SECTIONS = {("reward",): "parts", ("environment",): "name", ("environment", "by_name", "*"): "name"}
@@ -167,6 +168,15 @@ def read_values(files: Sequence[str], overrides: Sequence[str]) -> dict[str, Any
     for layer in (*map(_read, files), *map(parse_override, overrides)):
         values = merged(values, layer)
     return values
+
+
+def wrong_keys(schema: type[Section], values: dict[str, Any]) -> set[str]:
+    """The keys that a schema does not know or whose values it refuses, by name; missing ones do not count."""
+    try:
+        schema.model_validate_json(json.dumps(values), context={})
+    except ValidationError as error:
+        return {".".join(map(str, problem["loc"])) for problem in error.errors() if problem["type"] != "missing"}
+    return set()
 
 
 def resolved(values: dict[str, Any]) -> dict[str, Any]:

@@ -50,8 +50,13 @@ class UselessSteps:
             return
         reasons = ", ".join(f"{reason} ({count})" for reason, count in Counter(self._useless).most_common())
         advice = [finding.text for finding in self._diagnosis.now()]
+        which = (
+            f"the last {self._allowed} steps"
+            if self._budget == self._allowed
+            else f"all {self._budget} steps of the run"
+        )
         raise RuntimeError(
-            f"run.max_useless_steps={self._allowed}: the last {len(self._useless)} steps taught the policy nothing: "
+            f"run.max_useless_steps={self._allowed}: {which} taught the policy nothing: "
             f"{reasons}. {' '.join(advice) or 'rollouts/ in the run folder has the responses.'}"
         )
 

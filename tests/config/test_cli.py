@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -19,8 +20,10 @@ from rlhf.config.cli import RUN_ERROR, USER_ERROR, parse, run_async, run_program
 from rlhf.config.describe import describe_keys
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.ppo import PPOConfig
+from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.config.reward_model import RewardTrainingConfig
+from rlhf.config.supervised import SFTConfig
 
 ROOT = Path(__file__).parents[2]
 MATH, CPU = str(ROOT / "configs/math.yaml"), str(ROOT / "configs/cpu.yaml")
@@ -92,8 +95,9 @@ def test_a_program_offers_no_choice_that_it_always_refuses() -> None:
 def test_a_choice_of_another_program_is_refused_with_its_name(
     schema: type[GRPOConfig], override: str, other: str
 ) -> None:
+    file = {GRPOConfig: "math.yaml", PPOConfig: "ppo_math.yaml"}[schema]
     with pytest.raises(ValueError, match=rf"(?m)^{override}: .*{other}\b"):
-        parse("", "", schema, ["--config", MATH, override])
+        parse("", "", schema, ["--config", str(ROOT / "configs" / file), override])
 
 
 @pytest.mark.slow
@@ -204,6 +208,27 @@ def test_a_user_error_is_one_message_and_exit_status_2(argv: tuple[str, ...], st
     assert remedy in completed.stderr
     assert len(completed.stderr.splitlines()) == 1
     assert completed.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("program", "schema", "files", "remedy"),
+    [
+        ("sft", SFTConfig, ["math.yaml"], "Start it with: rlhf grpo --config math.yaml"),
+        ("grpo", GRPOConfig, ["sft_quickstart.yaml"], "Start it with: rlhf sft --config sft_quickstart.yaml"),
+        ("ppo", PPOConfig, ["math.yaml", "cpu.yaml"], "Start it with: rlhf grpo --config math.yaml --config cpu.yaml"),
+        ("sft", SFTConfig, ["sft_quickstart.yaml", "cpu.yaml"], "Leave it out, and set "),
+        ("evaluate", GRPOConfig, ["ppo_math.yaml"], "Add --program ppo."),
+        ("evaluate", GRPOConfig, ["sft_quickstart.yaml"], "rlhf.evaluate takes those of rlhf grpo, rlhf ppo."),
+    ],
+)
+def test_a_config_of_another_program_is_one_message_that_names_that_program(
+    program: str, schema: type[TrainingProgramConfig], files: list[str], remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(MATH).parent)
+    given = [part for file in files for part in ("--config", file)]
+    with pytest.raises(ValueError, match=rf"^--config \S+: a config of rlhf .*{re.escape(remedy)}") as caught:
+        parse(f"rlhf.{program}", "", schema, given)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_what_goes_wrong_at_run_time_has_another_exit_status(capsys: pytest.CaptureFixture[str]) -> None:

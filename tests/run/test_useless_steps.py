@@ -126,6 +126,8 @@ def test_an_unscorable_response_does_not_make_the_rewards_of_its_group_differ() 
 def test_a_run_goes_on_while_some_steps_teach_and_a_short_one_is_judged_by_all_of_its_steps() -> None:
     assert end_of(*[FLAT, SKIPPED, UNSCORABLE, GOOD] * 4) == (0, "")
     assert end_of(*[FLAT] * 9, budget=None) == (0, "")
-    assert end_of(*[FLAT] * 2, budget=20, planned=2)[0] == 2
+    number, message = end_of(*[FLAT] * 2, budget=20, planned=2)
+    assert number == 2
+    assert message.startswith("run.max_useless_steps=20: all 2 steps of the run taught the policy nothing: ")
     assert end_of(GOOD, FLAT, budget=20, planned=2) == (0, "")
     assert end_of(FLAT, budget=20, planned=100) == (0, "")  # the last step of a resumed run
