@@ -36,7 +36,9 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".msgpack", ".h5")
 SAVE_AGAIN = "Download or save the model again, with save_pretrained of transformers."
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # the number of experts
-USUAL_MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")  # known without a look
+USUAL_MODEL_TYPES = (  # known without a look
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "olmo2", "phi3", "smollm3",
+)  # fmt: skip
 
 
 def local_model_config(path: str) -> dict[str, Any] | None:

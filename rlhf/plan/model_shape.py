@@ -1,11 +1,12 @@
 """The shape of a model without torch: its parameters from the headers of its weight files, or else from config.json.
 
-A formula counts six families from config.json alone. Any family is counted from a local or cached model folder. Models
-that configs/ names need neither.
+A formula counts eleven families from config.json alone. Any family is counted from a local or cached model folder.
+Models that are often trained need neither (`known_models`).
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -14,35 +15,13 @@ from typing import Any
 
 from rlhf.config.model_folder import local_model_folder, looks_local, tensor_shapes, weight_files
 from rlhf.data.model_files import EXPERT_KEYS, USUAL_MODEL_TYPES, local_model_config, text_config
-
-# Sizes of models that configs/ and docs/ name, as their config.json on the hub has them: plans need no download.
-KNOWN_KEYS = (
-    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "vocab_size", "tie_word_embeddings", "max_position_embeddings",
-)  # fmt: skip
-KNOWN_MODELS = {
-    "Qwen/Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, 151936, True, 32768),
-    "Qwen/Qwen2.5-0.5B-Instruct": ("qwen2", 896, 4864, 24, 14, 2, 151936, True, 32768),
-    "Qwen/Qwen2.5-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 151936, True, 131072),
-    "Qwen/Qwen2.5-1.5B-Instruct": ("qwen2", 1536, 8960, 28, 12, 2, 151936, True, 32768),
-    "Qwen/Qwen2.5-3B-Instruct": ("qwen2", 2048, 11008, 36, 16, 2, 151936, True, 32768),
-    "Qwen/Qwen2.5-7B": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False, 131072),
-    "Qwen/Qwen2.5-7B-Instruct": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False, 32768),
-    "Qwen/Qwen2.5-Math-7B": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False, 4096),
-    "Qwen/Qwen2.5-32B": ("qwen2", 5120, 27648, 64, 40, 8, 152064, False, 131072),
-    "Qwen/Qwen3-8B-Base": ("qwen3", 4096, 12288, 36, 32, 8, 151936, False, 32768),
-    "Qwen/Qwen3-32B": ("qwen3", 5120, 25600, 64, 64, 8, 151936, False, 40960),
-    "Qwen/Qwen3-30B-A3B": ("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, False, 40960),
-    "allenai/Llama-3.1-Tulu-3-8B-DPO": ("llama", 4096, 14336, 32, 32, 8, 128264, False, 131072),
-}
-KNOWN_EXPERTS = {
-    "Qwen/Qwen3-30B-A3B": {
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128,
-    },
-}  # fmt: skip
+from rlhf.plan.known_models import KNOWN_MODELS
 
 KV_HEADS_DEFAULT = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}  # transformers' defaults
 QWEN3_HEAD_DIM = 128  # if its config.json has no head_dim
+QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2")  # norms of queries and keys
+NORMS = {"gemma2": 4, "gemma3_text": 4}  # in a layer, where they are not two
+TIED = ("gemma2", "gemma3_text", "smollm3")  # by default
 EXPERT_SIZES = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}  # the key of I of an expert
 
 WITHOUT_ATTENTION = ("linear_attention", "mamba", "conv", "mlp", "moe")  # kinds of layers
@@ -113,9 +92,7 @@ class ModelShape:
 def config_at(path: str) -> dict[str, Any] | None:
     """config.json of a model, or its sizes from our own table; None if neither has it."""
     found = local_model_config(path)
-    if found is None and path in KNOWN_MODELS and not looks_local(path):
-        return dict(zip(KNOWN_KEYS, KNOWN_MODELS[path], strict=True)) | KNOWN_EXPERTS.get(path, {})
-    return found
+    return KNOWN_MODELS.get(path) if found is None and not looks_local(path) else found
 
 
 def shape_at(path: str) -> ModelShape | None:
@@ -134,9 +111,11 @@ def read_shape(path: str) -> ModelShape:
     """
     config = config_at(path)
     if config is None:
+        alike = difflib.get_close_matches(path, KNOWN_MODELS, n=1) or ["Qwen/Qwen2.5-7B"]
         raise ValueError(
             f"config.json of model.path={path} is not on this machine. Give a folder in Hugging Face format, or fetch "
-            f"it into the hub's cache with `hf download {path} config.json`."
+            f"it into the hub's cache with `hf download {path} config.json`, or for --plan alone name a model of the "
+            f"same sizes that needs no download, such as model.path={alike[0]}."
         )
     stored = stored_tensors(path)
     source = "the weight files" if stored else "config.json"
@@ -207,7 +186,7 @@ def _sizes(kind: str, config: Mapping[str, Any], stored: Stored | None) -> Model
         expert_intermediate=config[EXPERT_SIZES[kind]] if sparse else 0,
         sparse_layers=sum((i + 1) % every == 0 and i not in dense for i in range(layers)) if sparse else 0,
         head_parameters=has_head * config["vocab_size"] * hidden,
-        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        qk_norm=kind in QK_NORM,
         latent_dim=config["kv_lora_rank"] + rotary if config.get("kv_lora_rank") else 0,
     )
 
@@ -244,21 +223,22 @@ def _is_tied(config: Mapping[str, Any], stored: Stored | None) -> bool:
     tied = config.get("tie_word_embeddings")
     if tied is None and stored:
         return not any("lm_head" in name for name in stored)
-    return bool(tied)
+    return config.get("model_type") in TIED if tied is None else bool(tied)
 
 
 def _formula(shape: ModelShape, config: Mapping[str, Any]) -> tuple[int, int]:
     """As `_count`, for the usual families: H n d twice and H k d twice of attention, 3 H I of each MLP and expert."""
     kind, hidden = shape.model_type, shape.hidden
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    bias = bool(config.get("attention_bias")) and kind in ("llama", "qwen3", "qwen3_moe")
-    attention = 2 * hidden * (queries + keys) + shape.qk_norm * 2 * shape.head_dim
+    bias = bool(config.get("attention_bias")) and kind not in ("mistral", "mixtral", "qwen2", "phi3")
+    norms = queries + keys if kind == "olmo2" else 2 * shape.head_dim
+    attention = 2 * hidden * (queries + keys) + shape.qk_norm * norms
     attention += (bias or kind == "qwen2") * (queries + 2 * keys) + bias * hidden
     mlp = 3 * hidden * shape.intermediate
-    mlp += (kind == "llama" and bool(config.get("mlp_bias"))) * (2 * shape.intermediate + hidden)
+    mlp += (kind in ("llama", "smollm3") and bool(config.get("mlp_bias"))) * (2 * shape.intermediate + hidden)
     expert, router = 3 * hidden * shape.expert_intermediate, shape.experts * hidden
     layers = shape.layers * attention + (shape.layers - shape.sparse_layers) * mlp + shape.sparse_layers * router
-    ends = shape.embedding_parameters + shape.head_parameters + (2 * shape.layers + 1) * hidden  # and the norms
+    ends = shape.embedding_parameters + shape.head_parameters + (NORMS.get(kind, 2) * shape.layers + 1) * hidden
     return (
         layers + shape.sparse_layers * shape.experts * expert + ends,
         layers + shape.sparse_layers * shape.active_experts * expert,

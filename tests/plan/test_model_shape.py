@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from model_families import MODEL_TYPES, family_config, write_family
 
-from rlhf.plan.model_shape import ModelShape, model_shape, shape_at, stored_tensors
+from rlhf.data.model_files import USUAL_MODEL_TYPES
+from rlhf.plan.known_models import KNOWN_MODELS
+from rlhf.plan.model_shape import ModelShape, model_shape, read_shape, shape_at, stored_tensors
 
 
 def built(model_type: str) -> Any:
@@ -124,10 +127,31 @@ def test_a_reward_models_files_hold_no_head_that_could_be_taken_away() -> None:
     assert scalar_parameters(model) == scalar_parameters(scorer) == 262 * 128 + 128 + 128
 
 
-def test_without_weight_files_only_the_families_of_the_formula_are_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", USUAL_MODEL_TYPES)
+def test_of_the_usual_families_config_json_is_enough(model_type: str) -> None:
+    config = family_config(model_type)
+    counted = model_shape(config.to_dict())
+    assert counted.parameters == sum(parameter.numel() for parameter in built(model_type).parameters())
+    tied = {**config.to_dict(), "tie_word_embeddings": None}  # a key that config.json need not have
+    default = type(config)().tie_word_embeddings
+    assert (model_shape(tied).head_parameters == 0) == default
+
+
+def test_another_family_is_not_counted_without_weight_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(family_config("lfm2").to_json_string())
     assert shape_at(str(tmp_path)) is None
-    (tmp_path / "config.json").write_text(family_config("qwen3").to_json_string())
-    shape = shape_at(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_a_known_model_has_the_size_that_its_name_says(name: str) -> None:
+    shape = shape_at(name)
     assert shape is not None
-    assert shape.parameters == sum(parameter.numel() for parameter in built("qwen3").parameters())
+    said = {"Mixtral-8x7B": "46.7B", "Mixtral-8x22B": "140.6B", "Phi-3": "3.8B", "Phi-4-mini": "3.8B", "phi-4": "14.7B"}
+    said = {words: size for words, size in said.items() if words in name} or {"": name.removesuffix("A3B")}
+    number, unit = re.findall(r"(?<![\d.])(\d+(?:\.\d+)?)(m|b)\b", next(iter(said.values())).lower())[0]
+    assert 0.9 < shape.parameters / (float(number) * {"m": 1e6, "b": 1e9}[unit]) < 1.35
+
+
+def test_a_model_that_is_not_here_names_one_that_needs_no_download() -> None:
+    with pytest.raises(ValueError, match=r"`hf download Qwen2.5-7B config.json`.* model.path=Qwen/Qwen2.5-7B\.$"):
+        read_shape("Qwen2.5-7B")
