@@ -22,11 +22,13 @@ from rlhf.environments.turns import (
     Limits,
     Message,
     NextTurn,
+    Played,
     Session,
     Templates,
     check_size,
     failed_rollout,
     play_turns,
+    unsampled,
 )
 from rlhf.rollout.requests import Completion, Parsing, SamplingSettings, request_seed
 from rlhf.rollout.sampler import Generate
@@ -166,6 +168,28 @@ class Environments:
 def row_of(prompt: Prompt) -> dict[str, Any]:
     """What `reset` gets: the columns of the row, and the messages of its prompt, if it has one, as `prompt`."""
     return {**prompt.columns, **({"prompt": list(prompt.messages)} if prompt.messages else {})}
+
+
+async def answered_at_once(
+    hosts: Hosts, prompt: Prompt, text: str, config: GRPOConfig
+) -> tuple[Prompt, Rollout] | None:
+    """A prompt after reset, and the rollout of a model that answers it with this text and calls no tool.
+
+    None where nothing but a model can play the rollout (coroutines, programs), or the environment fails.
+    """
+    played = Played(messages=[{"role": "assistant", "content": text}], turns=1)
+    try:
+        session = await hosts.open(row_of(prompt), {"group": 0, "sample": 0})
+        try:
+            if session.plays:
+                return None
+            messages = opened_messages(prompt, session.opening, session.text, config)
+            rollout = played.rollout(prompt, 0, [unsampled(prompt)], await session.finish())
+            return replace(prompt, messages=tuple(messages)), rollout
+        finally:
+            await session.close()
+    except (CallLimitError, FailedError):
+        return None
 
 
 def opened_messages(prompt: Prompt, opening: Sequence[Message] | None, text: str, config: GRPOConfig) -> list[Message]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -35,8 +36,13 @@ def start_problems(config: GRPOConfig) -> list[str]:
 
     Mistakes in these are told without the seconds that the classes of the models take.
     """
-    own = own_function_problems(config) + reward_problems(config) + environment_problems(config)
+    own = own_function_problems(config) + _rollout_problems(config)
     return run_problems(config, with_classes=not own) + own
+
+
+def _rollout_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
+    """Of the user's rewards and environments; both may say why an environment does not start."""
+    return list(dict.fromkeys(reward_problems(config, trains=trains) + environment_problems(config)))
 
 
 def run_problems(config: TrainingProgramConfig, *, with_classes: bool = True) -> list[str]:
@@ -48,7 +54,7 @@ def run_problems(config: TrainingProgramConfig, *, with_classes: bool = True) ->
 def evaluation_problems(config: GRPOConfig) -> list[str]:
     """Reasons to refuse an evaluation, which starts only engines."""
     machine = _machine_problems(config, trains=False)
-    own = reward_problems(config, trains=False) + environment_problems(config)
+    own = _rollout_problems(config, trains=False)
     return input_problems(config, trains=False, with_classes=not own) + machine + own
 
 
@@ -238,7 +244,9 @@ def own_function_problems(config: GRPOConfig) -> list[str]:
 def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
     """Why user functions of the reward cannot grade: each is tried with a response or a group for a row of each source.
 
-    A function that raises, runs into a limit or returns no number is refused, unless `reward.failure_fraction` is 1.
+    With an environment or tools it gets what a rollout would give it, of a session that has ended after one turn; where
+    a coroutine or a program makes the turns it is not tried. A function that raises, runs into a limit or returns no
+    number is refused, unless `reward.failure_fraction` is 1.
     Built-in rewards are tried with every gold answer later.
     """
     reward = config.reward.model_copy(update={"workers": 1})
@@ -254,13 +262,25 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
         (config.rollout if which == "train" else config.evaluations[prompt.source], row, prompt)
         for which in kinds
         for row, prompt in first_usable(config.data, which)
+        if any(part.is_judged_outside for part in reward.parts_of(prompt.source))
     ]
     problems: dict[tuple[str, str], str] = {}  # by function and error: it is the same for every source
     try:
-        with Scorer(reward) as scorer:
+        with Scorer(reward) as scorer, contextlib.ExitStack() as opened:
+            if config.acts:
+                from rlhf.config.cli import run_async
+                from rlhf.environments.hosts import Hosts
+                from rlhf.environments.rollouts import answered_at_once
+
+                hosts = opened.enter_context(Hosts(config.environment, config.tools))
             for of, row, prompt in rows:
-                responses = _responses(alternatives(prompt.answer)[0], of.samples_per_prompt)
-                for name, error in scorer.try_functions(prompt, responses).items():
+                responses, rollout = _responses(alternatives(prompt.answer)[0], of.samples_per_prompt), None
+                if config.acts:
+                    played = run_async(answered_at_once(hosts, prompt, responses[0], config))
+                    if played is None:
+                        continue
+                    prompt, rollout = played
+                for name, error in scorer.try_functions(prompt, responses, rollout).items():
                     problem = f"reward name={name!r}: it fails for a response to {row}: {error}".removesuffix(".")
                     problems.setdefault((name, error), f"{problem}. Repair the function (docs/rewards.md).")
     except (ValueError, RuntimeError) as error:

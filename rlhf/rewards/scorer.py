@@ -12,6 +12,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rlhf.answers.thoughts import Marks, opens_thought
@@ -176,12 +177,20 @@ class Scorer:
         classes = await asyncio.wrap_future(self.pool.submit(job))  # a job over a limit of the pool has no group
         return {answer: answers[int(one.value or 0)] for answer, one in zip(answers, classes.group, strict=False)}
 
-    def try_functions(self, prompt: Prompt, responses: Sequence[str]) -> dict[str, str]:
-        """Grade the first response, or all as a group, by each function and rubric; errors by name. Counts nothing."""
+    def try_functions(self, prompt: Prompt, responses: Sequence[str], rollout: Rollout | None = None) -> dict[str, str]:
+        """Grade the first response, or all as a group, by each function and rubric; errors by name. Counts nothing.
+
+        `rollout`: with an environment, one whose turn each response might have been.
+        """
         errors = {}
         for part in filter(lambda part: part.is_judged_outside, self.config.parts_of(prompt.source)):
             texts = responses if part.group or self._is_of_trl(part) else responses[:1]
             metadata = [_metadata(prompt, "stop", len(text.split())) for text in texts]
+            if rollout is not None:
+                of_trl = _of_trl(rollout) if self._is_of_trl(part) else {}
+                for about, text in zip(metadata, texts, strict=True):
+                    turns = ({"role": "assistant", "content": text},)
+                    about |= _of_turns(prompt, replace(rollout, turns=turns)) | of_trl
             (future,) = self._submit(part, self._jobs(part, texts, prompt, metadata))
             if failed := [grade for grade in _of_each([future.result()], 1) if grade.status in FAILURES]:
                 errors[part.name] = _error(failed[0])

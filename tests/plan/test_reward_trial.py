@@ -109,6 +109,45 @@ def test_a_function_in_trls_signature_fits_as_it_is(tiny_model_dir: Path, file: 
     assert start_problems(config(tiny_model_dir, f"{file}:trl")) == []
 
 
+GUESS = """
+class Guess:
+    def reset(self, answer, **row):
+        self._secret, self.guesses = answer, []
+        return " Guess."
+
+def score(environments, **kwargs):
+    return [float(env._secret != "") for env in environments]
+
+def rest(prompts, completions, completion_ids, answer, **kwargs):
+    assert prompts[0][-1]["content"].endswith(" Guess.") and completions[0][-1]["role"] == "assistant"
+    return [float(env._secret == gold) for env, gold in zip(kwargs["environments"], answer)]
+
+def ours(response, *, metadata, **_):
+    return len(metadata["turns"]) / metadata["facts"]["turns"]
+
+def typo(environments, **kwargs):
+    return [env.guesess for env in environments]
+"""
+
+
+@pytest.mark.slow
+def test_with_an_environment_a_function_is_tried_with_what_a_rollout_would_give(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "game.py"
+    file.write_text(GUESS)
+
+    def told(*names: str) -> list[str]:
+        reward = {"parts": [f"{file}:{name}" for name in names]}
+        return reward_problems(
+            make_config(tiny_model_dir / "model", reward=reward, environment={"name": f"{file}:Guess"})
+        )
+
+    assert told("score", "rest", "ours") == []
+    (problem,) = told("typo")
+    assert f"{file}:18: AttributeError: Guess.guesess cannot be read here" in problem
+
+
 @pytest.mark.slow
 def test_a_part_of_one_source_is_tried_with_a_row_of_that_source(
     tiny_model_dir: Path, file: Path, tmp_path: Path
