@@ -65,7 +65,7 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
     with clock.phase("sampling"):
         groups = await loop.take_groups(step)
     await loop.engines.sleep_if_colocated()  # with placement=colocated; send_weights wakes them
-    batch = make_batch(groups, mask_truncated=algo.mask_truncated)
+    batch = make_batch(groups, mask_truncated=algo.mask_truncated, needs_reward=config.learns_from_rewards)
 
     rows_to_compute = batch.trained_rows
     if not config.kl_in_reward:
@@ -84,7 +84,7 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
         rewards = penalize_kl(batch, rows_to_compute, old, ref, algo)
         advantages = step_advantages(batch, rewards, algo.advantage, algo.normalize_over)
 
-    if algo.teacher is not None and algo.teacher.in_loss and algo.teacher.reward == "replace":
+    if not config.learns_from_rewards:  # `teach` adds what a teacher says outside of the loss
         advantages = np.zeros_like(advantages)
     token_advantages = broadcast_to_tokens(batch, advantages)
     teacher_metrics: dict[str, float] = {}

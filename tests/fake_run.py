@@ -15,6 +15,7 @@ from fake_canary import FakeEngines, everything
 from rlhf import grpo
 from rlhf.config.grpo import GRPOConfig
 from rlhf.log.reductions import Mean, UpdateOutcome
+from rlhf.rewards.grade import NOT_JUDGED
 from rlhf.rollout.requests import Completion, SamplingSettings
 from rlhf.run import rollout_loop
 from rlhf.run.run import Run
@@ -134,11 +135,12 @@ class Sampling(FakeEngines):
 
 
 class FakeScorer:
-    """Gives the samples of a group the rewards 0, 1, 2 and so on."""
+    """Gives the samples of a group the rewards 0, 1, 2 and so on; none with `reward: []`."""
 
     warnings: tuple[str, ...] = ()
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, config: Any, **_: Any) -> None:
+        self.config = config
         self.sources: dict[str, Any] = {}
         self.processes: dict[str, int] = {}
 
@@ -161,6 +163,8 @@ class FakeScorer:
         self, prompt: Any, rollouts: Any, texts: Any, marks: Any = None, **_: Any
     ) -> tuple[ScoredRollout, ...]:
         pairs = enumerate(zip(rollouts, texts, strict=True))
+        if not self.config.parts:
+            return tuple(ScoredRollout(*pair, "", None, {}, NOT_JUDGED) for _, pair in pairs)
         return tuple(ScoredRollout(*pair, "", float(i), {"math": float(i)}, "ok") for i, pair in pairs)
 
 

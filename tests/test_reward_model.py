@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 import shutil
@@ -281,6 +282,17 @@ def test_a_response_that_the_model_cannot_hold_is_unscorable() -> None:
 
     (first, second) = asyncio.run(RewardModelClient([score], weight=0.5).add_to(group("p", (1.0, 1.0)))).samples
     assert (first.reward, second.reward) == (None, 2.0)
+
+
+def test_the_model_alone_judges_what_no_other_part_judged() -> None:
+    async def score(conversations: list[list[dict[str, str]]]) -> list[float | None]:
+        return [None, 2.0]
+
+    prompt = group("p", (None, None))
+    unjudged = tuple(dataclasses.replace(sample, status="not_judged") for sample in prompt.samples)
+    ungraded = RolloutGroup(prompt.prompt, unjudged)
+    graded = asyncio.run(RewardModelClient([score], weight=0.5).add_to(ungraded)).samples
+    assert [(sample.reward, sample.status) for sample in graded] == [(None, "not_judged"), (1.0, "ok")]
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])

@@ -16,14 +16,13 @@ NEEDS_A_GROUP = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline")
 
 def sampling_problems(config: GRPOConfig) -> Iterator[str]:
     rollout, algo, reward_model = config.rollout, config.algo, config.reward_model
-    replaced = algo.teacher is not None and algo.teacher.reward == "replace"  # by what teachers say of tokens
-    if rollout.samples_per_prompt < 2 and algo.advantage in NEEDS_A_GROUP and not replaced:
+    if rollout.samples_per_prompt < 2 and algo.advantage in NEEDS_A_GROUP and config.learns_from_rewards:
         remedy = "Use at least 2, or algo.advantage=reinforce_pp."
         yield f"{rollout.samples_per_prompt=}: the advantages of {algo.advantage=!s} would all be zero. {remedy}"
     if algo.normalize_over == "tokens" and algo.advantage not in ("reinforce_pp", "reinforce_pp_baseline"):
         reason = "only reinforce_pp and reinforce_pp_baseline read it. Remove it, or set one of them."
         yield f"{algo.normalize_over=!s} with {algo.advantage=!s}: {reason}"
-    if algo.advantage == "maxrl" and not replaced:
+    if algo.advantage == "maxrl" and config.learns_from_rewards:
         for given in _rewards_below_zero(config):
             remedy = "Use rewards of 0 and 1, or algo.advantage=dr_grpo."
             yield f"{given} with {algo.advantage=!s}: it divides by the mean reward, and these may be below 0. {remedy}"
@@ -46,7 +45,8 @@ def sampling_problems(config: GRPOConfig) -> Iterator[str]:
             lists = ["reward.parts", *(f"reward.by_source.{source}" for source in config.reward.by_source)]
             remedy = f"Name a part that each of them has ({', '.join(common_parts) or 'none'}), or null."
             yield f"{given}: not in all of {' and '.join(lists)}, and groups without it would all be replaced. {remedy}"
-    if config.reward.leaves_something_ungraded and reward_model is None and not config.environment.parts:
+    ungraded = config.reward.leaves_something_ungraded and reward_model is None and not config.environment.parts
+    if ungraded and config.learns_from_rewards:
         remedy = "Name a reward, such as [{name: math}], or a reward_model."
         yield f"reward=[] without a reward_model: nothing would grade the responses. {remedy}"
     uncorrected = algo.importance_correction == "none" and algo.old_policy == "learner"

@@ -125,6 +125,11 @@ class GRPOConfig(TrainingProgramConfig):
         return self.run.seed if self.run.deterministic else None
 
     @property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards train the policy; else what teachers say of its tokens does that alone."""
+        return self.algo.teacher is None or self.algo.teacher.reward == "add"
+
+    @property
     def needs_reference(self) -> bool:
         return self.algo.kl_coef > 0 or self.algo.log_kl
 

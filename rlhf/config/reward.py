@@ -208,7 +208,7 @@ class RewardConfig(Section):
 
     parts: tuple[RewardPart, ...] = key(
         (RewardPart(name="math"),),
-        "rewards whose weighted sum is the reward of a response; []: reward_model alone gives the reward",
+        "rewards whose weighted sum is the reward of a response; []: reward_model, environment or teacher alone",
         json_schema_extra={"default": [{"name": "math"}]},
     )
     by_source: dict[str, tuple[RewardPart, ...]] = key({}, "other parts for the prompts of the named data sources")

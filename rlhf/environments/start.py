@@ -75,7 +75,7 @@ class StartedEnvironments(Environments):
                 f"environment.trained_sequences={list(kinds)}: a rollout with a class or tools is one sequence, and no "
                 "request begins it. Remove the key."
             )
-        if not reward.leaves_something_ungraded or config.reward_model is not None:
+        if not (reward.leaves_something_ungraded and config.learns_from_rewards) or config.reward_model is not None:
             return
         for value, about in self.hosts.about.items():
             if not about["rewards"]:

@@ -15,6 +15,7 @@ from http.client import HTTPException
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from rlhf.config.reward_model import RewardModelConfig
+from rlhf.rewards.grade import NOT_JUDGED, OK
 from rlhf.rewards.patience import patiently
 from rlhf.types import Prompt, RolloutGroup, ScoredRollout
 
@@ -81,8 +82,11 @@ class RewardModelClient:
 
     def _add(self, sample: ScoredRollout, score: float | None) -> ScoredRollout:
         score = None if score is None else (score - self.mean) / self.std
+        parts = {**sample.reward_parts, PART: score}
+        if sample.status == NOT_JUDGED and score is not None:  # the model alone judges it
+            return dataclasses.replace(sample, reward=self._weight * score, reward_parts=parts, status=OK)
         reward = None if sample.reward is None or score is None else sample.reward + self._weight * score
-        return dataclasses.replace(sample, reward=reward, reward_parts={**sample.reward_parts, PART: score})
+        return dataclasses.replace(sample, reward=reward, reward_parts=parts)
 
     def _start(self) -> None:
         while self._free and self._waiting:

@@ -322,7 +322,7 @@ class Scorer:
             extracted = extracted or grade.extracted
             judged += grade.status != NOT_JUDGED
             unscorable |= value is None and grade.status != NOT_JUDGED
-        if parts and not judged:
+        if not judged:
             status = NOT_JUDGED
         reward = None if unscorable or status == NOT_JUDGED else total
         return Grade(reward, status, extracted, metrics=values | metrics)

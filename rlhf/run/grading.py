@@ -62,7 +62,7 @@ class Grading:
         given = graded.reward
         if graded.status == NOT_JUDGED and outcome.reward is not None:  # its environment alone judges it
             given, graded = 0.0, dataclasses.replace(graded, status=OK)
-        reward = None if given is None or not parts else given + own
+        reward = None if given is None else given + own
         parts |= {f"{ENVIRONMENT}/{name}": value for name, value in outcome.parts.items()}
         return dataclasses.replace(graded, reward=reward, reward_parts=parts)
 

@@ -279,6 +279,8 @@ class RolloutLoop(Generic[C]):
         run, config, rollout = self._run, self._run.config, self._run.config.rollout
         learned = mean_over_updates(updates)
         metrics = rollout_metrics(groups, advantages, version=step - 1, asynchronous=rollout.max_policy_lag > 0)
+        if not config.learns_from_rewards:  # groups of equal rewards teach as much as others
+            del metrics["reward/equal_group_fraction"]
         metrics |= learned
         values = to_values(metrics) | measured | self.buffer.account_metrics() | run.cluster.heartbeat.memory
         values["time/step"] = run.clock.step_seconds()

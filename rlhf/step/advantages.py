@@ -88,16 +88,15 @@ def teach(
     """-> [N] float32 advantages of tokens with what the teachers say, and metrics.
 
     Args:
-        advantages: [N] of the reward. old_logprobs, teacher_logprobs: [N].
+        advantages: [N] of the reward; 0 where teachers replace it. old_logprobs, teacher_logprobs: [N].
         taught: [B] bool, trained rows that have a teacher; the advantages of the others stay.
     """
     mask = batch.tokens.response_mask & np.repeat(taught, batch.tokens.lengths)
     old, of_teacher = torch.from_numpy(old_logprobs), torch.from_numpy(teacher_logprobs)
     judged = adv.distillation_advantages(old, of_teacher, coef=teacher.coef).numpy()
-    of_reward = advantages if teacher.reward == "add" else np.zeros_like(advantages)
     kl = (old_logprobs - teacher_logprobs)[mask]
     metrics = {"policy/teacher_kl": float(kl.mean(dtype=np.float64))} if len(kl) else {}
-    return np.where(mask, of_reward + judged, of_reward).astype(np.float32), metrics
+    return np.where(mask, advantages + judged, advantages).astype(np.float32), metrics
 
 
 @dataclass(frozen=True)

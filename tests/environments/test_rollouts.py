@@ -90,7 +90,7 @@ class Ungraded:
     async def score_group(
         self, _: Prompt, rollouts: Any, texts: Any, marks: Any, **options: Any
     ) -> tuple[ScoredRollout, ...]:
-        return tuple(ScoredRollout(*each, "", 0.0, {}, "ok") for each in zip(rollouts, texts, strict=True))
+        return tuple(ScoredRollout(*each, "", None, {}, "not_judged") for each in zip(rollouts, texts, strict=True))
 
 
 CALL = {"content": "add", "tool_calls": [call("add")]}
@@ -160,7 +160,7 @@ def test_what_fails_costs_its_rollout_alone_and_is_counted(tmp_path: Path) -> No
         LocalSession(outcome=Outcome()),
     )
     group = play(config, hosts, Engine(CALL, "end"), prompt("hi"))
-    statuses = ["ok", "environment_failed", "call_limit", "environment_failed", "ok"]
+    statuses = ["ok", "environment_failed", "call_limit", "environment_failed", "not_judged"]
     assert [sample.status for sample in group.samples] == statuses
     assert [sample.reward for sample in group.samples] == [1.0, None, -2.0, None, None]
     assert "data.max_prompt_tokens" in group.samples[3].rollout.facts["error"]

@@ -98,12 +98,12 @@ async def normalize(sampler: Sampler, grading: Grading, state: RunState) -> None
 
 
 class Ungraded:
-    """No verifier: every response has 0 before the reward model."""
+    """No verifier: the reward model alone judges."""
 
     async def score_group(
         self, _: Prompt, rollouts: list[Rollout], texts: list[str], marks: Marks, *, votes: bool
     ) -> tuple[ScoredRollout, ...]:
-        return tuple(ScoredRollout(*graded, "", 0.0, {}, "ok") for graded in zip(rollouts, texts, strict=True))
+        return tuple(ScoredRollout(*graded, "", None, {}, "not_judged") for graded in zip(rollouts, texts, strict=True))
 
 
 def some_prompts() -> LoadedPrompts:

@@ -279,12 +279,15 @@ def test_a_curriculum_draws_solved_prompts_less_and_goes_on_after_a_signal_as_if
     assert logged(whole)[-1]["data/curriculum/replaced"] == logged(stopped)[-1]["data/curriculum/replaced"] > 0
 
 
+@pytest.mark.parametrize("reward", [["math"], []])
 def test_a_teacher_replaces_the_reward_in_what_is_trained_and_logs_how_far_the_policy_is(
-    config: GRPOConfig, monkeypatch: pytest.MonkeyPatch
+    config: GRPOConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reward: list[str]
 ) -> None:
     teacher = {"path": config.model.path, "coef": 2.0}
     values = {**config.model_dump(mode="json"), "algo": {"teacher": teacher, "mask_truncated": True}}
-    run, _ = asyncio.run(drive(GRPOConfig.model_validate_json(json.dumps(values)), monkeypatch))
+    taught = GRPOConfig.model_validate_json(json.dumps(values | {"reward": reward}))
+    assert list(taught.contradictions()) == []
+    run, _ = asyncio.run(drive(taught, monkeypatch))
     cluster: Any = run.cluster
     rows = logged(config)
     check_documented(rows, logged={"teacher"})
@@ -292,3 +295,7 @@ def test_a_teacher_replaces_the_reward_in_what_is_trained_and_logs_how_far_the_p
     advantages = cluster.learners.targets.advantages
     assert set(advantages.tolist()) == {0.0, -1.0}  # prompts and truncated responses; the others
     assert rows[-1]["policy/advantage_abs"] == pytest.approx(1 - 1 / CUT_OFF_EVERY)
+    assert rows[-1]["account/trained"] == SAMPLED - CUT_OFF
+    assert rows[-1]["account/failed"] == 0
+    assert ("reward/mean" in rows[-1]) == bool(reward)
+    assert "reward" not in capsys.readouterr().out.partition("outside of the healthy range")[2]

@@ -100,6 +100,16 @@ def test_the_account_counts_rollouts() -> None:
     assert (account.trained, account.filtered, account.failed) == (2, 1, 1)
 
 
+def test_where_no_reward_trains_only_a_rollout_that_broke_off_needs_one() -> None:
+    cut, broken = (dataclasses.replace(ROLLOUTS[0], finish_reason=reason) for reason in ("length", "abort"))
+    group = group_of([cut, broken, *ROLLOUTS[1:3]], [None, None, None, 0.5])
+    batch = make_batch([group], mask_truncated=True, needs_reward=False)
+    assert batch.trained.tolist() == [False, False, True, True]
+    account = Account()
+    account.add_step(batch)
+    assert (account.trained, account.filtered, account.failed) == (2, 1, 1)
+
+
 def test_the_lag_of_a_rollout_is_that_of_the_oldest_token_of_all_its_sequences() -> None:
     assert [each.oldest_version for each in ROLLOUTS] == [4, 5, 5, 4, 4]
     metrics = rollout_metrics(GROUPS, np.zeros(5), version=6, asynchronous=True)
