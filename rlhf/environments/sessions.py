@@ -42,9 +42,11 @@ class Sessions:
     """
 
     numbers = itertools.count(1)  # of the sessions of all nodes
+    _say: Callable[[str], None]  # gets a warning; a derived class sets it
 
     def __init__(self, config: EnvironmentConfig, about: dict[str, dict[str, Any]]) -> None:
         self.config, self.about, self.open_sessions = config, about, 0
+        self._refused, self._told_of_places = 0, False  # sessions that wait for a place at a full server
         self.services: Mapping[str, Service] = {}
         self.opened: set[int] = set()
         self._answers: dict[int, Answer] = {}  # of coroutines, by session
@@ -66,21 +68,39 @@ class Sessions:
         except (TypeError, ValueError) as error:
             raise FailedError(f"open: {error}") from None
         start = {"environment": value, "row": columns, "seeds": dict(seeds)}
-        first = time.monotonic()
-        while True:
-            session = HostedSession(self, next(self.numbers), self.about[value], start)
-            self.open_sessions += 1
-            try:
-                await session.begin()
-            except BaseException as error:
-                await session.close()
-                ours = self.opened or time.monotonic() - first < self.config.wall_seconds  # one of ours will leave
-                if not isinstance(error, FailedError) or FULL not in str(error) or not ours:
-                    raise
-            else:
-                self.opened.add(session.number)
-                return session
-            await asyncio.sleep(FULL_PAUSE_S)
+        first, refusals = time.monotonic(), 0
+        try:
+            while True:
+                session = HostedSession(self, next(self.numbers), self.about[value], start)
+                self.open_sessions += 1
+                try:
+                    await session.begin()
+                except BaseException as error:
+                    await session.close()
+                    ours = self.opened or time.monotonic() - first < self.config.wall_seconds  # one of ours will leave
+                    if not isinstance(error, FailedError) or FULL not in str(error) or not ours:
+                        raise
+                else:
+                    self.opened.add(session.number)
+                    return session
+                refusals += 1
+                self._refused += refusals == 1
+                if refusals == 2:  # by now all that begin together were refused once
+                    self._warn_of_places()
+                await asyncio.sleep(FULL_PAUSE_S)
+        finally:
+            self._refused -= refusals > 0
+
+    def _warn_of_places(self) -> None:
+        """Say once that a server has places for at most half of the rollouts that could be played at once."""
+        taken, together = len(self.opened), len(self.opened) + self._refused
+        if not self._told_of_places and 0 < taken <= self._refused:
+            self._told_of_places = True
+            self._say(
+                f"warning: environment: its server plays {taken} of {together} rollouts at once. The others wait for a "
+                f"place ({FULL}), which makes steps longer. Start the server with max_concurrent_envs={together}, and "
+                "set SUPPORTS_CONCURRENT_SESSIONS = True in its class."
+            )
 
     @abstractmethod
     async def ask(self, session: int, message: dict[str, Any]) -> Any:

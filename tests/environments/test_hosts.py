@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import venv
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,11 @@ LIMITS = {"cpu_seconds": 1.0, "wall_seconds": 2.0, "memory_mb": 256, "processes"
 
 
 @contextmanager
-def hosts(name: str | None, *, tools: tuple[str, ...] = (), **keys: Any) -> Iterator[Hosts]:
+def hosts(
+    name: str | None, *, tools: tuple[str, ...] = (), say: Callable[[str], None] = lambda line: None, **keys: Any
+) -> Iterator[Hosts]:
     config = EnvironmentConfig(**{"name": name and f"{FILE}:{name}", **LIMITS, **keys})
-    opened = Hosts(config, tools, say=lambda line: None)
+    opened = Hosts(config, tools, say=say)
     try:
         yield opened
     finally:
@@ -74,8 +76,13 @@ def test_a_full_server_makes_sessions_wait_until_one_of_ours_leaves(monkeypatch:
 
         return list(await asyncio.gather(*(one() for _ in range(7))))
 
-    with hosts("Crowded") as opened:
+    said: list[str] = []
+    with hosts("Crowded", say=said.append) as opened:
         assert asyncio.run(play(opened)) == ["played"] * 7
+        assert asyncio.run(play(opened)) == ["played"] * 7
+    (told,) = said
+    assert "its server plays 2 of 7 rollouts at once" in told
+    assert "max_concurrent_envs=7" in told
 
 
 def test_a_server_that_others_have_filled_costs_the_rollout_after_wall_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
