@@ -16,7 +16,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from rlhf.config.base import USER_CODE, FilePath, Fraction, NonNegative, NonNegativeInt, Section, key, suggest
-from rlhf.config.load import validated
+from rlhf.config.load import short_value, validated
 
 ExtractionStep = Literal["box", "answer_tag", "hash", "answer_is", "math_span", "last_number"]
 
@@ -295,6 +295,12 @@ def _part(value: Any, key: str) -> RewardPart:
         options = {**options, **{k: v for k, v in value.items() if k not in ("name", "weight", "options", *fields)}}
     part = validated(RewardPart, {"name": name, "weight": weight, "options": options, **fields}, section=key)
     if is_built_in:
+        known = ("name", "weight", *OPTIONS_OF_REWARD[name].model_fields)
+        for option, given in options.items() if isinstance(options, dict) else ():
+            if option not in known:
+                why = f"it is for a function of yours, not for {name}. Remove it."
+                why = why if option in USER_FIELDS else f"there is no such key. {suggest(option, known, f'{key}.')}"
+                raise ValueError(f"{key}.{option}={short_value(given)}: {why}")
         validated(OPTIONS_OF_REWARD[name], options, section=key)
     elif not USER_CODE.fullmatch(name):
         form = "not of the form package.module:function or path/to/file.py:function"

@@ -38,7 +38,7 @@ from rlhf.environments.places import without_places
 from rlhf.environments.python_tool import python_tool
 from rlhf.environments.schema import json_schema
 from rlhf.processes import attributes
-from rlhf.processes.code import load_module
+from rlhf.processes.code import import_problem, load_module
 from rlhf.processes.returned import read_returned
 
 # name -> what makes the tool, from options
@@ -438,11 +438,8 @@ def _imported(name: str, label: str) -> Callable[..., Any]:
     try:
         module = load_module(name)
     except BaseException as error:  # a module may raise anything, SystemExit too
-        problem = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"{label}: {module_name} cannot be imported: {problem}. Install the package, or start the run from the "
-            "folder that holds it; `environment.python` names another interpreter."
-        ) from error
+        install = "; `environment.python` names another interpreter"
+        raise ValueError(f"{label}: {import_problem(name, error, install=install)}.") from error
     found = getattr(module, attribute, None)
     if not callable(found):
         raise ValueError(f"{label}: {module_name} has no class or function {attribute}. Correct the name.")

@@ -13,9 +13,12 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from rlhf.processes.confinement import remedy
 
 Sources = Mapping[str, Mapping[str, str]]  # name of a function or class -> file, relative to its folder -> digest
 
@@ -47,6 +50,29 @@ def load_module(name: str) -> Any:
     return module
 
 
+def import_problem(name: str, error: BaseException, *, install: str = "", is_reward: bool = False) -> str:
+    """Why `load_module` failed, and what to do about it.
+
+    Args:
+        install: what helps against a missing module, in addition to the package.
+        is_reward: what the confinement refuses is granted next to the name.
+    """
+    module_name = name.rpartition(":")[0]
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    places = [f"{file}:{line}" for file, line in frames if file != __file__ and not file.startswith("<frozen")]
+    match error:
+        case SyntaxError():
+            advice = "Correct that line of the file"
+        case ModuleNotFoundError():
+            advice = f"Install the package, or start the run from the folder that holds it{install}"
+        case FileNotFoundError(filename=file) if file == os.path.realpath(module_name):
+            advice = "Correct the path"
+        case _:
+            there = f"Correct it at {places[-1]}" if places else "Correct the file"
+            advice = remedy(error, otherwise=there) if is_reward else there
+    return f"{module_name} cannot be imported: {type(error).__name__}: {error}. {advice}".removesuffix(". ")
+
+
 @functools.cache
 def load_function(name: str) -> Any:
     """The function of `module:function` or `path/to/file.py:function`, imported once.
@@ -59,7 +85,7 @@ def load_function(name: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise ValueError(f"{name}: it cannot be imported: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{name}: {import_problem(name, error)}") from None
     wanted = name.rpartition(":")[2]
     function = getattr(module, wanted, None)
     if not callable(function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import inspect
 import json
 import math
@@ -15,9 +16,9 @@ from typing import Any
 from rlhf.answers.extract import alternatives, gold_answer
 from rlhf.answers.thoughts import answer_of, marks_from_json
 from rlhf.config.printing import say
-from rlhf.config.reward import OPTIONS_OF_REWARD
+from rlhf.config.reward import OPTIONS_OF_REWARD, USER_FIELDS
 from rlhf.processes.attributes import EnvironmentView
-from rlhf.processes.code import load_module
+from rlhf.processes.code import import_problem, load_module
 from rlhf.processes.confinement import remedy
 from rlhf.processes.returned import read_returned
 from rlhf.rewards.code import check_tests, code_reward
@@ -147,25 +148,31 @@ def load_user_function(part: dict[str, Any]) -> Callable[..., Any]:
     try:
         module = load_module(name)
     except BaseException as error:
-        advice = remedy(error, otherwise="Install the package, or start the run from the folder that holds it")
-        problem = f"{module_name} cannot be imported: {type(error).__name__}: {error}. {advice}".removesuffix(". ")
-        raise ValueError(f"reward name={name!r}: {problem}.") from None
+        raise ValueError(f"reward name={name!r}: {import_problem(name, error, is_reward=True)}.") from None
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"reward name={name!r}: {module_name} has no function {attribute}. Correct the name.")
     if is_of_trl(function):
+        if part["options"]:
+            given = ", ".join(part["options"])
+            raise ValueError(f"reward name={name!r}: {given}: no key, and TRL's functions get no options. Remove it.")
         return function
     try:
         signature = inspect.signature(function)
+    except ValueError:  # a function in C without a signature
+        return function
+    for option in part["options"].keys() - signature.parameters.keys():
+        if meant := difflib.get_close_matches(option, ("weight", *USER_FIELDS), n=1, cutoff=0.8):
+            remedy = f"Did you mean {meant[0]}? An option of this name has to be an argument of {attribute}."
+            raise ValueError(f"reward name={name!r}: {option}: there is no such key. {remedy}")
+    try:
         signature.bind("", answer="", columns={}, metadata={}, **part["options"])
     except TypeError as error:
         first = "responses" if part["group"] else "response"
         raise ValueError(
-            f"reward name={name!r}: {attribute}{inspect.signature(function)} cannot be called: {error}. It gets "
+            f"reward name={name!r}: {attribute}{signature} cannot be called: {error}. It gets "
             f"({', '.join([first, 'answer=, columns=, metadata=', *part['options']])}); add **_ for what it ignores."
         ) from None
-    except ValueError:  # a function in C without a signature
-        pass
     return function
 
 

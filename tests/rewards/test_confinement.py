@@ -169,6 +169,8 @@ def test_what_needs_no_network_runs_without_it(plain: Pool) -> None:
     [
         ("raise NoNetworkError(NO_NETWORK)", f"{NO_NETWORK}."),
         ("import os; os.environ['NOT_SET']", "set `env: [NOT_SET]` next to the name."),
+        ("limit = int('x')", "mine.py:2."),
+        ("def f(response, **_)\n    return 1.0", "(mine.py, line 2). Correct that line of the file."),
         ("import not_a_module", "Install the package, or start the run from the folder that holds it."),
     ],
 )
@@ -275,7 +277,7 @@ def test_a_grant_of_what_is_not_there_is_named_before_anything_starts(key: str, 
 
 
 def test_a_built_in_reward_takes_no_grants() -> None:
-    with pytest.raises(ValueError, match=r"reward\.parts\.0\.network=true: .*no such key"):
+    with pytest.raises(ValueError, match=r"reward\.parts\.0\.network=true: .*a function of yours"):
         RewardConfig.model_validate([{"name": "math", "network": True}])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -219,6 +220,22 @@ def test_a_user_function_that_cannot_be_loaded_is_one_error_at_the_start() -> No
 def test_a_module_without_the_function_is_named_too() -> None:
     with pytest.raises(ValueError, match="posixpath has no function reward"):
         load_user_function(RewardPart(name="posixpath:reward").model_dump())
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("ours", "wieght: there is no such key. Did you mean weight?"),
+        ("of_trl", "wieght: no key, and TRL's functions get no options. Remove it."),
+    ],
+)
+def test_a_key_that_is_spelled_wrongly_is_no_option_that_a_function_ignores(
+    tmp_path: Path, function: str, problem: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def ours(response, **_): return 1.0\ndef of_trl(completions, **_): return [1.0]\n")
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        load_user_function(RewardPart(name=f"{file}:{function}", options={"wieght": 2}).model_dump())
 
 
 def test_what_a_resumed_run_grades_again_is_not_counted_in_its_checkpoint() -> None:
