@@ -27,7 +27,7 @@ from rlhf.config import cli
 from rlhf.config.base import with_home
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import merged
-from rlhf.config.printing import say, to_stderr
+from rlhf.config.printing import say, to_stderr, waiting
 from rlhf.config.sections import UNRESTRICTED
 from rlhf.data.read import config_sources
 from rlhf.plan.start_checks import evaluation_problems, input_problems
@@ -47,39 +47,47 @@ DESCRIPTION = "Sample, grade and average: avg@k, pass@k and maj@k of a model on 
 
 async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
     """Start only engines, sample and grade every prompt of every data set, and stop the engines."""
-    from rlhf.cluster.engines import started_engines
-    from rlhf.data.load import load_prompts
-    from rlhf.data.model_files import embedding_rows, load_tokenizer, truncate_token_id
-    from rlhf.data.templates import reads_date
-    from rlhf.data.turns import rollout_warnings
-    from rlhf.environments.rollouts import FailedEnvironments
-    from rlhf.environments.start import StartedEnvironments
-    from rlhf.rewards.scorer import Scorer
-    from rlhf.rollout.sampler import Sampler
-    from rlhf.run.evaluation import evaluate, rollouts_of
-    from rlhf.run.grading import Grading
-    from rlhf.run.prompts import source_lines
+    with waiting("starting: importing torch and Ray, and reading data.eval"):
+        from rich.console import Console
 
-    tokenizer = load_tokenizer(config.model)
-    if reads_date(config.data.template, tokenizer):
-        say(f"data.date={config.data.date}: the chat template writes this date into the prompts")
-    for warning in rollout_warnings(config, tokenizer):
-        to_stderr(f"warning: {warning}")
-    truncate_token = truncate_token_id(config.rollout, tokenizer)
-    loaded = load_prompts(
-        config.data, "eval", tokenizer, vocab_size=embedding_rows(config.model.path), acts=config.acts
-    )
-    for line in source_lines("data.eval", loaded, config.data.max_prompt_tokens):
-        say(line)
+        from rlhf.cluster.engines import started_engines
+        from rlhf.data.load import load_prompts
+        from rlhf.data.model_files import embedding_rows, load_tokenizer, truncate_token_id
+        from rlhf.data.templates import reads_date
+        from rlhf.data.turns import rollout_warnings
+        from rlhf.environments.rollouts import FailedEnvironments
+        from rlhf.environments.start import StartedEnvironments
+        from rlhf.log.terminal import Terminal
+        from rlhf.rewards.scorer import Scorer
+        from rlhf.rollout.sampler import Sampler
+        from rlhf.run.evaluation import evaluate, rollouts_of
+        from rlhf.run.grading import Grading
+        from rlhf.run.prompts import source_lines
+
+        tokenizer = load_tokenizer(config.model)
+        if reads_date(config.data.template, tokenizer):
+            say(f"data.date={config.data.date}: the chat template writes this date into the prompts")
+        for warning in rollout_warnings(config, tokenizer):
+            to_stderr(f"warning: {warning}")
+        truncate_token = truncate_token_id(config.rollout, tokenizer)
+        loaded = load_prompts(
+            config.data, "eval", tokenizer, vocab_size=embedding_rows(config.model.path), acts=config.acts
+        )
+        for line in source_lines("data.eval", loaded, config.data.max_prompt_tokens):
+            say(line)
+    terminal = Terminal(Console(force_interactive=False), total_steps=1)  # without a live view
     with contextlib.ExitStack() as exit_stack:
+        exit_stack.enter_context(terminal.live())
+        exit_stack.enter_context(terminal.phase(f"evaluation of {config.model.path}"))
         scorer = exit_stack.enter_context(Scorer(config.reward))
         play = exit_stack.enter_context(StartedEnvironments(config, tokenizer)) if config.acts else None
-        async with started_engines(config, trains=False) as engines:
+        async with started_engines(config, trains=False, watch_stage=terminal.phase) as engines:
             if play is not None:
                 await engines.cluster.host_environments(play.spread)
             sampler = Sampler(config, truncate_token, engines.generate, Grading(config, scorer, tokenizer), play)
             at_once = config.evaluation_groups_at_once
-            groups = await evaluate(loaded.prompts, sampler.for_evaluation, at_once=at_once)
+            count = terminal.progress("problem", sum(map(len, loaded.prompts.values())))
+            groups = await evaluate(loaded.prompts, sampler.for_evaluation, at_once=at_once, count=count)
         failed, _ = FailedEnvironments(1.0).of_step(rollouts_of(groups))
         for warning in (*(play.warnings if play else ()), *failed):
             to_stderr(f"warning: {warning}")
@@ -132,16 +140,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             "rollout": config.rollout.model_copy(update=UNRESTRICTED),
         }
     )
-    from rich.console import Console
+    with waiting("starting: importing torch and Ray"):
+        from rich.console import Console
 
-    from rlhf.log.sinks import evaluation_table
-    from rlhf.run.evaluation import compare, evaluation_metrics, graded_responses, read_responses
-    from rlhf.run.folder import trained_on, with_date
+        from rlhf.log.sinks import evaluation_table
+        from rlhf.run.evaluation import compare, evaluation_metrics, graded_responses, read_responses
+        from rlhf.run.folder import trained_on, with_date
 
     config = with_date(config, [config.model.path, *map(with_home, arguments.also or ())])
     models = {path: config.model.model_copy(update={"path": with_home(path)}) for path in arguments.also or ()}
     also = {path: config.model_copy(update={"model": model}) for path, model in models.items()}
-    unfit = [input_problems(each, trains=False, with_data=False) for each in also.values()]
+    with waiting("starting: checking the models of --also"):
+        unfit = [input_problems(each, trains=False, with_data=False) for each in also.values()]
     if any(unfit):
         raise ValueError("\n".join(itertools.chain(*unfit)))
     configs = {config.model.path: config} | also

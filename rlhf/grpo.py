@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.printing import waiting
 from rlhf.plan.report import printed
 from rlhf.plan.start_checks import start_problems
 
@@ -113,8 +114,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse("rlhf.grpo", DESCRIPTION, GRPOConfig, argv, check=start_problems)
     if printed(config, arguments):
         return
-    from rlhf.run.folder import with_date
-    from rlhf.run.restarts import train_with_restarts
+    with waiting("starting: importing torch and Ray"):
+        from rlhf.run.folder import with_date
+        from rlhf.run.restarts import train_with_restarts
 
     train_with_restarts(with_date(config), arguments, train)
 

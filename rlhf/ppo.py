@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.config import cli
 from rlhf.config.ppo import PPOConfig
+from rlhf.config.printing import waiting
 from rlhf.config.roles import CRITIC, LEARNER
 from rlhf.plan.report import printed
 from rlhf.plan.start_checks import start_problems
@@ -107,8 +108,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse("rlhf.ppo", DESCRIPTION, PPOConfig, argv, check=start_problems)
     if printed(config, arguments):
         return
-    from rlhf.run.folder import with_date
-    from rlhf.run.restarts import train_with_restarts
+    with waiting("starting: importing torch and Ray"):
+        from rlhf.run.folder import with_date
+        from rlhf.run.restarts import train_with_restarts
 
     train_with_restarts(with_date(config), arguments, train)
 

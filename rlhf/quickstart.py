@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from rlhf.config.cli import check_new_folder, config_folder, parser_of, run_program
 from rlhf.config.load import load_config, merged
-from rlhf.config.printing import say
+from rlhf.config.printing import say, waiting
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 P = TypeVar("P", "Problem", "Product")
 
+WARMUP_LINES_S = 5.0  # between two lines of the warm-up
 END_TOKEN = "<|end|>"
 PAD_TOKEN = "<|pad|>"
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -319,9 +320,11 @@ def warm_up(folder: Path, *, seed: int) -> None:
     config = config.with_steps(examples.rows)
     trainer = SFTTrainer(config, World(0, 1, 0, "127.0.0.1", free_port(), torch.get_num_threads()))
     trainer.hold(examples.tokens, None)
+    printed = 0.0
     for step in range(config.steps):
         loss = trainer.train(step).metrics["train/loss"].value()
-        if step == 0 or (step + 1) % max(1, config.steps // 5) == 0:
+        if time.monotonic() - printed > WARMUP_LINES_S or step + 1 == config.steps:
+            printed = time.monotonic()
             say(f"warm-up step {step + 1}/{config.steps}  loss {loss:.3f}  {time.monotonic() - began:.0f} s")
     trainer.export(str(folder / "model"), config.model.path)
     trainer.close()
@@ -393,7 +396,8 @@ def main(arguments: list[str] | None = None) -> None:
     began = time.monotonic()
     try:
         tools = options.task == "tools"
-        write_quickstart(options.output, seed=options.seed, warmup_steps=options.warmup_steps, tools=tools)
+        with waiting("making the model and its data"):
+            write_quickstart(options.output, seed=options.seed, warmup_steps=options.warmup_steps, tools=tools)
     except OSError as error:
         raise ValueError(f"--output={options.output}: {error}. Name another folder.") from None
     took = f"{time.monotonic() - began:.0f} s"

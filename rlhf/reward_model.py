@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rlhf.config import cli
-from rlhf.config.printing import say
+from rlhf.config.printing import say, waiting
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.plan.report import printed
 from rlhf.plan.start_checks import run_problems
@@ -56,15 +56,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     if printed(config, arguments):
         return
-    from rlhf.data.conversations import pair_encoder, read_examples
-    from rlhf.data.model_files import embedding_rows, load_tokenizer
-    from rlhf.run.folder import with_date
-    from rlhf.run.restarts import train_with_restarts
+    with waiting("starting: importing torch and Ray"):
+        from rlhf.data.conversations import pair_encoder, read_examples
+        from rlhf.data.model_files import embedding_rows, load_tokenizer
+        from rlhf.run.folder import with_date
+        from rlhf.run.restarts import train_with_restarts
 
     config = with_date(config)
     notes = Counter[str]()
-    encoder = pair_encoder(load_tokenizer(config.model), config.data.template, config.data.clock, notes=notes)
-    data = read_examples(config.data, encoder, vocab_size=embedding_rows(config.model.path))
+    with waiting("starting: reading the data"):
+        encoder = pair_encoder(load_tokenizer(config.model), config.data.template, config.data.clock, notes=notes)
+        data = read_examples(config.data, encoder, vocab_size=embedding_rows(config.model.path))
     for note, sides in notes.items():
         say(f"warning: data: in {sides} sides of pairs {note}.", file=sys.stderr)
     train_with_restarts(config.with_steps(data.train.rows), arguments, partial(train, data=data))

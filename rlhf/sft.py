@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rlhf.config import cli
-from rlhf.config.printing import say
+from rlhf.config.printing import say, waiting
 from rlhf.config.supervised import SFTConfig
 from rlhf.plan.report import printed
 from rlhf.plan.start_checks import run_problems
@@ -50,17 +50,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse("rlhf.sft", DESCRIPTION, SFTConfig, argv, add_flags=cli.run_flags, check=run_problems)
     if printed(config, arguments):
         return
-    from rlhf.data.conversations import SFTEncoder, read_examples
-    from rlhf.data.model_files import embedding_rows, load_tokenizer
-    from rlhf.data.turns import stop_token_ids
-    from rlhf.run.folder import with_date
-    from rlhf.run.restarts import train_with_restarts
+    with waiting("starting: importing torch and Ray"):
+        from rlhf.data.conversations import SFTEncoder, read_examples
+        from rlhf.data.model_files import embedding_rows, load_tokenizer
+        from rlhf.data.turns import stop_token_ids
+        from rlhf.run.folder import with_date
+        from rlhf.run.restarts import train_with_restarts
 
     config = with_date(config)
-    tokenizer = load_tokenizer(config.model)
-    stop_ids = stop_token_ids(config.model.path, tokenizer)
-    encoder = SFTEncoder(tokenizer, config.data.template, config.data.template_arguments, stop_ids)
-    data = read_examples(config.data, encoder, vocab_size=embedding_rows(config.model.path))
+    with waiting("starting: reading the data"):
+        tokenizer = load_tokenizer(config.model)
+        stop_ids = stop_token_ids(config.model.path, tokenizer)
+        encoder = SFTEncoder(tokenizer, config.data.template, config.data.template_arguments, stop_ids)
+        data = read_examples(config.data, encoder, vocab_size=embedding_rows(config.model.path))
     for warning in encoder.warnings(data.train.tokens):
         say(f"warning: {warning}", file=sys.stderr)
     say(f"first row, of which the model learns what is between >>> and <<<:\n{encoder.shown(data.train.tokens)}")

@@ -17,7 +17,7 @@ from rlhf.cluster.rank_group import RankGroup
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.printing import say
 from rlhf.config.roles import ENGINE
-from rlhf.log.clock import BusyMeter
+from rlhf.log.clock import BusyMeter, Watch
 from rlhf.rollout.requests import Completion, SamplingSettings
 from rlhf.types import WeightsSent
 from rlhf.weights import transfer
@@ -25,9 +25,11 @@ from rlhf.weights.client import EngineClient
 
 
 @contextlib.asynccontextmanager
-async def started_engines(config: GRPOConfig, *, trains: bool = True) -> AsyncIterator[Engines]:
-    """A cluster and its engines, without a run around them."""
-    async with Cluster(config, trains=trains) as cluster, Engines(cluster, config) as engines:
+async def started_engines(
+    config: GRPOConfig, *, trains: bool = True, watch_stage: Watch = contextlib.nullcontext
+) -> AsyncIterator[Engines]:
+    """A cluster and its engines, without a run around them; `watch_stage`: a context around each stage of the start."""
+    async with Cluster(config, trains=trains, watch_stage=watch_stage) as cluster, Engines(cluster, config) as engines:
         yield engines
 
 

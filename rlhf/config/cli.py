@@ -26,7 +26,7 @@ from rlhf.config.describe import Key, describe_keys
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import flat_keys, load_config, named_here, read_values, wrong_keys
 from rlhf.config.ppo import PPOConfig
-from rlhf.config.printing import say
+from rlhf.config.printing import say, waiting
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.config.reward_model import RewardTrainingConfig
@@ -166,10 +166,11 @@ def parse(
         raise ValueError(f"--config: no file given. Name a YAML file: {started_as(program)} --config {example}")
     starts_nothing = any(vars(arguments).get(flag) for flag in ("plan", "print_config"))
     try:
-        config = load_config(
-            schema, arguments.config, arguments.overrides, contradictions=contradictions,
-            check=(lambda config: ()) if starts_nothing else check, complete=complete,
-        )  # fmt: skip
+        with waiting("starting: checking the config, and the data, models and functions that it names"):
+            config = load_config(
+                schema, arguments.config, arguments.overrides, contradictions=contradictions,
+                check=(lambda config: ()) if starts_nothing else check, complete=complete,
+            )  # fmt: skip
     except ValueError:
         _check_program(program, schema, arguments.config)
         raise

@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
+import time
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
+SILENT_S, LOOK_S = 9.0, 1.0  # looked at every second: a program that waits says so every 10 s
 KEPT = "\n\t\u200c\u200d"  # lines, tabs, and the joiners that Persian, Hindi and emoji are written with
 
 
@@ -30,6 +33,50 @@ def as_utf8(text: str) -> str:
 def say(*texts: str, file: TextIO | None = None) -> None:
     """Print text at once, without control characters; every line of a program that is not laid out by rich."""
     print(*map(printable, texts), file=file, flush=True)
+    note_line()
+
+
+_said_at = _watched_at = 0.0  # when this program printed its last line, and when its last heartbeat ended
+
+
+def note_line() -> None:
+    """Tell `heartbeat` that a line of this program was printed."""
+    global _said_at
+    _said_at = time.monotonic()
+
+
+@contextlib.contextmanager
+def heartbeat(text: Callable[[], str], say: Callable[[str], object] = say) -> Iterator[None]:
+    """A context in which `say(text())` is called whenever this program has printed nothing for SILENT_S.
+
+    A thread does it, because imports and loading block the event loop. An empty text is not said. Silence goes on from
+    one heartbeat to the next one.
+    """
+    global _watched_at
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(LOOK_S):
+            if time.monotonic() - _said_at >= SILENT_S and (line := text()):
+                say(line)
+                note_line()
+
+    if time.monotonic() - _watched_at > SILENT_S:
+        note_line()
+    thread = threading.Thread(target=watch, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        _watched_at = time.monotonic()
+
+
+def waiting(what: str) -> contextlib.AbstractContextManager[None]:
+    """A heartbeat that says `what (12 s)`."""
+    began = time.monotonic()
+    return heartbeat(lambda: f"{what} ({time.monotonic() - began:.0f} s)")
 
 
 def to_stderr(line: str) -> None:

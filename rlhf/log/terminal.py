@@ -1,5 +1,6 @@
 """What a run prints: stages of its start, one line per step, evaluations, warnings; on a terminal also a live view.
 
+Where there is no live view, a line says every 10 seconds what the run waits for, until the first step has its own.
 Elsewhere, such as in a file, lines fit in 80 columns, or in $COLUMNS if it is set; paths are never broken.
 """
 
@@ -18,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from rlhf.config.printing import printable
+from rlhf.config.printing import heartbeat, note_line, printable
 from rlhf.log.sinks import BOUNDS, NO_DETAILS, Details, shown_reward
 
 Row = Mapping[str, Any]
@@ -139,6 +140,7 @@ class Terminal:
         shown = Text("\n".join(wrapped(whole, self._console.width)) if wrap else whole)
         shown.stylize(style, 0, styled)
         self._console.print(shown, soft_wrap=True)
+        note_line()
 
     def remaining_s(self) -> float:
         """The steps left at their mean since the first one began, with the evaluations and saves between them."""
@@ -147,9 +149,9 @@ class Terminal:
     # --- the live view ---
 
     def live(self) -> contextlib.AbstractContextManager[Any]:
-        """A context with the live view below the lines, on a terminal."""
+        """A context with the live view below the lines, on a terminal; elsewhere with lines before the first step."""
         if not self._is_live:
-            return contextlib.nullcontext()
+            return heartbeat(self._waiting_for, self.print)
         return Live(
             console=self._console, get_renderable=self.view, refresh_per_second=REFRESHES_PER_S,
             transient=True, vertical_overflow="crop",
@@ -157,24 +159,33 @@ class Terminal:
 
     def view(self) -> RenderableType:
         """The state of the run now."""
-        now = time.monotonic()
         bar = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
         step = Text(f"{printable(self._title)}  step {self._step}/{self._total}", style="bold")
         bar.add_row(step, ProgressBar(total=self._total, completed=self._step), Text(self._eta()))
-        running = [f"{name} {now - began:.0f} s" for name, began in self._running.items()]
-        if self._progress is not None:
-            what, done, total = self._progress
-            running.append(f"{what} {done}/{total}")
-        if self.sampling_waits_for is not None and "sampling" in self._running:
-            running.append(self.sampling_waits_for())
-        if self._step < self._warmup_steps:
-            running.append(f"critic warm-up {self._step + 1}/{self._warmup_steps}")
-        parts: list[RenderableType] = [bar, _line(f"now     {', '.join(running) or 'between two phases'}", "cyan")]
+        parts: list[RenderableType] = [bar, _line(f"now     {self._now()}", "cyan")]
         if self._values:
             parts.append(_line("  ".join(["last  ", *self._shown_values()])))
         if self._evaluation:
             parts.append(_line(self._evaluation, "bold"))
         return Group(*parts, *map(_response, self._responses))
+
+    def _now(self) -> str:
+        """What the run does, since when."""
+        running, now = [*self._running.items()], time.monotonic()  # at once: other threads begin and end phases
+        texts = [f"{name} {now - began:.0f} s" for name, began in running if name != "start" or len(running) == 1]
+        if (progress := self._progress) is not None:
+            texts.append("{} {}/{}".format(*progress))
+        if self.sampling_waits_for is not None and "sampling" in self._running:
+            texts.append(self.sampling_waits_for())
+        if self._step < self._warmup_steps:
+            texts.append(f"critic warm-up {self._step + 1}/{self._warmup_steps}")
+        return ", ".join(texts) or "between two phases"
+
+    def _waiting_for(self) -> str:
+        """A line while no step has been finished; "" afterwards."""
+        if self._step > self._first:
+            return ""
+        return f"{'starting' if 'start' in self._running else 'now'}: {self._now()}"
 
 
 def _line(text: str, style: str = "") -> Text:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from rlhf.cluster.actors import LostError
 from rlhf.config import cli
+from rlhf.config.printing import waiting
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.run import supervisor
 from rlhf.run.run import Run
@@ -36,7 +37,8 @@ def train_with_restarts(
     supervisor.tell_command(supervisor.Training(config.run.dir, not address, config.run.max_restarts))
     restarts, has_started = supervisor.Restarts(), False
     while True:
-        run = Run(config, resume=resume, start_at=start_at)
+        with waiting("starting: reading the run folder, its checkpoint and the tokenizer"):
+            run = Run(config, resume=resume, start_at=start_at)
         try:
             return cli.run_async(train(run), on_signal=run.stop.on_signal)
         except LostError as error:

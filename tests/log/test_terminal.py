@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from waiting import eventually
 
+from rlhf.config import printing
 from rlhf.log import terminal
 from rlhf.log.sinks import Details, evaluation_table, shown_reward
 from rlhf.log.terminal import Terminal, duration
@@ -135,6 +137,32 @@ def test_a_long_evaluation_has_lines_of_its_own_in_a_file(monkeypatch: pytest.Mo
             clock.now += terminal.PROGRESS_EVERY_S / 3
             count()
     assert printed.getvalue() == "problem 4/8\nproblem 8/8\n"
+
+
+def test_before_the_first_step_a_file_gets_a_line_after_each_ten_seconds_of_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    for name, value in {"LOOK_S": 0.001, "_said_at": 0.0, "_watched_at": 0.0}.items():
+        monkeypatch.setattr(printing, name, value)
+    run, printed = in_file(total_steps=9)
+    with printing.heartbeat(lambda: "importing", run.print):  # what comes before the run does not count again
+        clock.now += 5
+    with run.live():
+        with run.phase("start"), run.phase("engine"):
+            clock.now += 4
+            assert eventually(lambda: printed.getvalue() == "starting: engine 4 s\n")
+            run.print("a line")
+            clock.now += 8
+        with run.phase("evaluation"):
+            run.progress("problem", 8)()
+            clock.now += 1
+            assert eventually(lambda: "now: evaluation 1 s, problem 1/8\n" in printed.getvalue())
+        run.log(1, STEP)
+        with run.phase("sampling"):
+            clock.now += 100
+            time.sleep(0.02)
+    assert len(printed.getvalue().splitlines()) == 4
 
 
 def test_the_live_view_on_a_terminal_shows_stage_step_and_responses(monkeypatch: pytest.MonkeyPatch) -> None:
