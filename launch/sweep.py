@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """A grid over overrides: runs the program once a cell, one line each, and prints a table of the results.
 
+With `--grid run.seed=0,1,2` the table has a row for each setting: the mean of its seeds, and an interval over them.
+
     python launch/sweep.py --output runs/kl-scan --config configs/quickstart.yaml \\
         --grid algo.kl_estimator=k1,k2,k3,k4 --grid algo.kl_coef=0.01,0.05,0.1
 
@@ -32,6 +34,11 @@ from resume import prepare
 GRACE_S = 180.0  # on SIGTERM a run saves within run.grace_s, and ends its engines
 LOG_LINES = 5
 WITH_WANDB = ("rlhf.grpo", "rlhf.ppo")
+SEED = "run.seed"
+OVER_SEEDS = (
+    "Where seeds differ: their mean (95% bootstrap interval over seeds; of two or three seeds, from the lowest to the "
+    "highest)."
+)
 DEFAULT_COLUMNS = ("evaluation_before.*", "evaluation_after.*", "updates_taken", "updates_skipped")
 
 
@@ -170,7 +177,8 @@ def flatten(summary: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def table(grid: Sequence[Cell], columns: Sequence[str]) -> str:
     """Markdown: a row a cell with its values, then columns of its summary and its last step's metrics.
 
-    `a.*` is all that begin with `a.`. A cell without a summary has not finished, and shows nothing.
+    `a.*` is all that begin with `a.`. A cell without a summary has not finished, and shows nothing. Cells that differ
+    in their seed alone are one row, of the seeds that have finished.
     """
     summaries = {cell: flatten(cell.summary() or {}) for cell in grid}
     flat = {cell: cell.last_step() | values if values else {} for cell, values in summaries.items()}
@@ -182,13 +190,33 @@ def table(grid: Sequence[Cell], columns: Sequence[str]) -> str:
         else:
             wanted.append(column)
     wanted = list(dict.fromkeys(wanted))
-    keys = [key for key, _ in grid[0].values]
-    rows = [[*keys, *wanted]]
+    settings: dict[tuple[tuple[str, str], ...], list[Cell]] = {}
     for cell in grid:
-        shown = [_show(flat[cell].get(name)) if flat[cell] else "-" for name in wanted]
-        rows.append([*(value for _, value in cell.values), *shown])
+        settings.setdefault(tuple(pair for pair in cell.values if pair[0] != SEED), []).append(cell)
+    has_seeds = len(settings) < len(grid)
+    if not has_seeds:
+        settings = {cell.values: [cell] for cell in grid}
+    rows = [[*(key for key, _ in next(iter(settings))), *(["seeds"] if has_seeds else []), *wanted]]
+    for values, seeds in settings.items():
+        finished = [flat[cell] for cell in seeds if flat[cell]]
+        count = f"{len(finished)} of {len(seeds)}" if len(finished) < len(seeds) else str(len(seeds))
+        shown = [_show_all([values_of[name] for values_of in finished if name in values_of]) for name in wanted]
+        rows.append([*(value for _, value in values), *([count] if has_seeds else []), *shown])
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+    text = "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+    return f"{text}\n\n{OVER_SEEDS}" if has_seeds else text
+
+
+def _show_all(values: Sequence[Any]) -> str:
+    """A value per finished seed, as one cell."""
+    if not all(isinstance(value, int | float) for value in values) or len(set(values)) < 2:
+        return " / ".join(dict.fromkeys(map(_show, values))) or "-"
+    import numpy as np
+
+    from rlhf.report.settings import over_seeds
+
+    mean, low, high = (_show(float(each[0])) for each in over_seeds(np.array(values, dtype=float)[:, None]))
+    return f"{mean} ({low} to {high})"
 
 
 def _show(value: Any) -> str:

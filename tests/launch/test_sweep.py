@@ -181,6 +181,23 @@ def test_the_table_of_an_unfinished_scan_says_what_is_not_there(scan: Sweep) -> 
     assert scan.run("--table")[0] == 0
 
 
+def test_the_seeds_of_a_setting_are_one_row_with_their_mean_and_an_interval(tmp_path: Path) -> None:
+    grid = sweep.cells([("algo.kl_coef", ["0.01", "0.1"]), ("run.seed", ["0", "1", "2"])], tmp_path)
+    for cell, accuracy in zip(grid, (0.2, 0.4, 0.9, 0.5, 0.7), strict=False):  # the last cell has not finished
+        cell.folder.mkdir()
+        summary = {"evaluation_after": {"eval/test/avg@1": accuracy}, "updates_taken": 4}
+        (cell.folder / "summary.json").write_text(json.dumps(summary))
+    assert sweep.table(grid, ["evaluation_after.*", "updates_taken", "missing"]).splitlines() == [
+        "| algo.kl_coef | seeds | evaluation_after.eval/test/avg@1 | updates_taken | missing |",
+        "|---|---|---|---|---|",
+        "| 0.01 | 3 | 0.5 (0.2 to 0.9) | 4 | - |",
+        "| 0.1 | 2 of 3 | 0.6 (0.5 to 0.7) | 4 | - |",
+        "",
+        sweep.OVER_SEEDS,
+    ]
+    assert sweep.table(grid[:1], ["updates_taken"]).splitlines()[2] == "| 0.01 | 0 | 4 |"  # one seed is a row as before
+
+
 def test_values_may_hold_commas_in_brackets_and_quotes() -> None:
     axis = sweep.parse_axis("learner.optimizer.betas=[0.9, 0.95],[0.9, 0.999]")
     assert axis == ("learner.optimizer.betas", ["[0.9, 0.95]", "[0.9, 0.999]"])
