@@ -159,6 +159,12 @@ class FakeScorer:
     def new_errors(self) -> list[str]:
         return []
 
+    def why_none(self, part: Any) -> str:
+        return "it returned None each time"
+
+    def failed_always(self, part: Any) -> bool:
+        return False
+
     async def score_group(
         self, prompt: Any, rollouts: Any, texts: Any, marks: Any = None, **_: Any
     ) -> tuple[ScoredRollout, ...]:

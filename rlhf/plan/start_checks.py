@@ -13,6 +13,7 @@ from typing import Literal
 
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.printing import to_stderr
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import LEARNER
 from rlhf.data.read import check_source, config_sources
@@ -246,8 +247,8 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
 
     With an environment or tools it gets what a rollout would give it, of a session that has ended after one turn; where
     a coroutine or a program makes the turns it is not tried. A function that raises, runs into a limit or returns no
-    number is refused, unless `reward.failure_fraction` is 1.
-    Built-in rewards are tried with every gold answer later.
+    number is refused, unless `reward.failure_fraction` is 1; one that returns None is warned of, if nothing else can
+    grade the response. Built-in rewards are tried with every gold answer later.
     """
     reward = config.reward.model_copy(update={"workers": 1})
     if not any(part.is_user_function for part in reward.all_parts) or reward.failure_fraction == 1:
@@ -255,7 +256,8 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
     # imported here, so that --plan needs no numpy
     from rlhf.answers.extract import alternatives
     from rlhf.data.load import first_usable
-    from rlhf.rewards.scorer import Scorer
+    from rlhf.rewards.grade import NOT_JUDGED
+    from rlhf.rewards.scorer import FAILURES, Scorer, error_of
 
     kinds: tuple[Literal["train", "eval"], ...] = ("train", "eval") if trains else ("eval",)
     rows = [
@@ -265,6 +267,7 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
         if any(part.is_judged_outside for part in reward.parts_of(prompt.source))
     ]
     problems: dict[tuple[str, str], str] = {}  # by function and error: it is the same for every source
+    silent: dict[str, str] = {}  # function -> the first row for which it returned None
     try:
         with Scorer(reward) as scorer, contextlib.ExitStack() as opened:
             if config.acts:
@@ -280,11 +283,20 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
                     if played is None:
                         continue
                     prompt, rollout = played
-                for name, error in scorer.try_functions(prompt, responses, rollout).items():
-                    problem = f"reward name={name!r}: it fails for a response to {row}: {error}".removesuffix(".")
-                    problems.setdefault((name, error), f"{problem}. Repair the function (docs/rewards.md).")
+                tried = scorer.try_functions(prompt, responses, rollout)
+                graded = config.reward_model or any(part.name not in tried for part in reward.parts_of(prompt.source))
+                for name, grade in tried.items():
+                    error = error_of(grade)
+                    if grade.status in FAILURES:
+                        problem = f"reward name={name!r}: it fails for a response to {row}: {error}".removesuffix(".")
+                        problems.setdefault((name, error), f"{problem}. Repair the function (docs/rewards.md).")
+                    elif not (config.acts or (graded and grade.status == NOT_JUDGED)):
+                        silent.setdefault(name, row)
     except (ValueError, RuntimeError) as error:
         return [*problems.values(), str(error)]
+    for name, row in silent.items():
+        said = f"reward name={name!r}: it returned None for a response to {row}, which then has no reward"
+        to_stderr(f"warning: {said}. Repair the function, unless such rows are not to be graded (docs/rewards.md).")
     return list(problems.values())
 
 

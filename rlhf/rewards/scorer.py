@@ -177,12 +177,15 @@ class Scorer:
         classes = await asyncio.wrap_future(self.pool.submit(job))  # a job over a limit of the pool has no group
         return {answer: answers[int(one.value or 0)] for answer, one in zip(answers, classes.group, strict=False)}
 
-    def try_functions(self, prompt: Prompt, responses: Sequence[str], rollout: Rollout | None = None) -> dict[str, str]:
-        """Grade the first response, or all as a group, by each function and rubric; errors by name. Counts nothing.
+    def try_functions(
+        self, prompt: Prompt, responses: Sequence[str], rollout: Rollout | None = None
+    ) -> dict[str, Grade]:
+        """Grade the first response, or all as a group, by each function and rubric. Counts nothing.
 
+        Returns, by name, the first failed grade of those that fail, and the first one of those that grade nothing.
         `rollout`: with an environment, one whose turn each response might have been.
         """
-        errors = {}
+        problems = {}
         for part in filter(lambda part: part.is_judged_outside, self.config.parts_of(prompt.source)):
             texts = responses if part.group or self._is_of_trl(part) else responses[:1]
             metadata = [_metadata(prompt, "stop", len(text.split())) for text in texts]
@@ -192,9 +195,11 @@ class Scorer:
                     turns = ({"role": "assistant", "content": text},)
                     about |= _of_turns(prompt, replace(rollout, turns=turns)) | of_trl
             (future,) = self._submit(part, self._jobs(part, texts, prompt, metadata))
-            if failed := [grade for grade in _of_each([future.result()], 1) if grade.status in FAILURES]:
-                errors[part.name] = _error(failed[0])
-        return errors
+            grades = _of_each([future.result()], 1)
+            failed = [grade for grade in grades if grade.status in FAILURES]
+            if failed or all(grade.value is None for grade in grades):
+                problems[part.name] = (failed or grades)[0]
+        return problems
 
     def submit_batch(
         self,
@@ -274,6 +279,15 @@ class Scorer:
         """Whether a part was called, and every call failed."""
         return 0 < self._calls(part) == self._calls(part, FAILURES)
 
+    def why_none(self, part: RewardPart) -> str:
+        """Why a part has given no response a value; its new errors have been told."""
+        if self.failed_always(part):
+            return "every call failed"
+        counted = {status: count for status in STATUSES if (count := self.counters[f"{part.name}/{status}"])}
+        if part.is_user_function and counted.keys() <= {UNSCORABLE, NOT_JUDGED}:
+            return "it returned None each time"
+        return f"its calls ended as {', '.join(f'{status} ({count})' for status, count in counted.items())}"
+
     def new_errors(self) -> list[str]:
         """Errors of user functions that were not returned before, at most a few per function."""
         messages = []
@@ -331,7 +345,7 @@ class Scorer:
         self.counters[f"{part.name}/{grade.status}"] += 1
         if grade.status not in FAILURES:
             return
-        error = _error(grade)
+        error = error_of(grade)
         if len(self._errors[part.name]) < MAX_ERRORS_KEPT or error in self._errors[part.name]:
             self._errors[part.name][error] += 1
         if not part.is_judged_outside:
@@ -355,7 +369,7 @@ def _rubric_options(part: RewardPart) -> RubricOptions:
     return RubricOptions.model_validate_json(_written(part))
 
 
-def _error(grade: Grade) -> str:
+def error_of(grade: Grade) -> str:
     """What a failed call says, on one line."""
     return " ".join((grade.detail if grade.status == FAILED else f"{grade.status}: {grade.detail}").split())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from rlhf.data.order import PromptStream
 from rlhf.data.thoughts import marks_of, tokens_to_drop
 from rlhf.environments.turns import CALL_LIMIT
 from rlhf.rewards.grade import NOT_JUDGED, OK
-from rlhf.rewards.model_client import Conversation, RewardModelClient, conversation, endpoint_scorer
+from rlhf.rewards.model_client import PART, Conversation, RewardModelClient, conversation, endpoint_scorer
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.requests import SamplingSettings
 from rlhf.rollout.sampler import Sampler
@@ -75,6 +76,56 @@ class Grading:
         ids = [id for id in settings.graded(rollout.response_ids).tolist() if id not in self._dropped]
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
+
+
+def silent_rewards(
+    config: GRPOConfig, scorer: Scorer, groups: Sequence[RolloutGroup], *, step: int
+) -> tuple[list[str], list[str]]:
+    """What a step shows of rewards that say nothing, source by source where `reward.by_source` names other parts.
+
+    Returns:
+        Warnings, if every reward was None or a built-in part failed each time; and notes about parts that judged
+        nothing, while others did.
+    """
+    warnings, notes = [], []
+    by_source: dict[str, list[ScoredRollout]] = {}
+    for group in groups:
+        source = group.prompt.source if group.prompt.source in config.reward.by_source else ""
+        ended = (each.rollout.outcome is None or each.rollout.outcome.status == OK for each in group.samples)
+        by_source.setdefault(source, []).extend(itertools.compress(group.samples, ended))
+    for source, samples in ((source, samples) for source, samples in by_source.items() if samples):
+        place, of = (f"reward.by_source.{source}", f" for prompts of {source}") if source else ("reward", "")
+        parts = config.reward.parts_of(source)
+        values = {part.name: sum(s.reward_parts.get(part.name) is not None for s in samples) for part in parts}
+        silent = {part.name: scorer.why_none(part) for part in parts if not values[part.name]}
+        if config.learns_from_rewards and all(sample.reward is None for sample in samples):
+            silent |= _silent_others(config, samples)
+            found = "; ".join(f"{name}: {why}" for name, why in silent.items())
+            shares = ", ".join(f"{name} {count} of {len(samples)}" for name, count in values.items())
+            warnings.append(
+                f"{place}: every reward of step {step}{of} was None: "
+                f"{found or f'no response has a value of each part ({shares})'}. None of these rollouts was trained "
+                "on. Repair the reward, or the rows that it reads (docs/rewards.md)."
+            )
+            continue
+        for name, why in silent.items():
+            notes.append(f"{place}: {name} judged none of the {len(samples)} responses of step {step}{of}: {why}.")
+        warnings += [
+            f"{scorer.failures(part)}\n  It counts as 0 for each of them."
+            for part in parts
+            if not part.is_judged_outside and part.name not in silent and scorer.failed_always(part)
+        ]
+    return warnings, notes
+
+
+def _silent_others(config: GRPOConfig, samples: Sequence[ScoredRollout]) -> dict[str, str]:
+    """The reward model and the environment, if they gave no response a value."""
+    named = {name for sample in samples for name, value in sample.reward_parts.items() if value is not None}
+    others = {
+        PART: (config.reward_model, "it gave no score"),
+        ENVIRONMENT: (config.environment.parts, "it gave no reward"),
+    }
+    return {name: why for name, (is_there, why) in others.items() if is_there and name not in named}
 
 
 def last_text(rollout: Rollout) -> str:

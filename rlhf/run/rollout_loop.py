@@ -28,7 +28,7 @@ from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import RolloutBuffer, Staleness, groups_at_engines
 from rlhf.rollout.sampler import Sampler
 from rlhf.run.evaluation import evaluate, evaluation_metrics, rollouts_of
-from rlhf.run.grading import Grading, normalize_scores, reward_model_client
+from rlhf.run.grading import Grading, normalize_scores, reward_model_client, silent_rewards
 from rlhf.run.prompts import PromptTickets, RunData, read_data, show_data, source_lines, without_bad_gold
 from rlhf.run.resume import check_environment_code, check_reward_code
 from rlhf.run.rollout_log import rollout_metrics, rollout_rows, token_values
@@ -311,6 +311,12 @@ class RolloutLoop(Generic[C]):
         failed, run.failure = self.failed_environments.of_step(rollouts)
         for error in (*self.scorer.new_errors(), *failed):
             run.log.warn(error)
+        if step == run.first_step + 1:
+            silent, notes = silent_rewards(config, self.scorer, groups, step=step)
+            for warning in silent:
+                run.log.warn(warning)
+            for note in notes:
+                run.log.print(note)
         self.useless_steps.after_step(groups, advantages, updates, trained=int(batch.trained.sum()))
 
     # --- evaluation ---

@@ -57,6 +57,12 @@ def goes_away(response, *, metadata, columns, **_):
         os.rename(__file__, __file__ + ".away")
         os._exit(1)
     return columns["limit"]
+
+def never(response, **_):
+    return None
+
+def others_judge(completions, **kwargs):
+    return [None for text in completions]
 """
 
 
@@ -146,6 +152,23 @@ def test_with_an_environment_a_function_is_tried_with_what_a_rollout_would_give(
     assert told("score", "rest", "ours") == []
     (problem,) = told("typo")
     assert f"{file}:18: AttributeError: Guess.guesess cannot be read here" in problem
+
+
+@pytest.mark.slow
+def test_a_function_that_returns_none_is_a_warning_with_the_row_unless_others_judge(
+    tiny_model_dir: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = f"row 1 of data.train={tiny_model_dir}/train.jsonl"
+    for parts, silent in (
+        (["never", "math"], "never"),
+        (["others_judge"], "others_judge"),
+        (["others_judge", "math"], ""),
+    ):
+        run = config(tiny_model_dir, *(name if name == "math" else f"{file}:{name}" for name in parts))
+        assert reward_problems(run) == []
+        told = capsys.readouterr().err
+        assert told.count("\n") == bool(silent)
+        assert f"warning: reward name='{file}:{silent}': it returned None for a response to {row}" in told or not silent
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -21,9 +22,9 @@ from rlhf.rewards.model_client import RewardModelClient
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.requests import Completion, SamplingSettings
 from rlhf.rollout.sampler import Sampler, to_rollout
-from rlhf.run.grading import Grading, normalize_scores
+from rlhf.run.grading import Grading, normalize_scores, silent_rewards
 from rlhf.run.state import RunState
-from rlhf.types import Prompt, Rollout, ScoredRollout, VersionSpan
+from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
 
 
 def test_tokens_that_arrive_during_an_evaluation_are_in_the_rate_of_the_next_step() -> None:
@@ -66,6 +67,48 @@ def test_an_evaluation_set_is_sampled_as_it_asks(tmp_path: Path) -> None:
     ]
     asyncio.run(sampler.for_training(Prompt("a/1", 0, np.ones(1, np.int32), (), "", "a")))
     assert asked[-1] == (config.rollout.samples_per_prompt, config.rollout.temperature, 1.0, None, 0.0, longest)
+
+
+# --- rewards that say nothing ---
+
+VALUE, NONE = {"exact": 1.0, "format": 1.0}, {"exact": None, "format": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("sections", "parts", "rewards", "warning", "note"),
+    [
+        ({}, [VALUE, NONE], [1.0, None], "", ""),
+        ({}, [NONE, NONE], [None, None], "reward: every reward of step 1 was None: exact: it returned None each time. ",
+         ""),
+        ({}, [NONE, {"exact": 1.0, "format": None}], [None, None],
+         "reward: every reward of step 1 was None: no response has a value of each part (exact 1 of 2, format 1 of 2).",
+         ""),
+        ({}, [NONE, NONE], [1.0, 1.0], "", "reward: exact judged none of the 2 responses of step 1: it returned None"),
+        ({"reward": {"by_source": {"p": ["exact"]}}}, [NONE, NONE], [None, None],
+         "reward.by_source.p: every reward of step 1 for prompts of p was None: exact: it returned", ""),
+        ({"reward": {"parts": []}, "reward_model": {"path": "m"}}, [{"reward_model": None}] * 2, [None, None],
+         "reward: every reward of step 1 was None: reward_model: it gave no score.", ""),
+        ({"reward": {"parts": []}, "environment": {"name": "game.py:Game"}}, [{}, {}], [None, None],
+         "reward: every reward of step 1 was None: environment: it gave no reward.", ""),
+        ({"reward": {"parts": []}, "algo": {"teacher": {"path": "t"}}}, [{}, {}], [None, None], "", ""),
+    ],
+)  # fmt: skip
+def test_a_step_whose_rewards_say_nothing_names_what_is_silent(
+    tmp_path: Path, sections: dict[str, Any], parts: list[Any], rewards: list[float | None], warning: str, note: str
+) -> None:
+    config = make_config(tmp_path / "model", **({"reward": {"parts": ["exact", "format"]}} | sections))
+    prompt = Prompt("p/1", 0, np.ones(1, np.int32), (), "", "p")
+    ended = Completion(np.ones(1, np.int32), np.zeros(1, np.float32), "stop", (VersionSpan(0, 1, 0),))
+    samples = [
+        ScoredRollout(to_rollout(prompt, sample, ended), "", "", reward, values, "ok")
+        for sample, (values, reward) in enumerate(zip(parts, rewards, strict=True))
+    ]
+    scorer: Any = SimpleNamespace(why_none=lambda _: "it returned None each time", failed_always=lambda _: False)
+    for told, expected in zip(
+        silent_rewards(config, scorer, [RolloutGroup(prompt, tuple(samples))], step=1), (warning, note), strict=True
+    ):
+        assert len(told) == bool(expected)
+        assert "".join(told).startswith(expected)
 
 
 # --- as the original RLHF code: the reward model reads up to the first ".", and its scores are normalized ---

@@ -279,6 +279,23 @@ def test_a_curriculum_draws_solved_prompts_less_and_goes_on_after_a_signal_as_if
     assert logged(whole)[-1]["data/curriculum/replaced"] == logged(stopped)[-1]["data/curriculum/replaced"] > 0
 
 
+def test_a_reward_that_is_always_none_is_told_at_the_first_step_and_ends_the_run_only_as_other_useless_steps_do(
+    config: GRPOConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def nothing(
+        _: Any, prompt: Any, rollouts: Any, texts: Any, *__: Any, **___: Any
+    ) -> tuple[ScoredRollout, ...]:
+        pairs = zip(rollouts, texts, strict=True)
+        return tuple(ScoredRollout(*pair, "", None, {"math": None}, "unscorable") for pair in pairs)
+
+    monkeypatch.setattr(FakeScorer, "score_group", nothing)
+    with pytest.raises(RuntimeError, match="no rollout was trained on"):
+        asyncio.run(drive(config, monkeypatch))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("warning: reward: every reward of step 1 was None: math: it returned None each time.") == 1
+    assert shown.count("every reward of step") == 1
+
+
 @pytest.mark.parametrize("reward", [["math"], []])
 def test_a_teacher_replaces_the_reward_in_what_is_trained_and_logs_how_far_the_policy_is(
     config: GRPOConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reward: list[str]
