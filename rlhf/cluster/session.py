@@ -75,6 +75,7 @@ class RaySession:
                 f"RAY_AUTH_MODE={mode}: whoever reaches Ray's ports could run programs as you. "
                 "Remove the variable; Ray then makes a token and asks for it."
             )
+        key, remove = ("cluster.ray_address", "leave it out") if address else ("RAY_ADDRESS", "unset the variable")
         address = address or os.environ.get("RAY_ADDRESS")
         for variable, value in VARIABLES.items():
             os.environ.setdefault(variable, value)
@@ -91,8 +92,8 @@ class RaySession:
                     self._watched = {p.info["name"]: p for p in started if p.info["name"] in PARTS}
         except ConnectionError as error:
             raise ValueError(
-                f"cluster.ray_address={address}: no Ray cluster answers there ({error}). Start one with `ray start "
-                "--head`, correct the address, or leave it out to run on this machine alone."
+                f"{key}={address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, correct "
+                f"the address, or {remove} to run on this machine alone."
             ) from error
         finally:
             with contextlib.suppress(FileNotFoundError, PermissionError):  # RAY_AUTH_TOKEN, or the file of another user

@@ -6,7 +6,6 @@ models and the data are compared by their fingerprints, so that their folders ma
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from rlhf.data.model_files import model_fingerprint
 from rlhf.log.sinks import read_summary
 from rlhf.processes.code import Sources, changed_sources
 from rlhf.run.checkpoint_files import LATEST, read_line, step_of
-from rlhf.run.folder import RunFolder
+from rlhf.run.folder import STATE_FILE, RunFolder
 from rlhf.run.state import RunState
 
 # Keys and sections that change where, how fast and how watched the run is, not what it learns.
@@ -92,18 +91,28 @@ def _are_sections(value: Any) -> bool:
 
 
 def check_not_finished(config: TrainingProgramConfig) -> None:
-    """Raise NothingToDoError if the run in run.dir has taken all its steps, saved the last and written its summary."""
+    """Raise NothingToDoError if the run in run.dir has taken all its steps, saved the last and written its summary.
+
+    ValueError if that run is another one, as `check_resumed_state` finds.
+    """
     steps, path = config.steps, Path(config.run.dir)
-    with contextlib.suppress(ValueError):  # a summary that cannot be read: RunFolder warns of it
-        saved = config.checkpoint_every is None or step_of(read_line(path / "checkpoints" / LATEST)) == steps
-        if saved and read_summary(path).get("steps") == steps:
-            raise NothingToDoError(
-                f"run.dir={path}: the run is finished, all {steps} steps of it. Raise run.steps to train on."
-            )
+    latest = path / "checkpoints" / read_line(path / "checkpoints" / LATEST)
+    try:
+        saved = config.checkpoint_every is None or step_of(latest.name) == steps
+        finished = saved and read_summary(path).get("steps") == steps
+    except ValueError:  # a summary that cannot be read: RunFolder warns of it
+        return
+    if not finished:
+        return
+    if (latest / STATE_FILE).is_file():
+        check_resumed_state(config, path, RunFolder.read_state(latest))
+    raise NothingToDoError(
+        f"run.dir={path}: the run is finished, all {steps} steps of it. Raise run.steps to train on."
+    )
 
 
-def check_resumed_state(config: TrainingProgramConfig, folder: RunFolder, state: RunState) -> None:
-    """Refuse to resume a run that has changed.
+def check_resumed_state(config: TrainingProgramConfig, path: Path, state: RunState) -> None:
+    """Refuse to resume a run, in the folder `path`, that has changed.
 
     Raises:
         ValueError: the checkpoint is of a later step, of the other program, of another config or of other models.
@@ -117,7 +126,7 @@ def check_resumed_state(config: TrainingProgramConfig, folder: RunFolder, state:
     began = state.program or config.program
     if began != config.program:
         raise ValueError(
-            f"run.dir={folder.path}: its checkpoints are of rlhf.{began}, this is rlhf.{config.program}. "
+            f"run.dir={path}: its checkpoints are of rlhf.{began}, this is rlhf.{config.program}. "
             f"Resume with python -m rlhf.{began}, or start another run.dir from its model."
         )
     before, now = state.updates or config.update_plan, config.update_plan

@@ -94,7 +94,7 @@ class Run(Generic[C]):
         self.folder = RunFolder(config.run.dir, resume=resume, mirror=mirror, start_at=start_at)
         self.restored = self.folder.restored
         self.state = RunState() if self.restored is None else RunFolder.read_state(self.restored)
-        check_resumed_state(config, self.folder, self.state)
+        check_resumed_state(config, self.folder.path, self.state)
         self.first_step = self.state.step
         self.log = RunLog(config, self.state)
         self.clock = Clock(self.state.seconds, self.log.terminal.phase)

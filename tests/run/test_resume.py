@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def state_of(config: GRPOConfig) -> RunState:
 
 def resume(began: GRPOConfig, now: GRPOConfig, tmp_path: Path) -> None:
     state = RunState.from_json(state_of(began).to_json())
-    check_resumed_state(now, RunFolder(tmp_path / "run", resume=False), state)
+    check_resumed_state(now, tmp_path / "run", state)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,7 @@ def test_weights_that_this_machine_does_not_have_are_not_compared(model: Path, t
 def finished(path: Path, config: GRPOConfig, *, step: int) -> RunFolder:
     """A run whose newest checkpoint is of this step, and whose summary says that it took all steps."""
     folder = RunFolder(path, resume=False)
-    state = RunState(step=step, updates=config.update_plan)
+    state = replace(state_of(config), step=step, program="grpo")
     folder.finish_checkpoint(folder.begin_checkpoint(step), state, keep=1)
     folder.write_summary(RunState(step=config.run.steps).summary())
     return folder
@@ -229,6 +230,19 @@ def test_resuming_a_finished_run_ends_with_status_0_and_says_so(
     longer = make_config(model, run={"dir": str(tmp_path / "run"), "steps": 11})
     assert Run(longer, resume=True).first_step == 10
     assert Run(config, resume=True, start_at="step-000010").first_step == 10  # asked for by name
+
+
+def test_a_finished_run_of_another_model_or_program_is_refused_and_not_called_finished(
+    model: Path, tmp_path: Path
+) -> None:
+    config = make_config(model, run={"dir": str(tmp_path / "run")})
+    finished(tmp_path / "run", config, step=10)
+    other = shutil.copytree(model, tmp_path / "other")
+    (other / "config.json").write_text(f"{(other / 'config.json').read_text()}\n")
+    with pytest.raises(ValueError, match=r"^model\.path=\S+other: the fingerprint of its config"):
+        Run(make_config(other, run={"dir": str(tmp_path / "run")}), resume=True)
+    with pytest.raises(ValueError, match=r"^algo\.kl_coef=0\.5: the run began with"):
+        Run(make_config(model, run={"dir": str(tmp_path / "run")}, algo={"kl_coef": 0.5}), resume=True)
 
 
 def test_a_run_whose_last_checkpoint_failed_repeats_its_last_steps_though_it_has_a_summary(
