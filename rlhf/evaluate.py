@@ -1,4 +1,4 @@
-"""Program: accuracy of any model or run on the data of a config.
+"""Program: the metric of any model or run on the data of a config.
 
     python -m rlhf.evaluate --config configs/math.yaml model.path=runs/math/model evaluation.samples_per_prompt=8
     python -m rlhf.evaluate --program ppo --config runs/mine/config.yaml model.path=runs/mine/model
@@ -7,9 +7,10 @@
     python -m rlhf.evaluate --config mine.yaml model.path=runs/mine/model --also runs/other/model
 
 Uses the sections model, data.eval, reward, rollout and evaluation of a training config, so that the numbers mean the
-same as during training; keys of the training need not be set. Prints avg@k, pass@k and maj@k with their intervals, a
-column per model; --output writes them to a file. --compare-with takes the graded responses of an earlier evaluation of
-the same problems, and prints for each model how many changed and a p-value.
+same as during training; keys of the training need not be set. Prints avg@k, pass@k and maj@k of evaluation.metric with
+their intervals and the means of the other parts of the reward, a column per model; --output writes them to a file.
+--compare-with takes the graded responses of an earlier evaluation of the same problems, and prints for each model how
+many changed and a p-value. A data set of which no response is graded ends the program with status 1.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rlhf.config.base import with_home
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import merged
 from rlhf.config.printing import say, to_stderr, waiting
+from rlhf.config.reward import MODEL_PART
 from rlhf.config.sections import UNRESTRICTED
 from rlhf.data.read import config_sources
 from rlhf.plan.start_checks import evaluation_problems, input_problems
@@ -60,7 +62,7 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
         from rlhf.log.terminal import Terminal
         from rlhf.rewards.scorer import Scorer
         from rlhf.rollout.sampler import Sampler
-        from rlhf.run.evaluation import evaluate, rollouts_of
+        from rlhf.run.evaluation import evaluate, rollouts_of, ungraded_warning
         from rlhf.run.grading import Grading
         from rlhf.run.prompts import source_lines
 
@@ -89,7 +91,8 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
             count = terminal.progress("problem", sum(map(len, loaded.prompts.values())))
             groups = await evaluate(loaded.prompts, sampler.for_evaluation, at_once=at_once, count=count)
         failed, _ = FailedEnvironments(1.0).of_step(rollouts_of(groups))
-        for warning in (*(play.warnings if play else ()), *failed):
+        ungraded = [ungraded_warning(source, rows, config.metrics[source]) for source, rows in groups.items()]
+        for warning in (*(play.warnings if play else ()), *failed, *scorer.new_errors(), *filter(None, ungraded)):
             to_stderr(f"warning: {warning}")
         return groups
 
@@ -100,6 +103,8 @@ def problems(config: GRPOConfig) -> Iterator[str]:
         yield "data.eval is empty: there is nothing to evaluate on. Name a file or a hub data set."
     if config.reward.leaves_something_ungraded and not config.environment.parts:
         yield "reward=[]: evaluation cannot use a reward model. Name a reward, such as reward=[{name: math}]."
+    elif MODEL_PART in config.metrics.values():
+        yield "evaluation.metric=reward_model: rlhf evaluate starts no reward model. Name a part of reward."
     yield from evaluation_problems(config)
 
 
@@ -143,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with waiting("starting: importing torch and Ray"):
         from rich.console import Console
 
+        from rlhf.log.panels import metric_title
         from rlhf.log.sinks import evaluation_table
         from rlhf.run.evaluation import compare, evaluation_metrics, graded_responses, read_responses
         from rlhf.run.folder import trained_on, with_date
@@ -161,25 +167,31 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"warning: {key}={source.path}: training data of {each.model.path}, as {run} says. What is measured is "
                 "what the model remembers, not what it can do. Evaluate on other rows."
             )
-    earlier = None
+    earlier: list[dict[str, Any]] = []
     if arguments.compare_with is not None:
         samples = {each.samples_per_prompt for each in config.evaluations.values()}
-        earlier = read_responses(Path(arguments.compare_with), samples_per_prompt=samples)
+        named = config.metrics.values()
+        earlier = read_responses(Path(arguments.compare_with), samples_per_prompt=samples, metrics=named)
     metrics: dict[str, dict[str, float]] = {}
     responses: dict[str, list[dict[str, Any]]] = {}
     for path, each in configs.items():
         groups = cli.run_async(sample_and_grade(each))
-        metrics[path], responses[path] = evaluation_metrics(groups), graded_responses(groups)
+        metrics[path] = evaluation_metrics(groups, config.metrics)
+        responses[path] = graded_responses(groups, config.metrics)
         if arguments.output:  # after each model: if a later one fails, nothing is lost
             written = metrics if len(configs) > 1 else metrics[path]
             Path(arguments.output).write_text(json.dumps(written, indent=2) + "\n")
         if arguments.responses:
             rows = [row | {"model": path} for path, rows in responses.items() for row in rows]
             Path(arguments.responses).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Console(soft_wrap=True).print(evaluation_table("evaluation", metrics))
-    if earlier is not None:
-        for path, rows in responses.items():
-            say(f"{path}: {compare(earlier, rows)}")
+    title = f"evaluation, {metric_title(config.metrics, metrics.values())}"
+    Console(soft_wrap=True).print(evaluation_table(title, metrics))
+    for path, metric in itertools.product(responses, dict.fromkeys(config.metrics.values()) if earlier else ()):
+        before, after = ([row for row in rows if row["metric"] == metric] for rows in (earlier, responses[path]))
+        say(f"{path}: {compare(before, after)}")
+    for path, source in itertools.product(metrics, config.metrics):
+        if metrics[path].get(f"eval/{source}/ungraded_fraction") == 1:
+            raise ValueError(f"{source}: no response of {path} was graded by {config.metrics[source]} (see above).")
 
 
 if __name__ == "__main__":

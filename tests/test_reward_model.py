@@ -21,6 +21,7 @@ from worlds import ALONE, make_ppo_config, rollout_of
 
 from rlhf.config.data import TemplateName
 from rlhf.config.ppo import PPOConfig
+from rlhf.config.reward import MODEL_PART
 from rlhf.config.reward_model import RECORD_FILE, PairsConfig, RewardModelConfig, reward_model_record
 from rlhf.data.conversations import load_examples, pair_encoder
 from rlhf.data.model_files import load_tokenizer, reward_template
@@ -29,7 +30,7 @@ from rlhf.learner.reward_scorer import recorded_normalization
 from rlhf.learner.reward_trainer import pair_loss, pair_metrics
 from rlhf.plan.start_checks import input_problems
 from rlhf.reward_model import main
-from rlhf.rewards.model_client import PART, RewardModelClient, endpoint_scorer
+from rlhf.rewards.model_client import RewardModelClient, endpoint_scorer
 from rlhf.run.prompts import read_data
 from rlhf.types import Prompt, RolloutGroup, ScoredRollout, VersionSpan
 
@@ -272,7 +273,7 @@ def test_conversations_that_wait_while_the_model_is_busy_form_one_batch_or_one_p
     for graded in asyncio.run(run()):
         # answer 0 scores 0; unscorable responses are unchanged
         assert [s.reward for s in graded.samples] == [1.0, None]
-        assert [s.reward_parts[PART] for s in graded.samples] == [0.0, 1.0]
+        assert [s.reward_parts[MODEL_PART] for s in graded.samples] == [0.0, 1.0]
     assert batches == sizes
 
 
@@ -301,8 +302,8 @@ def test_a_score_that_is_no_number_makes_its_response_unscorable_and_no_other(sc
         return [score, 2.0]
 
     (first, second) = asyncio.run(RewardModelClient([scorer], weight=1.0).add_to(group("p", (1.0, 1.0)))).samples
-    assert (first.reward, first.reward_parts[PART]) == (None, None)
-    assert (second.reward, second.reward_parts[PART]) == (3.0, 2.0)
+    assert (first.reward, first.reward_parts[MODEL_PART]) == (None, None)
+    assert (second.reward, second.reward_parts[MODEL_PART]) == (3.0, 2.0)
 
 
 # --- the endpoint ---

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rlhf.config import sections
+from rlhf.config.base import suggest
 from rlhf.config.program import dtype_problems
+from rlhf.config.reward import ENVIRONMENT_PART, may_be_accuracy
 
 if TYPE_CHECKING:
     from rlhf.config.grpo import GRPOConfig
@@ -169,15 +171,45 @@ def environment_problems(config: GRPOConfig) -> Iterator[str]:
         )
 
 
+def metric_problems(config: GRPOConfig, *, environment_judges: bool = False) -> Iterator[str]:
+    """A data source has no part of the reward that is its metric, or its metric is none of its parts.
+
+    Args:
+        environment_judges: whether the environment is known to give a reward, next to those of `reward`.
+    """
+    data, asked = config.data, dict[tuple[str, ...], list[str]]()
+    for which, sources in (("eval", data.eval), ("train", data.train if data.curriculum else ())):
+        for source in sources:
+            names, metric = config.graders_of(source.label), config.metric_of(source.label)
+            verifiers = [part.name for part in config.reward.parts_of(source.label) if part.is_verifier]
+            named = source.metric or config.evaluation.metric
+            further = tuple(f"{name}/" for name in names if ":" in name or name == ENVIRONMENT_PART)
+            decided = metric in (*verifiers, ENVIRONMENT_PART) or (metric and not environment_judges)
+            if named is None and names and not decided:
+                asked.setdefault(names, []).append(f"data.{which} {source.label}")
+            elif named is not None and named not in names and not named.startswith(further):
+                given = f"data.{which} {source.label} has metric" if source.metric else "evaluation.metric"
+                reason = f"no part of the reward of {source.label} has this name"
+                remedy = "Each set may name its own: data.eval=[{path: FILE, metric: NAME}]"
+                yield f"{given}={named}: {reason}. {suggest(named, names)} {remedy}."
+    for names, labels in asked.items():
+        yield (
+            f"evaluation.metric is not set, and several parts of the reward of {' and '.join(labels)} could be it: "
+            f"{', '.join(names)}. Say by which one responses are judged, evaluation.metric=NAME, or as `metric` of a set."
+        )
+
+
 def curriculum_problems(config: GRPOConfig) -> Iterator[str]:
     if config.data.curriculum is None:
         return
     if any(source.is_environment for source in config.data.train):
         reason = "it makes other prompts in each epoch, so none has a pass rate. Name data, or remove the key."
         yield f"data.curriculum with prompts that the environment makes: {reason}"
-    if config.reward.leaves_something_ungraded and not config.environment.parts:
-        reason = "the scores of a reward model say nothing of right or wrong. Name a reward, or remove the key."
-        yield f"data.curriculum with reward=[] (or an empty list of reward.by_source): {reason}"
+    for label in (source.label for source in config.data.train):
+        metric = config.metric_of(label)
+        if not (may_be_accuracy(metric) and config.graders_of(label)):
+            reason = "which says nothing of right or wrong. Name another evaluation.metric, or remove the key."
+            yield f"data.curriculum with data.train {label}: its metric is {metric or 'none'}, {reason}"
 
 
 def best_problems(config: GRPOConfig) -> Iterator[str]:
@@ -187,7 +219,9 @@ def best_problems(config: GRPOConfig) -> Iterator[str]:
     names = [
         f"eval/{label}/{name}@{each.samples_per_prompt}"
         for label, each in config.evaluations.items()
-        for name in (("avg", "pass", "maj") if each.samples_per_prompt > 1 else ("avg",))
+        for name in ("avg", "pass", "maj")
+        if name == "avg"
+        or (each.samples_per_prompt > 1 and (name != "pass" or may_be_accuracy(config.metric_of(label))))
     ]
     given = f"{checkpoint.best=!s}"
     if checkpoint.best not in names:

@@ -119,6 +119,7 @@ class SourceConfig(DatasetConfig):
     top_k: PositiveInt | None = key(None, "data.eval: its own; null: evaluation.top_k")
     min_p: float | None = key(None, "data.eval: its own; null: evaluation.min_p", ge=0, lt=1)
     max_response_tokens: PositiveInt | None = key(None, "data.eval: its own; null: evaluation.max_response_tokens")
+    metric: FilePath | None = key(None, "its own (data.train: for the curriculum); null: evaluation.metric")
 
     @property
     def is_environment(self) -> bool:
@@ -127,7 +128,7 @@ class SourceConfig(DatasetConfig):
 
     @property
     def sampling(self) -> dict[str, float]:
-        """The keys of `evaluation` that this evaluation set replaces with its own."""
+        """The keys of `evaluation` for sampling that this evaluation set replaces with its own."""
         names = {"samples_per_prompt", "temperature", "top_p", "top_k", "min_p", "max_response_tokens"}
         return self.model_dump(include=names, exclude_none=True)
 
@@ -240,6 +241,9 @@ class DataConfig(DatasetsConfig[SourceConfig]):
             for name, value in source.sampling.items():
                 reason = f"only for evaluation sets. Remove it, or set rollout.{name}."
                 raise ValueError(f"data.train: {source.path} has {name}={value:g}, {reason}")
+            if source.metric is not None and self.curriculum is None:
+                reason = "without data.curriculum nothing reads it. Remove it, or set it in data.eval."
+                raise ValueError(f"data.train: {source.path} has metric={source.metric}: {reason}")
         for source in self.eval:
             if source.weight is not None:
                 reason = "but evaluation sets are not mixed. Remove it, or use rows."

@@ -10,10 +10,10 @@ from pydantic import field_validator
 from rlhf.config import contradictions, sections
 from rlhf.config.base import key
 from rlhf.config.data import ENVIRONMENT, DataConfig, argument_problems
-from rlhf.config.environment import EnvironmentConfig, tool_names
+from rlhf.config.environment import TOOLS, EnvironmentConfig, tool_names
 from rlhf.config.library_options import changes_numbers
 from rlhf.config.program import TrainingProgramConfig, dtype_problems
-from rlhf.config.reward import RewardConfig
+from rlhf.config.reward import ENVIRONMENT_PART, MODEL_PART, RewardConfig
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.config.roles import Training
 from rlhf.config.teacher import teacher_problems
@@ -103,6 +103,29 @@ class GRPOConfig(TrainingProgramConfig):
     def evaluations(self) -> dict[str, sections.EvaluationConfig]:
         """The `evaluation` section of each set of data.eval, by its label, with the keys that the set replaces."""
         return {source.label: self.evaluation.model_copy(update=source.sampling) for source in self.data.eval}
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        return {source.label: self.metric_of(source.label) for source in self.data.eval}
+
+    def metric_of(self, source: str) -> str:
+        """The value of a response by which a data source is evaluated: a part of the reward, or a number of a part.
+
+        By default the only part, or the only one that compares with an answer, whatever their order and weights. Empty
+        if several could be the one, which evaluations refuse, or if nothing grades the source.
+        """
+        named = (each.metric for each in (*self.data.eval, *self.data.train) if each.label == source and each.metric)
+        verifiers = [part.name for part in self.reward.parts_of(source) if part.is_verifier]
+        others = [name for name in self.graders_of(source) if name != ENVIRONMENT_PART]  # which may give no reward
+        kinds = (verifiers, others or self.graders_of(source))
+        default = next((names[0] for names in kinds if len(names) == 1), "")
+        return next(named, self.evaluation.metric) or default
+
+    def graders_of(self, source: str) -> tuple[str, ...]:
+        """Names of the parts that the reward of a data source may have."""
+        judges = any(part.name not in TOOLS for part in self.environment.parts.values())
+        others = (ENVIRONMENT_PART,) * judges + (MODEL_PART,) * (self.reward_model is not None)
+        return tuple(part.name for part in self.reward.parts_of(source)) + others
 
     @property
     def evaluation_groups_at_once(self) -> int:
@@ -221,6 +244,7 @@ class GRPOConfig(TrainingProgramConfig):
                 )
         yield from dtype_problems("model.dtype", self.model.dtype, self.cluster.device)
         yield from contradictions.environment_problems(self)
+        yield from contradictions.metric_problems(self)
 
     def contradictions(self) -> Iterator[str]:
         yield from contradictions.sampling_problems(self)

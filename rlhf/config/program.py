@@ -136,6 +136,11 @@ class TrainingProgramConfig(Section):
         return {}
 
     @property
+    def metrics(self) -> dict[str, str]:
+        """Of each set of data.eval, by its label, the value of a response whose mean is avg@k."""
+        return {}
+
+    @property
     def fed_models(self) -> dict[str, str]:
         """Models other than model.path that read token ids of the policy, by key."""
         others = (role for role in self.roles() if not role.reads and role.model_key != "model.path")

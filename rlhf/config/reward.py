@@ -169,8 +169,11 @@ OPTIONS_OF_REWARD: dict[str, type[Section]] = {
     "rubric": RubricOptions,
 }
 
+VERIFIERS = ("math", "gsm8k", "multiple_choice", "exact", "f1", "code")  # these compare with an answer, or with tests
 WITHOUT_ANSWER = ("format", "length", "repetition", "code", "rubric")  # these ignore the gold answer
+ENVIRONMENT_PART, MODEL_PART = "environment", "reward_model"  # parts of the reward that `reward` does not list
 GRANTS = ("env", "network", "files")  # what a user function may reach
+NOT_AN_ACCURACY = ("length", "repetition", MODEL_PART)  # 0 and 1 mean neither wrong nor right
 USER_FIELDS = ("group", "concurrency", *GRANTS)
 
 
@@ -191,6 +194,10 @@ class RewardPart(Section):
     @property
     def is_user_function(self) -> bool:
         return ":" in self.name
+
+    @property
+    def is_verifier(self) -> bool:
+        return self.name in VERIFIERS
 
     @property
     def is_judged_outside(self) -> bool:
@@ -263,6 +270,11 @@ class RewardConfig(Section):
     @property
     def all_parts(self) -> tuple[RewardPart, ...]:
         return self.parts + tuple(part for parts in self.by_source.values() for part in parts)
+
+
+def may_be_accuracy(metric: str) -> bool:
+    """Whether a part of the reward may be called accuracy, as long as its values are from 0 to 1."""
+    return metric not in NOT_AN_ACCURACY
 
 
 def _parts(value: Any, key: str) -> tuple[RewardPart, ...]:

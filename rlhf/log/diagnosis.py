@@ -394,6 +394,7 @@ HEALTHY = {
     "router/balance_loss": Range(1, 1.5),
     "eval/*/stopped_fraction": Range(0.9, None),
     "eval/*/answered_fraction": Range(0.9, None),
+    "eval/*/ungraded_fraction": Range(None, UNGRADED),
 }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from rlhf.config.reward import may_be_accuracy
 from rlhf.log.sinks import BOUNDS
 
 
@@ -17,6 +18,8 @@ class Panel(NamedTuple):
     unit: str = ""
     log: bool = False
 
+
+METRIC = "Metric of the evaluation"  # the report says what it is
 
 SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Examples": (
@@ -33,7 +36,10 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Size of the advantages", ("policy/advantage_abs",)),
     ),
     "Evaluation": (
-        Panel("Accuracy", ("eval/*/avg@*", "eval/*/pass@*", "eval/*/maj@*")),
+        Panel(METRIC, ("eval/*/avg@*", "eval/*/pass@*", "eval/*/maj@*")),
+        Panel("Other parts of the reward", ("eval/*/part/*",)),
+        Panel("Responses that nothing graded", ("eval/*/ungraded_fraction",)),
+        Panel("Values outside of 0 to 1", ("eval/*/outside_fraction",)),
         Panel("Rows that are trained on", ("eval/*in_training_fraction",)),
         Panel("Response length", ("eval/*/response_length",), "tokens"),
         Panel("Responses that stopped", ("eval/*/stopped_fraction",)),
@@ -114,3 +120,25 @@ def matching(panel: Panel, names: Iterable[str]) -> list[str]:
     """The metrics of a panel that exist, without the bounds of intervals, which belong to their metric."""
     present = [name for name in names if not name.endswith(BOUNDS)]
     return [name for pattern in panel.metrics for name in present if fnmatchcase(name, pattern)]
+
+
+def metric_titles(metrics: Mapping[str, str], evaluations: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """What the metric of each data set is called: accuracy where its values are from 0 to 1, else by its name.
+
+    Args:
+        metrics: the name of the metric of each data set. evaluations: their logged values.
+    """
+    logged = set[str]().union(*evaluations)
+    left_range = {source for source in metrics if f"eval/{source}/outside_fraction" in logged}
+    return {
+        source: f"accuracy ({metric})" if may_be_accuracy(metric) and source not in left_range else metric
+        for source, metric in metrics.items()
+        if metric
+    }
+
+
+def metric_title(metrics: Mapping[str, str], evaluations: Iterable[Mapping[str, Any]]) -> str:
+    """The same as one text, which names the data sets only where they differ."""
+    titles = metric_titles(metrics, evaluations)
+    one = dict.fromkeys(titles.values())
+    return ", ".join(one if len(one) < 2 else (f"{source}: {title}" for source, title in titles.items()))

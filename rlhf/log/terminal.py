@@ -123,9 +123,10 @@ class Terminal:
         """One line for each data set."""
         by_source: dict[str, list[str]] = {}
         for name, value in values.items():
-            if not name.endswith(BOUNDS):
-                source, _, metric = name.removeprefix("eval/").rpartition("/")
-                metric = metric.removeprefix("response_").removesuffix("_fraction")
+            if not name.endswith(BOUNDS) and (value or not name.endswith("/ungraded_fraction")):
+                *labels, metric = name.removeprefix("eval/").split("/", 1)  # a part of the reward may have slashes
+                source, metric = "".join(labels), metric.removeprefix("part/").removeprefix("response_")
+                metric = metric.removesuffix("_fraction")
                 by_source.setdefault(source, []).append(f"{metric} {value:.3f}")
         for source, shown in by_source.items():
             self._evaluation = "  ".join(filter(None, [f"eval at step {step}", source, *shown]))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from rlhf.algo.schedules import learning_rate
+from rlhf.config.contradictions import metric_problems
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.printing import to_stderr
 from rlhf.config.program import TrainingProgramConfig
@@ -206,17 +207,18 @@ def shared_memory_problems(folder: Path) -> Iterator[str]:
 
 
 def environment_problems(config: GRPOConfig) -> list[str]:
-    """Why an environment or a tool cannot be loaded, or be offered to a model."""
+    """Why an environment or a tool cannot be loaded, or be offered to a model; or its reward may be the metric."""
     if not config.acts:
         return []
     # imported here: a run without environments needs none of it
     from rlhf.environments.hosts import Hosts
 
     try:
-        Hosts(config.environment, config.tools).close()
+        with contextlib.closing(Hosts(config.environment, config.tools)) as hosts:
+            judges = any(about["rewards"] for about in hosts.about.values())
     except (ValueError, RuntimeError) as error:
         return [str(error)]
-    return []
+    return [*metric_problems(config, environment_judges=judges)]
 
 
 def own_function_problems(config: GRPOConfig) -> list[str]:

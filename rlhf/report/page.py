@@ -23,7 +23,7 @@ import numpy as np
 from rlhf.config.load import flat_keys
 from rlhf.config.printing import as_utf8
 from rlhf.log.diagnosis import diagnose_run, outside_at_the_end, range_of
-from rlhf.log.panels import SECTIONS, Panel, matching
+from rlhf.log.panels import METRIC, SECTIONS, Panel, matching, metric_titles
 from rlhf.log.sinks import BOUNDS, Row, on_training_data
 from rlhf.report.run_files import RunFiles, conversation, response_blocks, sample_groups, states_no_answer
 from rlhf.report.settings import OF_ONE_RUN, differing_keys, over_seeds, settings_of
@@ -75,12 +75,15 @@ def _metrics(runs: Sequence[RunFiles]) -> dict[str, Any]:
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
     settings, names = settings_of(runs), dict(zip(map(id, runs), _names(runs), strict=True))
     sections: list[dict[str, Any]] = [
-        {"title": title, "panels": [shown for panel in panels for shown in _panels(panel, metrics, len(settings))]}
+        {
+            "title": title,
+            "panels": [shown for panel in panels for shown in _panels(panel, metrics, runs, settings=len(settings))],
+        }
         for title, panels in SECTIONS.items()
     ]
     named = {name for section in sections for panel in section["panels"] for name in panel["metrics"]}
     others = [name for name in metrics if name not in named and not name.endswith(BOUNDS)]
-    rest = [shown for name in others for shown in _panels(Panel(name, (name,)), [name], 1)]
+    rest = [shown for name in others for shown in _panels(Panel(name, (name,)), [name], runs, settings=1)]
     sections.append({"title": "Everything else", "panels": rest})
     configs = [run.config for run in runs]
     differing = differing_keys(configs)
@@ -96,14 +99,28 @@ def _metrics(runs: Sequence[RunFiles]) -> dict[str, Any]:
     }
 
 
-def _panels(panel: Panel, metrics: Sequence[str], settings: int) -> list[dict[str, Any]]:
+def _panels(panel: Panel, metrics: Sequence[str], runs: Sequence[RunFiles], *, settings: int) -> list[dict[str, Any]]:
     """The charts of a panel: one, or one per metric where several settings would have more than two lines each."""
-    names = matching(panel, metrics)
-    charts = [[name] for name in names] if settings > 1 and len(names) > 2 else [names] if names else []
-    return [
-        {"title": panel.title, "metrics": chart, "unit": panel.unit, "log": panel.log, "healthy": _healthy(chart)}
-        for chart in charts
+    by_title: dict[str, list[str]] = defaultdict(list)
+    for name in matching(panel, metrics):
+        by_title[_metric_title(name, runs) if panel.title == METRIC else panel.title].append(name)
+    charts = [
+        (title, chart)
+        for title, names in by_title.items()
+        for chart in ([[name] for name in names] if settings > 1 and len(names) > 2 else [names])
     ]
+    return [
+        {"title": title, "metrics": chart, "unit": panel.unit, "log": panel.log, "healthy": _healthy(chart)}
+        for title, chart in charts
+    ]
+
+
+def _metric_title(name: str, runs: Sequence[RunFiles]) -> str:
+    """What eval/<data set>/avg@<k> is of: the accuracy, or a value that leaves 0 to 1; all where runs differ."""
+    source = name.split("/")[1]
+    of_runs = [metric_titles(run.program_config.metrics, run.rows) for run in runs if run.program_config]
+    titles = dict.fromkeys(titles[source] for titles in of_runs if source in titles)
+    return " / ".join(f"{title[0].upper()}{title[1:]}" for title in titles) or METRIC
 
 
 def _healthy(metrics: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from http.client import HTTPException
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from rlhf.config.reward import MODEL_PART
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.rewards.grade import NOT_JUDGED, OK
 from rlhf.rewards.patience import patiently
@@ -22,7 +23,6 @@ from rlhf.types import Prompt, RolloutGroup, ScoredRollout
 Conversation = list[dict[str, str]]
 Score = Callable[[list[Conversation]], Awaitable[list[float | None]]]
 
-PART = "reward_model"  # the name of this part of the reward
 FIRST_WAIT_S = 0.5
 
 
@@ -82,7 +82,7 @@ class RewardModelClient:
 
     def _add(self, sample: ScoredRollout, score: float | None) -> ScoredRollout:
         score = None if score is None else (score - self.mean) / self.std
-        parts = {**sample.reward_parts, PART: score}
+        parts = {**sample.reward_parts, MODEL_PART: score}
         if sample.status == NOT_JUDGED and score is not None:  # the model alone judges it
             return dataclasses.replace(sample, reward=self._weight * score, reward_parts=parts, status=OK)
         reward = None if sample.reward is None or score is None else sample.reward + self._weight * score

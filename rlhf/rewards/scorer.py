@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from rlhf.answers.thoughts import Marks, opens_thought
 from rlhf.config.data import USUAL_COLUMNS
 from rlhf.config.printing import to_stderr
-from rlhf.config.reward import CodeOptions, RewardConfig, RewardPart, RubricOptions
+from rlhf.config.reward import VERIFIERS, CodeOptions, RewardConfig, RewardPart, RubricOptions
 from rlhf.processes.confinement import NOT_ALONE, Grants
 from rlhf.rewards.grade import (
     ANSWER_CLASSES,
@@ -42,7 +42,6 @@ MAX_CHECKS_AT_ONCE = 4096  # gold answers in the pool at the same time: a data s
 MAX_ERRORS_KEPT, MAX_ERRORS_SHOWN = 1000, 5  # distinct errors of a part: a message may contain the response
 FAILURES = (FAILED, TIMEOUT, DIED)
 COLUMNS_OF_CODE = {name: CodeOptions.model_fields[name].default for name in ("tests", "function")}
-GRADED_AGAINST_GOLD = ("math", "gsm8k", "multiple_choice", "exact", "f1", "code")
 
 
 class BadGold(NamedTuple):
@@ -137,15 +136,18 @@ class Scorer:
         texts: Sequence[str],
         marks: Marks | None = None,
         *,
-        votes: bool = False,
+        metric: str | None = None,
     ) -> tuple[ScoredRollout, ...]:
         """Grade the responses to one prompt: each by itself, or, where a part says `group`, all in one call.
 
         Args:
             marks: of the model's thoughts; None: those of all models.
-            votes: whether to tell which answers say the same.
+            metric: of an evaluation. Then the answer of a response is the one that the part of the metric reads, or
+                else the first other part by name, and which answers say the same is told.
         """
         parts = self.config.parts_of(prompt.source)
+        if metric is not None:  # the order in the config decides nothing
+            parts = tuple(sorted(parts, key=lambda part: (not f"{metric}/".startswith(f"{part.name}/"), part.name)))
         metadata = [_metadata(prompt, r.finish_reason, r.response_length) | _of_turns(prompt, r) for r in rollouts]
         of_trl = metadata
         if any(map(self._is_of_trl, parts)):
@@ -158,7 +160,7 @@ class Scorer:
         before = self.counters.copy()
         grades = [self._combine(parts, [column[row] for column in columns], prompt.id) for row in range(len(texts))]
         self._counted[prompt.epoch, prompt.id] = self.counters - before
-        vote_of = await self._votes(parts, columns) if votes else {}
+        vote_of = await self._votes(parts, columns) if metric is not None else {}
         return tuple(
             ScoredRollout(
                 rollout, text, grade.extracted, grade.value, dict(grade.metrics), grade.status,
@@ -234,7 +236,7 @@ class Scorer:
             (prompt, part)
             for prompt in prompts
             for part in self.config.parts_of(prompt.source)
-            if part.name in (*GRADED_AGAINST_GOLD, "rubric")
+            if part.name in (*VERIFIERS, "rubric")
         )
         bad = []
         while some := list(itertools.islice(asked, MAX_CHECKS_AT_ONCE)):

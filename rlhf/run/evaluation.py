@@ -1,6 +1,7 @@
-"""Accuracy of a policy on held-out prompts: avg@k, pass@k and maj@k of k sampled responses.
+"""The metric of a policy on held-out prompts: avg@k, pass@k and maj@k of k sampled responses.
 
-And two evaluations of the same problems: how many problems changed, and could chance alone explain that?
+The metric is one part of the reward, `evaluation.metric`. A response that it did not grade is counted apart, never as
+wrong. And two evaluations of the same problems: how many problems changed, and could chance alone explain that?
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhf.rewards.grade import count_answers
+from rlhf.config.reward import may_be_accuracy
+from rlhf.environments.turns import CALL_LIMIT
+from rlhf.rewards.grade import NO_ANSWER, OK, count_answers
 from rlhf.run.rollout_log import rollout_row
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
 
 Rows = list[dict[str, Any]]
 
-RIGHT = 0.5  # an answer with a higher score counts as right
+RIGHT = 0.5  # an answer with a higher value counts as right
 RESAMPLES = 1000
+UNGRADED = 0.02  # share of an evaluation's responses that may have no value of the metric without a warning
+ROUNDING = 1e-9  # of a difference of means
+MAX_SUM = 1e6  # of whole differences whose distribution is computed exactly
+SIGNS, SIGNS_AT_ONCE = 20_000, 1_000  # random assignments of signs, for other differences
 
 
 async def evaluate(
@@ -54,33 +61,85 @@ def rollouts_of(groups: Mapping[str, Sequence[RolloutGroup]]) -> list[Rollout]:
     return [sample.rollout for rows in groups.values() for group in rows for sample in group.samples]
 
 
-def evaluation_metrics(groups: Mapping[str, Sequence[RolloutGroup]]) -> dict[str, float]:
-    """Those of each data set, named eval/<data set>/<metric>@<k>."""
-    by_source = {source: group_metrics(rows) for source, rows in groups.items()}
-    return {f"eval/{source}/{name}": value for source, metrics in by_source.items() for name, value in metrics.items()}
+def metric_value(sample: ScoredRollout, metric: str) -> float | None:
+    """The value of the metric of a response: of a part of the reward, before its weight; None if nothing graded it.
+
+    A rollout whose tool call or program went over a limit is the model's doing: 0.
+    """
+    if sample.status == CALL_LIMIT and not sample.reward_parts:
+        return 0.0
+    return sample.reward_parts.get(metric)
 
 
-def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """avg@k: mean score. pass@k: share of prompts with a right answer. maj@k: score of the most frequent answer.
+def evaluation_metrics(groups: Mapping[str, Sequence[RolloutGroup]], metrics: Mapping[str, str]) -> dict[str, float]:
+    """Those of each data set, named eval/<data set>/<metric>@<k>; `metrics`: the metric of each data set."""
+    by_source = {source: group_metrics(rows, metrics[source]) for source, rows in groups.items()}
+    return {f"eval/{source}/{name}": value for source, values in by_source.items() for name, value in values.items()}
 
-    Each with its interval, named with /low and /high.
+
+def group_metrics(groups: Sequence[RolloutGroup], metric: str) -> dict[str, float]:
+    """avg@k: mean over problems of the mean value of their graded responses; without problems that have none.
+
+    pass@k: share of problems with a right response, if all values are from 0 to 1. maj@k: value of the most frequent
+    answer. Both are over the problems whose k responses are all graded, since an ungraded one may be the right one.
+    Each with its interval, named with /low and /high. Then the mean of every other number of the reward, as part/NAME.
+
+    Args:
+        metric: the name of the value; empty where nothing grades responses.
     """
     k, samples = len(groups[0].samples), [sample for group in groups for sample in group.samples]
-    scores = np.array([[score_of(sample) for sample in group.samples] for group in groups])
-    lengths = [sample.rollout.response_length for sample in samples]
-    stopped = [sample.rollout.finish_reason == "stop" for sample in samples]
-    by_problem = {"avg": scores.mean(axis=1)}
-    if k > 1:
-        by_problem["pass"] = (scores.max(axis=1) > RIGHT).astype(float)
-        by_problem["maj"] = np.array([_majority(group) for group in groups])
     metrics: dict[str, float] = {}
-    for name, values in by_problem.items():
-        low, high = bootstrap_interval(values)
-        metrics |= {f"{name}@{k}": float(values.mean()), f"{name}@{k}/low": low, f"{name}@{k}/high": high}
+    if metric:
+        values = _values(groups, metric)
+        ungraded, outside = np.isnan(values), (values < 0) | (values > 1)
+        whole = np.flatnonzero(~ungraded.any(axis=1))
+        by_problem = {"avg": _means(values)}
+        if k > 1 and may_be_accuracy(metric) and not outside.any():
+            by_problem["pass"] = (values[whole].max(axis=1) > RIGHT).astype(float)
+        if k > 1:
+            by_problem["maj"] = np.array([_majority(groups[index], metric) for index in whole])
+        for name, means in by_problem.items():
+            if len(means):
+                low, high = bootstrap_interval(means)
+                metrics |= {f"{name}@{k}": float(means.mean()), f"{name}@{k}/low": low, f"{name}@{k}/high": high}
+        metrics |= {"outside_fraction": float(outside.sum() / (~ungraded).sum())} if outside.any() else {}
+        metrics["ungraded_fraction"] = float(ungraded.mean())
+    for name in dict.fromkeys(name for sample in samples for name in sample.reward_parts if name != metric):
+        if len(means := _means(_values(groups, name))):
+            metrics[f"part/{name}"] = float(means.mean())
     answered, asked = count_answers(samples)
     if asked:
         metrics["answered_fraction"] = answered / asked
+    lengths = [sample.rollout.response_length for sample in samples]
+    stopped = [sample.rollout.finish_reason == "stop" for sample in samples]
     return metrics | {"response_length": float(np.mean(lengths)), "stopped_fraction": float(np.mean(stopped))}
+
+
+def _values(groups: Sequence[RolloutGroup], metric: str) -> np.ndarray:
+    """[problems, k] values of the metric; NaN for ungraded responses."""
+    values = [[metric_value(sample, metric) for sample in group.samples] for group in groups]
+    return np.array(values, dtype=float)  # None becomes NaN
+
+
+def _means(values: np.ndarray) -> np.ndarray:
+    """[N] mean value of each problem over its graded responses, of the N problems that have any."""
+    return np.nanmean(values[~np.isnan(values).all(axis=1)], axis=1)
+
+
+def ungraded_warning(source: str, groups: Sequence[RolloutGroup], metric: str) -> str:
+    """What to say where more than UNGRADED of the responses have no value of the metric, with the statuses; else ""."""
+    samples = [sample for group in groups for sample in group.samples]
+    missing = [sample.status for sample in samples if metric_value(sample, metric) is None]
+    if not metric or len(missing) <= UNGRADED * len(samples):
+        return ""
+    statuses = Counter("no value" if status in (OK, NO_ANSWER) else status for status in missing)
+    why = ", ".join(f"{count} x {status}" for status, count in statuses.most_common())
+    said = f"evaluation of {source}: {metric} gave no value for {len(missing)} of {len(samples)} responses ({why})"
+    if len(missing) < len(samples):
+        return f"{said}. They do not count as wrong: avg@k is over the others."
+    given = sorted({name for sample in samples for name, value in sample.reward_parts.items() if value is not None})
+    remedy = f" There are values of {', '.join(given)}: name one as evaluation.metric." if given else ""
+    return f"{said}, so nothing was measured.{remedy}"
 
 
 def bootstrap_interval(values: np.ndarray) -> tuple[Any, Any]:
@@ -95,57 +154,73 @@ def bootstrap_interval(values: np.ndarray) -> tuple[Any, Any]:
     return low, high
 
 
-def score_of(sample: ScoredRollout) -> float:
-    """The first part of the reward that judges this response (the grader), without format or length terms."""
-    judged = (value for value in sample.reward_parts.values() if value is not None)
-    return 0.0 if sample.reward is None else next(judged, 0.0)
-
-
-def _majority(group: RolloutGroup) -> float:
-    """Score of the most frequent answer, in its most frequent spelling; ties go to the first."""
+def _majority(group: RolloutGroup, metric: str) -> float | None:
+    """Value of the most frequent answer, in its most frequent spelling; ties go to the first; 0 without an answer."""
     answered = [sample for sample in group.samples if sample.extracted]
     for name in ("vote", "extracted"):
         winners = [winner for winner, _ in Counter(getattr(sample, name) for sample in answered).most_common(1)]
         answered = [sample for sample in answered if getattr(sample, name) in winners]
-    return score_of(answered[0]) if answered else 0.0
+    return metric_value(answered[0], metric) if answered else 0.0
 
 
 # --- two evaluations ---
 
 
 class Comparison(NamedTuple):
-    """Accuracy before and after on the same problems; `better` and `worse` count the problems that changed."""
+    """A metric before and after on the same problems.
 
+    Attributes:
+        name: accuracy where all values are from 0 to 1, else that of the metric.
+        problems: those with a graded response in both evaluations; `left_out` are the others.
+        before, after: mean over the problems of the mean value of their graded responses.
+        better, worse: problems whose mean has changed.
+        ungraded: responses without a value, before and after.
+    """
+
+    name: str
     problems: int
+    left_out: int
     before: float
     after: float
     better: int
     worse: int
+    ungraded: tuple[int, int]
     p_value: float
 
     def __str__(self) -> str:
+        first, second = self.ungraded
+        missing = f"\nungraded, and not counted: {first} responses before, {second} after" if first or second else ""
+        missing += f"; {self.left_out} problems without a graded response in both" if self.left_out else ""
+        if not self.problems:
+            return f"{self.name}: no problem has a graded response in both evaluations{missing}"
         return (
-            f"accuracy {self.before:.3f} -> {self.after:.3f} on the same {self.problems} problems: {self.better} "
-            f"better, {self.worse} worse, {self.problems - self.better - self.worse} as before\n"
-            f"p = {self.p_value:.2g} (exact paired test: how often chance alone would give a change of this size)"
+            f"{self.name} {self.before:.3f} -> {self.after:.3f} on the same {self.problems} problems: {self.better} "
+            f"better, {self.worse} worse, {self.problems - self.better - self.worse} as before{missing}\n"
+            f"p = {self.p_value:.2g} (paired test: how often chance alone would give a change of this size)"
         )
 
 
-def graded_responses(groups: Mapping[str, Sequence[RolloutGroup]]) -> Rows:
-    """A row per response: prompt, gold answer, text, extracted answer, and whether it is right."""
-    samples = [(group, sample) for rows in groups.values() for group in rows for sample in group.samples]
-    return [rollout_row(group, sample) | {"right": score_of(sample) > RIGHT} for group, sample in samples]
+def graded_responses(groups: Mapping[str, Sequence[RolloutGroup]], metrics: Mapping[str, str]) -> Rows:
+    """A row per response: prompt, gold answer, text, extracted answer, the metric of its data set, and its value."""
+    return [
+        rollout_row(group, sample) | {"metric": metrics[source], "value": metric_value(sample, metrics[source])}
+        for source, rows in groups.items()
+        for group in rows
+        for sample in group.samples
+    ]
 
 
-def read_responses(file: Path, *, samples_per_prompt: Collection[int]) -> Rows:
+def read_responses(file: Path, *, samples_per_prompt: Collection[int], metrics: Collection[str]) -> Rows:
     """Rows of `graded_responses`, one per line.
 
     Raises:
-        ValueError: it holds no such rows, or not as many per problem as the config's data sets, `samples_per_prompt`.
+        ValueError: it holds no such rows, not as many per problem as the config's data sets, `samples_per_prompt`, or
+            the values of other metrics.
     """
     try:
         rows: Rows = [json.loads(line) for line in file.read_text().splitlines()]
-        counts = {responses for _, responses in _right_counts(rows).values()}
+        counts = {len(values) for values in _values_by_problem(rows).values()}
+        names = {row["metric"] for row in rows}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"{file}: does not hold graded responses ({error}). Write it with rlhf.evaluate --responses."
@@ -156,53 +231,87 @@ def read_responses(file: Path, *, samples_per_prompt: Collection[int]) -> Rows:
             f"{file}: it has {numbers} responses per problem, and evaluation.samples_per_prompt={asked}. Evaluate both "
             "models with the same config; a file of several models is none to compare with."
         )
+    if names != set(metrics):
+        earlier, now = (" and ".join(sorted(of)) for of in (names, set(metrics)))
+        raise ValueError(
+            f"{file}: it has values of {earlier}, and evaluation.metric is {now} here. Evaluate both models with the "
+            "same metric."
+        )
     return rows
 
 
 def compare(earlier: Rows, later: Rows) -> Comparison:
-    """Compare graded responses problem by problem; ValueError if they are not equally many to the same problems."""
-    before, after = _right_counts(earlier), _right_counts(later)
-    if not before or {key: n for key, (_, n) in before.items()} != {key: n for key, (_, n) in after.items()}:
+    """Compare graded responses of one metric problem by problem, by the values of those that are graded.
+
+    Raises:
+        ValueError: they are not equally many to the same problems.
+    """
+    before, after = _values_by_problem(earlier), _values_by_problem(later)
+    if not before or {key: len(v) for key, v in before.items()} != {key: len(v) for key, v in after.items()}:
         raise ValueError(
             f"the two evaluations differ in their problems ({len(before)} and {len(after)}, of which "
             f"{len(before.keys() & after.keys())} are in both) or in evaluation.samples_per_prompt. Evaluate both "
             "models with the same config and data."
         )
-    change = np.array([after[key][0] - right for key, (right, _) in before.items()])
+    means = np.array([[_mean(before[key]), _mean(after[key])] for key in before])
+    kept = ~np.isnan(means).any(axis=1)
+    # in responses: where all are graded 0 or 1 the right ones after minus before, a whole number
+    change = (np.diff(means)[:, 0] * list(map(len, before.values())))[kept]
+    change = np.where(np.abs(change - change.round()) < ROUNDING, change.round(), change)
+    metric = earlier[0]["metric"]
+    of_accuracy = may_be_accuracy(metric) and all(0 <= row["value"] <= 1 for row in _graded([*earlier, *later]))
     return Comparison(
-        problems=len(before),
-        before=sum(row["right"] for row in earlier) / len(earlier),
-        after=sum(row["right"] for row in later) / len(later),
+        name="accuracy" if of_accuracy else metric,
+        problems=int(kept.sum()),
+        left_out=int((~kept).sum()),
+        before=float(means[kept, 0].mean()) if kept.any() else np.nan,
+        after=float(means[kept, 1].mean()) if kept.any() else np.nan,
         better=int((change > 0).sum()),
         worse=int((change < 0).sum()),
+        ungraded=(len(earlier) - len(_graded(earlier)), len(later) - len(_graded(later))),
         p_value=sign_flip_p_value(change),
     )
 
 
-def _right_counts(rows: Rows) -> dict[tuple[str, str], tuple[int, int]]:
-    """(right responses, responses) of each problem; two files may use the same id for different problems."""
-    counts: dict[tuple[str, str], tuple[int, int]] = {}
+def _graded(rows: Rows) -> Rows:
+    return [row for row in rows if row["value"] is not None]
+
+
+def _values_by_problem(rows: Rows) -> dict[tuple[str, str], list[float | None]]:
+    """The values of the responses to each problem; two files may use the same id for different problems."""
+    values: dict[tuple[str, str], list[float | None]] = {}
     for row in rows:
-        key = (row["prompt_id"], row["prompt"])
-        right, responses = counts.get(key, (0, 0))
-        counts[key] = (right + int(row["right"]), responses + 1)
-    return counts
+        values.setdefault((row["prompt_id"], row["prompt"]), []).append(row["value"])
+    return values
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    """NaN if none is graded."""
+    graded = [value for value in values if value is not None]
+    return sum(graded) / len(graded) if graded else np.nan
 
 
 def sign_flip_p_value(differences: np.ndarray) -> float:
-    """Two-sided p-value of the exact sign-flip test (Fisher's randomization test for pairs).
+    """Two-sided p-value of the sign-flip test (Fisher's randomization test for pairs).
 
     If nothing changed, each difference is as likely to have the other sign. The p-value is the share of all
-    assignments of signs whose sum is at least as far from 0 as the observed one. With one response per problem this
-    is McNemar's exact test.
+    assignments of signs whose sum is at least as far from 0 as the observed one: exactly that of whole numbers, else of
+    SIGNS random assignments and the observed one. With one response per problem, right or wrong, this is McNemar's
+    exact test.
 
     Args:
-        differences: [N] int, right responses after minus before.
+        differences: [N], of each problem the sum over its responses, after minus before.
     """
+    observed, most = abs(differences.sum()), np.abs(differences).sum()
+    if most > MAX_SUM or (differences != differences.round()).any():
+        rng, shape = np.random.default_rng(0), (SIGNS_AT_ONCE, len(differences))
+        sums = np.concatenate([rng.choice((-1.0, 1.0), shape) @ differences for _ in range(SIGNS // SIGNS_AT_ONCE)])
+        return float((1 + (np.abs(sums) >= observed - ROUNDING * most).sum()) / (1 + SIGNS))
     chances: np.ndarray = np.ones(1)  # chances[i]: probability that the sum is i - len(chances) // 2
-    for size in np.abs(differences[differences != 0]):
-        either_sign = np.zeros(2 * size + 1)
-        either_sign[[0, -1]] = 0.5
-        chances = np.convolve(chances, either_sign)
+    for size in np.abs(differences[differences != 0]).astype(int):
+        either_sign = np.zeros(len(chances) + 2 * size)
+        either_sign[: len(chances)] += 0.5 * chances
+        either_sign[2 * size :] += 0.5 * chances
+        chances = either_sign
     sums = np.arange(len(chances)) - len(chances) // 2
-    return float(min(1.0, chances[np.abs(sums) >= abs(differences.sum())].sum()))
+    return float(min(1.0, chances[np.abs(sums) >= observed].sum()))

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import fcntl
 import json
+import math
 import os
 import re
 import secrets
@@ -372,7 +373,7 @@ def best_step(
         among: steps to choose from; None: all except step 0, which has no checkpoint.
     """
     steps = evaluations.keys() - {0} if among is None else evaluations.keys() & among
-    scored = {step: evaluations[step][metric] for step in sorted(steps) if metric in evaluations[step]}
+    scored = {step: value for step in sorted(steps) if not math.isnan(value := evaluations[step].get(metric, math.nan))}
     return max(scored, key=scored.__getitem__, default=None)
 
 

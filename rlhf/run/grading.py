@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.reward import ENVIRONMENT_PART
 from rlhf.config.roles import REWARD_MODEL
 from rlhf.data.load import LoadedPrompts
 from rlhf.data.order import PromptStream
@@ -22,8 +23,6 @@ from rlhf.rollout.requests import SamplingSettings
 from rlhf.rollout.sampler import Sampler
 from rlhf.run.state import RunState
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
-
-ENVIRONMENT = "environment"  # the name of this part of the reward
 
 
 class Grading:
@@ -42,8 +41,9 @@ class Grading:
     ) -> tuple[ScoredRollout, ...]:
         ended = [rollout for rollout in rollouts if rollout.outcome is None or rollout.outcome.status == OK]
         texts = [self.text(rollout, settings) for rollout in ended]
-        graded = await self._scorer.score_group(prompt, ended, texts, self._marks, votes=not trains) if ended else ()
-        if ended and self.reward_model is not None and (trains or not self._config.reward.parts_of(prompt.source)):
+        metric = None if trains else self._config.metric_of(prompt.source)
+        graded = await self._scorer.score_group(prompt, ended, texts, self._marks, metric=metric) if ended else ()
+        if ended and self.reward_model is not None:
             graded = (await self.reward_model.add_to(RolloutGroup(prompt, graded))).samples
         if not self._config.acts:
             return graded
@@ -58,13 +58,13 @@ class Grading:
             reward = environment.failed_reward if outcome.status == CALL_LIMIT else None
             return ScoredRollout(rollout, last_text(rollout), "", reward, {}, outcome.status)
         parts: dict[str, float | None] = dict(graded.reward_parts)
-        parts |= {} if outcome.reward is None else {ENVIRONMENT: outcome.reward}
+        parts |= {} if outcome.reward is None else {ENVIRONMENT_PART: outcome.reward}
         own = environment.weight * (outcome.reward or 0.0)
         given = graded.reward
         if graded.status == NOT_JUDGED and outcome.reward is not None:  # its environment alone judges it
             given, graded = 0.0, dataclasses.replace(graded, status=OK)
         reward = None if given is None else given + own
-        parts |= {f"{ENVIRONMENT}/{name}": value for name, value in outcome.parts.items()}
+        parts |= {f"{ENVIRONMENT_PART}/{name}": value for name, value in outcome.parts.items()}
         return dataclasses.replace(graded, reward=reward, reward_parts=parts)
 
     def text(self, rollout: Rollout, settings: SamplingSettings) -> str:

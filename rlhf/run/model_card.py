@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import yaml
 
 from rlhf.config.changed import changed_values
-from rlhf.config.load import as_yaml
+from rlhf.config.cli import PROGRAMS
+from rlhf.config.load import as_yaml, validated
 from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.config.printing import as_utf8
 from rlhf.config.sections import UNRESTRICTED, LoraConfig
+from rlhf.log.panels import metric_title
 from rlhf.log.sinks import on_training_data
 from rlhf.run.state import RunState
 
@@ -53,7 +56,7 @@ def model_card(state: RunState, *, merged: bool = False) -> str:
         f"```yaml\n{as_yaml(changed_values(config))}```",
         "## Use\n\n" + (SCORES if program == "reward_model" else _usage(config, is_adapter=is_adapter)),
         f"## License\n\nThat of the base model, `{base}`: {named}.",
-        "## Evaluation\n\n" + _table("step", {str(step): values for step, values in state.evaluations.items()}),
+        "## Evaluation\n\n" + _evaluation(state),
         "## Data\n\n" + _table("source", {name: {"rows": of["rows"], "fingerprint": of["fingerprint"]}
                                           for name, of in sources.items()}),
         "## Code\n\n" + _table("", {"value": state.code}),
@@ -107,6 +110,15 @@ print(tokenizer.decode(response[0][prompt["input_ids"].shape[1]:], skip_special_
 ```
 
 {notes}"""
+
+
+def _evaluation(state: RunState) -> str:
+    """The values of each evaluation, and what their metric is called; "" without an evaluation."""
+    title, table = "", _table("step", {str(step): values for step, values in state.evaluations.items()})
+    schema = PROGRAMS[state.program.replace("_", "-")].config
+    with contextlib.suppress(ValueError):  # of another version
+        title = metric_title(validated(schema, state.config).metrics, state.evaluations.values()) if schema else ""
+    return f"avg@k is {title}.\n\n{table}" if title and table else table
 
 
 def _table(corner: str, rows: Mapping[str, Mapping[str, Any]]) -> str:

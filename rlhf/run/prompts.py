@@ -17,7 +17,7 @@ from rlhf.data.read import left_out_text, too_few_prompts
 from rlhf.data.templates import check_reward_input, reward_input
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Ticket
-from rlhf.run.evaluation import RIGHT, score_of
+from rlhf.run.evaluation import RIGHT, metric_value
 from rlhf.run.state import RunState
 from rlhf.types import Prompt, RolloutGroup
 
@@ -121,7 +121,11 @@ def without_bad_gold(data: RunData, config: GRPOConfig, scorer: Scorer, say: Cal
 
 
 class PromptTickets:
-    """Draws prompts in order; a resumed run first repeats those that were dispatched and not trained on."""
+    """Draws prompts in order; a resumed run first repeats those that were dispatched and not trained on.
+
+    Args:
+        metric_of: source -> the metric that tells the curriculum which responses are right.
+    """
 
     def __init__(
         self,
@@ -130,10 +134,11 @@ class PromptTickets:
         seed: int,
         restored: RunState | None,
         curriculum: CurriculumConfig | None = None,
+        metric_of: Callable[[str], str] = str,
     ) -> None:
         rows = loaded.rows_per_epoch
         self.stream = PromptStream(loaded.prompts, rows_per_epoch=rows, seed=seed, curriculum=curriculum)
-        self._outstanding: deque[Ticket] = deque()
+        self._metric_of, self._outstanding = metric_of, deque[Ticket]()
         if restored is not None:
             self.stream.restore(restored.stream)
             drawn = self.stream.drawn
@@ -146,9 +151,11 @@ class PromptTickets:
         return self._outstanding.popleft() if self._outstanding else self._draw()
 
     def record(self, ticket: Ticket, group: RolloutGroup) -> None:
-        """Tell the curriculum, if there is one, how many of a group's scorable samples are right."""
-        right = [score_of(sample) > RIGHT for sample in group.samples if sample.reward is not None]
-        if self.stream.curriculum is not None and right:
+        """Tell the curriculum, if there is one, how many of a group's graded samples are right."""
+        if self.stream.curriculum is None:
+            return
+        values = [metric_value(sample, self._metric_of(group.prompt.source)) for sample in group.samples]
+        if right := [value > RIGHT for value in values if value is not None]:
             self.stream.curriculum.record(ticket.position, sum(right) / len(right))
 
     def waiting(self) -> list[int]:

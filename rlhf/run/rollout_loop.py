@@ -27,7 +27,7 @@ from rlhf.log.sinks import Details
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import RolloutBuffer, Staleness, groups_at_engines
 from rlhf.rollout.sampler import Sampler
-from rlhf.run.evaluation import evaluate, evaluation_metrics, rollouts_of
+from rlhf.run.evaluation import evaluate, evaluation_metrics, rollouts_of, ungraded_warning
 from rlhf.run.grading import Grading, normalize_scores, reward_model_client, silent_rewards
 from rlhf.run.prompts import PromptTickets, RunData, read_data, show_data, source_lines, without_bad_gold
 from rlhf.run.resume import check_environment_code, check_reward_code
@@ -85,8 +85,10 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
                 data = await in_thread(without_bad_gold, data, config, scorer, say)
             # a resumed run whose prompts have changed is refused here, before its folder is touched
             restored = None if run.restored is None else run.state
-            curriculum = config.data.curriculum
-            tickets = PromptTickets(data.train, seed=config.run.seed, restored=restored, curriculum=curriculum)
+            tickets = PromptTickets(
+                data.train, seed=config.run.seed, restored=restored, curriculum=config.data.curriculum,
+                metric_of=config.metric_of,
+            )  # fmt: skip
             await exit_stack.enter_async_context(run.started())
             if environments is not None:
                 await run.cluster.host_environments(environments.spread)
@@ -181,6 +183,7 @@ class RolloutLoop(Generic[C]):
             config.run, run.diagnosis, teachers=teacher is not None, loss_teaches=loss_teaches
         )
         self.skipped_updates = SkippedUpdates(lambda: run.folder.path / "skipped", run.log.warn)
+        self._told_ungraded: set[str] = set()  # data sets
         self._run = run
         run.progress = self.progress
         run.log.terminal.sampling_waits_for = self.buffer.waits_for
@@ -334,4 +337,10 @@ class RolloutLoop(Generic[C]):
         if groups is not None:  # else a resumed run does this evaluation
             for error in self.failed_environments.of_step(rollouts_of(groups))[0]:
                 run.log.warn(error)
-            run.log_evaluation(step, evaluation_metrics(groups))
+            metrics = run.config.metrics
+            for source, of_source in groups.items():
+                warning = ungraded_warning(source, of_source, metrics[source])
+                if warning and source not in self._told_ungraded:
+                    run.log.warn(warning)
+                    self._told_ungraded.add(source)
+            run.log_evaluation(step, evaluation_metrics(groups, metrics))

@@ -22,6 +22,7 @@ from rlhf.data.read import count_trained_rows
 from rlhf.environments.nodes import Spread
 from rlhf.log.clock import Clock
 from rlhf.log.diagnosis import Diagnosis
+from rlhf.log.panels import metric_title
 from rlhf.log.sinks import NO_DETAILS, TRAINED_SHARE, Details, evaluation_table
 from rlhf.plan.start_checks import rate_warnings
 from rlhf.run.checkpoint_files import PARTIAL
@@ -299,7 +300,9 @@ class Run(Generic[C]):
         if after := end.evaluations.get(steps):
             training_s = sum(spent for phase, spent in end.seconds.items() if phase not in ("start", "evaluation"))
             table = {"before": end.evaluations.get(0, {}), "after": after}
-            self.log.console.print(evaluation_table(f"evaluation, {training_s:.0f} s of training", table))
+            title = f"evaluation, {training_s:.0f} s of training"
+            called = metric_title(self.config.metrics, end.evaluations.values())
+            self.log.console.print(evaluation_table(", ".join(filter(None, [title, called])), table))
         if notice := self.diagnosis.notice():
             self.log.warn(notice)
         self.log.print(f"run folder: {self.folder.path}")

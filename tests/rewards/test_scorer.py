@@ -134,12 +134,12 @@ def test_of_an_evaluation_answers_that_say_the_same_have_one_vote(
 
     half = r"\frac{1}{2}"
     by_spelling = [half, "2", "", "0.5", "2", r"\dfrac12"]
-    assert voted(votes=True) == [half, "2", "", half, "2", half]
+    assert voted(metric="math") == [half, "2", "", half, "2", half]
     assert voted() == by_spelling
     killed: Future[Grade] = Future()
     killed.set_result(Grade(None, "timeout"))
     monkeypatch.setattr(scorer.pool, "submit", lambda job: killed)
-    assert voted(votes=True) == by_spelling
+    assert voted(metric="math") == by_spelling
 
 
 def test_a_user_function_gets_the_response_the_columns_the_metadata_and_its_options(scorer: Scorer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from rlhf.run.evaluation import compare, read_responses, sign_flip_p_value
 from rlhf.types import Prompt, RolloutGroup, ScoredRollout
 
 
-def rows(right: list[list[bool]], *, first: int = 0) -> list[dict[str, Any]]:
-    """Graded responses: `right[i]` are the grades of problem i."""
+def rows(values: Sequence[Sequence[float | None]], *, first: int = 0, metric: str = "exact") -> list[dict[str, Any]]:
+    """Graded responses: `values[i]` are those of problem i."""
     return [
-        {"prompt_id": f"test/{first + i}", "prompt": f"What is {first + i}?", "right": grade}
-        for i, grades in enumerate(right)
-        for grade in grades
+        {"prompt_id": f"test/{first + i}", "prompt": f"What is {first + i}?", "metric": metric, "value": value}
+        for i, of_problem in enumerate(values)
+        for value in of_problem
     ]
 
 
@@ -42,6 +43,13 @@ def test_with_several_responses_each_sign_of_each_difference_is_equally_likely()
     assert sign_flip_p_value(np.array([3, 2, -1, 0])) == pytest.approx(4 / 8)
 
 
+def test_differences_that_are_no_whole_numbers_take_random_signs() -> None:
+    """Of the 16 sums of +-1.5, 1.5, 1.5 and 0.5, those of 5 and -5 alone are as far from 0 as 5."""
+    assert sign_flip_p_value(np.array([1.5, 1.5, 1.5, 0.5])) == pytest.approx(2 / 16, abs=0.01)
+    assert sign_flip_p_value(np.array([0.5] * 40)) == pytest.approx(1 / 20_001)
+    assert sign_flip_p_value(np.array([1.0] * 2 + [1e6])) == pytest.approx(0.25, abs=0.01)  # whole, and too large
+
+
 @pytest.mark.parametrize("differences", [[], [0, 0], [1, -1], [2, -1, -1]])
 def test_no_change_in_total_has_a_p_value_of_one(differences: list[int]) -> None:
     assert sign_flip_p_value(np.array(differences, int)) == pytest.approx(1.0)
@@ -54,7 +62,28 @@ def test_accuracies_and_the_problems_that_changed() -> None:
     assert (found.problems, found.before, found.after) == (4, 3 / 8, 4 / 8)
     assert (found.better, found.worse) == (2, 1)
     assert found.p_value == pytest.approx(1.0)  # sums of 1, 1 and -1: all eight are at least 1 from 0
-    assert "accuracy 0.375 -> 0.500 on the same 4 problems: 2 better, 1 worse, 1 as before" in str(found)
+    assert "accuracy 0.375 -> 0.500 on the same 4 problems: 2 better, 1 worse, 1 as before\np" in str(found)
+
+
+def test_responses_that_nothing_graded_are_not_wrong_and_a_problem_without_others_is_left_out() -> None:
+    before = rows([[1, None], [0, 0], [None, None], [1, 1]])
+    found = compare(before, rows([[1, 0], [0, 1], [1, 1], [None, None]]))
+    assert (found.problems, found.left_out, found.ungraded) == (2, 2, (3, 2))
+    assert (found.before, found.after) == (1 / 2, 1 / 2)  # 1 and 0; 1/2 and 1/2
+    assert (found.better, found.worse, found.p_value) == (1, 1, 1.0)
+    assert "3 responses before, 2 after; 2 problems without a graded response in both" in str(found)
+    nothing = compare(rows([[None]]), rows([[1]]))
+    assert "accuracy: no problem has a graded response in both evaluations" in str(nothing)
+
+
+def test_values_outside_of_0_to_1_are_compared_as_values_by_their_name() -> None:
+    found = compare(
+        rows([[1.25], [0.5], [0.5]], metric="own.py:score"), rows([[1.0], [1.25], [1.25]], metric="own.py:score")
+    )
+    assert (found.name, found.before, found.after) == ("own.py:score", 0.75, pytest.approx(3.5 / 3))
+    assert (found.better, found.worse) == (2, 1)
+    assert found.p_value == pytest.approx(4 / 8, abs=0.02)  # +-0.75, 0.75 and 0.25: 4 of 8 sums are 1.25 or more from 0
+    assert compare(rows([[0.5]], metric="reward_model"), rows([[0.6]], metric="reward_model")).name == "reward_model"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +99,9 @@ def test_evaluations_of_different_problems_are_not_compared(after: list[dict[str
 def test_responses_come_back_from_their_file(tmp_path: Path) -> None:
     graded = rows([[True], [False]])
     (tmp_path / "before.jsonl").write_text("".join(json.dumps(row) + "\n" for row in graded))
-    assert read_responses(tmp_path / "before.jsonl", samples_per_prompt={1}) == graded
+    assert read_responses(tmp_path / "before.jsonl", samples_per_prompt={1}, metrics={"exact"}) == graded
+    with pytest.raises(ValueError, match=r"before\.jsonl: it has values of exact, and evaluation\.metric is math here"):
+        read_responses(tmp_path / "before.jsonl", samples_per_prompt={1}, metrics={"math"})
 
 
 @pytest.mark.parametrize(("text", "number"), [("", "no"), (json.dumps(rows([[True]])[0]) + "\n", "1")])
@@ -79,7 +110,7 @@ def test_a_file_with_another_number_of_responses_is_refused_before_the_evaluatio
 ) -> None:
     (tmp_path / "before.jsonl").write_text(text)
     with pytest.raises(ValueError, match=rf"before\.jsonl: .*\b{number} responses.*samples_per_prompt=4"):
-        read_responses(tmp_path / "before.jsonl", samples_per_prompt={4})
+        read_responses(tmp_path / "before.jsonl", samples_per_prompt={4}, metrics={"exact"})
 
 
 @pytest.mark.parametrize("text", ['{"prompt_id": 1}\n', "not JSON\n", "[1]\n", None])
@@ -88,7 +119,7 @@ def test_a_file_without_graded_responses_is_named(tmp_path: Path, text: str | No
     if text is not None:
         file.write_text(text)
     with pytest.raises(ValueError, match=r"before\.jsonl: .*--responses"):
-        read_responses(file, samples_per_prompt={1})
+        read_responses(file, samples_per_prompt={1}, metrics={"exact"})
 
 
 def graded_group(name: str, grades: list[float]) -> RolloutGroup:
@@ -98,7 +129,7 @@ def graded_group(name: str, grades: list[float]) -> RolloutGroup:
     return RolloutGroup(
         prompt,
         tuple(
-            ScoredRollout(rollout, "7", "7", grade - 0.3, {"exact": grade, "length": -0.3}, "ok")
+            ScoredRollout(rollout, "7", "7", grade - 0.3, {"length": -0.3, "math": grade}, "ok")
             for rollout, grade in zip(rollouts, grades, strict=True)
         ),
     )
@@ -119,7 +150,7 @@ def test_the_program_compares_with_the_responses_that_it_wrote_before(
     flags = [f"model.path={tiny_model_dir / 'model'}", f"data.eval={tiny_model_dir / 'test.jsonl'}", *flags]
     flags.append(f"data.train={tiny_model_dir / 'train.jsonl'}")
     evaluate.main([*flags, "--responses", str(before)])
-    assert [row["right"] for row in map(json.loads, before.read_text().splitlines())] == [False, False, True]
+    assert [row["value"] for row in map(json.loads, before.read_text().splitlines())] == [0.0, 0.0, 1.0]
     grades |= {"a": [1.0], "b": [1.0]}
     capsys.readouterr()
     evaluate.main([*flags, "--compare-with", str(before)])

@@ -7,22 +7,25 @@ import dataclasses
 import datetime
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from documented import check_documented
 from worlds import make_config, make_groups
 
 from rlhf import evaluate
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import resolved_yaml
-from rlhf.run.evaluation import bootstrap_interval, group_metrics
+from rlhf.log.panels import metric_title, metric_titles
+from rlhf.run.evaluation import bootstrap_interval, graded_responses, group_metrics, ungraded_warning
 from rlhf.run.folder import RunFolder, with_date
 from rlhf.types import RolloutGroup
 
 
-def graded(right: list[list[tuple[float, str]]]) -> list[RolloutGroup]:
+def graded(right: Sequence[Sequence[tuple[float | None, str]]]) -> list[RolloutGroup]:
     groups = make_groups(groups=len(right), samples=len(right[0]), vocabulary=9, longest=20, seed=0)
     return [
         dataclasses.replace(
@@ -44,7 +47,8 @@ def test_avg_pass_and_maj_by_hand() -> None:
                 [(0.0, "1"), (1.0, "2"), (0.0, "1")],  # the majority is wrong
                 [(0.0, ""), (0.0, ""), (0.0, "")],
             ]
-        )
+        ),
+        "math",
     )
     assert metrics["avg@3"] == pytest.approx(3 / 9)
     assert metrics["pass@3"] == pytest.approx(2 / 3)
@@ -59,27 +63,88 @@ def test_answers_that_say_the_same_vote_together_and_ties_go_to_the_first() -> N
     samples = [dataclasses.replace(s, vote=vote) for s, (*_, vote) in zip(group.samples, answers, strict=True)]
 
     def majority(*chosen: int) -> float:
-        return group_metrics([dataclasses.replace(group, samples=tuple(samples[i] for i in chosen))])[
-            f"maj@{len(chosen)}"
-        ]
+        chosen_of_group = dataclasses.replace(group, samples=tuple(samples[i] for i in chosen))
+        return group_metrics([chosen_of_group], "math")[f"maj@{len(chosen)}"]
 
     assert majority(0, 1, 2, 3, 4) == 1.0  # as it is spelled most often
     assert majority(1, 3, 2, 4) == 0.0
     assert majority(2, 4, 1, 3) == 1.0
 
 
-def test_the_score_is_that_of_the_first_part_that_judges_the_response() -> None:
-    (group,) = graded([[(0.0, "")] * 3])
-    parts: list[tuple[float | None, dict[str, float | None]]] = [
-        (1.0, {"sums": 1.0, "form": 0.0}),
-        (1.0, {"sums": None, "stories": 1.0, "form": 0.0}),  # a function of TRL leaves the row to others
-        (None, {"sums": None, "form": 1.0}),  # it could not be graded
-    ]
-    samples = tuple(
-        dataclasses.replace(sample, reward=reward, reward_parts=values)
-        for sample, (reward, values) in zip(group.samples, parts, strict=True)
+def with_parts(*parts: dict[str, float | None], statuses: Sequence[str] = ()) -> RolloutGroup:
+    (group,) = graded([[(0.0, "")] * len(parts)])
+    samples = (
+        dataclasses.replace(sample, reward=None, reward_parts=values, status=status)
+        for sample, values, status in zip(group.samples, parts, statuses or ["ok"] * len(parts), strict=True)
     )
-    assert group_metrics([dataclasses.replace(group, samples=samples)])["avg@3"] == pytest.approx(2 / 3)
+    return dataclasses.replace(group, samples=tuple(samples))
+
+
+def test_the_metric_is_the_part_that_is_named_wherever_it_stands_and_the_others_are_beside_it() -> None:
+    group = with_parts(
+        {"format": 1.0, "exact": 0.0, "own.py:f": None}, {"own.py:f/n": 3.0, "exact": 1.0, "format": 1.0}
+    )
+    metrics = group_metrics([group], "exact")
+    assert {name: metrics[name] for name in ("avg@2", "pass@2", "part/format", "part/own.py:f/n")} == {
+        "avg@2": 0.5, "pass@2": 1.0, "part/format": 1.0, "part/own.py:f/n": 3.0,
+    }  # fmt: skip
+    assert {"part/exact", "part/own.py:f"}.isdisjoint(metrics)
+    assert group_metrics([group], "format")["avg@2"] == 1.0
+    has = {"evaluation", "evaluation, k above 1", "evaluation, several parts", "evaluation, a function returns some"}
+    check_documented([{f"eval/test/{name}": value for name, value in metrics.items()}], logged=has)
+
+
+def test_responses_that_nothing_graded_are_counted_and_are_not_wrong() -> None:
+    """Means of the graded ones: 1, 1/2, 0. Two problems are graded whole; the fourth is not measured."""
+    values: list[list[float | None]] = [[1.0, None], [1.0, 0.0], [0.0, 0.0], [None, None]]
+    groups = graded([[(value, "7") for value in of_problem] for of_problem in values])
+    metrics = group_metrics(groups, "math")
+    assert (metrics["avg@2"], metrics["ungraded_fraction"]) == (0.5, 3 / 8)
+    assert (metrics["pass@2"], metrics["maj@2"]) == (1 / 2, 1 / 2)
+    assert metrics["avg@2/low"] >= 0.0
+    nothing = group_metrics(groups[3:], "math")
+    assert nothing["ungraded_fraction"] == 1.0
+    assert not any("@" in name for name in nothing)
+    assert [row["value"] for row in graded_responses({"a": groups[:2]}, {"a": "math"})] == [1.0, None, 1.0, 0.0]
+
+
+def test_a_second_part_never_stands_in_for_a_metric_that_said_none_and_a_call_over_a_limit_is_wrong() -> None:
+    group = with_parts(
+        {"judge": None, "form": 1.0},
+        {},
+        {"judge": 1.0},
+        {},
+        statuses=["failed", "call_limit", "ok", "environment_failed"],
+    )
+    metrics = group_metrics([group], "judge")
+    assert (metrics["avg@4"], metrics["ungraded_fraction"]) == (0.5, 0.5)
+    said = ungraded_warning("test", [group], "judge")
+    assert "judge gave no value for 2 of 4 responses (1 x failed, 1 x environment_failed). They do not" in said
+
+
+def test_more_than_2_in_100_ungraded_responses_are_told_and_what_values_there_are_if_all_are() -> None:
+    fifty: list[list[tuple[float | None, str]]] = [[(None, "")], *[[(1.0, "")]] * 49]
+    assert ungraded_warning("test", graded(fifty), "math") == ""
+    assert "1 of 49 responses (1 x no value)" in ungraded_warning("test", graded(fifty[:49]), "math")
+    said = ungraded_warning("test", graded(fifty), "own.py:f/sovled")
+    assert said.endswith("so nothing was measured. There are values of math: name one as evaluation.metric.")
+
+
+@pytest.mark.parametrize(("metric", "value", "is_outside"), [("own.py:f", 1.25, True), ("reward_model", 0.5, False)])
+def test_what_is_no_accuracy_has_no_share_of_right_answers(metric: str, value: float, is_outside: bool) -> None:
+    metrics = group_metrics([with_parts({metric: value}, {metric: 0.5})], metric)
+    assert metrics["avg@2"] == (value + 0.5) / 2
+    assert ("pass@2" in metrics, metrics.get("outside_fraction", 0.0)) == (False, 0.5 * is_outside)
+    assert metric_titles({"test": metric}, [{f"eval/test/{name}": 0.0 for name in metrics}]) == {"test": metric}
+    if is_outside:
+        check_documented([{f"eval/test/{name}": 0.0 for name in metrics}], logged={"evaluation, a value is outside"})
+
+
+def test_titles_name_the_part_and_the_sets_where_they_differ() -> None:
+    assert metric_title({"a": "math", "b": "math"}, [{"eval/a/avg@1": 0.5}]) == "accuracy (math)"
+    assert metric_title({"a": "math", "b": "own.py:f"}, [{}, {"eval/b/outside_fraction": 0.1}]) == (
+        "a: accuracy (math), b: own.py:f"
+    )
 
 
 def test_lengths_responses_that_were_cut_off_and_those_without_an_answer_by_hand() -> None:
@@ -89,12 +154,12 @@ def test_lengths_responses_that_were_cut_off_and_those_without_an_answer_by_hand
         dataclasses.replace(sample, status=status, rollout=dataclasses.replace(sample.rollout, finish_reason=end))
         for sample, end, status in zip(group.samples, ends, statuses, strict=True)
     )
-    metrics = group_metrics([dataclasses.replace(group, samples=samples)])
+    metrics = group_metrics([dataclasses.replace(group, samples=samples)], "math")
     lengths = [sample.rollout.response_length for sample in samples]
     assert metrics["response_length"] == pytest.approx(sum(lengths) / 4)
     assert (metrics["stopped_fraction"], metrics["answered_fraction"]) == (0.5, 0.5)
     asked_for_none = [dataclasses.replace(sample, status="ok", extracted="") for sample in samples]
-    assert "answered_fraction" not in group_metrics([dataclasses.replace(group, samples=tuple(asked_for_none))])
+    assert "answered_fraction" not in group_metrics([dataclasses.replace(group, samples=tuple(asked_for_none))], "math")
 
 
 @pytest.mark.slow
@@ -139,6 +204,20 @@ def test_several_models_stand_side_by_side_and_their_responses_in_one_file(
     assert [row["model"] for row in responses] == [str(tiny_model_dir / "model")] * 4 + [str(other)] * 4
     with pytest.raises(ValueError, match=r"model\.path=/nowhere: "):
         evaluate.main([*flags, "--also", "/nowhere"])
+
+
+def test_an_evaluation_that_graded_nothing_writes_its_files_and_fails(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:  # without engines
+        return {"test": graded([[(None, "7"), (None, "8")]] * 2)}
+
+    monkeypatch.setattr(evaluate, "sample_and_grade", sample_and_grade)
+    (tmp_path / "mine.yaml").write_text(json.dumps(with_data(tiny_model_dir)))
+    with pytest.raises(ValueError, match=r"test: no response of .* was graded by math"):
+        evaluate.main(["--config", str(tmp_path / "mine.yaml"), "--output", str(tmp_path / "m.json")])
+    assert "test/ungraded_fraction │ 1.000" in " ".join(capsys.readouterr().out.split())
+    assert json.loads((tmp_path / "m.json").read_text())["eval/test/ungraded_fraction"] == 1.0
 
 
 @pytest.mark.slow

@@ -144,7 +144,7 @@ class Ungraded:
     """No verifier: the reward model alone judges."""
 
     async def score_group(
-        self, _: Prompt, rollouts: list[Rollout], texts: list[str], marks: Marks, *, votes: bool
+        self, _: Prompt, rollouts: list[Rollout], texts: list[str], marks: Marks, *, metric: str | None
     ) -> tuple[ScoredRollout, ...]:
         return tuple(ScoredRollout(*graded, "", None, {}, "not_judged") for graded in zip(rollouts, texts, strict=True))
 

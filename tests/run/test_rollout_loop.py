@@ -247,7 +247,7 @@ def test_a_curriculum_draws_solved_prompts_less_and_goes_on_after_a_signal_as_if
     (tmp_path / "six.jsonl").write_text("".join(rows))
 
     async def solve_some(
-        _: FakeScorer, prompt: Any, rollouts: Any, texts: Any, marks: Any, *, votes: bool
+        _: FakeScorer, prompt: Any, rollouts: Any, texts: Any, marks: Any, *, metric: str | None
     ) -> tuple[ScoredRollout, ...]:
         solved = prompt.id in ("six/1", "six/2", "six/3", "six/4")
         rewards = [1.0 if solved else float(i % 2) for i in range(len(texts))]
