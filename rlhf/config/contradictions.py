@@ -195,7 +195,7 @@ def metric_problems(config: GRPOConfig, *, environment_judges: bool = False) -> 
     for names, labels in asked.items():
         yield (
             f"evaluation.metric is not set, and several parts of the reward of {' and '.join(labels)} could be it: "
-            f"{', '.join(names)}. Say by which one responses are judged, evaluation.metric=NAME, or as `metric` of a set."
+            f"{', '.join(names)}. Say which one is, with evaluation.metric=NAME or as `metric` of a set."
         )
 
 

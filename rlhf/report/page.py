@@ -120,7 +120,7 @@ def _metric_title(name: str, runs: Sequence[RunFiles]) -> str:
     source = name.split("/")[1]
     of_runs = [metric_titles(run.program_config.metrics, run.rows) for run in runs if run.program_config]
     titles = dict.fromkeys(titles[source] for titles in of_runs if source in titles)
-    return " / ".join(f"{title[0].upper()}{title[1:]}" for title in titles) or METRIC
+    return " / ".join(titles).replace("accuracy (", "Accuracy (") or METRIC
 
 
 def _healthy(metrics: Sequence[str]) -> dict[str, dict[str, Any]]:

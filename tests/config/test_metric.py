@@ -30,7 +30,7 @@ def metrics(*parts: str, metric: str | None = None, **sections: Any) -> dict[str
         (["rubric.py:f", "multiple_choice", "repetition"], "multiple_choice"),
     ],
 )
-def test_the_only_part_or_the_one_that_compares_with_an_answer_whatever_the_order(
+def test_it_is_the_only_part_or_the_one_that_compares_with_an_answer_in_any_order(
     parts: list[str], metric: str
 ) -> None:
     assert metrics(*parts) == {"test": metric}
@@ -41,7 +41,7 @@ def test_the_only_part_or_the_one_that_compares_with_an_answer_whatever_the_orde
 @pytest.mark.parametrize("parts", [["format", "length"], ["own.py:f", "format"], ["exact", "f1", "format"]])
 def test_else_the_start_asks_and_lists_the_names(parts: list[str]) -> None:
     for given in (parts, parts[::-1]):
-        with pytest.raises(ValueError, match=rf"^[^\n]*evaluation\.metric is not set, .*test .*: {', '.join(given)}\."):
+        with pytest.raises(ValueError, match=rf"evaluation\.metric is not set.* test .*: {', '.join(given)}\."):
             metrics(*given)
         assert [metrics(*given, metric=name) for name in given] == [{"test": name} for name in given]
         assert metrics(*given, data={"train": "t.jsonl"}) == {}  # nothing is evaluated
@@ -53,7 +53,7 @@ def test_a_reward_model_and_an_environment_are_parts_too() -> None:
     assert metrics(environment=ENVIRONMENT) == {"test": "environment"}
     assert metrics("length", reward_model=MODEL, metric="reward_model") == {"test": "reward_model"}
     assert metrics("math", environment=ENVIRONMENT, metric="environment/won") == {"test": "environment/won"}
-    with pytest.raises(ValueError, match=r"the metric: length, reward_model\. Name one"):
+    with pytest.raises(ValueError, match=r"could be it: length, reward_model\."):
         metrics("length", reward_model=MODEL)
     assert metrics("format", environment={"name": "calculator"}) == {"test": "format"}  # which rewards nothing
 
@@ -78,9 +78,7 @@ def test_data_sets_with_other_rewards_have_a_metric_of_their_own() -> None:
         metrics(metric="math", reward=reward, data={"train": "t.jsonl", "eval": ["sums.jsonl", "essays.jsonl"]})
 
 
-@pytest.mark.parametrize(
-    "metric", ["exat", "reward_model", "environment", "environment/won", "exact/number", "own.py:g"]
-)
+@pytest.mark.parametrize("metric", ["exat", "reward_model", "environment", "exact/number", "own.py:g"])
 def test_a_name_that_no_part_has_is_refused(metric: str) -> None:
     with pytest.raises(ValueError, match=rf"evaluation\.metric={metric}: no part of the reward of test has this name"):
         metrics("exact", "own.py:f", metric=metric)
@@ -88,7 +86,7 @@ def test_a_name_that_no_part_has_is_refused(metric: str) -> None:
 
 def test_the_curriculum_and_the_best_checkpoint_follow_the_metric() -> None:
     data: dict[str, Any] = {"train": "t.jsonl", "curriculum": {}}
-    with pytest.raises(ValueError, match=r"data\.train t has several parts .*format, own\.py:f"):
+    with pytest.raises(ValueError, match=r"data\.train t could be it: format, own\.py:f"):
         metrics("format", "own.py:f", data=data)
     with pytest.raises(ValueError, match=r"data\.curriculum with data\.train t: its metric is reward_model"):
         metrics(reward_model=MODEL, data=data)

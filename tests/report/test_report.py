@@ -278,6 +278,30 @@ def test_the_page_marks_what_is_outside_of_its_healthy_range_and_evaluations_on_
     assert panels["Entropy"]["healthy"] == {}
 
 
+def test_charts_of_the_metric_say_which_one_it_is_and_call_nothing_outside_of_0_to_1_accuracy(tmp_path: Path) -> None:
+    sets = {"data": {"eval": [{"path": "test.jsonl"}, {"path": "rated.jsonl", "metric": "own.py:f"}]}}
+    sets |= {"reward": {"parts": ["format", "math", "own.py:f"]}}
+    values = {
+        "eval/test/avg@1": 0.5,
+        "eval/rated/avg@1": 0.9,
+        "eval/rated/part/math": 0.5,
+        "eval/test/part/format": 1.0,
+    }
+
+    def charts(*runs: Path) -> dict[str, list[str]]:
+        sections = {each["title"]: each for each in data_of(write_page([*map(read_run, runs)]), "metrics")["sections"]}
+        return {panel["title"]: panel["metrics"] for panel in sections["Evaluation"]["panels"]}
+
+    run = write_run(tmp_path / "a", metrics=values, **sets)
+    assert charts(run) == {
+        "Accuracy (math)": ["eval/test/avg@1"],
+        "Accuracy (own.py:f)": ["eval/rated/avg@1"],
+        "Other parts of the reward": ["eval/rated/part/math", "eval/test/part/format"],
+    }
+    left = write_run(tmp_path / "b", metrics=values | {"eval/rated/outside_fraction": 0.1}, **sets)
+    assert charts(run, left)["Accuracy (own.py:f) / own.py:f"] == ["eval/rated/avg@1"]
+
+
 def test_nothing_in_the_page_is_loaded_from_elsewhere_and_no_text_of_a_run_is_html(tmp_path: Path) -> None:
     page = write_page([read_run(write_run(tmp_path / "run", text=HOSTILE))])
     assert "<img" not in page

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import errno
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from rlhf.config.load import resolved_yaml
 from rlhf.export import find_checkpoint
 from rlhf.log.patient_files import PatientFiles
 from rlhf.run.checkpoint_mirror import Mirror
-from rlhf.run.folder import RunFolder, trained_on, with_date
+from rlhf.run.folder import RunFolder, best_step, trained_on, with_date
 from rlhf.run.rollout_log import rollout_rows
 from rlhf.run.state import RunState
 from rlhf.types import RolloutGroup, VersionSpan
@@ -522,3 +523,9 @@ def test_on_a_bare_node_the_day_of_a_run_is_that_in_its_mirror(tmp_path: Path) -
     (tmp_path / "far" / "config.yaml").write_text(resolved_yaml(with_date(config, today=first)))
     assert with_date(config, today=later).data.date == first
     assert not (tmp_path / "bare").exists()
+
+
+def test_the_best_step_has_a_value() -> None:
+    evaluations = {2: {"eval/t/avg@1": math.nan}, 4: {"eval/t/avg@1": 0.2}, 6: {}, 8: {"eval/t/avg@1": 0.1}}
+    assert best_step(evaluations, "eval/t/avg@1") == 4
+    assert best_step({2: {"eval/t/avg@1": math.nan}}, "eval/t/avg@1") is None

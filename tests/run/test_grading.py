@@ -114,6 +114,7 @@ def test_a_step_whose_rewards_say_nothing_names_what_is_silent(
 # --- as the original RLHF code: the reward model reads up to the first ".", and its scores are normalized ---
 
 RLHF = {
+    "data": {"eval": "p.jsonl"},
     "rollout": {"truncate_token": ".", "truncate": "graded_text", "non_stop_reward": -1.0, "samples_per_prompt": 1},
     "reward": {"parts": []},
     "reward_model": {"endpoint": "http://never-asked", "reference_samples": 2},
@@ -160,6 +161,12 @@ def test_the_reward_model_reads_up_to_the_token_and_all_tokens_after_it_are_trai
     (cut,), (rejected,) = (asyncio.run(sampler.for_training(prompt)).samples for _ in range(2))
     assert (cut.text, cut.reward, cut.rollout.finish_reason, cut.rollout.response_length) == ("12.", 3.0, "stop", 7)
     assert (rejected.text, rejected.reward, rejected.rollout.response_length) == ("1234567", -1.0, 7)
+
+
+def test_an_evaluation_has_the_score_of_the_reward_model_next_to_the_parts_of_the_reward(tmp_path: Path) -> None:
+    sampler, _ = original_rlhf(tmp_path, ["12.34.5"])
+    (sample,) = asyncio.run(sampler.for_evaluation(some_prompts().prompts["p"][0])).samples
+    assert sample.reward_parts == {"reward_model": 3.0}
 
 
 def test_the_marks_of_channels_stay_in_the_text_that_is_graded(tmp_path: Path) -> None:

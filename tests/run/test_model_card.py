@@ -35,6 +35,23 @@ def test_a_card_can_be_written_whatever_the_names_of_its_sources_hold(tmp_path: 
     assert "half \\ud83d" in model_card(state).encode().decode()
 
 
+def test_the_card_says_what_the_evaluated_metric_is(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        data={"eval": "test.jsonl"},
+        reward={"parts": ["format", "own.py:f"]},
+        evaluation={"metric": "own.py:f"},
+    )
+    state = RunState(step=2, program="grpo", config=config.model_dump(mode="json"))
+    assert "## Evaluation" not in model_card(state)
+    state.evaluations = {0: {"eval/test/avg@1": 0.5}}
+    assert "## Evaluation\n\navg@k is accuracy (own.py:f).\n\n| step | eval/test/avg@1 |" in model_card(state)
+    state.evaluations[2] = {"eval/test/avg@1": 1.1, "eval/test/outside_fraction": 0.5}
+    assert "avg@k is own.py:f." in model_card(state)
+    state.config["reward"] = {"of": "another version"}
+    assert "## Evaluation\n\n| step" in model_card(state)
+
+
 @pytest.mark.slow
 def test_the_code_of_the_card_loads_the_model_and_asks_it_as_it_was_trained(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -316,3 +316,25 @@ def test_a_teacher_replaces_the_reward_in_what_is_trained_and_logs_how_far_the_p
     assert rows[-1]["account/failed"] == 0
     assert ("reward/mean" in rows[-1]) == bool(reward)
     assert "reward" not in capsys.readouterr().out.partition("outside of the healthy range")[2]
+
+
+def test_an_evaluation_of_which_too_much_is_ungraded_is_told_once_and_measures_the_rest(
+    config: GRPOConfig, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def grade(
+        _: FakeScorer, prompt: Any, rollouts: Any, texts: Any, marks: Any, *, metric: str | None
+    ) -> tuple[ScoredRollout, ...]:
+        parts = [{"math": None, "form": 1.0} if prompt.id.endswith("/1") else {"math": 1.0, "form": 0.0}] * len(texts)
+        pairs = zip(rollouts, texts, parts, strict=True)
+        return tuple(ScoredRollout(*pair, "", float(i), of, "ok") for i, (*pair, of) in enumerate(pairs))
+
+    monkeypatch.setattr(FakeScorer, "score_group", grade)
+    data = {**config.model_dump(mode="json")["data"], "eval": [{"path": str(tiny_model_dir / "test.jsonl"), "rows": 4}]}
+    values = {**config.model_dump(mode="json"), "data": data, "evaluation": {"every": 2}}
+    run, _ = asyncio.run(drive(GRPOConfig.model_validate_json(json.dumps(values)), monkeypatch))
+    measured = run.state.evaluations[4]
+    assert (measured["eval/test/avg@1"], measured["eval/test/ungraded_fraction"]) == (1.0, 0.25)
+    assert measured["eval/test/part/form"] == 0.25
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("math gave no value for 1 of 4 responses (1 x no value)") == 1
+    assert "test avg@1 1.000 ungraded 0.250 form 0.250" in shown
