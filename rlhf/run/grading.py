@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.reward import ENVIRONMENT_PART
+from rlhf.config.reward import ENVIRONMENT_PART, MODEL_PART
 from rlhf.config.roles import REWARD_MODEL
 from rlhf.data.load import LoadedPrompts
 from rlhf.data.order import PromptStream
 from rlhf.data.thoughts import marks_of, tokens_to_drop
 from rlhf.environments.turns import CALL_LIMIT
 from rlhf.rewards.grade import NOT_JUDGED, OK
-from rlhf.rewards.model_client import PART, Conversation, RewardModelClient, conversation, endpoint_scorer
+from rlhf.rewards.model_client import Conversation, RewardModelClient, conversation, endpoint_scorer
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.requests import SamplingSettings
 from rlhf.rollout.sampler import Sampler
@@ -122,8 +122,8 @@ def _silent_others(config: GRPOConfig, samples: Sequence[ScoredRollout]) -> dict
     """The reward model and the environment, if they gave no response a value."""
     named = {name for sample in samples for name, value in sample.reward_parts.items() if value is not None}
     others = {
-        PART: (config.reward_model, "it gave no score"),
-        ENVIRONMENT: (config.environment.parts, "it gave no reward"),
+        MODEL_PART: (config.reward_model, "it gave no score"),
+        ENVIRONMENT_PART: (config.environment.parts, "it gave no reward"),
     }
     return {name: why for name, (is_there, why) in others.items() if is_there and name not in named}
 
