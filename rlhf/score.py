@@ -10,21 +10,23 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlhf.config.cli import parser_of, run_program
 from rlhf.config.data import SourceConfig
 from rlhf.config.load import parse_override, resolved, validated
-from rlhf.config.printing import say
+from rlhf.config.printing import say, to_stderr
 from rlhf.config.reward import RewardConfig
 from rlhf.config.secrets import remember
 from rlhf.processes.channel import as_json
-from rlhf.rewards.grade import Grade
+from rlhf.rewards.grade import UNGRADED, Grade
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from rlhf.rewards.scorer import Scorer
 
 ANSWER_KEY = "ground_truth"
+NOT_AN_ACCURACY = ("length", "repetition")  # 0 and 1 mean neither wrong nor right
 ROWS_PER_BATCH, MAX_BATCHES = 1024, 4  # at most: rows of a batch, and batches that wait for grades
 
 
@@ -72,15 +75,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         started = time.perf_counter()
         try:
             with _output(options.output) as output:
-                totals, score, ungraded = _grade(scorer, options, rows, output)
+                totals = _grade(scorer, options, rows, output)
         except RuntimeError as error:
             raise RuntimeError("\n".join([str(error), *_failures(scorer)])) from None
-        _report(totals, score, ungraded, time.perf_counter() - started)
+        _report(totals, config.parts[0].name, time.perf_counter() - started)
         failures = "\n".join(_failures(scorer))
         if any(scorer.failed_always(part) for part in scorer.config.parts):
             raise RuntimeError(failures)
         if failures:
             say(failures, file=sys.stderr)
+    missing, rows = totals.ungraded.total(), totals.statuses.total()
+    why = ", ".join(f"{count} x {status}" for status, count in totals.ungraded.most_common())
+    said = f"{options.file}: {missing} of {rows} rows have no grade ({why}), the first is row {totals.first_ungraded}"
+    if missing and missing == rows:
+        raise RuntimeError(f"{said}. Nothing was measured: repair the reward, or the column that it reads.")
+    if missing > UNGRADED * rows:
+        to_stderr(f"warning: {said}. They do not count as wrong: the mean is over the others.")
 
 
 def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -128,25 +138,40 @@ def _reward_config(options: argparse.Namespace) -> RewardConfig:
     return validated(RewardConfig, values)
 
 
-def _grade(
-    scorer: Scorer, options: argparse.Namespace, count: int, output: TextIO | None
-) -> tuple[Counter[str], float, int]:
-    """Grade the file row by row, and write each row as soon as it and all rows before it are graded.
+@dataclass
+class Totals:
+    """Of the graded rows so far: how many by status, of those without a grade too, and the sum and range of the others.
 
-    Returns:
-        Rows by status, the sum of the scores, and the number of rows without one.
+    `first_ungraded`: number of the first row without a grade, counted from 1.
     """
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    ungraded: Counter[str] = field(default_factory=Counter)
+    first_ungraded: int = 0
+    score: float = 0.0
+    lowest: float = math.inf
+    highest: float = -math.inf
+
+    def add(self, grade: Grade) -> None:
+        self.statuses[grade.status] += 1
+        if grade.value is None:
+            self.ungraded[grade.status] += 1
+            self.first_ungraded = self.first_ungraded or self.statuses.total()
+            return
+        self.score += grade.value
+        self.lowest, self.highest = min(self.lowest, grade.value), max(self.highest, grade.value)
+
+
+def _grade(scorer: Scorer, options: argparse.Namespace, count: int, output: TextIO | None) -> Totals:
+    """Grade the file row by row, and write each row as soon as it and all rows before it are graded."""
     waiting: deque[tuple[list[dict[str, Any]], list[list[Future[Grade]]]]] = deque()
-    totals: Counter[str] = Counter()
-    score, ungraded = 0.0, 0
+    totals = Totals()
 
     def finish() -> None:
-        nonlocal score, ungraded
         rows, batches = waiting.popleft()
-        for row, grade in zip(rows, scorer.graded_batch(batches, first_row=totals.total() + 1), strict=True):
-            totals[grade.status] += 1
-            score += grade.value or 0.0
-            ungraded += grade.value is None
+        first = totals.statuses.total() + 1
+        for row, grade in zip(rows, scorer.graded_batch(batches, first_row=first), strict=True):
+            totals.add(grade)
             if output:
                 row |= {"score": grade.value, "extracted": grade.extracted, "status": grade.status}
                 output.write(json.dumps(row, default=as_json) + "\n")
@@ -160,7 +185,7 @@ def _grade(
             finish()
     while waiting:
         finish()
-    return totals, score, ungraded
+    return totals
 
 
 def _with_progress(rows: Iterable[dict[str, Any]], count: int) -> Iterable[dict[str, Any]]:
@@ -186,14 +211,16 @@ def _failures(scorer: Scorer) -> list[str]:
     return [failures for part in shown if (failures := scorer.failures(part))]
 
 
-def _report(totals: Counter[str], score: float, ungraded: int, seconds: float) -> None:
-    rows = totals.total()
+def _report(totals: Totals, reward: str, seconds: float) -> None:
+    rows, missing = totals.statuses.total(), totals.ungraded.total()
     if not rows:
         say("no rows")
         return
-    note = f", without {ungraded} that cannot be graded" if ungraded else ""
-    say(f"accuracy  {score / max(1, rows - ungraded):.4f} over {rows - ungraded} rows{note}")
-    say("statuses  " + ", ".join(f"{name} {count}" for name, count in totals.most_common() if count))
+    if graded := rows - missing:
+        note = f", without {missing} that cannot be graded" if missing else ""
+        name = "accuracy" if reward not in NOT_AN_ACCURACY and totals.lowest >= 0 and totals.highest <= 1 else reward
+        say(f"{name:<8}  {totals.score / graded:.4f} over {graded} rows{note}")
+    say("statuses  " + ", ".join(f"{name} {count}" for name, count in totals.statuses.most_common()))
     say(f"speed     {rows / seconds:.0f} answers/s in {seconds:.2f} s")
 
 

@@ -67,11 +67,24 @@ def test_rows_that_nobody_judged_or_whose_function_failed_are_not_counted_as_wro
     (tmp_path / "judge.py").write_text(
         "def judge(completions, **_): return [None if text == 'skip' else float(text) for text in completions]\n"
     )
+    arguments = ["--reward", f"{tmp_path}/judge.py:judge", "--workers", "1"]
     rows = write(tmp_path / "in.jsonl", [{"response": text} for text in ("1", "0", "skip", "skip", "raise")])
-    assert run([str(rows), "--reward", f"{tmp_path}/judge.py:judge", "--workers", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert "accuracy  0.5000 over 2 rows, without 3 that cannot be graded" in printed
-    assert "not_judged 2" in printed
+    assert run([str(rows), *arguments]) == 0
+    printed = capsys.readouterr()
+    assert "accuracy  0.5000 over 2 rows, without 3 that cannot be graded" in printed.out
+    assert "not_judged 2" in printed.out
+    why = "warning: {}: 3 of 5 rows have no grade (2 x not_judged, 1 x failed), the first is row 3. They do not count"
+    assert why.format(rows) in printed.err
+    write(rows, [{"response": "1.25"}] * 98 + [{"response": "skip"}] * 2)  # 2%
+    assert run([str(rows), *arguments]) == 0
+    printed = capsys.readouterr()
+    assert f"{tmp_path}/judge.py:judge  1.2500 over 98 rows" in printed.out
+    assert "warning" not in printed.err
+    write(rows, [{"response": "skip"}] * 2)
+    assert run([str(rows), *arguments]) == 1
+    printed = capsys.readouterr()
+    assert "0.0000" not in printed.out
+    assert "2 of 2 rows have no grade (2 x not_judged), the first is row 1. Nothing was measured" in printed.err
 
 
 def test_another_reward_and_other_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +153,9 @@ def test_a_reward_that_fails_sometimes_is_reported_with_its_errors_and_exit_stat
     monkeypatch.syspath_prepend(str(FIXTURES))
     assert score_by("by_response", ["raise", "fine", "nan", "crash", "fine"], tmp_path) == 0
     raises, defined = fixture_line('            raise KeyError("a key")'), fixture_line(BY_RESPONSE)
-    assert capsys.readouterr().err.splitlines() == [
+    *told, warning = capsys.readouterr().err.splitlines()
+    assert "3 of 5 rows have no grade (2 x failed, 1 x died)" in warning
+    assert told == [
         "reward hostile_rewards:by_response: 3 of 5 calls failed",
         f"  1 x {raises}: KeyError: 'a key'",
         f"  1 x {defined}: returned nan, no finite number",
@@ -175,15 +190,15 @@ def test_a_reward_with_another_signature_is_named(
 def test_a_reward_that_reads_no_answer_asks_for_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text("def mine(response, answer, **_):\n    return float(answer == '')\n")
     file = write(tmp_path / "in.jsonl", [{"response": "<think>a</think> b"}, {"response": "b b"}])
-    for reward, accuracy in (
-        ("{name: format, style: think}", "0.5000"),
-        ("{name: length, max_tokens: 3}", "0.0000"),
-        ("repetition", "0.0000"),
-        (f"{tmp_path / 'mine.py'}:mine", "1.0000"),
+    for reward, headline in (
+        ("{name: format, style: think}", "accuracy  0.5000"),
+        ("{name: length, max_tokens: 3}", "length    0.0000"),
+        ("repetition", "repetition  0.0000"),
+        (f"{tmp_path / 'mine.py'}:mine", "accuracy  1.0000"),
     ):
         assert run([str(file), "--reward", reward, "--workers", "1"]) == 0
         printed = capsys.readouterr()
-        assert f"accuracy  {accuracy} over 2 rows" in printed.out
+        assert f"{headline} over 2 rows" in printed.out
         note = f"{file}: no column 'ground_truth', so the reward gets answer=''. Set --answer-key.\n"
         assert printed.err == (note if "mine" in reward else "")
     for needing in (["--reward", "f1"], ["--reward", "repetition", "--answer-key", "gold"]):

@@ -23,6 +23,7 @@ FAILED = "failed"  # an exception, or a user function returned something that is
 ANSWER_CLASSES = "answer_classes"  # the name of the job that tells which answers say the same
 WITH_EQUALITY = ("math", "gsm8k", "multiple_choice", "exact", "f1")  # parts of the reward that can compare two answers
 MAX_TEXT = 2000  # characters of an extracted answer or a detail that are sent to the driver
+UNGRADED = 0.02  # share of responses without a grade above which there is a warning
 STATUSES = (OK, NO_ANSWER, BAD_GOLD, TIMEOUT, DIED, UNSCORABLE, NOT_JUDGED, FAILED)
 
 
