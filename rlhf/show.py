@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = read_run(options.run)
     if options.config:
         say(as_yaml(run.changed).rstrip())
-        left_out = "are null (another version wrote them)" if run.program_config is None else "have their defaults"
-        others = len(run.config) - len(flat_keys(run.changed))
+        config, others = run.program_config, len(run.config) - len(flat_keys(run.changed))
+        left_out = "of another version are null" if config is None else f"of rlhf.{config.program} have defaults"
         say(f"# {others} further keys {left_out}; all are in {run.config_file}")
         return
     console = Console()

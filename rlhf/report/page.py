@@ -29,7 +29,7 @@ from rlhf.report.run_files import RunFiles, conversation, response_blocks, sampl
 from rlhf.report.settings import OF_ONE_RUN, differing_keys, over_seeds, settings_of
 
 ROLLOUT_BYTES = 96 * 2**20  # of rollout files that a page holds; 100,000 rollouts of the quickstart are 35 MB
-MAX_POINTS = 2000  # of one curve
+MAX_POINTS = {False: 2000, True: 500}  # of one curve, by whether it has a band, which takes time
 TEXT_KEYS = ("prompt_id", "prompt", "answer", "text", "extracted", "status", "finish_reason")
 TOKEN_KEYS = ("tokens", "token_advantages", "token_differences")
 
@@ -131,13 +131,13 @@ def _healthy(metrics: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def _setting(of_setting: Sequence[RunFiles], runs: Sequence[RunFiles], name: str) -> dict[str, Any]:
     """A line of every chart: a run, or the mean of several, with the bounds of its interval in `bands`."""
+    several = len(of_setting) > 1
     steps = sorted({row["step"] for run in of_setting for row in run.rows})
-    every = -(-len(steps) // MAX_POINTS)
+    every = -(-len(steps) // MAX_POINTS[several])
     evaluated = {row["step"] for run in of_setting for row in run.rows if any(key.startswith("eval/") for key in row)}
     steps = [step for number, step in enumerate(steps) if number % every == 0 or step in evaluated]
     rows = [{row["step"]: row for row in run.rows} for run in of_setting]
     began = [next((row["time"] for row in run.rows if "time" in row), 0.0) for run in of_setting]
-    several = len(of_setting) > 1
 
     def cells(metric: str, since: Sequence[float]) -> np.ndarray:
         """[S, P]: each run's value of the metric at each step."""

@@ -227,7 +227,7 @@ def test_report_card_and_show_begin_with_the_keys_that_differ_from_the_defaults(
     assert changed["learner"]["optimizer"] == {"betas": [0.9, 0.99]}  # the default of the rate was given
     assert "null" not in printed
     assert validated(GRPOConfig, changed) == run.program_config
-    assert f"have their defaults; all are in {path}/config.yaml" in printed
+    assert f"of rlhf.grpo have defaults; all are in {path}/config.yaml" in printed
     page = data_of(write_page([run]), "metrics")
     assert page["changed"] == list(flat_keys(changed))
     card = model_card(RunState(step=4, program="grpo", config=run.values))
