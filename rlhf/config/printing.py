@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
-SILENT_S, LOOK_S = 9.0, 1.0  # looked at every second: a program that waits says so every 10 s
+SILENT_S, LOOK_S = 8.0, 0.5  # how often is looked: a program that waits says so at least every 10 s
 KEPT = "\n\t\u200c\u200d"  # lines, tabs, and the joiners that Persian, Hindi and emoji are written with
 
 

@@ -153,7 +153,7 @@ def test_before_the_first_step_a_file_gets_a_line_after_each_ten_seconds_of_sile
             clock.now += 4
             assert eventually(lambda: printed.getvalue() == "starting: engine 4 s\n")
             run.print("a line")
-            clock.now += 8
+            clock.now += 7
         with run.phase("evaluation"):
             run.progress("problem", 8)()
             clock.now += 1
