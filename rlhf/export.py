@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.config import cli
+from rlhf.config.model_folder import full_name
 from rlhf.config.printing import say
 from rlhf.config.reward_model import RECORD_FILE, RewardTrainingConfig
 
@@ -80,9 +81,8 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool, merge: bo
     cli.check_new_folder(folder)
     state = RunFolder.read_state(checkpoint)
     is_reward_model = state.program == RewardTrainingConfig.program
-    model = ModelConfig.model_validate_json(
-        json.dumps(state.config["model"] | {"trust_remote_code": trust_remote_code})
-    )
+    here = {"path": state.base or state.config["model"]["path"], "trust_remote_code": trust_remote_code}
+    model = ModelConfig.model_validate_json(json.dumps(state.config["model"] | here))
     if merge and model.lora is None:
         raise ValueError(f"--merge: {checkpoint} holds all weights, and no adapter to add to them. Leave it out.")
     start = state.models.get("learner", {})
@@ -145,7 +145,7 @@ def _write_adapter(folder: Path, checkpoint: Path, model: ModelConfig) -> None:
     from rlhf.weights.adapter import write_adapter
 
     assert model.lora is not None
-    write_adapter(folder, _adapter(checkpoint, model), model.lora, base=model.path)
+    write_adapter(folder, _adapter(checkpoint, model), model.lora, base=full_name(model.path))
 
 
 def _check_start(model: ModelConfig, start: Mapping[str, str], why: str, *, remedy: str = "Put that one back.") -> None:

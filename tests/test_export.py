@@ -24,6 +24,7 @@ from worlds import make_config
 from rlhf import export
 from rlhf.algo.lora import adapters_off
 from rlhf.algo.packing import pack
+from rlhf.config.model_folder import full_name
 from rlhf.config.sections import LoraConfig, ModelConfig
 from rlhf.data.model_files import model_fingerprint
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
@@ -87,6 +88,14 @@ def test_a_generation_config_that_transformers_refuses_to_save_and_further_templ
     assert (tmp_path / "out" / "additional_chat_templates" / "rag.jinja").read_text() == "{{ messages }}"
 
 
+def test_an_adapter_names_its_base_as_any_program_finds_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "base").mkdir(parents=True)
+    assert full_name("runs/base") == f"{tmp_path}/runs/base"
+    assert full_name("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+    assert full_name("/hub/models--Qwen--Qwen3-8B/snapshots/0a1b") == "Qwen/Qwen3-8B"
+
+
 def test_a_run_gives_its_newest_checkpoint_and_a_folder_that_one(tiny_model_dir: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -132,7 +141,10 @@ def test_an_adapter_is_exported_as_it_is_or_added_to_the_weights_with_the_learne
     stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert stored.keys() == {f"base_model.model.{name}.weight" for name in adapter}
     assert all(torch.equal(stored[f"base_model.model.{name}.weight"], param) for name, param in adapter.items())
-    assert "library_name: peft" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "library_name: peft" in card
+    assert f"vllm serve {model} --enable-lora --max-lora-rank 8 " in card
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
 
     export.main([str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"])
     said = re.search(r"rounding is ([\d.]+)% of the adapter's change", capsys.readouterr().out)

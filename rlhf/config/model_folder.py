@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,13 @@ AGAIN = "Download or save it again; if it is a Git LFS pointer, run `git lfs pul
 def looks_local(path: str) -> bool:
     """Whether a model or data path is local; otherwise it is the name of a hub repository."""
     return path.startswith(("/", ".")) or Path(path).exists() or path.count("/") > 1
+
+
+def full_name(path: str) -> str:
+    """The name by which a program in any folder finds a model: its name on the hub, or the whole path of its folder."""
+    folder = os.path.abspath(path)
+    in_cache = re.search(r"/models--([^/]+)/snapshots/", folder)
+    return in_cache[1].replace("--", "/", 1) if in_cache else folder if looks_local(path) else path
 
 
 def local_model_folder(path: str) -> Path:

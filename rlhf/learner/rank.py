@@ -24,6 +24,7 @@ from rlhf.algo.numerics import KERNEL_DEVICES
 from rlhf.algo.packing import filler
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.base import reason
+from rlhf.config.model_folder import full_name
 from rlhf.config.roles import Training
 from rlhf.config.sections import ModelConfig
 from rlhf.learner import rank_checkpoint
@@ -333,7 +334,7 @@ class TrainedRank:
             if has_adapters(self.transformer):
                 assert self._model.lora is not None
                 whole = {name: tensor.detach().cpu().clone() for name, tensor in tensors}
-                write_adapter(Path(folder), whole, self._model.lora, base=self._model.path)
+                write_adapter(Path(folder), whole, self._model.lora, base=full_name(self._model.path))
             else:
                 frozen = frozen_tensors(self.transformer, self.published, self._model.path)
                 write_model(Path(folder), self.transformer, self.published, tensors, frozen=frozen)

@@ -15,12 +15,14 @@ from rlhf.config.cli import PROGRAMS
 from rlhf.config.load import as_yaml, validated
 from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.config.printing import as_utf8
+from rlhf.config.secrets import hide
 from rlhf.config.sections import UNRESTRICTED, LoraConfig
 from rlhf.log.panels import metric_title
 from rlhf.log.sinks import on_training_data
 from rlhf.run.state import RunState
 
 NEW_TOKENS = 512  # in the example, where the config says none
+LONGEST = 2000  # characters of a message in the example
 LICENSE_KEYS = ("license", "license_name", "license_link")  # of the hub's front matter
 METHODS = {"grpo": "GRPO", "ppo": "PPO", "sft": "supervised fine-tuning", "reward_model": "training on preferences"}
 SCORES = (
@@ -32,7 +34,7 @@ def model_card(state: RunState, *, merged: bool = False) -> str:
     """Markdown with the hub's front matter; `merged`: an adapter was added to the weights of its base."""
     config = state.config
     is_adapter = bool(config["model"].get("lora")) and not merged
-    base, program = config["model"]["path"], state.program
+    base, program = state.base or config["model"]["path"], state.program
     task = "text-classification" if program == "reward_model" else "text-generation"
     head = [
         f"library_name: {'peft' if is_adapter else 'transformers'}",
@@ -54,7 +56,7 @@ def model_card(state: RunState, *, merged: bool = False) -> str:
         f"{state.updates_taken} optimizer steps on {trained}.",
         "## What was changed\n\nThe keys of the config that differ from the defaults.\n\n"
         f"```yaml\n{as_yaml(changed_values(config))}```",
-        "## Use\n\n" + (SCORES if program == "reward_model" else _usage(config, is_adapter=is_adapter)),
+        "## Use\n\n" + (SCORES if program == "reward_model" else _usage(state, base, is_adapter=is_adapter)),
         f"## License\n\nThat of the base model, `{base}`: {named}.",
         "## Evaluation\n\n" + _evaluation(state),
         "## Data\n\n" + _table("source", {name: {"rows": of["rows"], "fingerprint": of["fingerprint"]}
@@ -76,40 +78,73 @@ def _license(base: str) -> dict[str, str]:
     return {key: str(values[key]) for key in LICENSE_KEYS if key in values} if isinstance(values, dict) else {}
 
 
-def _usage(config: Mapping[str, Any], *, is_adapter: bool) -> str:
-    """How to load and serve the model, with the prompt that it was trained with."""
-    data, rollout = config["data"], config.get("rollout", {})
-    content = "\n".join(filter(None, ["What is 17 + 25?", data.get("prompt_suffix")]))
-    texts = {"system": data.get("system_prompt"), "user": content}
-    messages = [{"role": role, "content": text} for role, text in texts.items() if text]
+def _usage(state: RunState, base: str, *, is_adapter: bool) -> str:
+    """How to serve and load the model, with the first prompt that it was trained with."""
+    data, rollout = state.config["data"], state.config.get("rollout", {})
     longest, temperature = rollout.get("max_response_tokens", NEW_TOKENS), rollout.get("temperature", 1.0)
     sampling = {"max_new_tokens": longest, "temperature": temperature}
     sampling |= {name: rollout[name] for name, all_ in UNRESTRICTED.items() if rollout.get(name, all_) != all_}
-    notes = "`vllm serve FOLDER` answers at an OpenAI endpoint."
-    if is_adapter:
-        base, rank = config["model"]["path"], LoraConfig(rank=config["model"]["lora"]["rank"]).slot_rank
-        notes = (
-            "This is an adapter: transformers loads it onto its base where `peft` is installed. `vllm serve "
-            f"{base} --enable-lora --max-lora-rank {rank} --lora-modules adapter=FOLDER` answers at an OpenAI endpoint."
+    example: list[dict[str, Any]] | str = state.example or [{"role": "user", "content": "Your question."}]
+    if isinstance(example, str):
+        text = _shortened(example)
+        given = f'text = {_literal(text)}\nprompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")'
+    else:
+        messages = [{**message, "content": _shortened(message.get("content"))} for message in example]
+        of_template = {**data.get("chat_template_kwargs", {}), "add_generation_prompt": True}
+        given = (
+            f"messages = {_literal(messages)}\narguments = {_literal(of_template)}\n"
+            'prompt = tokenizer.apply_chat_template(messages, **arguments, return_tensors="pt", return_dict=True)'
         )
+    served = "vllm serve FOLDER"
+    with_transformers = "With transformers:"
+    if is_adapter:
+        rank = LoraConfig(rank=state.config["model"]["lora"]["rank"]).slot_rank
+        served = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules adapter=FOLDER"
+        with_transformers = "This is an adapter: transformers loads it onto its base where `peft` is installed."
+    on_cpu = served.replace(
+        "vllm serve", "VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server --model"
+    )
+    notes = [
+        f"FOLDER is the folder of this file. vLLM's build for CPU serves it, with a cache of 1 GiB, by `{on_cpu}`."
+    ]
     if data["template"] not in ("model", None):
-        notes += f" Prompts were written with `data.template: {data['template']}`, not with the chat template."
+        notes.append(f"Prompts were written with `data.template: {data['template']}`, not with the chat template.")
     if arguments := data.get("chat_template_kwargs"):
-        notes += f" The chat template was given {json.dumps(arguments)}: pass them as `chat_template_kwargs`."
+        notes.append(f"The chat template was given {json.dumps(arguments)}: pass them as `chat_template_kwargs`.")
     if stop := rollout.get("stop"):
-        notes += f" Responses ended at the stop strings {json.dumps(list(stop))}: pass them as `stop`."
-    return f"""```python
+        notes.append(f"Responses ended at the stop strings {json.dumps(list(stop))}: pass them as `stop`.")
+    return f"""An OpenAI endpoint:
+
+```
+{served}
+```
+
+{with_transformers}
+
+```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")  # the folder of this file
+model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-messages = {json.dumps(messages, ensure_ascii=False)}
-prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+{given}
 response = model.generate(**prompt, do_sample=True, **{json.dumps(sampling)})
 print(tokenizer.decode(response[0][prompt["input_ids"].shape[1]:], skip_special_tokens=True))
 ```
 
-{notes}"""
+{" ".join(notes)}"""
+
+
+def _shortened(text: Any) -> Any:
+    """A text without secrets, of which the middle is left out if it is long."""
+    shown = hide(text) if isinstance(text, str) else text
+    if not isinstance(shown, str) or len(shown) <= LONGEST:
+        return shown
+    return f"{shown[: LONGEST // 2]} [...] {shown[-LONGEST // 2 :]}"
+
+
+def _literal(value: Any) -> str:
+    """A value in Python, which cannot end a block of code in Markdown."""
+    return repr(value).replace("```", "\\x60\\x60\\x60")
 
 
 def _evaluation(state: RunState) -> str:

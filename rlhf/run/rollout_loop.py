@@ -150,6 +150,8 @@ class RolloutLoop(Generic[C]):
         self.teachers = teachers
         self.failed_environments = FailedEnvironments(config.environment.max_failed_fraction)
         self._environments = environments
+        by_template = config.data.template == "model" and first.messages
+        self._example = list(first.messages) if by_template else run.tokenizer.decode(first.token_ids.tolist())
         prompts = next(iter(data.train.prompts.values()))
         self.canary = Canary(
             engines,
@@ -223,6 +225,7 @@ class RolloutLoop(Generic[C]):
             "rewards": self.scorer.sources,
             "environments": self._environments.hosts.sources if self._environments else {},
             "stream": self.tickets.stream.state(positions),
+            "example": self._example,
             "outstanding": positions,
             # a resumed run samples the waiting rollouts again
             "account": replace(account, sampled=account.sampled - buffer.waiting),

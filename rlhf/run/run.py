@@ -16,6 +16,7 @@ from rlhf.cluster.heartbeat import Heartbeat
 from rlhf.cluster.rank_group import RankGroup, RoleCheckpoints
 from rlhf.config.base import reason
 from rlhf.config.load import flat_keys
+from rlhf.config.model_folder import full_name
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.data.model_files import load_tokenizer
 from rlhf.data.read import count_trained_rows
@@ -270,6 +271,7 @@ class Run(Generic[C]):
             step=step,
             program=self.config.program,
             config=self.config.shown(),
+            base=full_name(self.config.model.path),
             code=await asyncio.to_thread(code_state),
             updates=self.config.update_plan,
             wandb_run_id=self.log.wandb_run_id,

@@ -40,6 +40,8 @@ class RunState:
         evaluations: metrics by training step. seconds: by phase of the run.
         kl_controller: `coef`, the coefficient of the KL in PPO; empty in GRPO.
         reward_scale: mean and std of the reward model's scores over responses of the start policy, if it was measured.
+        base: the start model, by its name on the hub or its whole path.
+        example: the first prompt, as messages, or as text where the chat template did not write it.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
@@ -66,6 +68,8 @@ class RunState:
     seconds: dict[str, float] = field(default_factory=dict)
     kl_controller: dict[str, float] = field(default_factory=dict)
     reward_scale: dict[str, float] = field(default_factory=dict)
+    base: str = ""
+    example: list[dict[str, Any]] | str = ""
 
     def summary(self) -> dict[str, Any]:
         """The part of the state that a finished run writes to `summary.json`."""

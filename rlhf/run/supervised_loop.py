@@ -60,7 +60,9 @@ class SupervisedLoop:
                 f"data.train: the run began with {run.state.stream['sources']} and would go on with "
                 f"{stream['sources']}. Resume with the same rows, tokenizer and template, or start another run.dir."
             )
-        run.progress = lambda: {"stream": stream}
+        tokens = data.train.tokens
+        example = run.tokenizer.decode(tokens.token_ids[: int(tokens.response_mask.argmax())].tolist())
+        run.progress = lambda: {"stream": stream, "example": example}
 
     def log_step(self, step: int, outcome: UpdateOutcome) -> None:
         """Write the metrics of a finished step; RuntimeError after too many skipped updates in a row."""

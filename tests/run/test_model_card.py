@@ -57,14 +57,19 @@ def test_the_code_of_the_card_loads_the_model_and_asks_it_as_it_was_trained(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tiny_model_dir / "model"
-    asked = {"system_prompt": "Be brief.", "prompt_suffix": "Use \\boxed{}."}
-    config = make_config(folder, data=asked, rollout={"max_response_tokens": 8, "stop": ["#"]})
-    card = model_card(RunState(step=2, program="grpo", config=config.model_dump(mode="json")))
-    assert "`vllm serve FOLDER`" in card
+    config = make_config(folder, rollout={"max_response_tokens": 8, "stop": ["#"]})
+    values = config.model_dump(mode="json")
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "```\n2 + 3\n```" + "x" * 3000}]
+    card = model_card(RunState(step=2, program="grpo", config=values, example=asked))
+    assert "\nvllm serve FOLDER\n" in card
     assert 'the stop strings ["#"]' in card
     (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(code.replace("FOLDER", str(folder)), names)
-    assert [message["content"] for message in names["messages"]] == ["Be brief.", "What is 17 + 25?\nUse \\boxed{}."]
+    system, user = (message["content"] for message in names["messages"])
+    assert (system, user[:15], len(user) < 2100) == ("Be brief.", "```\n2 + 3\n```xx", True)
     assert 0 < names["response"].shape[1] - names["prompt"]["input_ids"].shape[1] <= 8
     assert capsys.readouterr().out.endswith("\n")
+    text = model_card(RunState(step=2, program="grpo", config=values, example="Q: 2 + 3\nA:"))
+    exec(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0].replace("FOLDER", str(folder)), names)
+    assert names["text"] == "Q: 2 + 3\nA:"

@@ -36,6 +36,8 @@ def test_a_state_is_read_back_as_it_was_written() -> None:
         seconds={"update": 1.5},
         kl_controller={"coef": 0.1},
         reward_scale={"mean": 3.0, "std": 2.0},
+        base="org/model",
+        example=[{"role": "user", "content": "2 + 3"}],
     )
     assert all(getattr(state, f.name) != getattr(RunState(), f.name) for f in fields(state))
     assert RunState.from_json(state.to_json()) == state
