@@ -131,7 +131,9 @@ def test_the_comparison_of_answers_stands_alone(path: Path) -> None:
 
 
 # What the process of an environment imports: it may run under an interpreter that has no package of ours.
-IN_ANOTHER_INTERPRETER = ("calculator", "contract", "places", "program", "python_tool", "schema", "seeding", "serve")
+IN_ANOTHER_INTERPRETER = (
+    "calculator", "contract", "faults", "places", "program", "python_tool", "schema", "seeding", "serve",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", IN_ANOTHER_INTERPRETER)

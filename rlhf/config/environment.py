@@ -146,7 +146,9 @@ class EnvironmentConfig(_Driven):
     memory_mb: int = key(1024, "memory that a process may add to what it starts with, MiB", ge=64)
     failed_reward: float = key(0.0, "reward of a rollout whose tool call went over a limit; it is trained on")
     max_failed_fraction: Fraction = key(0.5, "share of a step's rollouts that may fail before the run ends")
-
+    try_tools: bool = key(
+        True, "call each tool once at the start, with arguments made from its schema; false for tools with side effects"
+    )
     accept_changed_code: bool = key(False, "--resume accepts environments whose code is not what the run began with")
 
     @model_validator(mode="before")

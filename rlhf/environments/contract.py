@@ -3,7 +3,7 @@
     environment = Environment("my/file.py:Game", options={...}, tools=["calculator"])   once per process
     episode = environment.episode()                                                     once per rollout
     await episode.reset(row, seeds)        {"messages": [...] or None, "text": str or None}
-    await episode.call(tool_calls)         {"answers": [tool messages], "done": bool, "errors": int}
+    await episode.call(tool_calls)         {"answers": [tool messages], "done": bool, "errors": int, "faults": [...]}
     await episode.finish()                 {"reward": float or None, "parts": {...}, "facts": {...}, "attributes": ...}
     await episode.close()                  the instance goes back to the pool
 
@@ -30,13 +30,14 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf.environments import seeding
 from rlhf.environments.calculator import calculator
+from rlhf.environments.faults import Fault, fault_of
 from rlhf.environments.places import without_places
 from rlhf.environments.python_tool import python_tool
-from rlhf.environments.schema import json_schema
+from rlhf.environments.schema import fits, json_schema
 from rlhf.processes import attributes
 from rlhf.processes.code import import_problem, load_module
 from rlhf.processes.returned import read_returned
@@ -46,6 +47,7 @@ BUILT_IN: dict[str, Callable[..., Callable[..., Any]]] = {"calculator": lambda: 
 NOT_TOOLS = ("reset", "get_reward", "close")
 TRACEBACK = "Traceback (most recent call last)"
 MAX_CHARACTERS = 100_000  # of one answer: some 25,000 tokens
+MAX_FAULT = 1000  # characters of an error that the user is told
 
 
 class Environment:
@@ -159,6 +161,14 @@ class Environment:
             await _close(self._idle.pop())
 
 
+class _Asked(NamedTuple):
+    """A call as the model wrote it, and its arguments once they could be read."""
+
+    tool: str
+    written: str
+    arguments: Any = None
+
+
 class Episode:
     """One rollout in an environment. The driver makes one call at a time."""
 
@@ -220,49 +230,53 @@ class Episode:
 
         Returns:
             {"answers": one message per call, {"role": "tool", "name", "content"}, "done": the class says that the
-            rollout ends here, "errors": how many answers are errors}. A content is text, but for a tool that returned a
-            list, which stays one as it does in TRL: `content_text` is what the model reads of it.
+            rollout ends here, "errors": how many answers are errors, "faults": those for which the model may not be to
+            blame, see `Fault`}. A content is text, but for a tool that returned a list, which stays one as it does in
+            TRL: `content_text` is what the model reads of it.
 
         Raises:
             MemoryError: any other exception of a tool becomes its answer.
         """
         answers: list[tuple[str, Any]] = []
-        waiting: list[tuple[str, Any, Any, str]] = []
-        errors = 0
+        waiting: list[tuple[_Asked, Any, Any]] = []
+        errors: list[tuple[_Asked, BaseException]] = []
         for call in calls:
             state = self._state(self._seeds and self._seeds["sample"], self._calls)
             self._calls += 1
-            name, written = _name(call), str(call.get("function"))
+            asked = _Asked(_name(call), str(call.get("function")))
             try:
                 if call.get("error"):
                     raise ValueError(call["error"])
                 if call.get("type", "function") != "function":
                     raise ValueError(f"Unsupported tool call type: {call['type']}")
-                if name not in self._functions:
-                    raise ValueError(f"Tool {name} not found.")
-                arguments = _arguments(call["function"].get("arguments"))
+                if asked.tool not in self._functions:
+                    raise ValueError(f"Tool {asked.tool} not found.")
+                asked = asked._replace(arguments=_arguments(call["function"].get("arguments")))
                 with state:
-                    result = self._functions[name](**arguments)
+                    result = self._functions[asked.tool](**asked.arguments)
                     if not inspect.isawaitable(result):
-                        answers.append((name, self._content(result, written)))
+                        answers.append((asked.tool, self._content(result, asked.written)))
                         continue
-                waiting.append((name, result, state, written))
+                waiting.append((asked, result, state))
             except MemoryError:
                 raise
             except BaseException as error:  # SystemExit, and what the confinement raises; the model must see it
-                errors += 1
-                answers.append((name, self._error(error, written)))
-        together = (self._awaited(result, state, written) for _, result, state, written in waiting)
+                errors.append((asked, error))
+                answers.append((asked.tool, self._error(error, asked.written)))
+        together = (self._awaited(result, state, asked.written) for asked, result, state in waiting)
         # where nothing waits there may be no event loop; a coroutine that cancels itself is an exception like any other
         outcomes = await asyncio.gather(*together, return_exceptions=True) if waiting else []
-        for (name, *_, written), outcome in zip(waiting, outcomes, strict=True):
+        for (asked, *_), outcome in zip(waiting, outcomes, strict=True):
             if isinstance(outcome, MemoryError):
                 raise outcome
-            content, failed = (self._error(outcome, written), True) if isinstance(outcome, BaseException) else outcome
-            errors += failed
-            answers.append((name, content))
+            is_raised = isinstance(outcome, BaseException)
+            content, error = (self._error(outcome, asked.written), outcome) if is_raised else outcome
+            errors += [(asked, error)] if error is not None else []
+            answers.append((asked.tool, content))
         messages = [{"role": "tool", "name": name, "content": content} for name, content in answers]
-        return {"answers": messages, "done": self._environment.is_done(self._instance), "errors": errors}
+        faults = [fault._asdict() for asked, error in errors if (fault := self._fault(asked, error))]
+        done = self._environment.is_done(self._instance)
+        return {"answers": messages, "done": done, "errors": len(errors), "faults": faults}
 
     async def finish(self) -> dict[str, Any]:
         """Judge the rollout.
@@ -308,15 +322,21 @@ class Episode:
             result = function(**arguments)
         return await seeding.swapped(result, state) if inspect.isawaitable(result) else result
 
-    async def _awaited(self, result: Any, state: Any, written: str) -> tuple[Any, bool]:
+    async def _awaited(self, result: Any, state: Any, written: str) -> tuple[Any, BaseException | None]:
         try:
             value = await seeding.swapped(result, state)
             with state:
-                return self._content(value, written), False
+                return self._content(value, written), None
         except (MemoryError, asyncio.CancelledError, GeneratorExit):
             raise
-        except BaseException as error:
-            return self._error(error, written), True
+        except BaseException as error:  # returned: SystemExit would end the event loop
+            return self._error(error, written), error
+
+    def _fault(self, asked: _Asked, error: BaseException) -> Fault | None:
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
+        fit = asked.tool in schemas and fits(schemas[asked.tool], asked.arguments)
+        fault = fault_of(error, asked.tool, asked.arguments, fit=fit)
+        return fault and fault._replace(said=printable(fault.said)[:MAX_FAULT])
 
     def _error(self, error: BaseException, written: str) -> str:
         text = without_places(_text_of_error(error), written=written)

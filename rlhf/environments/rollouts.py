@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -35,6 +35,10 @@ from rlhf.rollout.sampler import Generate
 from rlhf.types import Prompt, Rollout
 
 MAX_ERRORS = 5  # distinct errors that are shown
+IS_BROKEN = (
+    "The tool is broken, not the model's call: repair it. If it refuses this call, let it raise a ValueError that says "
+    "why: the model reads it."
+)
 END_TOKENS = 64  # last tokens of a prompt in which a thought may be opened
 
 
@@ -240,14 +244,26 @@ class FailedEnvironments:
     def __init__(self, allowed_fraction: float) -> None:
         self._allowed_fraction = allowed_fraction
         self._told: set[str] = set()
+        self._told_of_tools: set[str] = set()
 
     def of_step(self, rollouts: Sequence[Rollout]) -> tuple[list[str], str]:
-        """Warnings about errors that were not told before, at most a few; and why the run has to end, "" if not."""
+        """Warnings about errors that were not told before, at most a few; and why the run has to end, "" if not.
+
+        Tools that are broken are told too; their calls have answers, so they end no rollout.
+        """
         outcomes = [rollout.outcome for rollout in rollouts if rollout.outcome is not None]
         errors = Counter(" ".join(outcome.error.split()) for outcome in outcomes if outcome.status == FAILED)
-        new = [error for error in errors if error not in self._told][: max(0, MAX_ERRORS - len(self._told))]
-        self._told |= {*new}
-        warnings = [f"environment: {errors[error]} of {len(rollouts)} rollouts failed: {error}" for error in new]
+        broken = Counter[str]()
+        for rollout in rollouts:
+            broken.update(rollout.facts.get("broken_tools"))
+        warnings = [
+            f"environment: {errors[error]} of {len(rollouts)} rollouts failed: {error}"
+            for error in _untold(errors, self._told)
+        ]
+        warnings += [
+            f"environment: {broken[error]} calls failed in the tool {error.removesuffix('.')}. {IS_BROKEN}"
+            for error in _untold(broken, self._told_of_tools)
+        ]
         if not errors or errors.total() <= self._allowed_fraction * len(rollouts):
             return warnings, ""
         shown = "\n".join(f"  {count} x {error}" for error, count in errors.most_common(MAX_ERRORS))
@@ -256,3 +272,10 @@ class FailedEnvironments:
             f"environment.max_failed_fraction={self._allowed_fraction:g} allows:\n{shown}\nRepair the environment, or "
             "raise the fraction."
         )
+
+
+def _untold(errors: Iterable[str], told: set[str]) -> list[str]:
+    """The errors that were not told, at most a few; from now on they are."""
+    new = [error for error in errors if error not in told][: max(0, MAX_ERRORS - len(told))]
+    told.update(new)
+    return new

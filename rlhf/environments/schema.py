@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 BASIC: dict[Any, dict[str, Any]] = {
@@ -25,6 +25,7 @@ BASIC: dict[Any, dict[str, Any]] = {
     Any: {},
 }
 BY_NAME = {"PIL.Image.Image": {"type": "image"}, "torch.Tensor": {"type": "audio"}}  # without an import of either
+EXAMPLES = {"string": "example", "integer": 1, "number": 1.0, "boolean": True, "null": None}
 SECTIONS = re.compile(r"Args:|Returns:|Raises:")
 LATER_SECTIONS = re.compile(r"Returns:|Raises:")
 ARGS = re.compile(r"\n\s*Args:\n")
@@ -144,3 +145,60 @@ def _arguments(docstring: str) -> dict[str, str]:
         elif found:
             found[-1][1].append(line.strip())
     return {name: " ".join(lines) for name, lines in found}
+
+
+def example(schema: Mapping[str, Any]) -> Any:
+    """A value that fits a schema of this module; an object has its required members alone."""
+    if "enum" in schema:
+        return schema["enum"][0]
+    if "anyOf" in schema:
+        return example(schema["anyOf"][0])
+    match kind := _kinds(schema)[0]:
+        case "object" if "additionalProperties" in schema:
+            return {EXAMPLES["string"]: example(schema["additionalProperties"])}
+        case "object":
+            return {name: example(schema["properties"][name]) for name in schema.get("required", ())}
+        case "array":
+            return [example(item) for item in schema.get("prefixItems", [schema.get("items", {})])]
+    return EXAMPLES.get(kind, EXAMPLES["string"])
+
+
+def fits(schema: Mapping[str, Any], value: Any) -> bool:
+    """Whether a value is of the type that a schema of this module names; False where it leaves a type open."""
+    if value is None and schema.get("nullable"):
+        return True
+    if "enum" in schema:
+        return value in schema["enum"]
+    if "anyOf" in schema:
+        return any(fits(each, value) for each in schema["anyOf"])
+    return any(_is_of_kind(kind, schema, value) for kind in _kinds(schema))
+
+
+def _is_of_kind(kind: str, schema: Mapping[str, Any], value: Any) -> bool:
+    match kind:
+        case "object" if not isinstance(value, Mapping):
+            return False
+        case "object" if "properties" in schema:
+            known = schema["properties"]
+            return value.keys() >= {*schema.get("required", ())} and all(
+                name in known and fits(known[name], member) for name, member in value.items()
+            )
+        case "object":
+            return "additionalProperties" in schema and all(
+                fits(schema["additionalProperties"], member) for member in value.values()
+            )
+        case "array" if not isinstance(value, list):
+            return False
+        case "array" if "prefixItems" in schema:
+            items = schema["prefixItems"]
+            return len(items) == len(value) and all(map(fits, items, value))
+        case "array":
+            return "items" in schema and all(fits(schema["items"], item) for item in value)
+        case "number":
+            return type(value) in (int, float)
+    return kind in EXAMPLES and type(value) is type(EXAMPLES[kind])  # True is no integer
+
+
+def _kinds(schema: Mapping[str, Any]) -> list[str]:
+    kinds = schema.get("type", "any")
+    return [kinds] if isinstance(kinds, str) else kinds

@@ -28,6 +28,7 @@ from rlhf.environments.program import Program, TimeLimitError
 from rlhf.processes import attributes
 from rlhf.processes.channel import Channel
 from rlhf.processes.code import load_module
+from rlhf.processes.raised import place_of, said_by
 from rlhf.processes.returned import read_returned
 
 ALIVE_S = 1.0  # between signs of life of the event loop
@@ -312,10 +313,7 @@ async def _caught(awaitable: Awaitable[Any]) -> Any:
 
 
 def _text(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}".removesuffix(": ")
-    except Exception:  # its `__str__` is the user's
-        return type(error).__name__
+    return place_of(error) + said_by(error)
 
 
 async def _within(seconds: float, awaitable: Awaitable[Any]) -> Any:

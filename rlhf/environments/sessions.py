@@ -15,6 +15,7 @@ from typing import Any
 from rlhf.config.environment import EnvironmentConfig
 from rlhf.data.messages import read_request
 from rlhf.environments.contract import content_text
+from rlhf.environments.faults import Fault
 from rlhf.environments.turns import Answers, CallLimitError, FailedError, Message
 from rlhf.processes.channel import as_json
 from rlhf.types import Outcome
@@ -173,7 +174,11 @@ class HostedSession:
             messages = [
                 {**_plain(message), "role": "tool", "name": str(message["name"])} for message in said["answers"]
             ]
-            return Answers(tuple(messages), done=bool(said["done"]), errors=min(int(said["errors"]), len(calls)))
+            faults = tuple(
+                Fault(str(each["tool"]), str(each["said"]), bool(each["is_broken"])) for each in said["faults"]
+            )
+            errors = min(int(said["errors"]), len(calls))
+            return Answers(tuple(messages), done=bool(said["done"]), errors=errors, faults=faults[:errors])
 
     async def finish(self) -> Outcome:
         return outcome_of(await self._ask({"do": "finish"}))

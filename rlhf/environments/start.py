@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,14 +20,25 @@ from rlhf.data.dialogue import Dialogue
 from rlhf.data.templates import template_source
 from rlhf.data.thoughts import marks_of
 from rlhf.data.turns import stop_token_ids
+from rlhf.environments.contract import BUILT_IN
 from rlhf.environments.endpoint import Endpoint
 from rlhf.environments.hosts import Hosts
 from rlhf.environments.nodes import Spread
-from rlhf.environments.rollouts import Environments, row_of
+from rlhf.environments.rollouts import IS_BROKEN, Environments, row_of
+from rlhf.environments.schema import EXAMPLES, example
 from rlhf.environments.service import Service
-from rlhf.environments.turns import FailedError
+from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.rollout.requests import Parsing
 from rlhf.types import Prompt
+
+TRY_S = 10.0  # for the answer of a tool that is tried
+MAX_SHOWN = 300  # characters of an answer
+TRIES = "Set environment.try_tools=false to try no tools at the start."
+MAY_BE_SOUND = (
+    f"If no such arguments are allowed, let the tool raise a ValueError that says why: the model reads it. {TRIES}"
+)
+# errors of Python that a tool has caught, and says as its answer
+OF_BROKEN_CODE = re.compile(r"name '\w+' is not defined|No module named|cannot import name|object has no attribute")
 
 
 class StartedEnvironments(Environments):
@@ -107,6 +121,49 @@ class StartedEnvironments(Environments):
         if len(prompt.token_ids):
             return prompt
         return replace(prompt, token_ids=self.dialogue.prompt([{"role": "user", "content": "Begin."}]).astype(np.int32))
+
+    async def try_tools(self, prompts: Mapping[str, Sequence[Prompt]]) -> list[str]:
+        """Warnings about tools that fail for arguments made from their schemas, unless `environment.try_tools` is off.
+
+        Each tool has a session of its own, which is reset with the first row of its environment, and closed.
+
+        Args:
+            prompts: by source.
+        """
+        if not self._config.environment.try_tools:
+            return []
+        first: dict[str, Prompt] = {}
+        for prompt in chain.from_iterable(prompts.values()):
+            first.setdefault("" if "" in self.hosts.about else prompt.columns.get("environment", ""), prompt)
+        tried = [
+            self._try(tool["function"], first[value])
+            for value, about in self.hosts.about.items()
+            for tool in about["tools"]
+            if value in first and tool["function"]["name"] not in BUILT_IN
+        ]
+        return list(dict.fromkeys(warning for warnings in await asyncio.gather(*tried) for warning in warnings))
+
+    async def _try(self, tool: Mapping[str, Any], prompt: Prompt) -> list[str]:
+        arguments = example(tool["parameters"])
+        call = {"type": "function", "function": {"name": tool["name"], "arguments": arguments}}
+        tried = f"environment: the tool {tool['name']}, tried with {arguments},"
+        try:
+            session = await self.hosts.open(row_of(prompt), self.seeds(prompt, 0))
+        except FailedError as error:
+            return [f"environment: its tools could not be tried with {prompt.id}: {error}"]
+        try:
+            answers = await asyncio.wait_for(session.call([call]), TRY_S)
+        except TimeoutError:
+            return [f"{tried} has not answered in {TRY_S:g} s. {TRIES}"]
+        except (CallLimitError, FailedError) as error:
+            return [f"{tried} failed: {error}. {TRIES}"]
+        finally:
+            await session.close()
+        for fault in answers.faults:
+            return [f"{tried} failed: {fault.said.removesuffix('.')}. {IS_BROKEN if fault.is_broken else MAY_BE_SOUND}"]
+        text = answers.messages[0]["content"]
+        said = [line for line in text.splitlines() if OF_BROKEN_CODE.search(line) and EXAMPLES["string"] not in line]
+        return [f"{tried} answered: {said[-1][:MAX_SHOWN]}. {MAY_BE_SOUND}" for _ in said[:1]]
 
     @property
     def processes(self) -> dict[str, int]:

@@ -18,12 +18,14 @@ Pure asyncio: the engine is a function, the environment a session, so both may b
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from rlhf.environments.faults import Fault
 from rlhf.rollout.requests import Completion
 from rlhf.rollout.token_log import TokenLog
 from rlhf.types import Outcome, Prompt, Rollout, TokenSequence
@@ -51,6 +53,7 @@ class Answers:
     messages: tuple[Message, ...]
     done: bool = False
     errors: int = 0  # calls that could not be made
+    faults: tuple[Fault, ...] = ()  # errors for which the model may not be to blame
 
 
 class Session(Protocol):
@@ -101,7 +104,8 @@ class Limits:
 
 # Metrics are made of these, so what an environment says under their names is dropped.
 OWN_FACTS = (
-    "turns", "tool_calls", "tool_errors", "calls", "untrained_tokens", "environment_seconds", "ended_by", "error",
+    "turns", "tool_calls", "tool_errors", "broken_tools", "calls", "untrained_tokens", "environment_seconds",
+    "ended_by", "error",
 )  # fmt: skip
 
 
@@ -115,6 +119,7 @@ class Played:
     offers_tools: bool = True  # a coroutine makes its calls by itself
     tool_calls: int = 0
     tool_errors: int = 0
+    broken_tools: Counter[str] = field(default_factory=Counter)  # calls by what a tool raised that shows it broken
     calls: dict[str, int] = field(default_factory=dict)  # requests of a coroutine or program, by kind
     untrained_tokens: int = 0  # of sequences that `environment.trained_sequences` leaves out
     environment_s: float = 0.0
@@ -149,6 +154,7 @@ class Played:
             **{name: fact for name, fact in outcome.facts.items() if name not in OWN_FACTS},
             "turns": self.turns,
             **({"tool_calls": self.tool_calls, "tool_errors": self.tool_errors} if self.offers_tools else {}),
+            **({"broken_tools": dict(self.broken_tools)} if self.broken_tools else {}),
             **({"calls": self.calls} if self.calls else {}),
             **({"untrained_tokens": self.untrained_tokens} if self.untrained_tokens else {}),
             "environment_seconds": round(self.environment_s, 3),
@@ -196,6 +202,7 @@ async def _turns(
         played.tool_calls += len(calls)
         answers: Answers = await played.timed(session.call(calls))
         played.tool_errors += answers.errors
+        played.broken_tools.update(f"{fault.tool}: {fault.said}" for fault in answers.faults if fault.is_broken)
         why = "done" if answers.done else played.limit(limits)
         if not why and not templates.can_go_on(completion.token_ids):
             why = "no_stop_token"

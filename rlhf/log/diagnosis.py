@@ -33,6 +33,7 @@ HIGH_CLIP_FRACTION = 0.2  # runs that learn clip less than 0.02 of the tokens
 COLLAPSED = 0.1  # of the first entropy
 SPIKE = 10.0  # times the median gradient norm
 TOO_STALE, UNGRADED = 0.05, 0.02  # of the rollouts; of the grades
+FEW_CALLS, FAILING_CALLS = 0.05, 0.9  # calls of a rollout, below which chance decides; of the calls
 SLOW_GROUPS = 0.25  # of a step's time
 KEPT_ROWS = 64  # at most, evenly spaced over the whole run; at least half as many if the run has them
 GROWN, GROWN_GIB = 0.2, 0.25  # of a process's memory, in the second half of the run so far; caches fill up before
@@ -252,6 +253,16 @@ def no_tool_calls(view: View) -> Found:
         )
 
 
+def failing_tools(view: View) -> Found:
+    calls, errors = view.mean("environment/tool_calls"), view.mean("environment/tool_errors")
+    if calls >= FEW_CALLS and errors > FAILING_CALLS * calls:
+        yield (
+            f"{errors / calls:.0%} of the tool calls failed.",
+            "Read the answers (rlhf.show): is a tool broken? If the model cannot write its calls, train on a few "
+            "conversations with calls first (rlhf.sft).",
+        )
+
+
 def too_few_turns(view: View) -> Found:
     if (share := view.mean("environment/ended_by/max_turns")) >= CUT_OFF:
         yield (
@@ -265,6 +276,7 @@ RULES: dict[str, Callable[[View], Found]] = {
     "equal rewards in almost all groups": equal_groups,
     "responses are cut off": cut_off,
     "no tool was ever called": no_tool_calls,
+    "almost all tool calls fail": failing_tools,
     "rollouts end at their last turn": too_few_turns,
     "KL to the reference is running away": high_kl,
     "entropy collapsed": entropy_collapse,

@@ -7,7 +7,6 @@ import difflib
 import inspect
 import json
 import math
-import traceback
 from bdb import BdbQuit
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
@@ -20,6 +19,7 @@ from rlhf.config.reward import OPTIONS_OF_REWARD, USER_FIELDS
 from rlhf.processes.attributes import EnvironmentView
 from rlhf.processes.code import import_problem, load_module
 from rlhf.processes.confinement import remedy
+from rlhf.processes.raised import place_of, said_by
 from rlhf.processes.returned import read_returned
 from rlhf.rewards.code import check_tests, code_reward
 from rlhf.rewards.grade import ANSWER_CLASSES, FAILED, NOT_JUDGED, OK, TIMEOUT, UNSCORABLE, Grade
@@ -292,18 +292,12 @@ _tell_once = cache(say)  # by this process
 
 
 def _failed(function: Callable[..., Any], problem: str | BaseException) -> Grade:
-    """`file:line: problem`, with the innermost line in the package of the function, or the line of its definition."""
-    locations = []
+    """`file:line: problem`, with the innermost line of the user's, or the line of the function's definition."""
+    location = ""
     if isinstance(problem, BaseException):
-        package = str(function.__module__).partition(".")[0]
-        locations = [
-            f"{frame.f_code.co_filename}:{line}: "
-            for frame, line in list(traceback.walk_tb(problem.__traceback__))[1:]  # the first frame is in this file
-            if str(frame.f_globals.get("__name__")).partition(".")[0] == package
-        ]
-        advice = NO_DEBUGGER if isinstance(problem, BdbQuit) else remedy(problem)
-        problem = ". ".join(filter(None, [f"{type(problem).__name__}: {problem}".removesuffix(": "), advice]))
+        location = place_of(problem)
+        problem = said_by(problem, NO_DEBUGGER if isinstance(problem, BdbQuit) else "")
     unwrapped = inspect.unwrap(function)
-    if not locations and inspect.isfunction(unwrapped):
-        locations = [f"{unwrapped.__code__.co_filename}:{unwrapped.__code__.co_firstlineno}: "]
-    return Grade(None, FAILED, detail="".join(locations[-1:]) + problem)
+    if not location and inspect.isfunction(unwrapped):
+        location = f"{unwrapped.__code__.co_filename}:{unwrapped.__code__.co_firstlineno}: "
+    return Grade(None, FAILED, detail=location + problem)

@@ -35,7 +35,7 @@ FREE = frozenset((
     "environment.processes", "environment.python", "environment.env", "environment.network", "environment.files",
     "environment.cpu_seconds", "environment.wall_seconds", "environment.memory_mb", "environment.max_failed_fraction",
     "environment.accept_changed_code", "environment.endpoint_host", "environment.url", "environment.key_variable_name",
-    "environment.timeout_s",
+    "environment.timeout_s", "environment.try_tools",
     "reward_model.path", "reward_model.replicas", "reward_model.max_tokens_per_batch", "reward_model.timeout_s",
     "reward_model.retries",
     "algo.teacher.concurrent_requests", "algo.teacher.timeout_s", "algo.teacher.retries",

@@ -137,7 +137,8 @@ def test_a_class_ends_no_rollout_by_an_attribute_and_says_game_over_as_an_error(
         environment, [call("guess", {"number": secret})], [call("guess", {"number": 1})]
     )
     assert reset == {"messages": None, "text": "Find the number from 1 to 100."}
-    assert right == {"answers": [{"role": "tool", "name": "guess", "content": "Correct!"}], "done": False, "errors": 0}
+    answer = {"role": "tool", "name": "guess", "content": "Correct!"}
+    assert right == {"answers": [answer], "done": False, "errors": 0, "faults": []}
     assert contents(again) == ["{'error': 'Game over.'}"]
     assert finished["reward"] == 1.0
 

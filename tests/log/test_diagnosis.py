@@ -50,6 +50,11 @@ ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "rollout.max_response_tokens=24.",
     ),
     "no tool was ever called": ({"environment/used_fraction": 0.0}, {}, "rollout.tool_parser=auto"),
+    "almost all tool calls fail": (
+        {"environment/tool_calls": 0.5, "environment/tool_errors": 0.48},
+        {},
+        "96% of the tool calls failed. Read the answers",
+    ),
     "rollouts end at their last turn": (
         {"environment/used_fraction": 0.9, "environment/ended_by/max_turns": 0.95},
         {"rollout.max_turns": 3},

@@ -1,0 +1,66 @@
+"""What other people's code raised: in which of their lines, and how that is told. Standard library only."""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from rlhf.processes.code import INSTALLED
+from rlhf.processes.confinement import remedy
+
+OURS, STANDARD_LIBRARY = Path(__file__).parents[1], Path(os.__file__).parent  # as code names its file: not resolved
+
+
+class Line(NamedTuple):
+    """A line of a traceback.
+
+    Attributes:
+        operation: what Python did there when it raised or called, such as RAISE_VARARGS or LOAD_ATTR.
+        is_own: whether it is in the package that was called, or in a file that is neither installed nor Python's.
+        is_program: whether it is of a text that was executed, and of no module.
+    """
+
+    frame: FrameType
+    number: int
+    operation: str
+    is_own: bool
+    is_program: bool
+
+
+def lines_of(error: BaseException) -> list[Line]:
+    """The lines of an error's traceback that are not ours, the outermost first."""
+    lines: list[Line] = []
+    package, step = None, error.__traceback__
+    while step is not None:
+        frame, number, code, position = step.tb_frame, step.tb_lineno, step.tb_frame.f_code, step.tb_lasti
+        step = step.tb_next
+        file, module = Path(code.co_filename), str(frame.f_globals.get("__name__"))
+        if file.is_relative_to(OURS):
+            continue
+        package = package or module.partition(".")[0]
+        has_module = getattr(sys.modules.get(module), "__dict__", None) is frame.f_globals
+        has_file = has_module and not code.co_filename.startswith("<")
+        is_installed = file.is_relative_to(STANDARD_LIBRARY) or not INSTALLED.isdisjoint(file.parts)
+        is_own = has_file and (module.partition(".")[0] == package or not is_installed)
+        is_program = not has_file and not code.co_filename.startswith("<frozen ")
+        lines.append(Line(frame, number, dis.opname[code.co_code[position]], is_own, is_program))
+    return lines
+
+
+def place_of(error: BaseException) -> str:
+    """`file:line: ` of the innermost own line; "" if there is none."""
+    own = [line for line in lines_of(error) if line.is_own]
+    return f"{own[-1].frame.f_code.co_filename}:{own[-1].number}: " if own else ""
+
+
+def said_by(error: BaseException, advice: str = "") -> str:
+    """`Type: text`, and what to do about it: the advice, or how to get what the confinement refused."""
+    try:
+        said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    except Exception:  # its `__str__` is other people's
+        return type(error).__name__
+    return ". ".join(filter(None, [said, advice or remedy(error)]))
