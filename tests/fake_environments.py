@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf.environments.faults import Fault
 from rlhf.environments.turns import Answers
 from rlhf.rollout.requests import Completion
 from rlhf.types import Outcome, Prompt, VersionSpan
@@ -96,6 +97,7 @@ class LocalSession:
     plays: bool = False
     opening: list[dict[str, Any]] | None = None
     text: str = ""
+    faults: tuple[Fault, ...] = ()  # of each call
     calls: list[str] = field(default_factory=list)
     closed: bool = False
     coroutine: Any = None
@@ -105,7 +107,8 @@ class LocalSession:
         for each in calls:
             self.calls.append(each["function"]["name"])
             messages.append({"role": "tool", "name": each["function"]["name"], "content": self.tool(dict(each))})
-        return Answers(tuple(messages), done=len(self.calls) >= self.done_after)
+        done = len(self.calls) >= self.done_after
+        return Answers(tuple(messages), done=done, errors=len(self.faults), faults=self.faults)
 
     async def finish(self) -> Outcome:
         return self.outcome

@@ -16,6 +16,7 @@ from worlds import make_config
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.reward import RewardConfig
+from rlhf.environments.faults import Fault
 from rlhf.environments.rollouts import Environments, FailedEnvironments
 from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.rewards.model_client import conversation
@@ -210,6 +211,23 @@ def test_too_many_failures_of_a_step_end_the_run_with_their_errors(tmp_path: Pat
     tolerant = FailedEnvironments(1.0)
     assert tolerant.of_step(rollouts)[1] == ""
     assert tolerant.of_step(rollouts) == ([], "")  # told once
+
+
+def test_a_broken_tool_is_told_once_for_each_error_and_its_rollouts_go_on(tmp_path: Path) -> None:
+    config = config_of(tmp_path, rollout={"samples_per_prompt": 4})
+    broken, unclear = Fault("find", "t.py:3: NameError: x", True), Fault("find", "t.py:4: KeyError: 1", False)
+    faults = [(broken,), (broken, unclear), (unclear,), (Fault("add", "t.py:9: NameError: y", True),)]
+    hosts = Hosts(*(LocalSession(faults=each) for each in faults))
+    rollouts = [sample.rollout for sample in play(config, hosts, Engine(CALL, "end"), prompt()).samples]
+    assert [rollout.facts["ended_by"] for rollout in rollouts] == ["answer"] * 4
+    told = FailedEnvironments(0.0)
+    warnings, why = told.of_step(rollouts)
+    assert [warning.partition(". The tool is broken")[0] for warning in warnings] == [
+        "environment: 2 calls failed in the tool find: t.py:3: NameError: x",
+        "environment: 1 calls failed in the tool add: t.py:9: NameError: y",
+    ]
+    assert why == ""
+    assert told.of_step(rollouts) == ([], "")
 
 
 def test_seeds_follow_from_the_place_in_the_stream(tmp_path: Path) -> None:
