@@ -20,7 +20,6 @@ from rlhf.data.dialogue import Dialogue
 from rlhf.data.templates import template_source
 from rlhf.data.thoughts import marks_of
 from rlhf.data.turns import stop_token_ids
-from rlhf.environments.contract import BUILT_IN
 from rlhf.environments.endpoint import Endpoint
 from rlhf.environments.hosts import Hosts
 from rlhf.environments.nodes import Spread
@@ -130,40 +129,47 @@ class StartedEnvironments(Environments):
         Args:
             prompts: by source.
         """
-        if not self._config.environment.try_tools:
+        config, first = self._config.environment, dict[str, Prompt]()
+        if not config.try_tools:
             return []
-        first: dict[str, Prompt] = {}
         for prompt in chain.from_iterable(prompts.values()):
             first.setdefault("" if "" in self.hosts.about else prompt.columns.get("environment", ""), prompt)
+        built_in = {
+            *self._config.tools,
+            *(part.name for part in config.parts.values()),
+        }  # the names of others have a `:`
         tried = [
             self._try(tool["function"], first[value])
             for value, about in self.hosts.about.items()
             for tool in about["tools"]
-            if value in first and tool["function"]["name"] not in BUILT_IN
+            if value in first and tool["function"]["name"] not in built_in
         ]
-        return list(dict.fromkeys(warning for warnings in await asyncio.gather(*tried) for warning in warnings))
+        return list(dict.fromkeys(filter(None, await asyncio.gather(*tried))))
 
-    async def _try(self, tool: Mapping[str, Any], prompt: Prompt) -> list[str]:
+    async def _try(self, tool: Mapping[str, Any], prompt: Prompt) -> str:
+        """A warning about a tool; "" if it fails in no way that is not meant."""
         arguments = example(tool["parameters"])
         call = {"type": "function", "function": {"name": tool["name"], "arguments": arguments}}
         tried = f"environment: the tool {tool['name']}, tried with {arguments},"
         try:
             session = await self.hosts.open(row_of(prompt), self.seeds(prompt, 0))
         except FailedError as error:
-            return [f"environment: its tools could not be tried with {prompt.id}: {error}"]
+            return f"environment: its tools could not be tried with {prompt.id}: {error}"
         try:
             answers = await asyncio.wait_for(session.call([call]), TRY_S)
         except TimeoutError:
-            return [f"{tried} has not answered in {TRY_S:g} s. {TRIES}"]
+            return f"{tried} has not answered in {TRY_S:g} s. {TRIES}"
         except (CallLimitError, FailedError) as error:
-            return [f"{tried} failed: {error}. {TRIES}"]
+            return f"{tried} failed: {error}. {TRIES}"
         finally:
             await session.close()
-        for fault in answers.faults:
-            return [f"{tried} failed: {fault.said.removesuffix('.')}. {IS_BROKEN if fault.is_broken else MAY_BE_SOUND}"]
-        text = answers.messages[0]["content"]
-        said = [line for line in text.splitlines() if OF_BROKEN_CODE.search(line) and EXAMPLES["string"] not in line]
-        return [f"{tried} answered: {said[-1][:MAX_SHOWN]}. {MAY_BE_SOUND}" for _ in said[:1]]
+        if answers.faults:
+            (fault,) = answers.faults
+            return f"{tried} failed: {fault.said.removesuffix('.')}. {IS_BROKEN if fault.is_broken else MAY_BE_SOUND}"
+        for line in answers.messages[0]["content"].splitlines():
+            if OF_BROKEN_CODE.search(line) and EXAMPLES["string"] not in line:
+                return f"{tried} answered: {line[:MAX_SHOWN]}. {MAY_BE_SOUND}"
+        return ""
 
     @property
     def processes(self) -> dict[str, int]:

@@ -130,7 +130,7 @@ def test_a_run_ends_saved_when_too_many_environments_fail(
 TOOLS = '''
 import time
 
-def find(text: str) -> str:
+def python(text: str) -> str:
     """Find.
 
     Args:
@@ -194,7 +194,7 @@ def test_tools_are_tried_before_anything_else_starts(
     line = {text: number for number, text in enumerate(TOOLS.splitlines(), 1)}
     by_name = {name.lower(): {"name": f"{file}:{name}"} for name in ("Desk", "Shelf")}
     config = make_config(model, environment={"by_name": by_name})
-    config = config.model_copy(update={"tools": (f"{file}:find", "calculator")})
+    config = config.model_copy(update={"tools": (f"{file}:python", "calculator")})
     rows = [prompt(environment="desk", item="pen"), prompt(environment="shelf", length=1)]
     tokenizer = AutoTokenizer.from_pretrained(model)
 
@@ -206,7 +206,7 @@ def test_tools_are_tried_before_anything_else_starts(
 
     find, hang, index, swallow, shelf = warnings(config)
     assert find.startswith(
-        f"environment: the tool find, tried with {{'text': 'example'}}, failed: {file}:{line['    return found']}: "
+        f"environment: the tool python, tried with {{'text': 'example'}}, failed: {file}:{line['    return found']}: "
         "NameError: name 'found' is not defined. The tool is broken"
     )
     assert "the tool hang, tried with {}, has not answered in 1 s." in hang
