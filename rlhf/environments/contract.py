@@ -269,9 +269,12 @@ class Episode:
         for (asked, *_), outcome in zip(waiting, outcomes, strict=True):
             if isinstance(outcome, MemoryError):
                 raise outcome
-            is_raised = isinstance(outcome, BaseException)
-            content, error = (self._error(outcome, asked.written), outcome) if is_raised else outcome
-            errors += [(asked, error)] if error is not None else []
+            raised: BaseException | None
+            if isinstance(outcome, BaseException):
+                content, raised = self._error(outcome, asked.written), outcome
+            else:
+                content, raised = outcome
+            errors += [(asked, raised)] if raised is not None else []
             answers.append((asked.tool, content))
         messages = [{"role": "tool", "name": name, "content": content} for name, content in answers]
         faults = [fault._asdict() for asked, error in errors if (fault := self._fault(asked, error))]

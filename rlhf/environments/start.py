@@ -166,7 +166,7 @@ class StartedEnvironments(Environments):
         if answers.faults:
             (fault,) = answers.faults
             return f"{tried} failed: {fault.said.removesuffix('.')}. {IS_BROKEN if fault.is_broken else MAY_BE_SOUND}"
-        for line in answers.messages[0]["content"].splitlines():
+        for line in [] if answers.errors else answers.messages[0]["content"].splitlines():
             if OF_BROKEN_CODE.search(line) and EXAMPLES["string"] not in line:
                 return f"{tried} answered: {line[:MAX_SHOWN]}. {MAY_BE_SOUND}"
         return ""
