@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -30,7 +31,7 @@ from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.rollout.requests import Parsing
 from rlhf.types import Prompt
 
-TRY_S = 10.0  # for the answer of a tool that is tried
+TRY_S = 10.0  # for the answers of all tools that are tried, and a tenth of it for each at least
 MAX_SHOWN = 300  # characters of an answer
 TRIES = "Set environment.try_tools=false to try no tools at the start."
 MAY_BE_SOUND = (
@@ -124,7 +125,8 @@ class StartedEnvironments(Environments):
     async def try_tools(self, prompts: Mapping[str, Sequence[Prompt]]) -> list[str]:
         """Warnings about tools that fail for arguments made from their schemas, unless `environment.try_tools` is off.
 
-        Each tool has a session of its own, which is reset with the first row of its environment, and closed.
+        Each tool has a session of its own, which is reset with the first row of its environment, and closed. One after
+        another: a server may have a place for one session.
 
         Args:
             prompts: by source.
@@ -138,15 +140,15 @@ class StartedEnvironments(Environments):
             *self._config.tools,
             *(part.name for part in config.parts.values()),
         }  # the names of others have a `:`
-        tried = [
-            self._try(tool["function"], first[value])
-            for value, about in self.hosts.about.items()
-            for tool in about["tools"]
-            if value in first and tool["function"]["name"] not in built_in
-        ]
-        return list(dict.fromkeys(filter(None, await asyncio.gather(*tried))))
+        ends, warnings = time.monotonic() + TRY_S, list[str]()
+        for value, about in self.hosts.about.items():
+            for tool in about["tools"]:
+                if value in first and tool["function"]["name"] not in built_in:
+                    within_s = max(TRY_S / 10, ends - time.monotonic())
+                    warnings.append(await self._try(tool["function"], first[value], within_s))
+        return list(dict.fromkeys(filter(None, warnings)))
 
-    async def _try(self, tool: Mapping[str, Any], prompt: Prompt) -> str:
+    async def _try(self, tool: Mapping[str, Any], prompt: Prompt, within_s: float) -> str:
         """A warning about a tool; "" if it fails in no way that is not meant."""
         arguments = example(tool["parameters"])
         call = {"type": "function", "function": {"name": tool["name"], "arguments": arguments}}
@@ -156,9 +158,9 @@ class StartedEnvironments(Environments):
         except FailedError as error:
             return f"environment: its tools could not be tried with {prompt.id}: {error}"
         try:
-            answers = await asyncio.wait_for(session.call([call]), TRY_S)
+            answers = await asyncio.wait_for(session.call([call]), within_s)
         except TimeoutError:
-            return f"{tried} has not answered in {TRY_S:g} s. {TRIES}"
+            return f"{tried} has not answered in {within_s:.0f} s. {TRIES}"
         except (CallLimitError, FailedError) as error:
             return f"{tried} failed: {error}. {TRIES}"
         finally:

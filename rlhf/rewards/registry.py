@@ -18,7 +18,6 @@ from rlhf.config.printing import say
 from rlhf.config.reward import OPTIONS_OF_REWARD, USER_FIELDS
 from rlhf.processes.attributes import EnvironmentView
 from rlhf.processes.code import import_problem, load_module
-from rlhf.processes.confinement import remedy
 from rlhf.processes.raised import place_of, said_by
 from rlhf.processes.returned import read_returned
 from rlhf.rewards.code import check_tests, code_reward
