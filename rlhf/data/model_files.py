@@ -189,14 +189,14 @@ def _digest(folder: Path, patterns: tuple[str, ...], *, sampled: bool = False) -
     return digest.hexdigest() if files else ""
 
 
-def check_weights(path: str, *, may_lack: bool = False) -> None:
+def check_weights(path: str) -> None:
     """Raise a ValueError unless the weight files, by their headers, are there, whole, and hold each tensor once."""
     folder = local_model_folder(path)
     of_torch = torch_files(folder)
     files = of_torch or weight_files(folder)
     if missing := [file.name for file in files if not file.is_file()]:
-        if may_lack or not looks_local(path):
-            return  # another machine or the hub has them
+        if not looks_local(path):
+            return  # the hub has them
         there = ", ".join(sorted(file.name for file in folder.iterdir() if file.suffix in WEIGHT_SUFFIXES))
         kind = "" if folder / SINGLE not in files else f", and no {INDEX} that names others"
         found = there and f" It has {there}, which transformers does not look for."

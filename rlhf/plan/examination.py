@@ -35,6 +35,7 @@ from rlhf.data.model_files import (
     text_config,
 )
 from rlhf.data.vocabulary import check_stored_vocabulary, lacks_tokenizer
+from rlhf.plan.model_shape import config_at
 
 NAMED_TOKENS = ("bos_token", "eos_token")  # in tokenizer_config.json; config.json has their ids
 PADDING = "pad_token"  # a row of the embedding by config.json; tokenizers may have another, since rows are not padded
@@ -131,26 +132,18 @@ def gather(*checks: Callable[[], object]) -> list[str]:
 # --- what needs no class of a model ---
 
 
-def model_problems(
-    config: TrainingProgramConfig, *, trains: bool = True, policy: dict[str, Any] | None = None
-) -> list[str]:
-    """All reasons in its models' files to refuse the run that need no class; imports no torch.
-
-    `policy`: of a plan, which may be made where weights are not: the config.json of model.path.
-    """
-    planned = policy is not None
-    models = [m for m in run_models(config, trains=trains) if not planned or local_model_config(m.path) is not None]
-    problems = gather(*(partial(check_files, model, planned=planned) for model in models))
+def model_problems(config: TrainingProgramConfig, *, trains: bool = True) -> list[str]:
+    """All reasons in its models' files to refuse the run that need no class; imports no torch."""
+    models = run_models(config, trains=trains)
+    problems = gather(*(partial(check_files, model) for model in models))
     if not problems:
-        problems += _misfits(config, trains=trains, policy=policy)
-    return problems
+        problems += _misfits(config, trains=trains)
+    problems += gather(*(partial(check_stored, model) for model in models))
+    return list(dict.fromkeys(problems))
 
 
-def check_files(model: RunModel, *, planned: bool = False) -> None:
-    """Raise a ValueError unless a local path, or what is in the hub's cache, is a whole model.
-
-    `planned`: its weights may be on another machine.
-    """
+def check_files(model: RunModel) -> None:
+    """Raise a ValueError unless a local path, or what is in the hub's cache, is a model that a run can use."""
     named = model.named
     if looks_local(model.path):
         if not Path(model.path).is_dir():
@@ -170,14 +163,23 @@ def check_files(model: RunModel, *, planned: bool = False) -> None:
         config = local_model_config(model.path)
         if config is None:
             return
-        check_weights(model.path, may_lack=planned)
-        if model.key == "model.path" and not planned and lacks_tokenizer(model.path):
-            raise ValueError("no tokenizer in it. Put the files of its tokenizer there, such as tokenizer.json.")
         if not model.is_served:
             _check_unquantized(config)
         _check_token_ids(model, config)
     except ValueError as error:
         raise ValueError(f"{named}: {error}") from None
+
+
+def check_stored(model: RunModel) -> None:
+    """Raise a ValueError unless its weights, and the policy's tokenizer, are there and whole."""
+    try:
+        if local_model_config(model.path) is None:
+            return
+        check_weights(model.path)
+        if model.key == "model.path" and lacks_tokenizer(model.path):
+            raise ValueError("no tokenizer in it. Put the files of its tokenizer there, such as tokenizer.json.")
+    except ValueError as error:
+        raise ValueError(f"{model.named}: {error}") from None
 
 
 def quantization(config: Mapping[str, Any]) -> str:
@@ -335,9 +337,9 @@ def _check_generation_config(folder: Path) -> None:
 # --- whether they fit the run ---
 
 
-def _misfits(config: TrainingProgramConfig, *, trains: bool, policy: dict[str, Any] | None) -> Iterator[str]:
-    """Contexts and vocabularies that do not fit the run."""
-    policy = text_config(local_model_config(config.model.path) or {} if policy is None else policy)
+def _misfits(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]:
+    """Contexts, vocabularies and attention heads that do not fit the run."""
+    policy = text_config(config_at(config.model.path) or {})
     if config.max_sequence_tokens > (context := _context(policy)):
         yield (
             f"{config.sequence_keys}: {config.max_sequence_tokens} tokens exceed the context of model.path="
@@ -347,6 +349,12 @@ def _misfits(config: TrainingProgramConfig, *, trains: bool, policy: dict[str, A
     if replays and policy and not any(policy.get(key) for key in EXPERT_KEYS):
         given = f"learner.router_replay=rollout with model.path={config.model.path}"
         yield f"{given}: the model has no experts. Set it to none."
+    heads = policy.get("num_attention_heads")
+    if isinstance(config, GRPOConfig) and isinstance(heads, int) and heads % config.cluster.tensor_parallel:
+        yield (
+            f"cluster.tensor_parallel={config.cluster.tensor_parallel} does not divide the model's {heads} attention "
+            "heads, so vLLM will refuse it. Use a divisor."
+        )
     for key, path in config.further_models.items() if trains else ():
         if config.max_sequence_tokens > (context := _context(text_config(local_model_config(path) or {}))):
             yield (

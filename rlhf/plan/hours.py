@@ -124,6 +124,7 @@ def expected_time(config: GRPOConfig, shape: ModelShape | None) -> list[tuple[st
     host_how = speed.host_optimizer(config)[1]
     return [
         *([("speeds", source)] if assumed else []),
+        ("lengths", _lengths(config)),
         ("tokens per step", f"{tokens:,}, of which sampled {sampled:,}"),
         ("sampling", f"{sampled:,} / {engines}{last} = {time.sampling:,.1f} s"),
         ("log-probs", f"{forward} = {time.logprobs:,.1f} s" if passes else "none"),
@@ -135,6 +136,21 @@ def expected_time(config: GRPOConfig, shape: ModelShape | None) -> list[tuple[st
         ("the run", f"{counted(config.run.steps, 'step')} = {hours:,.1f} hours, {config.run.steps * tokens:,} tokens, "
          f"{count_gpus(roles) * hours:,.0f} GPU-hours"),
     ]  # fmt: skip
+
+
+def _lengths(config: GRPOConfig) -> str:
+    """The mean lengths that are used, each with the key it comes from."""
+    plan, lengths = config.plan, Lengths.of(config)
+    from_keys = {
+        "prompt_tokens": (lengths.prompt, "prompt", f"data.max_prompt_tokens={config.data.max_prompt_tokens}"),
+        "response_tokens": (lengths.response, "response", config.rollout.longest_key),
+    }
+    texts, assumed = [], []
+    for name, (tokens, of, most) in from_keys.items():
+        given = getattr(plan, name) is not None
+        texts.append(f"{of} {tokens:,} ({f'plan.{name}' if given else f'the most, {most}'})")
+        assumed += [] if given else [f"plan.{name}"]
+    return " and ".join(texts) + (f"; set {' and '.join(assumed)} to the mean of your data" if assumed else "")
 
 
 def _rate(tokens_per_second: float) -> str:

@@ -1,28 +1,43 @@
 """Layouts of the GPUs that a run has, by the seconds of a step: separate, separate with a lag of 1, and colocated.
 
 Of each kind the fastest that fits. Free are the split of the GPUs, ZeRO's stage, checkpointing and the GPUs of an
-engine; an optimizer in host memory is tried where nothing fits without. Where nothing fits on the GPUs of the run at
-all, one and two whole nodes are tried.
+engine; a smaller microbatch is tried where nothing fits without, and then an optimizer in host memory. Where nothing
+fits on the GPUs of the run at all, whole nodes are tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from itertools import chain, product
 from typing import Any, NamedTuple
 
+from rlhf.config.base import Section
 from rlhf.config.grpo import GRPOConfig
-from rlhf.plan.fit import memory_warnings
+from rlhf.config.program import LOW_ADAPTER_RATE
+from rlhf.config.sections import LoraConfig
+from rlhf.plan.fit import memory_problems, preemption
 from rlhf.plan.hours import Scale, step_time
-from rlhf.plan.memory import GIB, GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, memory_of_roles, parameters_of
+from rlhf.plan.memory import (
+    GIB,
+    GRADIENT_BYTES,
+    MASTER_BYTES,
+    MOMENTS_BYTES,
+    kv_cache,
+    memory_of_roles,
+    parameters_of,
+)
 from rlhf.plan.model_shape import ModelShape
 from rlhf.plan.resources import count_gpus, counted
 from rlhf.plan.speed import communicated_bytes
 
 SPLITS = 16  # shares of the GPUs that are tried for the learners
 STAGES = (1, 2, 3)  # of ZeRO: from the fewest bytes that are sent to the least memory
-SHARES = (0.75, 0.65, 0.55, 0.45, 0.35, 0.25)  # of a GPU, for an engine beside a learner's weights
+SHARES = (0.85, 0.75, 0.65, 0.55, 0.45, 0.35, 0.25)  # of a GPU, for an engine beside a learner's weights
 KINDS = {"separate": ("separate", 0), "separate, lag 1": ("separate", 1), "colocated": ("colocated", 0)}
-NODES = (1, 2)
+NODES, NODE_GPUS = (1, 2, 4, 8), 8  # that are tried; GPUs of a node, in place of nodes of one GPU
+SMALL_MICROBATCH = 4096  # tokens, if a sequence has no more
+ADAPTERS = LoraConfig(rank=32, alpha=64)
 HOST_BYTES = MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES  # per parameter whose optimizer is in host memory
 NAMED = (  # keys that a row has in words
     "cluster.placement", "cluster.learners", "cluster.engines", "cluster.tensor_parallel", "learner.zero_stage",
@@ -49,18 +64,26 @@ def trained(config: GRPOConfig, **values: Any) -> GRPOConfig:
 def with_fewest_bytes(config: GRPOConfig, shape: ModelShape) -> tuple[GRPOConfig, str | None]:
     """The config at the first of ZeRO's stages that fits (on shared GPUs, with an engine's share that fits).
 
-    The text is why not even the last one fits, or what contradicts it.
+    One whose KV cache holds a whole group comes before one whose sequences would be preempted. The text is why not even
+    the last one fits, or what contradicts it.
     """
     most = config.rollout.gpu_memory_utilization
     shared = config.cluster.placement == "colocated"
+    preempting = None
     for stage in STAGES if config.cluster.learners > 1 else (config.learner.zero_stage,):
-        for share in (most, *(share for share in SHARES if shared and share < most)):
+        for share in dict.fromkeys((most, *(share for share in SHARES if shared or most < share == SHARES[0]))):
             candidate = changed(trained(config, zero_stage=stage), rollout={"gpu_memory_utilization": share})
-            warnings = memory_warnings(candidate, memory_of_roles(candidate, shape), shape, 0.0)
-            problem = next(candidate.contradictions(), None) or next(warnings, None)
-            if problem is None:
+            problem = problem_of(candidate, shape)
+            if problem is None and not preemption(candidate, shape):
                 return candidate, None
-    return candidate, problem
+            if problem is None and preempting is None:
+                preempting = candidate
+    return (candidate, problem) if preempting is None else (preempting, None)
+
+
+def problem_of(config: GRPOConfig, shape: ModelShape) -> str | None:
+    """Why a config does not fit, or what contradicts it; None: nothing."""
+    return next(chain(memory_problems(config, memory_of_roles(config, shape), shape), config.contradictions()), None)
 
 
 def splits(config: GRPOConfig, gpus: int) -> Iterator[GRPOConfig]:
@@ -81,52 +104,106 @@ def splits(config: GRPOConfig, gpus: int) -> Iterator[GRPOConfig]:
 def settings(config: GRPOConfig, *, offload: bool) -> Iterator[GRPOConfig]:
     """The config, and with what saves memory."""
     kinds = {False: (False, "selective", True), "selective": ("selective", True), True: (True,)}
-    width, most = config.cluster.tensor_parallel, 1 if config.model.lora else config.cluster.gpus_per_node
+    most = 1 if config.model.lora else config.cluster.gpus_per_node
+    width = min(config.cluster.tensor_parallel, most)
     for kind in kinds[config.model.gradient_checkpointing]:
         for each in dict.fromkeys((width, *(w for w in (2, 4, 8) if width < w <= most))):
             model, cluster = {"gradient_checkpointing": kind}, {"tensor_parallel": each}
             yield changed(trained(config, offload_optimizer=offload), model=model, cluster=cluster)
 
 
+def microbatches(config: GRPOConfig) -> dict[int, None]:
+    """The tokens of a microbatch: as set, and less."""
+    budget = config.learner.max_tokens_per_microbatch
+    return dict.fromkeys((budget, min(budget, max(SMALL_MICROBATCH, config.max_sequence_tokens))))
+
+
 def fastest(config: GRPOConfig, shape: ModelShape, gpus: int, kind: str, scale: Scale) -> Layout | str:
     """The fastest layout of a kind that fits, or why the most economical one does not."""
     placement, lag = KINDS[kind]
     base = changed(config, cluster={"placement": placement}, rollout={"max_policy_lag": lag})
-    found: list[Layout] = []
+    found: list[tuple[bool, Layout]] = []
     reason = f"{counted(gpus, 'GPU')} cannot hold whole engines and learners in this way"
-    for offload in dict.fromkeys((config.learner.offload_optimizer, True)):
+    for offload, tokens in product(dict.fromkeys((config.learner.offload_optimizer, True)), microbatches(config)):
         if found:
             break
-        for split in (split for setting in settings(base, offload=offload) for split in splits(setting, gpus)):
+        one = changed(base, learner={"max_tokens_per_microbatch": tokens})
+        for split in (split for setting in settings(one, offload=offload) for split in splits(setting, gpus)):
             if shape.heads % split.cluster.tensor_parallel:  # vLLM would refuse it
                 continue
             candidate, problem = with_fewest_bytes(split, shape)
             if problem:
                 reason = problem
             elif time := step_time(candidate, shape, scale):
-                found.append(Layout(candidate, time.total))
-    return min(found, key=lambda layout: layout.seconds, default=reason)
+                found.append((bool(preemption(candidate, shape)), Layout(candidate, time.total)))
+    return min(found, key=lambda each: (each[0], each[1].seconds))[1] if found else reason
 
 
-def layout_rows(config: GRPOConfig, shape: ModelShape) -> Iterator[tuple[str, str]]:
+class Search(NamedTuple):
+    """The fastest layout of each kind on so many GPUs, or why there is none."""
+
+    gpus: int
+    found: dict[str, Layout | str]
+
+    def best(self, lag: float) -> Layout | None:
+        """The fastest with at most this lag, or else with more; None if nothing fits."""
+        fitting = [layout for layout in self.found.values() if isinstance(layout, Layout)]
+        return min(fitting, key=lambda each: (each.config.rollout.max_policy_lag > lag, each.seconds), default=None)
+
+
+def search(config: GRPOConfig, shape: ModelShape, gpus: int) -> Search:
+    """The layouts of so many GPUs."""
+    scale = Scale.of(config, shape)
+    return Search(gpus, {kind: fastest(config, shape, gpus, kind, scale) for kind in KINDS})
+
+
+def searches(config: GRPOConfig, shape: ModelShape) -> list[Search]:
+    """The layouts of the GPUs of the run, and while nothing fits those of more nodes."""
+    own, per_node = count_gpus(config.roles()), config.cluster.gpus_per_node
+    done = [search(config, shape, own)]
+    more = [per_node * nodes for nodes in NODES] if per_node > 1 else [2, 4, *(NODE_GPUS * nodes for nodes in NODES)]
+    for gpus in (gpus for gpus in more if gpus > own):
+        if done[-1].best(0):
+            break
+        larger = {"gpus_per_node": min(gpus, NODE_GPUS) if per_node == 1 else per_node}
+        done.append(search(changed(config, cluster=larger), shape, gpus))
+    return done
+
+
+def with_adapters(config: GRPOConfig) -> GRPOConfig:
+    """The config with adapters (`model.lora`) in place of all weights, at a rate for them."""
+    optimizer = config.learner.optimizer
+    if optimizer.lr < LOW_ADAPTER_RATE:
+        optimizer = optimizer.model_copy(update={"lr": LOW_ADAPTER_RATE})
+    return changed(config, model={"lora": ADAPTERS}, learner={"optimizer": optimizer})
+
+
+def economies_on_cpu(config: GRPOConfig, shape: ModelShape) -> Iterator[GRPOConfig]:
+    """The config on CPU with a KV cache for one sequence at least, and what takes less memory, step by step."""
+    least = math.ceil(config.max_sequence_tokens * kv_cache(shape, config)[0] / GIB)
+    config = changed(config, rollout={"kv_cache_gib": max(config.rollout.kv_cache_gib, least)})
+    for base in (config, with_adapters(config)):
+        for tokens in microbatches(config):
+            for kind in dict.fromkeys((config.model.gradient_checkpointing, True)):
+                learner, model = {"max_tokens_per_microbatch": tokens}, {"gradient_checkpointing": kind}
+                yield changed(base, learner=learner, model=model)
+
+
+def layout_rows(config: GRPOConfig, shape: ModelShape, searched: Sequence[Search]) -> Iterator[tuple[str, str]]:
     """Rows of --plan: the kinds of layout with their seconds, the best one with its keys, and ZeRO's stage."""
-    scale, own = Scale.of(config, shape), count_gpus(config.roles())
-    per_node = config.cluster.gpus_per_node
-    for gpus in (own, *(per_node * nodes for nodes in NODES if per_node * nodes > own)):
-        found = {kind: fastest(config, shape, gpus, kind, scale) for kind in KINDS}
+    for gpus, found in searched:
         for kind, layout in found.items():
             text = f"none: {layout}" if isinstance(layout, str) else _described(config, shape, *layout)
             yield (f"{counted(gpus, 'GPU')}, {kind}", text)
-        fitting = sorted((each for each in found.values() if isinstance(each, Layout)), key=lambda each: each.seconds)
-        for best in fitting[:1] + [each for each in fitting if not each.config.rollout.max_policy_lag][:1]:
-            keys = " ".join(f"{key}={value}" for key, value in _differences(config, best.config)) or "this config"
-            lag = best.config.rollout.max_policy_lag
-            yield (f"the best that fits, lag {lag}", keys)
-            if not lag:
-                break
-        if fitting:
-            break
+    best = [layout.config for lag in (math.inf, 0) if (layout := searched[-1].best(lag))]
+    for lag, layout in {each.rollout.max_policy_lag: each for each in best}.items():
+        yield (f"the best that fits, lag {lag}", keys_of(config, layout))
     yield from _stages(config, shape)
+
+
+def keys_of(config: GRPOConfig, layout: GRPOConfig) -> str:
+    """The keys of a layout in one line, to be pasted behind the config's command."""
+    return " ".join(f"{key}={value}" for key, value in _differences(config, layout)) or "this config"
 
 
 def _described(config: GRPOConfig, shape: ModelShape, layout: GRPOConfig, seconds: float) -> str:
@@ -140,14 +217,17 @@ def _described(config: GRPOConfig, shape: ModelShape, layout: GRPOConfig, second
     return "; ".join([f"{seconds:,.1f} s: {learners}, {counted(cluster.engines, 'engine')}{width}", *more])
 
 
-def _differences(config: GRPOConfig, layout: GRPOConfig) -> Iterator[tuple[str, Any]]:
-    """Keys whose values differ, with those of the layout as on a command line."""
-    sections = ["cluster", "rollout", "model", *(role.section for role, _ in config.trained_roles())]
-    for section in sections:
-        for key in type(getattr(layout, section)).model_fields:
-            old, new = (getattr(getattr(each, section), key) for each in (config, layout))
-            if old != new:
-                yield f"{section}.{key}", str(new).lower() if isinstance(new, bool) else new
+def _differences(old: Section, new: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys whose values differ, with the new ones as on a command line."""
+    for name in type(new).model_fields:
+        before, after, key = getattr(old, name), getattr(new, name), f"{prefix}{name}"
+        if isinstance(before, Section) and isinstance(after, Section):
+            yield from _differences(before, after, f"{key}.")
+        elif isinstance(after, Section) and before is None:
+            given = (each for each in type(after).model_fields if each in after.model_fields_set)
+            yield from ((f"{key}.{each}", getattr(after, each)) for each in given)
+        elif before != after:
+            yield key, str(after).lower() if isinstance(after, bool) else after
 
 
 def _stages(config: GRPOConfig, shape: ModelShape) -> Iterator[tuple[str, str]]:

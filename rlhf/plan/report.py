@@ -1,6 +1,6 @@
-"""The text of --plan: what follows from a config, and what of it is valid but likely wrong.
+"""The text of --plan: whether the run would start and fits, what follows from its config, and what is likely wrong.
 
-Plain aligned lines, at most 100 columns.
+Plain aligned lines, at most 100 columns; keys to paste are one line.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import os
 import sys
 import textwrap
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeGuard
 
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.data import DataConfig
@@ -20,12 +21,12 @@ from rlhf.config.printing import printable
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import REWARD_MODEL, Role, Training
 from rlhf.config.sections import ClusterConfig
-from rlhf.data.model_files import local_model_config, text_config
-from rlhf.data.read import count_rows, local_path, rows_per_epoch, too_few_prompts
-from rlhf.plan.examination import model_problems
-from rlhf.plan.fit import memory_warnings
+from rlhf.data.model_files import local_model_config
+from rlhf.data.read import check_source, config_sources, count_rows, local_path, rows_per_epoch, too_few_prompts
+from rlhf.plan.examination import run_models
+from rlhf.plan.fit import named, preemption
 from rlhf.plan.hours import expected_time
-from rlhf.plan.layouts import layout_rows
+from rlhf.plan.layouts import Search, layout_rows, searches
 from rlhf.plan.memory import (
     GIB,
     Part,
@@ -37,8 +38,9 @@ from rlhf.plan.memory import (
 )
 from rlhf.plan.model_shape import ModelShape, config_at, read_shape
 from rlhf.plan.resources import count_gpus, counted, with_gpus_here
-from rlhf.plan.start_checks import rate_warnings
+from rlhf.plan.start_checks import class_problems, plan_problems, rate_warnings
 from rlhf.plan.transfer import transfer_rows
+from rlhf.plan.verdict import fit_verdict
 
 COLUMNS, LABEL = 100, 28
 FREE = "-"  # a GPU without a role
@@ -46,28 +48,58 @@ SHORT_NAMES = {REWARD_MODEL: "reward"}  # names that are too long for a cell
 CELL_WIDTH = 10  # characters; the usual eight cells and the node's name fit in 100 columns
 
 
+class Plan(NamedTuple):
+    """What --plan prints, and why the run would be refused; no reasons if it would start."""
+
+    text: str
+    problems: list[str]
+
+
 def printed(config: TrainingProgramConfig, flags: Namespace) -> bool:
-    """Print what --plan and --print-config ask for, if they were given; a pipe that is closed early is no error."""
-    parts: list[Callable[[], str]] = []
-    if isinstance(config, GRPOConfig) and flags.plan:
-        title = f"Plan of run.dir={config.run.dir}; --print-config prints every key with its value"
-        parts.append(lambda: f"{title}\n\n{plan_text(config)}")
-    if flags.print_config:
-        between = "\n" if parts else ""
-        parts.append(lambda: between + resolved_yaml(config))
-    if isinstance(config, GRPOConfig) and flags.plan:
-        parts.append(lambda: first_prompt_text(config))  # the last, because it takes seconds of imports
+    """Print what --plan and --print-config ask for, if they were given; a pipe that is closed early is no error.
+
+    Raises:
+        ValueError: the run that --plan shows would not start, or does not fit.
+    """
+    problems: list[str] = []
     try:
-        for part in parts:
-            sys.stdout.write(printable(part()))
+        for text in _texts(config, flags, problems):
+            sys.stdout.write(printable(text))
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return bool(parts)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return _plans(config, flags) or flags.print_config
+
+
+def _plans(config: TrainingProgramConfig, flags: Namespace) -> TypeGuard[GRPOConfig]:
+    return isinstance(config, GRPOConfig) and flags.plan
+
+
+def _texts(config: TrainingProgramConfig, flags: Namespace, problems: list[str]) -> Iterator[str]:
+    """What is printed, each text as soon as it is known; `problems` gets why the run would be refused."""
+    if _plans(config, flags):
+        text, found = planned(config)
+        problems += found
+        yield text
+    if flags.print_config:
+        yield "\n" * _plans(config, flags) + resolved_yaml(config)
+    if _plans(config, flags):  # the last, because it takes seconds of imports
+        try:
+            yield first_prompt_text(config)
+        except (ValueError, RuntimeError) as error:
+            problems += [] if str(error) in problems else [str(error)]
+        if not problems:
+            problems += class_problems(config)
 
 
 def first_prompt_text(config: GRPOConfig) -> str:
-    """The first prompt as the model will be given it; "" where its model or its data is not on this machine."""
+    """The first prompt as the model will be given it; "" where its model or its data is not on this machine.
+
+    Raises:
+        ValueError: there is none.
+    """
     first, path = config.data.train[0], local_path(config.data.train[0])
     is_here = first.is_environment or (path is not None and path.exists())
     if local_model_config(config.model.path) is None or not is_here:
@@ -75,52 +107,83 @@ def first_prompt_text(config: GRPOConfig) -> str:
     from rlhf.data.load import read_first_prompt, show_prompt
     from rlhf.data.model_files import load_tokenizer
 
-    try:
-        tokenizer = load_tokenizer(config.model)
-        prompt = read_first_prompt(config.data, tokenizer, acts=config.acts)
-        if config.acts:
-            from rlhf.config.cli import run_async
-            from rlhf.environments.start import StartedEnvironments
+    tokenizer = load_tokenizer(config.model)
+    prompt = read_first_prompt(config.data, tokenizer, acts=config.acts)
+    if config.acts:
+        from rlhf.config.cli import run_async
+        from rlhf.environments.start import StartedEnvironments
 
-            with StartedEnvironments(config, tokenizer) as environments:
-                prompt = run_async(environments.first_prompt(prompt))
-        text = show_prompt(prompt, tokenizer)
-    except ValueError as error:
-        text = f"none: {error}"
-    return f"\nFirst prompt\n{text}\n"
+        with StartedEnvironments(config, tokenizer) as environments:
+            prompt = run_async(environments.first_prompt(prompt))
+    return f"\nFirst prompt\n{show_prompt(prompt, tokenizer)}\n"
 
 
-def plan_text(config: GRPOConfig) -> str:
-    """All sections of the plan."""
+def planned(config: GRPOConfig) -> Plan:
+    """All sections of the plan, and why the run would be refused."""
+    problems, prompts = plan_problems(config), "see the first line"
     config, gpu_memory = with_gpus_here(config) if config.cluster.device == "cuda" else (config, "")
-    prompts = prompts_per_epoch(config.data)
-    warnings = [*arithmetic_warnings(config, prompts), *model_warnings(config)]
+    try:
+        prompts = prompts_per_epoch(config.data)
+    except ValueError as error:
+        problems += [] if str(error) in problems else [str(error)]
+    problems += arithmetic_problems(config, prompts)
+    first, warnings = _beginning(problems), list(arithmetic_warnings(config))
     sections = [
         ("Batches", _batches(config, prompts)),
         ("Learning rate", _learning_rate(config)),
         ("Placement", _placement(config, gpu_memory)),
     ]
-    shape, reason = None, ""
     try:
         shape = read_shape(config.model.path)
     except ValueError as error:
-        reason = str(error)
-    if time := expected_time(config, shape):
-        sections.append(("Time, expected", rows(*time)))
-    if shape is None:
-        sections.append(("Memory", wrapped("  ", f"no estimate: {reason}")))
+        if config_at(config.model.path) or not any(problem.startswith("model.path=") for problem in problems):
+            first += wrapped("memory is not known: ", str(error))
+        if time := expected_time(config, None):
+            sections.append(("Time, expected", rows(*time)))
     else:
-        if config.cluster.device == "cuda":
-            sections.append(("Layouts, seconds per step", rows(*layout_rows(config, shape))))
         estimates = memory_of_roles(config, shape)
+        searched = searches(config, shape) if config.cluster.device == "cuda" else []
+        verdict = fit_verdict(config, shape, estimates, searched)
+        for sentence, keys in verdict.says:
+            first += wrapped("", sentence) + [f"  {keys}"] * bool(keys)
+        if not verdict.fits:
+            problems.append("\n".join(f"{sentence}\n  {keys}".rstrip() for sentence, keys in verdict.says))
+        elif warning := preemption(config, shape):
+            warnings.append(warning)
+        if verdict.config and (time := expected_time(verdict.config, shape)):
+            sections.append((f"Time, expected{'' if verdict.fits else ', in the layout that fits'}", rows(*time)))
+        if searched:
+            sections.append(("Layouts, seconds per step", _layouts(config, shape, searched)))
         sections.append(("Memory, estimated", _memory(config, shape, estimates)))
         if sent := transfer_rows(config, shape):
             sections.append(("Weights to the engines, estimated", rows(*sent)))
-        here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-        warnings += memory_warnings(config, estimates, shape, here)
+    if of_hub := ", ".join(_of_hub(config)):
+        first += wrapped("not checked: ", f"{of_hub}: the hub is asked when the run starts.")
     if warnings:
         sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))
-    return "\n\n".join(f"{title}\n" + "\n".join(lines) for title, lines in sections) + "\n"
+    texts = ["\n".join(first), *(f"{title}\n" + "\n".join(lines) for title, lines in sections)]
+    return Plan("\n\n".join(texts) + "\n", problems)
+
+
+def _beginning(problems: Sequence[str]) -> list[str]:
+    label = "would not start: "
+    return [line for n, text in enumerate(problems) for line in wrapped(" " * len(label) if n else label, text)]
+
+
+def _of_hub(config: GRPOConfig) -> Iterator[str]:
+    """Data sets and models that are no files of this machine."""
+    sources = config_sources(config.data, "train") | config_sources(config.data, "eval")
+    yield from (f"{k}={s.path}" for k, s in sources.items() if not s.is_environment and local_path(s) is None)
+    models = run_models(config)
+    yield from (m.named for m in models if not looks_local(m.path) and local_model_config(m.path) is None)
+
+
+def _layouts(config: GRPOConfig, shape: ModelShape, searched: Sequence[Search]) -> list[str]:
+    lines = []
+    for label, text in layout_rows(config, shape, searched):
+        to_paste = label.startswith("the best") and "=" in text
+        lines += [f"  {label}", f"    {text}"] if to_paste else rows((label, text))
+    return lines
 
 
 def rows(*pairs: tuple[str, str]) -> list[str]:
@@ -141,15 +204,20 @@ def wrapped(first: str, text: str) -> list[str]:
 
 
 def prompts_per_epoch(config: DataConfig) -> int | str:
-    """Rows of data.train in an epoch, those that a run leaves out later too; a sentence if they cannot be counted."""
+    """Rows of data.train in an epoch, those that a run leaves out later too; why not, if they are in no file.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
     rows: dict[str, range] = {}
-    for source in config.train:
+    for key, source in config_sources(config, "train").items():
+        check_source(source, key)
         try:
             counted_rows = count_rows(source)
         except (OSError, ValueError) as error:
-            return f"not counted: {source.path}: {error}"
+            raise ValueError(f"{key}={source.path}: {error}") from None
         if counted_rows is None:
-            return f"not counted: {source.path} is no local file"
+            return f"{source.path} is no local file"
         rows[source.label] = range(counted_rows)
     return sum(rows_per_epoch(config.train, rows).values())
 
@@ -184,7 +252,7 @@ def _batches(config: GRPOConfig, prompts: int | str) -> list[str]:
 
 def _epochs(config: GRPOConfig, prompts: int | str) -> str:
     if isinstance(prompts, str):
-        return prompts
+        return f"not counted: {prompts}"
     if not prompts:
         return "no rows"
     each, steps, curriculum = config.rollout.prompts_per_step, config.run.steps, config.data.curriculum
@@ -284,7 +352,7 @@ def _memory(config: GRPOConfig, shape: ModelShape, estimates: Sequence[RoleMemor
         ("checkpoint on disk", _checkpoint(config, shape)),
     )
     for estimate in estimates:
-        title = f"{'an' if estimate.role.name[0] in 'aeiou' else 'a'} {estimate.role.name}"
+        title = named(estimate.role.name)
         if estimate.parts:
             lines += _parts(f"{title}, {'one GPU' if cluster.device == 'cuda' else 'processes'}", estimate.parts)
         else:
@@ -326,11 +394,23 @@ def _parts(title: str, parts: tuple[Part, ...]) -> list[str]:
     return [*lines, f"    {'total':<34}{total(parts) / GIB:8.2f} GiB"]
 
 
-# --- warnings ---
+# --- problems and warnings ---
 
 
-def arithmetic_warnings(config: GRPOConfig, prompts: int | str) -> Iterator[str]:
-    """Warnings that need no model: those of the config, idle learners or engines, too few prompts in an epoch."""
+def arithmetic_problems(config: GRPOConfig, prompts: int | str) -> Iterator[str]:
+    """Why the run would be refused by its numbers: too few prompts in an epoch, an engine larger than a node."""
+    cluster = config.cluster
+    if isinstance(prompts, int) and (problem := too_few_prompts(prompts, config.rollout.prompts_per_step)):
+        yield problem
+    if cluster.device == "cuda" and cluster.tensor_parallel > cluster.gpus_per_node:
+        yield (
+            f"cluster.tensor_parallel={cluster.tensor_parallel}: an engine does not fit on a node of cluster."
+            f"gpus_per_node={cluster.gpus_per_node} GPUs. Lower it, or set gpus_per_node to what a node has."
+        )
+
+
+def arithmetic_warnings(config: GRPOConfig) -> Iterator[str]:
+    """Warnings that need no layout: of the config and its learning rates, and of idle learners or engines."""
     cluster, rollout = config.cluster, config.rollout
     yield from config.warnings()
     for role, training in config.trained_roles():
@@ -348,24 +428,4 @@ def arithmetic_warnings(config: GRPOConfig, prompts: int | str) -> Iterator[str]
             f"groups, and a group stays on one engine, so {cluster.engines - rollout.prompts_per_step} engines are "
             "idle. Use fewer engines or more prompts."
         )
-    if cluster.device == "cuda" and cluster.tensor_parallel > cluster.gpus_per_node:
-        yield (
-            f"cluster.tensor_parallel={cluster.tensor_parallel}: an engine does not fit on a node of cluster."
-            f"gpus_per_node={cluster.gpus_per_node} GPUs. Lower it, or set gpus_per_node to what a node has."
-        )
-    if isinstance(prompts, int) and (problem := too_few_prompts(prompts, rollout.prompts_per_step)):
-        yield f"{problem} The run will be refused."
-
-
-def model_warnings(config: GRPOConfig) -> Iterator[str]:
-    """Warnings from the model's files: its learning rates, why the run will be refused, by checks or by an engine."""
     yield from rate_warnings(config)
-    if (model := config_at(config.model.path)) is None:
-        return
-    yield from (f"{problem} The run will be refused." for problem in model_problems(config, policy=model))
-    heads = text_config(model).get("num_attention_heads")
-    if heads is not None and heads % config.cluster.tensor_parallel:
-        yield (
-            f"cluster.tensor_parallel={config.cluster.tensor_parallel} does not divide the model's {heads} attention "
-            "heads, so vLLM will refuse it. Use a divisor."
-        )

@@ -58,6 +58,13 @@ def joins_a_cluster(config: TrainingProgramConfig) -> bool:
     return bool(config.cluster.ray_address or os.environ.get("RAY_ADDRESS"))
 
 
+def is_for_this_machine(config: TrainingProgramConfig) -> bool:
+    """Whether this machine would start the run: on CPU, in a Ray cluster, or on its GPUs, unless others are named."""
+    if config.cluster.device == "cpu" or joins_a_cluster(config):
+        return True
+    return bool(visible_gpus()) and not {"gpu", "gpu_memory_gib"} & config.cluster.model_fields_set
+
+
 def local_resources() -> dict[str, float]:
     """Numbers of CPUs and GPUs of this machine, found without Ray and torch."""
     return {"CPU": float(os.cpu_count() or 1), GPU: float(len(visible_gpus()))}

@@ -13,15 +13,17 @@ from typing import Literal
 
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.contradictions import metric_problems
+from rlhf.config.environment import TOOLS
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.printing import to_stderr
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import LEARNER
-from rlhf.data.read import check_source, config_sources
-from rlhf.plan.examination import examine, gather, model_problems
+from rlhf.data.model_files import local_model_config
+from rlhf.data.read import check_source, config_sources, local_path
+from rlhf.plan.examination import examine, gather, model_problems, run_models
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes, trained_parameters
 from rlhf.plan.model_shape import ModelShape, shape_at
-from rlhf.plan.resources import check_resources, counted, joins_a_cluster, local_resources
+from rlhf.plan.resources import check_resources, counted, is_for_this_machine, joins_a_cluster, local_resources
 from rlhf.processes.code import load_function
 
 SOCKET_PATH_BYTES = 107  # of a Unix socket, as the kernel limits it
@@ -45,6 +47,37 @@ def start_problems(config: GRPOConfig) -> list[str]:
 def _rollout_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
     """Of the user's rewards and environments; both may say why an environment does not start."""
     return list(dict.fromkeys(reward_problems(config, trains=trains) + environment_problems(config)))
+
+
+def plan_problems(config: TrainingProgramConfig) -> list[str]:
+    """Those of the reasons above that need no class of a model, no hub and no GPU of the run.
+
+    Of a run that is meant for other GPUs than those of this machine, disk and cores are not looked at.
+    """
+    own: list[str] = []
+    if isinstance(config, GRPOConfig):
+        own = own_function_problems(config) + reward_problems(_with_files_alone(config))
+        if config.environment.parts or not set(config.tools) <= set(TOOLS):
+            own += environment_problems(config)
+        own = list(dict.fromkeys(own))
+    here = is_for_this_machine(config)
+    machine = _machine_problems(config) if here else []
+    return [*input_problems(config, with_classes=False), *run_folder_problems(config, with_disk=here), *machine, *own]
+
+
+def class_problems(config: TrainingProgramConfig) -> list[str]:
+    """What the classes of the models say of their files, where all of these are on this machine; takes seconds."""
+    missing = any(local_model_config(model.path) is None for model in run_models(config))
+    return [] if missing else examine(config)
+
+
+def _with_files_alone(config: GRPOConfig) -> GRPOConfig:
+    """The config without the data sets of the hub."""
+    files = {
+        which: tuple(source for source in getattr(config.data, which) if source.is_environment or local_path(source))
+        for which in ("train", "eval")
+    }
+    return config.model_copy(update={"data": config.data.model_copy(update=files)})
 
 
 def run_problems(config: TrainingProgramConfig, *, with_classes: bool = True) -> list[str]:
@@ -131,7 +164,7 @@ def run_bytes(config: TrainingProgramConfig, *, written: int = 0) -> int | None:
     return checkpoints * checkpoint + config.run.export * exported
 
 
-def run_folder_problems(config: TrainingProgramConfig) -> Iterator[str]:
+def run_folder_problems(config: TrainingProgramConfig, *, with_disk: bool = True) -> Iterator[str]:
     """The run folder cannot be written, or its disk has no room for the checkpoints."""
     folder = existing_folder(config)
     if not folder.is_dir():
@@ -139,6 +172,8 @@ def run_folder_problems(config: TrainingProgramConfig) -> Iterator[str]:
         return
     if not os.access(folder, os.W_OK | os.X_OK):
         yield f"run.dir={config.run.dir}: {folder} cannot be written. Name a folder that can be."
+        return
+    if not with_disk:
         return
     written = len(list(Path(config.run.dir).glob("checkpoints/step-" + 6 * "[0-9]")))  # by a run that is resumed
     needed, free = run_bytes(config, written=written) or 0, shutil.disk_usage(folder).free

@@ -13,7 +13,6 @@ import numpy as np
 from rlhf.answers.thoughts import Marks
 from rlhf.config.grpo import GRPOConfig
 from rlhf.types import Prompt, Support, VersionSpan
-from rlhf.weights.adapter import slot_arguments
 
 
 @dataclass(frozen=True)
@@ -184,6 +183,8 @@ def engine_arguments(config: GRPOConfig, seed: int, adapted_layers: Sequence[str
     if config.learner.replays_experts:
         optional["enable_return_routed_experts"] = True
     if lora is not None:
+        from rlhf.weights.adapter import slot_arguments  # imports torch
+
         optional |= slot_arguments(lora, adapted_layers)
     ours = optional | {
         "model": config.model.path,

@@ -296,7 +296,10 @@ def test_rows_that_need_a_token_without_a_row_are_named(model: Path) -> None:
 
 
 def test_the_plan_says_what_needs_no_class_and_imports_no_torch(model: Path) -> None:
-    code = "import sys; from rlhf.grpo import main; main(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from rlhf.grpo import main; from rlhf.config.cli import run_program;"
+        "print(run_program(main), 'torch' in sys.modules)"
+    )
     change_json(model, "config.json", quantization_config={"quant_method": "awq"})
     file = model.parent / "run.yaml"
     file.write_text(
@@ -304,8 +307,10 @@ def test_the_plan_says_what_needs_no_class_and_imports_no_torch(model: Path) -> 
     )
     command = [sys.executable, "-c", code, "--config", str(file), "--plan"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "by config.json it is quantized (awq)" in " ".join(done.stdout.split())
+    assert done.stdout.splitlines()[-1] == "2 False"
+    for text in (done.stdout, done.stderr):
+        assert "model.path=" in text
+        assert "by config.json it is quantized (awq)" in " ".join(text.split())
 
 
 @pytest.mark.slow

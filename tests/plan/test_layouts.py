@@ -13,7 +13,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.plan import speed
 from rlhf.plan.hours import Scale, step_time
-from rlhf.plan.layouts import KINDS, Layout, _described, fastest, layout_rows
+from rlhf.plan.layouts import KINDS, Layout, _described, fastest, layout_rows, searches
 from rlhf.plan.model_shape import ModelShape, shape_at
 
 ROOT = Path(__file__).parents[2]
@@ -127,7 +127,7 @@ def test_the_flagship_runs_in_the_layout_that_is_the_best_without_a_lag() -> Non
     config = load_config(GRPOConfig, [str(ROOT / "configs/math.yaml")])
     shape = shape_at(config.model.path)
     assert shape is not None
-    rows = dict(layout_rows(config, shape))
+    rows = dict(layout_rows(config, shape, searches(config, shape)))
     assert rows["the best that fits, lag 0"] == "this config"
     page = " ".join((ROOT / "docs/configuration.md").read_text().split())
     table = [f"{label} {text}" for label, text in rows.items() if not label.startswith("ZeRO")]
@@ -141,7 +141,7 @@ def test_one_gpu_is_shared_and_its_config_is_the_best(name: str) -> None:
     config = load_config(GRPOConfig, [str(ROOT / f"configs/{name}.yaml")])
     shape = shape_at(config.model.path)
     assert shape is not None
-    rows = dict(layout_rows(config, shape))
+    rows = dict(layout_rows(config, shape, searches(config, shape)))
     assert rows["1 GPU, separate"].startswith("none")
     assert rows["the best that fits, lag 0"] == "this config"
 
@@ -176,17 +176,17 @@ def test_large_models_fit_on_one_and_two_nodes_in_the_seconds_of_the_docs(make: 
     assert seconds == [a + b + c for a, b, c in zip(expected, kinds, offload, strict=True)]
 
 
-def test_where_nothing_fits_one_and_two_nodes_are_tried_and_the_reason_is_named(make: Any) -> None:
-    config, shape = make(LARGE, "cluster.learners=1", "cluster.engines=1", "cluster.gpu_memory_gib=24")
-    rows = dict(layout_rows(config, shape))
-    assert {label.split(",")[0] for label in rows} == {"2 GPUs", "8 GPUs", "16 GPUs"}
-    assert re.match(r"none: memory: .* needs about [\d.]+ GiB", rows["16 GPUs, separate"])
+def test_where_nothing_fits_whole_nodes_are_tried_and_the_reason_is_named(make: Any) -> None:
+    config, shape = make(LARGE, "cluster.learners=1", "cluster.engines=1", "cluster.gpu_memory_gib=8")
+    rows = dict(layout_rows(config, shape, searches(config, shape)))
+    assert {label.split(",")[0] for label in rows} == {"2 GPUs", "8 GPUs", "16 GPUs", "32 GPUs", "64 GPUs"}
+    assert re.match(r"none: a learner needs [\d.]+ of 8 GiB", rows["16 GPUs, separate"])
     assert not any(label.startswith("the best") for label in rows)
 
 
 def test_the_stage_is_the_first_that_fits(make: Any) -> None:
     config, shape = make(SMALL, "learner.zero_stage=2", "model.gradient_checkpointing=true")
-    row = dict(layout_rows(config, shape))["ZeRO here, learner"]
+    row = dict(layout_rows(config, shape, searches(config, shape)))["ZeRO here, learner"]
     assert re.match(r"stage 1 fits and sends the fewest bytes, [\d.]+ GB .*; stage 2, as set, sends [\d.,]+$", row)
     config, shape = make("Qwen/Qwen2.5-7B", "cluster.gpu_memory_gib=70", "model.gradient_checkpointing=true")
-    assert dict(layout_rows(config, shape))["ZeRO here, learner"].startswith("stage 2 fits")
+    assert dict(layout_rows(config, shape, searches(config, shape)))["ZeRO here, learner"].startswith("stage 2 fits")
