@@ -23,7 +23,7 @@ from rlhf.config.cli import parser_of, run_program
 from rlhf.config.data import SourceConfig
 from rlhf.config.load import parse_override, resolved, validated
 from rlhf.config.printing import say, to_stderr
-from rlhf.config.reward import RewardConfig
+from rlhf.config.reward import RewardConfig, may_be_accuracy
 from rlhf.config.secrets import remember
 from rlhf.processes.channel import as_json
 from rlhf.rewards.grade import UNGRADED, Grade
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from rlhf.rewards.scorer import Scorer
 
 ANSWER_KEY = "ground_truth"
-NOT_AN_ACCURACY = ("length", "repetition")  # 0 and 1 mean neither wrong nor right
 ROWS_PER_BATCH, MAX_BATCHES = 1024, 4  # at most: rows of a batch, and batches that wait for grades
 
 
@@ -218,7 +217,7 @@ def _report(totals: Totals, reward: str, seconds: float) -> None:
         return
     if graded := rows - missing:
         note = f", without {missing} that cannot be graded" if missing else ""
-        name = "accuracy" if reward not in NOT_AN_ACCURACY and totals.lowest >= 0 and totals.highest <= 1 else reward
+        name = "accuracy" if may_be_accuracy(reward) and totals.lowest >= 0 and totals.highest <= 1 else reward
         say(f"{name:<8}  {totals.score / graded:.4f} over {graded} rows{note}")
     say("statuses  " + ", ".join(f"{name} {count}" for name, count in totals.statuses.most_common()))
     say(f"speed     {rows / seconds:.0f} answers/s in {seconds:.2f} s")

@@ -17,7 +17,7 @@ import numpy as np
 
 from rlhf.config.reward import may_be_accuracy
 from rlhf.environments.turns import CALL_LIMIT
-from rlhf.rewards.grade import NO_ANSWER, OK, count_answers
+from rlhf.rewards.grade import NO_ANSWER, OK, UNGRADED, count_answers
 from rlhf.run.rollout_log import rollout_row
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
 
@@ -25,7 +25,6 @@ Rows = list[dict[str, Any]]
 
 RIGHT = 0.5  # an answer with a higher value counts as right
 RESAMPLES = 1000
-UNGRADED = 0.02  # share of an evaluation's responses that may have no value of the metric without a warning
 ROUNDING = 1e-9  # of a difference of means
 MAX_SUM = 1e6  # of whole differences whose distribution is computed exactly
 SIGNS, SIGNS_AT_ONCE = 20_000, 1_000  # random assignments of signs, for other differences

@@ -39,6 +39,12 @@ def logged(config: GRPOConfig) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if "time/step" in row]
 
 
+def evaluated(config: GRPOConfig) -> dict[str, Any]:
+    """The last evaluation."""
+    lines = map(json.loads, (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines())
+    return [row for row in lines if any(name.startswith("eval/") for name in row)][-1]
+
+
 def test_every_rollout_of_a_run_is_counted_by_its_use_and_so_are_its_tokens(
     config: GRPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +308,7 @@ def test_a_teacher_replaces_the_reward_in_what_is_trained_and_logs_how_far_the_p
 ) -> None:
     teacher = {"path": config.model.path, "coef": 2.0}
     values = {**config.model_dump(mode="json"), "algo": {"teacher": teacher, "mask_truncated": True}}
+    values["data"] |= {"eval": [{"path": values["data"]["train"][0]["path"].replace("train", "test"), "rows": 2}]}
     taught = GRPOConfig.model_validate_json(json.dumps(values | {"reward": reward}))
     assert list(taught.contradictions()) == []
     run, _ = asyncio.run(drive(taught, monkeypatch))
@@ -315,6 +322,7 @@ def test_a_teacher_replaces_the_reward_in_what_is_trained_and_logs_how_far_the_p
     assert rows[-1]["account/trained"] == SAMPLED - CUT_OFF
     assert rows[-1]["account/failed"] == 0
     assert ("reward/mean" in rows[-1]) == bool(reward)
+    assert ("eval/test/avg@1" in evaluated(config)) == bool(reward)
     assert "reward" not in capsys.readouterr().out.partition("outside of the healthy range")[2]
 
 
