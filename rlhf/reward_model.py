@@ -51,9 +51,7 @@ async def train(run: Run[RewardTrainingConfig], data: TrainEval) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config, arguments = cli.parse(
-        "rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv, add_flags=cli.run_flags, check=run_problems
-    )
+    config, arguments = cli.parse("rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv, check=run_problems)
     if printed(config, arguments):
         return
     with waiting("starting: importing torch and Ray"):

@@ -47,7 +47,7 @@ async def train(run: Run[SFTConfig], data: TrainEval) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config, arguments = cli.parse("rlhf.sft", DESCRIPTION, SFTConfig, argv, add_flags=cli.run_flags, check=run_problems)
+    config, arguments = cli.parse("rlhf.sft", DESCRIPTION, SFTConfig, argv, check=run_problems)
     if printed(config, arguments):
         return
     with waiting("starting: importing torch and Ray"):

@@ -94,11 +94,8 @@ class ResumableError(RuntimeError):
 
 
 def training_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plan", action="store_true", help="print the run's arithmetic, layout and memory, and stop")
-    run_flags(parser)
-
-
-def run_flags(parser: argparse.ArgumentParser) -> None:
+    plan = "print the run's arithmetic, memory and hours, and stop; status 2 if it would not start or does not fit"
+    parser.add_argument("--plan", action="store_true", help=plan)
     parser.add_argument("--print-config", action="store_true", help="print every key with its value as YAML, and stop")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
     resume_from = "continue from `best` or from step-000020, and remove newer checkpoints"

@@ -32,6 +32,7 @@ class SupervisedConfig(TrainingProgramConfig):
     """
 
     examples_key: ClassVar[str]
+    planned_learner: ClassVar[str] = "rlhf.plan.memory:supervised_memory"
     best_metrics: ClassVar[tuple[str, ...]] = ()
 
     run: SupervisedRunConfig
@@ -43,8 +44,13 @@ class SupervisedConfig(TrainingProgramConfig):
     checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
     logging: sections.AnyLoggingConfig = sections.AnyLoggingConfig()
 
+    @property
+    def examples_per_update(self) -> int:
+        examples: int = getattr(self.learner, self.examples_key)
+        return examples
+
     def updates_per_epoch(self, examples: int) -> int:
-        return math.ceil(examples / getattr(self.learner, self.examples_key))
+        return math.ceil(examples / self.examples_per_update)
 
     def with_steps(self, examples: int) -> Self:
         """This config for so many training examples: `run.steps` is set.

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rlhf.config.base import Section
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.program import LOW_ADAPTER_RATE
+from rlhf.config.program import LOW_ADAPTER_RATE, TrainingProgramConfig
 from rlhf.config.sections import LoraConfig
 from rlhf.plan.fit import memory_problems, preemption
 from rlhf.plan.hours import Scale, step_time
@@ -31,6 +31,7 @@ from rlhf.plan.model_shape import ModelShape
 from rlhf.plan.resources import count_gpus, counted
 from rlhf.plan.speed import communicated_bytes
 
+C = TypeVar("C", bound=TrainingProgramConfig)
 SPLITS = 16  # shares of the GPUs that are tried for the learners
 STAGES = (1, 2, 3)  # of ZeRO: from the fewest bytes that are sent to the least memory
 SHARES = (0.85, 0.75, 0.65, 0.55, 0.45, 0.35, 0.25)  # of a GPU, for an engine beside a learner's weights
@@ -50,7 +51,7 @@ class Layout(NamedTuple):
     seconds: float
 
 
-def changed(config: GRPOConfig, **sections: dict[str, Any]) -> GRPOConfig:
+def changed(config: C, **sections: dict[str, Any]) -> C:
     """The config with other values of some keys, not validated."""
     update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     return config.model_copy(update=update)
@@ -196,12 +197,12 @@ def layout_rows(config: GRPOConfig, shape: ModelShape, searched: Sequence[Search
             text = f"none: {layout}" if isinstance(layout, str) else _described(config, shape, *layout)
             yield (f"{counted(gpus, 'GPU')}, {kind}", text)
     best = [layout.config for lag in (math.inf, 0) if (layout := searched[-1].best(lag))]
-    for lag, layout in {each.rollout.max_policy_lag: each for each in best}.items():
-        yield (f"the best that fits, lag {lag}", keys_of(config, layout))
+    for lag, fitting in {each.rollout.max_policy_lag: each for each in best}.items():
+        yield (f"the best that fits, lag {lag}", keys_of(config, fitting))
     yield from _stages(config, shape)
 
 
-def keys_of(config: GRPOConfig, layout: GRPOConfig) -> str:
+def keys_of(config: Section, layout: Section) -> str:
     """The keys of a layout in one line, to be pasted behind the config's command."""
     return " ".join(f"{key}={value}" for key, value in _differences(config, layout)) or "this config"
 

@@ -78,7 +78,7 @@ class RoleMemory:
     parts: tuple[Part, ...]
 
 
-def memory_of_roles(config: GRPOConfig, policy: ModelShape) -> list[RoleMemory]:
+def memory_of_roles(config: TrainingProgramConfig, policy: ModelShape) -> list[RoleMemory]:
     """The memory of every role of the run; `policy` is the shape of model.path."""
     estimates = []
     for role in config.roles():
@@ -136,15 +136,28 @@ def learner_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
         how = f"{tokens:,} tokens at most x {held:,} bytes" + (f" x {epochs} epochs" if epochs > 1 else "")
         others.append(Part("recorded experts, int16", float(tokens * held * epochs), how))
     count, kept = trained_parameters(shape, lora), 0 if lora is None else shape.parameters
-    return _trained(config.learner, shape, config, count, others, _head(shape, config), frozen=kept)
+    compares = (teacher := config.algo.teacher) is not None and teacher.in_loss
+    return _trained(config.learner, shape, config, count, others, _head(shape, config, compares), frozen=kept)
+
+
+def supervised_memory(shape: ModelShape, config: TrainingProgramConfig) -> tuple[Part, ...]:
+    """The parts of one learner of a program without engines, at the peak of an update."""
+    if config.scalar_learner:
+        return _trained(config.learner, shape, config, scalar_parameters(shape), [], _scalar_head(shape, config))
+    lora = config.model.lora
+    count, kept = trained_parameters(shape, lora), 0 if lora is None else shape.parameters
+    return _trained(config.learner, shape, config, count, [], _head(shape, config), frozen=kept)
 
 
 def critic_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
-    """The parts of one rank of the critic at the peak of an update; its head gives one number per token, not logits."""
+    """The parts of one rank of the critic at the peak of an update."""
     section: TrainedConfig = config.critic  # type: ignore[attr-defined]  # of PPO alone
+    return _trained(section, shape, config, scalar_parameters(shape), [], _scalar_head(shape, config))
+
+
+def _scalar_head(shape: ModelShape, config: TrainingProgramConfig) -> Part:
     states = config.learner.max_tokens_per_microbatch * shape.hidden * 2 * 4
-    head = Part("head: states in float32, gradient", float(states), "one number per token")
-    return _trained(section, shape, config, scalar_parameters(shape), [], head)
+    return Part("head: states in float32, gradient", float(states), "one number per token")
 
 
 def reward_model_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
@@ -187,7 +200,7 @@ def trained_parameters(shape: ModelShape, lora: LoraConfig | None) -> int:
 def _trained(
     section: TrainedConfig,
     shape: ModelShape,
-    config: GRPOConfig,
+    config: TrainingProgramConfig,
     count: int,
     reference: list[Part],
     head: Part,
@@ -236,7 +249,7 @@ def _trained(
     return (*state, *reference, *work, activations, head, _overhead("learner", config))
 
 
-def _reduction(section: TrainedConfig, shape: ModelShape, config: GRPOConfig, count: int) -> Part:
+def _reduction(section: TrainedConfig, shape: ModelShape, config: TrainingProgramConfig, count: int) -> Part:
     """DeepSpeed's buffers between learners, whose size is full for any model; on CPU the unfilled part takes no memory.
 
     A bucket, or a tensor that is larger than one, is flattened before it is sent, and cast if another type is sent.
@@ -258,7 +271,7 @@ def _reduction(section: TrainedConfig, shape: ModelShape, config: GRPOConfig, co
     return Part("reduction buffer", float(width * elements + copies * largest), how)
 
 
-def _overhead(what: str, config: GRPOConfig) -> Part:
+def _overhead(what: str, config: TrainingProgramConfig) -> Part:
     return Part(*OVERHEAD[config.cluster.device][what], "assumed")
 
 
@@ -300,7 +313,7 @@ def adapter_product_bytes(shape: ModelShape, rank: int, *, b: int) -> int:
     return b * (queries + 2 * keys + 2 * shape.hidden + 2 * shape.intermediate + 7 * rank)
 
 
-def _activations(shape: ModelShape, config: GRPOConfig) -> Part:
+def _activations(shape: ModelShape, config: TrainingProgramConfig) -> Part:
     tokens, b = config.learner.max_tokens_per_microbatch, BYTES[config.model.dtype]
     # Attention keeps keys and values once more for each sequence that begins with them.
     repeated = (WHOLE_TOKENS - 1) * 2 * b * shape.kv_heads * shape.head_dim
@@ -319,14 +332,17 @@ def _activations(shape: ModelShape, config: GRPOConfig) -> Part:
     return Part("activations", float(tokens * shape.layers * layer), how)
 
 
-def _head(shape: ModelShape, config: GRPOConfig) -> Part:
-    """Tiles of logits, gradient of the states, gradient of the head's weight (never the tokens x vocabulary matrix)."""
+def _head(shape: ModelShape, config: TrainingProgramConfig, compares: bool = False) -> Part:
+    """Tiles of logits, gradient of the states, gradient of the head's weight (never the tokens x vocabulary matrix).
+
+    `compares`: the loss has a teacher's logits too.
+    """
     tokens, b = config.learner.max_tokens_per_microbatch, BYTES[config.model.dtype]
     tile_tokens, tile_vocabulary = HEAD_TILE[config.cluster.device]
     rows, columns = min(tile_tokens, tokens), min(tile_vocabulary, shape.vocabulary)
     # On GPU float32 products and their gradient; on CPU the product, and float32 logits, scratch and gradient.
     buffers = b + 4 * (1 if config.cluster.device == "cuda" else 3)
-    if (teacher := config.algo.teacher) is not None and teacher.in_loss:  # its tiles too, and the steps between them
+    if compares:  # a teacher's tiles too, and the steps between them
         buffers += b + 4 * TEACHER_TILES
     states = tokens * shape.hidden * (2 * b + 8)  # chosen states, the norm's output, float32 gradients, added up
     states += rows * shape.hidden * 4  # a tile's share of the gradients

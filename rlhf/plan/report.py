@@ -10,17 +10,18 @@ import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 from rlhf.algo.schedules import learning_rate
-from rlhf.config.data import DataConfig
+from rlhf.config.data import ENVIRONMENT, DataConfig
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import resolved_yaml
 from rlhf.config.model_folder import looks_local
 from rlhf.config.printing import printable
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import REWARD_MODEL, Role, Training
-from rlhf.config.sections import ClusterConfig
+from rlhf.config.sections import LearnersConfig
+from rlhf.config.supervised import SupervisedConfig
 from rlhf.data.model_files import local_model_config
 from rlhf.data.read import check_source, config_sources, count_rows, local_path, rows_per_epoch, too_few_prompts
 from rlhf.plan.examination import run_models
@@ -39,6 +40,7 @@ from rlhf.plan.memory import (
 from rlhf.plan.model_shape import ModelShape, config_at, read_shape
 from rlhf.plan.resources import count_gpus, counted, with_gpus_here
 from rlhf.plan.start_checks import class_problems, plan_problems, rate_warnings
+from rlhf.plan.supervised import Examples, batch_rows, time_rows, verdict
 from rlhf.plan.transfer import transfer_rows
 from rlhf.plan.verdict import fit_verdict
 
@@ -70,24 +72,20 @@ def printed(config: TrainingProgramConfig, flags: Namespace) -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if problems:
         raise ValueError("\n".join(problems))
-    return _plans(config, flags) or flags.print_config
-
-
-def _plans(config: TrainingProgramConfig, flags: Namespace) -> TypeGuard[GRPOConfig]:
-    return isinstance(config, GRPOConfig) and flags.plan
+    return bool(flags.plan or flags.print_config)
 
 
 def _texts(config: TrainingProgramConfig, flags: Namespace, problems: list[str]) -> Iterator[str]:
     """What is printed, each text as soon as it is known; `problems` gets why the run would be refused."""
-    if _plans(config, flags):
-        text, found = planned(config)
+    if flags.plan:
+        text, found = planned_supervised(config) if isinstance(config, SupervisedConfig) else planned(config)
         problems += found
         yield text
     if flags.print_config:
-        yield "\n" * _plans(config, flags) + resolved_yaml(config)
-    if _plans(config, flags):  # the last, because it takes seconds of imports
+        yield "\n" * flags.plan + resolved_yaml(config)
+    if flags.plan:  # the last, because it takes seconds of imports
         try:
-            yield first_prompt_text(config)
+            yield first_prompt_text(config) if isinstance(config, GRPOConfig) else ""
         except (ValueError, RuntimeError) as error:
             problems += [] if str(error) in problems else [str(error)]
         if not problems:
@@ -165,15 +163,51 @@ def planned(config: GRPOConfig) -> Plan:
     return Plan("\n\n".join(texts) + "\n", problems)
 
 
+def planned_supervised(config: SupervisedConfig) -> Plan:
+    """As `planned`, of rlhf.sft and rlhf.reward_model."""
+    problems = plan_problems(config)
+    config, gpu_memory = with_gpus_here(config) if config.cluster.device == "cuda" else (config, "")
+    examples = Examples(None, config.data.max_tokens, f"the most, data.max_tokens={config.data.max_tokens}")
+    try:
+        examples = Examples.of(config)
+        if examples.count:
+            config = config.with_steps(examples.count)
+    except ValueError as error:
+        problems += [] if str(error) in problems else [str(error)]
+    first = _beginning(problems)
+    sections = [("Batches", rows(*batch_rows(config, examples)))]
+    if config.run.steps:
+        sections.append(("Learning rate", _learning_rate(config)))
+    sections.append(("Placement", _placement(config, gpu_memory)))
+    try:
+        shape = read_shape(config.model.path)
+    except ValueError as error:
+        if config_at(config.model.path) or not any(problem.startswith("model.path=") for problem in problems):
+            first += wrapped("memory is not known: ", str(error))
+    else:
+        fits, says, keys, layout = verdict(config, shape, examples)
+        first += wrapped("", says) + [f"  {keys}"] * bool(keys)
+        problems += [] if fits else [f"{says}\n  {keys}".rstrip()]
+        if layout and (time := list(time_rows(layout, shape, examples))):
+            sections.append((f"Time, expected{'' if fits else ', in the layout that fits'}", rows(*time)))
+        sections.append(("Memory, estimated", _memory(config, shape, memory_of_roles(config, shape))))
+    if of_hub := ", ".join(_of_hub(config)):
+        first += wrapped("not checked: ", f"{of_hub}: the hub is asked when the run starts.")
+    if warnings := list(config.warnings()):
+        sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))
+    texts = ["\n".join(first), *(f"{title}\n" + "\n".join(lines) for title, lines in sections)]
+    return Plan("\n\n".join(texts) + "\n", problems)
+
+
 def _beginning(problems: Sequence[str]) -> list[str]:
     label = "would not start: "
     return [line for n, text in enumerate(problems) for line in wrapped(" " * len(label) if n else label, text)]
 
 
-def _of_hub(config: GRPOConfig) -> Iterator[str]:
+def _of_hub(config: TrainingProgramConfig) -> Iterator[str]:
     """Data sets and models that are no files of this machine."""
     sources = config_sources(config.data, "train") | config_sources(config.data, "eval")
-    yield from (f"{k}={s.path}" for k, s in sources.items() if not s.is_environment and local_path(s) is None)
+    yield from (f"{k}={s.path}" for k, s in sources.items() if s.path != ENVIRONMENT and local_path(s) is None)
     models = run_models(config)
     yield from (m.named for m in models if not looks_local(m.path) and local_model_config(m.path) is None)
 
@@ -271,7 +305,7 @@ def _updates(name: str, training: Training) -> tuple[str, str]:
     return f"optimizer steps, {name}", f"{steps} x {epochs} x {minibatches} = {training.total_updates:,}{note}"
 
 
-def _learning_rate(config: GRPOConfig) -> list[str]:
+def _learning_rate(config: TrainingProgramConfig) -> list[str]:
     lines = []
     for role, training in config.trained_roles():
         schedule, lr = training.section.schedule, training.section.optimizer.lr
@@ -287,7 +321,7 @@ def _learning_rate(config: GRPOConfig) -> list[str]:
 # --- placement ---
 
 
-def _placement(config: GRPOConfig, gpu_memory: str) -> list[str]:
+def _placement(config: TrainingProgramConfig, gpu_memory: str) -> list[str]:
     cluster, roles = config.cluster, config.roles()
     if cluster.device == "cpu":
         cpus = sum(role.count * role.cpus for role in roles)
@@ -301,13 +335,15 @@ def _placement(config: GRPOConfig, gpu_memory: str) -> list[str]:
         stage = f", ZeRO stage {role.training.section.zero_stage}" if role.training is not None else ""
         kinds.append((f"{role.name}s", f"{role.count}, {each}{stage}"))
     lines = rows(*kinds)
-    if cluster.placement == "separate" and config.rollout.max_policy_lag == 0:
+    if not isinstance(config, GRPOConfig):
+        return lines
+    if config.cluster.placement == "separate" and config.rollout.max_policy_lag == 0:
         lines.append("  rollout.max_policy_lag=0: engines and learners take turns, so one of the two is always idle.")
     lines.append("  One possible layout. Ray chooses the nodes at the start; the GPUs of one engine are on one node:")
     return [*lines, *draw(nodes)]
 
 
-def example_layout(roles: Sequence[Role], cluster: ClusterConfig) -> list[list[str]]:
+def example_layout(roles: Sequence[Role], cluster: LearnersConfig) -> list[list[str]]:
     """[node][GPU]: name and number of the actor there; nodes are filled in the order of the roles.
 
     An example, since Ray chooses the nodes. Two things are certain: the GPUs of one engine are on one node, and
@@ -340,7 +376,7 @@ def draw(nodes: list[list[str]]) -> list[str]:
 # --- memory ---
 
 
-def _memory(config: GRPOConfig, shape: ModelShape, estimates: Sequence[RoleMemory]) -> list[str]:
+def _memory(config: TrainingProgramConfig, shape: ModelShape, estimates: Sequence[RoleMemory]) -> list[str]:
     cluster, longest = config.cluster, config.max_sequence_tokens
     sources: dict[str, list[str]] = {}  # the names of the hub models whose sizes come from there
     for path, its in {estimate.role.model: estimate.shape for estimate in estimates}.items():
@@ -357,8 +393,10 @@ def _memory(config: GRPOConfig, shape: ModelShape, estimates: Sequence[RoleMemor
             lines += _parts(f"{title}, {'one GPU' if cluster.device == 'cuda' else 'processes'}", estimate.parts)
         else:
             lines.append(f"  {title}: no estimate, its config.json is not found or not supported")
+    if not isinstance(config, GRPOConfig):
+        return lines
     per_token, tokens = kv_cache(shape, config)
-    at_once = min(config.rollout.max_concurrent_sequences, -(-config.rollouts_per_step // cluster.engines))
+    at_once = min(config.rollout.max_concurrent_sequences, -(-config.rollouts_per_step // config.cluster.engines))
     if config.learner.replays_experts:
         lines += rows(("recorded experts", _recorded_experts(config, shape)))
     return [*lines, *rows(
@@ -377,7 +415,7 @@ def _recorded_experts(config: GRPOConfig, shape: ModelShape) -> str:
     )
 
 
-def _checkpoint(config: GRPOConfig, policy: ModelShape) -> str:
+def _checkpoint(config: TrainingProgramConfig, policy: ModelShape) -> str:
     size, every = checkpoint_bytes(config, policy), config.checkpoint_every
     if size is None:
         return "no estimate"

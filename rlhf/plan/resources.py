@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from rlhf.config.cards import CARDS, card_at
-from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import Role
 from rlhf.config.sections import LearnersConfig
 
 T = TypeVar("T")
+C = TypeVar("C", bound=TrainingProgramConfig)
 
 GPU = "GPU"
 
@@ -111,7 +111,7 @@ def _read(nvml: Any, visible: str) -> Gpu:
     return Gpu(nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30)
 
 
-def with_gpus_here(config: GRPOConfig) -> tuple[GRPOConfig, str]:
+def with_gpus_here(config: C) -> tuple[C, str]:
     """The config, with this machine's GPUs for the keys that it does not set; and a text: their memory and its source.
 
     Nothing is read for a run that joins a Ray cluster, and may use other machines, nor where cluster.gpu names a card

@@ -86,9 +86,12 @@ def described_card(config: TrainingProgramConfig) -> str:
     return f"one {name} by its data sheet, not measured ({tflops}, {card.bandwidth:,.0f} GB/s{why})"
 
 
-def compute_s(shape: ModelShape, config: GRPOConfig) -> float:
-    """Seconds per token of forward and backward on one learner."""
-    lengths, checkpointing, frozen = Lengths.of(config), config.model.gradient_checkpointing, bool(config.model.lora)
+def compute_s(shape: ModelShape, config: TrainingProgramConfig, lengths: Lengths | None = None) -> float:
+    """Seconds per token of forward and backward on one learner; only tokens of `lengths.response` have logits."""
+    if lengths is None:
+        assert isinstance(config, GRPOConfig)
+        lengths = Lengths.of(config)
+    checkpointing, frozen = config.model.gradient_checkpointing, bool(config.model.lora)
     again = checkpointing is True
     passes = PASSES_RECOMPUTED if checkpointing else PASSES
     pairs = 2 * shape.attention_layers * shape.heads * shape.head_dim * lengths.sequence  # causal: half of them
@@ -142,9 +145,12 @@ def tail_s(shape: ModelShape, config: GRPOConfig) -> float:
 
 
 def communicated_bytes(
-    role: Role, training: Training, config: GRPOConfig, policy: ModelShape, *, stage: int | None = None
-) -> float:
+    role: Role, training: Training, config: TrainingProgramConfig, policy: ModelShape, *,
+    stage: int | None = None, each: int | None = None,
+) -> float:  # fmt: skip
     """Bytes that one rank sends per training step, for gradients and weights; 0 if the model's shape is not known.
+
+    `each`: microbatches of an update, for a program without rollouts.
 
     With P parameters, an all-reduce sends 2 P (n - 1) / n numbers, a gather or a reduce-scatter half of that. DeepSpeed
     reduces once per update at stage 1 and after every microbatch at stages 2 (all-reduce) and 3 (reduce-scatter).
@@ -155,12 +161,15 @@ def communicated_bytes(
     if count is None or n == 1:
         return 0.0
     b = BYTES[config.model.dtype]
-    updates = training.updates_per_step
-    microbatches = updates * microbatches_per_update(config, training)
+    updates, forwards = training.updates_per_step, 0
+    if isinstance(config, GRPOConfig):
+        each, forwards = microbatches_per_update(config, training), forward_passes(config)
+    assert each is not None
+    microbatches = updates * each
     gradient, weights = count * (BYTES[training.section.reduce_dtype] if b == 2 else b), count * b
     if stage == 3:
         frozen = b * policy.parameters if config.model.lora else 0
-        passes = forward_passes(config) * microbatches_per_update(config, training) * training.minibatches_per_epoch
+        passes = forwards * each * training.minibatches_per_epoch
         halves = microbatches * (2 * (weights + frozen) + gradient) + passes * (weights + frozen)
     else:
         halves = 2 * gradient * (microbatches if stage == 2 else updates) + (weights * updates if stage else 0)
@@ -183,7 +192,7 @@ def forward_passes(config: GRPOConfig) -> int:
     return max(passes, len(config.trained_roles()) - 1)
 
 
-def link(config: GRPOConfig) -> float:
+def link(config: TrainingProgramConfig) -> float:
     """Bytes/s between learners: the slower link if they are on several nodes."""
     on_one_node = config.cluster.learners <= config.cluster.gpus_per_node
     return NVLINK * relative(config).link if on_one_node else NETWORK
@@ -192,7 +201,7 @@ def link(config: GRPOConfig) -> float:
 # --- host memory ---
 
 
-def host_optimizer(config: GRPOConfig) -> tuple[float, str]:
+def host_optimizer(config: TrainingProgramConfig) -> tuple[float, str]:
     """Seconds per training step of the slowest optimizer in host memory, and their arithmetic; "" without any.
 
     What goes over PCIe is not counted. Threads are those of the actors if their nodes are like this machine.
