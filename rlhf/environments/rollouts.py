@@ -260,10 +260,11 @@ class FailedEnvironments:
             f"environment: {errors[error]} of {len(rollouts)} rollouts failed: {error}"
             for error in _untold(errors, self._told)
         ]
-        warnings += [
-            f"environment: {broken[error]} calls failed in the tool {error.removesuffix('.')}. {IS_BROKEN}"
-            for error in _untold(broken, self._told_of_tools)
-        ]
+        for error in _untold(broken, self._told_of_tools):
+            tool, _, said = error.partition(": ")
+            warnings.append(
+                f"environment: the tool {tool} failed ({broken[error]} x): {said.removesuffix('.')}. {IS_BROKEN}"
+            )
         if not errors or errors.total() <= self._allowed_fraction * len(rollouts):
             return warnings, ""
         shown = "\n".join(f"  {count} x {error}" for error, count in errors.most_common(MAX_ERRORS))

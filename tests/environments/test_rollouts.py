@@ -223,8 +223,8 @@ def test_a_broken_tool_is_told_once_for_each_error_and_its_rollouts_go_on(tmp_pa
     told = FailedEnvironments(0.0)
     warnings, why = told.of_step(rollouts)
     assert [warning.partition(". The tool is broken")[0] for warning in warnings] == [
-        "environment: 2 calls failed in the tool find: t.py:3: NameError: x",
-        "environment: 1 calls failed in the tool add: t.py:9: NameError: y",
+        "environment: the tool find failed (2 x): t.py:3: NameError: x",
+        "environment: the tool add failed (1 x): t.py:9: NameError: y",
     ]
     assert why == ""
     assert told.of_step(rollouts) == ([], "")
