@@ -129,9 +129,13 @@ def named_here(path: str, keys: Collection[str]) -> str:
 
 # Where a value may stand in place of a mapping: it is the value of this key. An entry of a list that is written in its
 # short form replaces the whole entry; a section does not.
-SHORT_SECTIONS = {("reward",): "parts", ("environment",): "name", ("environment", "by_name", "*"): "name"}
+SHORT_SECTIONS: dict[tuple[str, ...], str] = {
+    ("reward",): "parts",
+    ("environment",): "name",
+    ("environment", "by_name", "*"): "name",
+}
 DATA_SETS = ("data", "train"), ("data", "eval")
-SHORT_ENTRIES = {(*key, "*"): "path" for key in DATA_SETS}
+SHORT_ENTRIES: dict[tuple[str, ...], str] = {(*key, "*"): "path" for key in DATA_SETS}
 SHORT_ENTRIES |= {("reward", "parts", "*"): "name", ("reward", "by_source", "*", "*"): "name"}
 
 
@@ -275,7 +279,7 @@ def merged(base: Any, overlay: Any, path: tuple[str, ...] = ()) -> Any:
         entries = dict(enumerate(base))
         for name, value in overlay.items():
             if int(name) not in entries:
-                reason = f"the list has {len(base)} entries, counted from 0. Name one of them, or write the whole list"
+                reason = f"no such entry ({len(base)} in all, counted from 0). Name another, or write the whole list"
                 raise ValueError(f"{'.'.join(path)}.{name}: {reason}.")
             entries[int(name)] = merged(entries[int(name)], value, (*path, str(name)))
         return [*entries.values()]
@@ -295,9 +299,9 @@ def _in_long_form(base: Any, overlay: Any, path: tuple[str, ...]) -> tuple[Any, 
         if len(listed) == 1:
             return listed, {"0": overlay}
         if "path" not in overlay:
-            key, name = ".".join(path), next(iter(flat_keys(overlay)))
-            reason = f"there are {len(listed)} data sets. Say which one: {key}.0.{name}"
-            raise ValueError(f"{key}.{name}: {reason}.")
+            data, name = ".".join(path), next(iter(flat_keys(overlay)))
+            reason = f"there are {len(listed)} data sets. Say which one: {data}.0.{name}"
+            raise ValueError(f"{data}.{name}: {reason}.")
     elif (key := _key_of(path, SHORT_SECTIONS)) is not None:
         base, overlay = (
             each if isinstance(each, dict) and not _names_entries(each) else {key: each} for each in (base, overlay)

@@ -128,7 +128,7 @@ def test_an_entry_or_data_set_that_cannot_be_meant_is_named(base: str, tmp_path:
     overlay = tmp_path / "overlay.yaml"
     overlay.write_text(f"{KEPT}\n{TWO}")
     for override, told in (
-        ("reward.2.weight=3", "reward.parts.2: the list has 2 entries, counted from 0."),
+        ("reward.2.weight=3", "reward.parts.2: no such entry (2 in all, counted from 0)."),
         ("data.train.rows=5", "data.train.rows: there are 2 data sets. Say which one: data.train.0.rows."),
     ):
         with pytest.raises(ValueError, match=re.escape(told)):
