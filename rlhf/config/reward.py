@@ -177,6 +177,11 @@ NOT_AN_ACCURACY = ("length", "repetition", MODEL_PART)  # 0 and 1 mean neither w
 USER_FIELDS = ("group", "concurrency", *GRANTS)
 
 
+def logged_name(part: str) -> str:
+    """The name of a part in metrics: of a function whose file has an absolute path, without the folders."""
+    return re.sub(r"^/(?:[^/]*/)*(?=[^/]*\.py:)", "", part)
+
+
 class RewardPart(Section):
     """One summand of the reward."""
 
@@ -242,6 +247,17 @@ class RewardConfig(Section):
             raise ValueError(f"reward.by_source={by_source!r}: not a mapping. Write {{source: [{{name: gsm8k}}]}}.")
         read = {"by_source": {name: _parts(parts, f"reward.by_source.{name}") for name, parts in by_source.items()}}
         return value | read | ({"parts": _parts(value["parts"], "reward.parts")} if "parts" in value else {})
+
+    @model_validator(mode="after")
+    def _names_differ_in_metrics(self) -> Self:
+        names: dict[str, str] = {}
+        for part in self.all_parts:
+            if (other := names.setdefault(logged_name(part.name), part.name)) != part.name:
+                raise ValueError(
+                    f"reward: {other} and {part.name} would both be logged as {logged_name(part.name)}. Write one as a "
+                    "relative path, or rename its file."
+                )
+        return self
 
     @model_validator(mode="after")
     def _late_code_is_graded(self) -> Self:

@@ -23,6 +23,7 @@ from rich.table import Column, Table
 
 from rlhf.config.base import first_line
 from rlhf.config.printing import as_utf8, printable
+from rlhf.config.reward import logged_name
 from rlhf.config.sections import TrackioConfig
 from rlhf.log.patient_files import PatientFiles
 from rlhf.log.reductions import Counts
@@ -73,7 +74,7 @@ def table_of_responses(responses: Sequence[Mapping[str, Any]]) -> tuple[list[str
         return as_utf8(value) if isinstance(value, str) else value
 
     rows = [[*(cell(row[name]) for name in COLUMNS), *map(row["reward_parts"].get, parts)] for row in responses]
-    return [*COLUMNS, *(f"reward/part/{part}" for part in parts)], rows
+    return [*COLUMNS, *(f"reward/part/{logged_name(part)}" for part in parts)], rows
 
 
 class Sink(Protocol):

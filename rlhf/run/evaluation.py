@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhf.config.reward import may_be_accuracy
+from rlhf.config.reward import logged_name, may_be_accuracy
 from rlhf.environments.turns import CALL_LIMIT
 from rlhf.rewards.grade import NO_ANSWER, OK, UNGRADED, count_answers
 from rlhf.run.rollout_log import rollout_row
@@ -105,7 +105,7 @@ def group_metrics(groups: Sequence[RolloutGroup], metric: str) -> dict[str, floa
         metrics["ungraded_fraction"] = float(ungraded.mean())
     for name in dict.fromkeys(name for sample in samples for name in sample.reward_parts if name != metric):
         if len(means := _means(_values(groups, name))):
-            metrics[f"part/{name}"] = float(means.mean())
+            metrics[f"part/{logged_name(name)}"] = float(means.mean())
     answered, asked = count_answers(samples)
     if asked:
         metrics["answered_fraction"] = answered / asked

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf.config.reward import logged_name
 from rlhf.log.reductions import HISTOGRAM_BINS, Binned, Histogram, Mean, StepMetrics
 from rlhf.rewards.grade import count_answers
 from rlhf.types import PolicyTargets, Rollout, RolloutGroup, ScoredRollout, StepBatch, rewards_differ
@@ -47,7 +48,7 @@ def rollout_metrics(
     metrics |= environment_metrics([sample.rollout for sample in samples if sample.rollout.outcome is not None])
     for name in dict.fromkeys(name for sample in samples for name in sample.reward_parts):
         known = [value for s in samples if (value := s.reward_parts.get(name)) is not None]
-        metrics[f"reward/part/{name}"] = Mean(float(sum(known)), float(len(known)))
+        metrics[f"reward/part/{logged_name(name)}"] = Mean(float(sum(known)), float(len(known)))
     return metrics
 
 

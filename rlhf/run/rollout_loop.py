@@ -15,6 +15,7 @@ from rlhf.cluster.canary import Canary
 from rlhf.cluster.engines import Engines
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.library_options import changes_numbers
+from rlhf.config.reward import logged_name
 from rlhf.data.load import first_prompt
 from rlhf.data.model_files import truncate_token_id
 from rlhf.data.turns import rollout_warnings
@@ -305,7 +306,7 @@ class RolloutLoop(Generic[C]):
         values |= self.canary.check_rollouts(learned, temperature=rollout.temperature, max_lag=lag)
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}
         counted = self.scorer.counters_excluding([ticket.prompt for ticket in self.buffer.outstanding()])
-        values |= {f"reward/status/{name}": count for name, count in counted.items()}
+        values |= {f"reward/status/{logged_name(name)}": count for name, count in counted.items()}
         rows = rollout_rows(step, groups, advantages.tolist())
         in_table = sum(len(group.samples) for group in groups[:GROUPS_IN_TABLE])
         shown = [] if step % -(-config.run.steps // TABLES) else rows[:in_table]

@@ -15,6 +15,7 @@ from rlhf.config.describe import describe_keys
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config, resolved_yaml
 from rlhf.config.ppo import PPOConfig
+from rlhf.config.reward import logged_name
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.sections import ScheduleConfig
 from rlhf.config.supervised import SFTConfig
@@ -217,6 +218,10 @@ def test_each_key_that_a_name_of_trl_or_verl_leads_to_is_one_of_a_program() -> N
         ("reward=[{name: math, wieght: 2}]", ["reward.parts.0.wieght=2: ", "reward.parts.0.weight?"]),
         ("reward=[{name: gsm8k, qqq: 2}]", ["reward.parts.0.qqq=2: ", "Known: name, weight."]),
         ("reward=[{name: math, network: true}]", ["reward.parts.0.network=true: it is for a function of yours"]),
+        (
+            "reward=['/a/mine.py:f', '/b/mine.py:f']",
+            ["/a/mine.py:f and /b/mine.py:f would both be"],
+        ),
         ("reward={part: []}", ["reward.part=[]: there is no such key", "reward.parts?"]),
         ("run.steps=1.5", ["run.steps=1.5: "]),
         ("run.steps=ten", ["run.steps=ten: ", "valid integer"]),
@@ -786,3 +791,16 @@ def test_a_key_that_another_section_has_is_refused_with_its_whole_name(base: str
         ("device=cuda:", "cluster.device?"),
     ]
     assert refusal(base, "learner.lr=1e-6").endswith(" learner.optimizer.lr?")
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("/srv/me/rewards.py:score", "rewards.py:score"),
+        ("/srv/me/rewards.py:score/length", "rewards.py:score/length"),
+        ("mine/rewards.py:score", "mine/rewards.py:score"),
+        ("math/ok", "math/ok"),
+    ],
+)
+def test_metrics_name_a_reward_alike_on_every_machine(part: str, name: str) -> None:
+    assert logged_name(part) == name
