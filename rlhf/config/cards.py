@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator
-
-from rlhf.config.base import suggest
 
 
 class Card(NamedTuple):
@@ -70,9 +69,13 @@ def card_at(device_name: str) -> str | None:
 
     All words of the name here are in the driver's; of several such names the longest is right.
     """
-    words = set(device_name.replace("-", " ").split())
-    found = [name for name in CARDS if words.issuperset(name.replace("-", " ").split())]
-    return max(found, key=len, default=None) if "Laptop" not in words else None
+    words = _words(device_name)
+    found = [name for name in CARDS if words >= _words(name)]
+    return max(found, key=len, default=None) if "laptop" not in words else None
+
+
+def _words(name: str) -> set[str]:
+    return set(name.casefold().replace("-", " ").split())
 
 
 def card_with(memory_gib: float) -> str:
@@ -97,10 +100,10 @@ def _known(given: str) -> str:
         raise ValueError(f"cluster.gpu={given}: it has no bfloat16, which every run on GPUs computes in. {listed}")
     if plain in OTHER_MAKERS:
         raise ValueError(f"cluster.gpu={given}: a run needs CUDA, so a card of NVIDIA. {listed}")
-    guess = suggest(given, CARDS)
+    guess = difflib.get_close_matches(given.upper(), CARDS, n=1, cutoff=0.7)
     remedy = "For another card name one that is alike, and set cluster.gpu_memory_gib and cluster.peak_tflops."
     raise ValueError(
-        f"cluster.gpu={given}: no such card is known. {f'{guess} ' if guess.startswith('Did') else ''}{listed} {remedy}"
+        f"cluster.gpu={given}: no such card is known. {f'Did you mean {guess[0]}? ' if guess else ''}{listed} {remedy}"
     )
 
 

@@ -22,7 +22,8 @@ def on_cpu(estimates: Sequence[RoleMemory]) -> tuple[float, str]:
     need = sum(estimate.role.count * total(estimate.parts) for estimate in estimates) / GIB
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     who = ", ".join(counted(estimate.role.count, estimate.role.name) for estimate in estimates)
-    return need / have, f"{who} need {need:.1f} of {have:.1f} GiB"
+    verb = "needs" if sum(estimate.role.count for estimate in estimates) == 1 else "need"
+    return need / have, f"{who} {verb} {need:.1f} of {have:.1f} GiB"
 
 
 def memory_problems(config: GRPOConfig, estimates: Sequence[RoleMemory], shape: ModelShape) -> Iterator[str]:

@@ -193,7 +193,7 @@ def planned_supervised(config: SupervisedConfig) -> Plan:
         sections.append(("Memory, estimated", _memory(config, shape, memory_of_roles(config, shape))))
     if of_hub := ", ".join(_of_hub(config)):
         first += wrapped("not checked: ", f"{of_hub}: the hub is asked when the run starts.")
-    if warnings := list(config.warnings()):
+    if warnings := [*config.warnings(), *(rate_warnings(config) if config.run.steps else ())]:
         sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))
     texts = ["\n".join(first), *(f"{title}\n" + "\n".join(lines) for title, lines in sections)]
     return Plan("\n\n".join(texts) + "\n", problems)

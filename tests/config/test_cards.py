@@ -32,6 +32,7 @@ def test_by_memory_alone_it_is_the_smallest_that_has_as_much() -> None:
     [
         ("H10O", "no such card is known. Did you mean H100? Known are H100, H200, "),
         ("RTX4090", "Did you mean RTX 4090?"),
+        ("GTX 1080", "no such card is known. Known are"),
         ("Tesla V100-SXM2-32GB", "it has no bfloat16"),
         ("MI300X", "a card of NVIDIA"),
     ],
@@ -44,4 +45,5 @@ def test_another_card_is_refused_with_the_list(given: str, words: str) -> None:
 
 
 def test_the_drivers_name_will_do_in_a_config() -> None:
-    assert TypeAdapter(CardName).validate_python("NVIDIA H100 80GB HBM3") == "H100"
+    names = TypeAdapter(CardName)
+    assert [names.validate_python(name) for name in ("NVIDIA H100 80GB HBM3", "L40s")] == ["H100", "L40S"]
