@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import math
+import re
 import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from rlhf.processes.channel import as_json
 from rlhf.types import Outcome
 
 FULL = "CAPACITY_REACHED"  # what a server of OpenEnv answers when it has no place for another session
+PLACES = re.compile(r"\d+/\d+ sessions active")  # in that answer
 FULL_PAUSE_S = 0.5
 MAX_PARTS, MAX_FACTS = 64, 64  # named numbers and facts of one rollout
 FAILED_COUNTS_S = 10.0  # that a failed session counts as open: where all fail at once, not every new one is opened
@@ -47,7 +49,9 @@ class Sessions:
 
     def __init__(self, config: EnvironmentConfig, about: dict[str, dict[str, Any]]) -> None:
         self.config, self.about, self.open_sessions = config, about, 0
-        self._refused, self._told_of_places = 0, False  # sessions that wait for a place at a full server
+        # sessions that wait for a process or a reset; those of them that a full server has refused; the most at once
+        self._opening, self._refused, self._most = 0, 0, 0
+        self._told_of_places = False
         self.services: Mapping[str, Service] = {}
         self.opened: set[int] = set()
         self._answers: dict[int, Answer] = {}  # of coroutines, by session
@@ -70,6 +74,8 @@ class Sessions:
             raise FailedError(f"open: {error}") from None
         start = {"environment": value, "row": columns, "seeds": dict(seeds)}
         first, refusals = time.monotonic(), 0
+        self._opening += 1
+        self._most = max(self._most, len(self.opened) + self._opening)
         try:
             while True:
                 session = HostedSession(self, next(self.numbers), self.about[value], start)
@@ -81,27 +87,30 @@ class Sessions:
                     ours = self.opened or time.monotonic() - first < self.config.wall_seconds  # one of ours will leave
                     if not isinstance(error, FailedError) or FULL not in str(error) or not ours:
                         raise
+                    refusal = error
                 else:
                     self.opened.add(session.number)
                     return session
                 refusals += 1
                 self._refused += refusals == 1
                 if refusals == 2:  # by now all that begin together were refused once
-                    self._warn_of_places()
+                    self._warn_of_places(PLACES.search(str(refusal)))
                 await asyncio.sleep(FULL_PAUSE_S)
         finally:
+            self._opening -= 1
             self._refused -= refusals > 0
 
-    def _warn_of_places(self) -> None:
-        """Say once that a server has places for at most half of the rollouts that could be played at once."""
-        taken, together = len(self.opened), len(self.opened) + self._refused
-        if not self._told_of_places and 0 < taken <= self._refused:
-            self._told_of_places = True
-            self._say(
-                f"warning: environment: its server plays {taken} of {together} rollouts at once. The others wait for a "
-                f"place ({FULL}), which makes steps longer. Start the server with max_concurrent_envs={together}, and "
-                "set SUPPORTS_CONCURRENT_SESSIONS = True in its class."
-            )
+    def _warn_of_places(self, said: re.Match[str] | None) -> None:
+        """Say once that a server lets at least as many rollouts wait as it plays."""
+        if self._told_of_places or not 0 < len(self.opened) <= self._refused:
+            return
+        shares = not any(about["blocking"] for about in self.about.values())  # one process has many sessions
+        self._told_of_places, needed = True, self._most if shares else min(self._most, self.config.processes)
+        self._say(
+            f"warning: environment: its server is full ({said[0] if said else FULL}), and {self._refused} rollouts "
+            f"wait for a place, which makes steps longer. Start it with max_concurrent_envs={needed}, and set "
+            "SUPPORTS_CONCURRENT_SESSIONS = True in its class."
+        )
 
     @abstractmethod
     async def ask(self, session: int, message: dict[str, Any]) -> Any:

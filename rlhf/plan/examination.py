@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.model_folder import local_model_folder, looks_local, read_json
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.reward_model import reward_model_record
-from rlhf.config.roles import REWARD_MODEL, Role
+from rlhf.config.roles import ENGINE, REWARD_MODEL, Role
 from rlhf.config.sections import ModelConfig
 from rlhf.data.model_files import (
     EXPERT_KEYS,
@@ -36,7 +37,9 @@ from rlhf.data.model_files import (
 )
 from rlhf.data.vocabulary import check_stored_vocabulary, lacks_tokenizer
 from rlhf.plan.model_shape import config_at
+from rlhf.plan.resources import joins_a_cluster
 
+WITH_TORCHVISION = "qwen3_5"  # the beginning of model types (Qwen 3.5 to 3.8) whose class in vLLM imports it
 NAMED_TOKENS = ("bos_token", "eos_token")  # in tokenizer_config.json; config.json has their ids
 PADDING = "pad_token"  # a row of the embedding by config.json; tokenizers may have another, since rows are not padded
 QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
@@ -344,6 +347,15 @@ def _misfits(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]:
         yield (
             f"{config.sequence_keys}: {config.max_sequence_tokens} tokens exceed the context of model.path="
             f"{config.model.path}, which is {context}. Shorten the sequences."
+        )
+    kind = str(policy.get("model_type"))
+    engines = any(role.name == ENGINE for role in config.roles(trains=trains)) and not joins_a_cluster(config)
+    on_cpu = engines and config.cluster.device == "cpu"  # vLLM for GPUs brings it
+    if on_cpu and kind.startswith(WITH_TORCHVISION) and find_spec("torchvision") is None:
+        yield (
+            f"model.path={config.model.path}: vLLM's class for model_type={kind!r} imports torchvision, which is not "
+            "installed, so no engine would start. Install the build that fits the installed torch (docs/models.md); "
+            "rlhf sft trains such a model without it."
         )
     replays = trains and isinstance(config, GRPOConfig) and config.learner.replays_experts
     if replays and policy and not any(policy.get(key) for key in EXPERT_KEYS):

@@ -81,7 +81,7 @@ def test_a_full_server_makes_sessions_wait_until_one_of_ours_leaves(monkeypatch:
         assert asyncio.run(play(opened)) == ["played"] * 7
         assert asyncio.run(play(opened)) == ["played"] * 7
     (told,) = said
-    assert "its server plays 2 of 7 rollouts at once" in told
+    assert "its server is full (2/2 sessions active)" in told
     assert "max_concurrent_envs=7" in told
 
 

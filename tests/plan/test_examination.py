@@ -24,7 +24,7 @@ from rlhf.data.load import load_prompts
 from rlhf.data.model_files import embedding_rows, load_tokenizer
 from rlhf.learner.policy_model import load_policy
 from rlhf.learner.value_model import load_scalar_transformer
-from rlhf.plan.examination import RunModel, check_class, check_files
+from rlhf.plan.examination import RunModel, check_class, check_files, model_problems
 from rlhf.plan.start_checks import evaluation_problems, input_problems, run_problems, start_problems
 
 
@@ -534,3 +534,21 @@ def test_a_config_that_cannot_be_written_again_is_refused_with_the_error(
     assert problem.startswith(
         f"model.path={model}: its config.json can be loaded and not written again (AssertionError"
     )
+
+
+def test_a_model_whose_class_in_vllm_imports_torchvision_is_refused_before_an_engine_starts(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(tiny_model_dir / "model", tmp_path / "model")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "model_type": "qwen3_5_text"}))
+    config = make_config(folder)
+    monkeypatch.setattr("rlhf.plan.examination.find_spec", lambda name: None)
+    (problem,) = model_problems(config)
+    assert problem.startswith(
+        f"model.path={folder}: vLLM's class for model_type='qwen3_5_text' imports torchvision, which"
+    )
+    on_gpus = config.cluster.model_copy(update={"device": "cuda"})  # vLLM for GPUs brings torchvision
+    assert model_problems(config.model_copy(update={"cluster": on_gpus})) == []
+    monkeypatch.setattr("rlhf.plan.examination.find_spec", lambda name: "installed")
+    assert model_problems(config) == []
