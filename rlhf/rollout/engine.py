@@ -30,7 +30,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rlhf.config.base import reason
 from rlhf.config.grpo import GRPOConfig
-from rlhf.data.model_files import local_model_config
+from rlhf.config.model_folder import local_model_folder, read_json
 from rlhf.rollout import vllm_process
 from rlhf.rollout.messages import MessageReader
 from rlhf.rollout.requests import (
@@ -293,7 +293,7 @@ def _started(config: GRPOConfig, world: World, adapted_layers: Sequence[str]) ->
 
 def _load_class(path: str) -> None:
     """Raise the error for which vLLM could not inspect the class of a model: it writes that into its log alone."""
-    for name in (local_model_config(path) or {}).get("architectures") or ():
+    for name in read_json(local_model_folder(path) / "config.json").get("architectures") or ():
         if name in ModelRegistry.models:
             try:
                 ModelRegistry.models[name].load_model_cls()
