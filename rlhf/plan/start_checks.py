@@ -59,6 +59,8 @@ def plan_problems(config: TrainingProgramConfig) -> list[str]:
         own = own_function_problems(config) + reward_problems(_with_files_alone(config))
         if config.environment.parts or not set(config.tools) <= set(TOOLS):
             own += environment_problems(config)
+        elif config.acts:
+            own += metric_problems(config)
         own = list(dict.fromkeys(own))
     here = is_for_this_machine(config)
     machine = _machine_problems(config) if here else []
