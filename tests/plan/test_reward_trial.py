@@ -75,9 +75,11 @@ def file(tmp_path: Path) -> Path:
 
 def config(tiny_model_dir: Path, *parts: Any, **reward: Any) -> GRPOConfig:
     data = {"eval": str(tiny_model_dir / "test.jsonl")}
+    first = parts[0] if isinstance(parts[0], str) else parts[0]["name"]
     return make_config(
-        tiny_model_dir / "model", data=data, reward={"parts": list(parts), "wall_seconds": 2.0, **reward}
-    )
+        tiny_model_dir / "model", data=data, evaluation={"metric": first},
+        reward={"parts": list(parts), "wall_seconds": 2.0, **reward},
+    )  # fmt: skip
 
 
 @pytest.mark.slow
