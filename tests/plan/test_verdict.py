@@ -16,7 +16,7 @@ from rlhf.config.ppo import PPOConfig
 from rlhf.plan.report import planned
 
 ROOT = Path(__file__).parents[2]
-TO_PASTE = re.compile(r"^ +([\w.]+=[^\s;]+(?: [\w.]+=[^\s;]+)*)$", re.MULTILINE)
+TO_PASTE = re.compile(r"^ {2,4}([\w.]+=[^\s;]+(?: [\w.]+=[^\s;]+)*)$", re.MULTILINE)
 
 
 def load(files: str, *overrides: str) -> GRPOConfig:
@@ -71,8 +71,8 @@ def test_pasted_keys_give_a_plan_that_fits(files: str, overrides: list[str], cou
 @pytest.mark.parametrize("files", ["math", "tulu3_8b_math", "one_gpu_24gb", "one_gpu_80gb", "ppo_math", "ppo_rlhf"])
 @pytest.mark.parametrize("model", ["Qwen2.5-0.5B", "Qwen2.5-3B-Instruct", "Qwen3-8B-Base", "Qwen3-30B-A3B"])
 def test_pasted_keys_give_a_plan_that_fits_on_any_card(files: str, model: str) -> None:
-    for card in ("A10G", "A100", "H200"):
-        check_keys(files, f"model.path=Qwen/{model}", f"cluster.gpu={card}", "cluster.gpu_memory_gib=null")
+    for gib in (22, 79, 140):
+        check_keys(files, f"model.path=Qwen/{model}", f"cluster.gpu_memory_gib={gib}")
 
 
 def test_what_fits_on_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
