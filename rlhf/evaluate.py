@@ -191,9 +191,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for path, metric in itertools.product(responses, dict.fromkeys(config.metrics.values()) if earlier else ()):
         before, after = ([row for row in rows if row["metric"] == metric] for rows in (earlier, responses[path]))
         say(f"{path}: {compare(before, after)}")
-    for path, source in itertools.product(metrics, config.metrics):
-        if metrics[path].get(f"eval/{source}/ungraded_fraction") == 1:
-            raise ValueError(f"{source}: no response of {path} was graded by {config.metrics[source]} (see above).")
+    for path, label in itertools.product(metrics, config.metrics):
+        if metrics[path].get(f"eval/{label}/ungraded_fraction") == 1:
+            raise ValueError(f"{label}: no response of {path} was graded by {config.metrics[label]} (see above).")
 
 
 if __name__ == "__main__":

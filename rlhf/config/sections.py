@@ -348,8 +348,8 @@ class AnyEvaluationConfig(Section):
 class EvaluationConfig(AnyEvaluationConfig):
     metric: FilePath | None = key(
         None,
-        "what avg@k averages: the name of a reward, environment, or reward_model; null: the only reward, or of several "
-        "the one that compares with an answer",
+        "what avg@k averages, a set of data.eval may have its own: the name of a reward, environment, or reward_model; "
+        "null: the only reward, or of several the one that compares with an answer",
     )
     samples_per_prompt: PositiveInt = key(1, "responses per prompt: the k of avg@k and pass@k")
     temperature: NonNegative = key(1.0, "sampling temperature; 0 is greedy")
