@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from rlhf.config.reward import may_be_accuracy
+from rlhf.config.reward import logged_name, may_be_accuracy
 from rlhf.log.sinks import BOUNDS
 
 
@@ -131,7 +131,9 @@ def metric_titles(metrics: Mapping[str, str], evaluations: Iterable[Mapping[str,
     logged = set[str]().union(*evaluations)
     left_range = {source for source in metrics if f"eval/{source}/outside_fraction" in logged}
     return {
-        source: f"accuracy ({metric})" if may_be_accuracy(metric) and source not in left_range else metric
+        source: f"accuracy ({logged_name(metric)})"
+        if may_be_accuracy(metric) and source not in left_range
+        else logged_name(metric)
         for source, metric in metrics.items()
         if metric
     }

@@ -88,6 +88,7 @@ def group_metrics(groups: Sequence[RolloutGroup], metric: str) -> dict[str, floa
     """
     k, samples = len(groups[0].samples), [sample for group in groups for sample in group.samples]
     metrics: dict[str, float] = {}
+    answered, asked = count_answers(samples)
     if metric:
         values = _values(groups, metric)
         ungraded, outside = np.isnan(values), (values < 0) | (values > 1)
@@ -95,7 +96,7 @@ def group_metrics(groups: Sequence[RolloutGroup], metric: str) -> dict[str, floa
         by_problem = {"avg": _means(values)}
         if k > 1 and may_be_accuracy(metric) and not outside.any():
             by_problem["pass"] = (values[whole].max(axis=1) > RIGHT).astype(float)
-        if k > 1:
+        if k > 1 and asked:  # else the reward reads no answers
             by_problem["maj"] = np.array([_majority(groups[index], metric) for index in whole])
         for name, means in by_problem.items():
             if len(means):
@@ -106,7 +107,6 @@ def group_metrics(groups: Sequence[RolloutGroup], metric: str) -> dict[str, floa
     for name in dict.fromkeys(name for sample in samples for name in sample.reward_parts if name != metric):
         if len(means := _means(_values(groups, name))):
             metrics[f"part/{logged_name(name)}"] = float(means.mean())
-    answered, asked = count_answers(samples)
     if asked:
         metrics["answered_fraction"] = answered / asked
     lengths = [sample.rollout.response_length for sample in samples]

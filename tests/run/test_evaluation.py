@@ -25,13 +25,13 @@ from rlhf.run.folder import RunFolder, with_date
 from rlhf.types import RolloutGroup
 
 
-def graded(right: Sequence[Sequence[tuple[float | None, str]]]) -> list[RolloutGroup]:
+def graded(right: Sequence[Sequence[tuple[float | None, str]]], part: str = "math") -> list[RolloutGroup]:
     groups = make_groups(groups=len(right), samples=len(right[0]), vocabulary=9, longest=20, seed=0)
     return [
         dataclasses.replace(
             group,
             samples=tuple(
-                dataclasses.replace(sample, reward_parts={"math": score}, extracted=answer)
+                dataclasses.replace(sample, reward_parts={part: score}, extracted=answer)
                 for sample, (score, answer) in zip(group.samples, answers, strict=True)
             ),
         )
@@ -88,9 +88,9 @@ def test_the_metric_is_the_part_that_is_named_wherever_it_stands_and_the_others_
     assert {name: metrics[name] for name in ("avg@2", "pass@2", "part/format", "part/own.py:f/n")} == {
         "avg@2": 0.5, "pass@2": 1.0, "part/format": 1.0, "part/own.py:f/n": 3.0,
     }  # fmt: skip
-    assert {"part/exact", "part/own.py:f"}.isdisjoint(metrics)
+    assert {"part/exact", "part/own.py:f", "maj@2"}.isdisjoint(metrics)  # no answer was read, so none has most votes
     assert group_metrics([group], "format")["avg@2"] == 1.0
-    has = {"evaluation", "evaluation, k above 1", "evaluation, several parts", "evaluation, a function returns some"}
+    has = {"evaluation", "evaluation, several parts", "evaluation, a function returns some"}
     check_documented([{f"eval/test/{name}": value for name, value in metrics.items()}], logged=has)
 
 
@@ -229,7 +229,7 @@ def test_the_reward_is_tried_once_however_many_models_there_are(
     values = with_data(tiny_model_dir, reward=[{"name": f"{tmp_path}/own.py:score"}])
 
     async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:  # without engines
-        return {"test": graded([[(1.0, "7"), (0.0, "8")]] * 2)}
+        return {"test": graded([[(1.0, "7"), (0.0, "8")]] * 2, part=config.metrics["test"])}
 
     monkeypatch.setattr(evaluate, "sample_and_grade", sample_and_grade)
     (tmp_path / "mine.yaml").write_text(json.dumps(values))
