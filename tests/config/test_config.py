@@ -161,6 +161,7 @@ def test_a_tilde_is_the_home_folder_in_every_key_that_names_a_file(
     monkeypatch.setenv("HOME", "/srv/me")
     given = [
         "run.dir=~/run", "model.path=~/model", "data.train=~/train.jsonl", "data.eval=[~/a.jsonl, {path: ~/b}]",
+        "evaluation.metric=reward_model",
         "critic.path=~/critic", "checkpoint.mirror=~/mirror", "logging.mlflow.uri=~/runs", "reward_model.path=~/rm",
         "reward={parts: [{name: '~/mine.py:score', files: [~/tables]}], by_source: {a: [{name: '~/a.py:score'}]}}",
     ]  # fmt: skip
@@ -330,7 +331,7 @@ CONTRADICTIONS = [
     (["reward={by_source: {chat: []}}"], ["reward=[] without a reward_model", "or a reward_model"]),
     (
         ["data.curriculum={}", "reward=[]", "reward_model={path: judge}"],
-        ["data.curriculum with reward=[]", "Name a reward"],
+        ["data.curriculum", "its metric is reward_model", "Name another evaluation.metric"],
     ),
     (["algo.teacher={}"], ["algo.teacher: it has no model", "Set exactly one"]),
     (["algo.teacher={path: t, own: average}"], ["algo.teacher: it has path=t and own=average", "exactly one"]),

@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(model: Path, run: Path, name: str, /, **environment: Any) -> GRPOConfig:
     return make_config(
         model,
-        run={"dir": str(run), "steps": 3},
+        run={"dir": str(run), "steps": 3, "max_useless_steps": None},  # all rewards are 0
         data={
             "train": [{"path": "environment"}],
             "eval": [{"path": "environment", "rows": 2}],
