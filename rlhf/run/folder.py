@@ -445,8 +445,9 @@ def _date_of_model(path: str) -> datetime.date | None:
 
 
 def _runs_around(path: str) -> Iterator[Path]:
-    """The folders of runs in which a model lies."""
-    return (folder for folder in Path(path).absolute().parents if (folder / RUN_ID).is_file())
+    """The folders of runs in which a model lies; a checkpoint has the id of its run, but no config."""
+    folders = dict.fromkeys((*Path(path).absolute().parents, *Path(path).resolve().parents))
+    return (folder for folder in folders if (folder / RUN_ID).is_file() and (folder / CONFIG).is_file())
 
 
 def trained_on(source: DatasetConfig, path: str) -> Path | None:

@@ -469,8 +469,10 @@ def test_a_model_was_trained_on_the_data_of_its_run_and_of_the_run_that_made_its
     for name, model, data in (("a", "hub/model", ["first.jsonl", hub]), ("b", "runs/a/model", ["second.jsonl"])):
         folder = RunFolder(f"runs/{name}", resume=False)
         folder.create(make_config(Path(model), run={"dir": f"runs/{name}"}, data={"train": data}))
+        checkpoint = folder.finish_checkpoint(folder.begin_checkpoint(1), RunState(step=1), keep=9)
         folder.unlock()
     (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/linked").symlink_to(tmp_path / checkpoint / "model")
     monkeypatch.chdir(tmp_path / "elsewhere")
 
     def of(model: str, path: str, **keys: str) -> str:
@@ -483,6 +485,7 @@ def test_a_model_was_trained_on_the_data_of_its_run_and_of_the_run_that_made_its
     assert of("a", "openai/gsm8k", name="main", split="train") == "a"
     assert of("a", "openai/gsm8k", name="main") == of("a", "openai/gsm8k", split="train") == ""
     assert trained_on(DatasetConfig(path="../first.jsonl"), "hub/model") is None
+    assert trained_on(DatasetConfig(path="../second.jsonl"), "linked") == tmp_path / "runs/b/config.yaml"
     (tmp_path / "runs/a/config.yaml").write_text("data: {train: [")  # damaged
     assert of("a", "../first.jsonl") == ""
 
