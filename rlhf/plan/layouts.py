@@ -196,7 +196,7 @@ def layout_rows(config: GRPOConfig, shape: ModelShape, searched: Sequence[Search
         for kind, layout in found.items():
             text = f"none: {layout}" if isinstance(layout, str) else _described(config, shape, *layout)
             yield (f"{counted(gpus, 'GPU')}, {kind}", text)
-    best = [layout.config for lag in (math.inf, 0) if (layout := searched[-1].best(lag))]
+    best = [fastest.config for lag in (math.inf, 0) if (fastest := searched[-1].best(lag))]
     for lag, fitting in {each.rollout.max_policy_lag: each for each in best}.items():
         yield (f"the best that fits, lag {lag}", keys_of(config, fitting))
     yield from _stages(config, shape)

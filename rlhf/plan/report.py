@@ -78,9 +78,10 @@ def printed(config: TrainingProgramConfig, flags: Namespace) -> bool:
 def _texts(config: TrainingProgramConfig, flags: Namespace, problems: list[str]) -> Iterator[str]:
     """What is printed, each text as soon as it is known; `problems` gets why the run would be refused."""
     if flags.plan:
-        text, found = planned_supervised(config) if isinstance(config, SupervisedConfig) else planned(config)
-        problems += found
-        yield text
+        assert isinstance(config, GRPOConfig | SupervisedConfig)
+        plan = planned(config) if isinstance(config, GRPOConfig) else planned_supervised(config)
+        problems += plan.problems
+        yield plan.text
     if flags.print_config:
         yield "\n" * flags.plan + resolved_yaml(config)
     if flags.plan:  # the last, because it takes seconds of imports
@@ -118,7 +119,8 @@ def first_prompt_text(config: GRPOConfig) -> str:
 
 def planned(config: GRPOConfig) -> Plan:
     """All sections of the plan, and why the run would be refused."""
-    problems, prompts = plan_problems(config), "see the first line"
+    problems = plan_problems(config)
+    prompts: int | str = "see the first line"
     config, gpu_memory = with_gpus_here(config) if config.cluster.device == "cuda" else (config, "")
     try:
         prompts = prompts_per_epoch(config.data)
@@ -170,8 +172,8 @@ def planned_supervised(config: SupervisedConfig) -> Plan:
     examples = Examples(None, config.data.max_tokens, f"the most, data.max_tokens={config.data.max_tokens}")
     try:
         examples = Examples.of(config)
-        if examples.count:
-            config = config.with_steps(examples.count)
+        if examples.rows:
+            config = config.with_steps(examples.rows)
     except ValueError as error:
         problems += [] if str(error) in problems else [str(error)]
     first = _beginning(problems)

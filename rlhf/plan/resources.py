@@ -119,6 +119,7 @@ def with_gpus_here(config: C) -> tuple[C, str]:
     """
     cluster, gpus = config.cluster, [] if joins_a_cluster(config) else gpus_here()
     given, here = cluster.model_fields_set, {card_at(gpu.name) for gpu in gpus}
+    cards = [name for name in here if name is not None]
     values: dict[str, Any] = {}
     least, source = min((gpu.memory_gib for gpu in gpus), default=0.0), "read here"
     if cluster.gpu is not None and here != {cluster.gpu}:
@@ -133,5 +134,5 @@ def with_gpus_here(config: C) -> tuple[C, str]:
         names = ", ".join(f"{count} x {gpu.name}, {gpu.memory_gib:.1f} GiB" for gpu, count in Counter(gpus).items())
         told = f"{told}; this machine: {names}"
         values |= {} if "gpus_per_node" in given else {"gpus_per_node": len(gpus)}
-        values |= {"gpu": min(here - {None}, key=lambda name: CARDS[name].tflops)} if here - {None} else {}
+        values |= {"gpu": min(cards, key=lambda name: CARDS[name].tflops)} if cards else {}
     return config.model_copy(update={"cluster": cluster.model_copy(update=values)}), told

@@ -28,12 +28,12 @@ class Examples(NamedTuple):
     """What is known of data.train before it is read.
 
     Attributes:
-        count: rows of one pass; None: not known here.
+        rows: of one pass; None: not known here.
         tokens: mean of a sequence.
         how: where `tokens` comes from.
     """
 
-    count: int | None
+    rows: int | None
     tokens: int
     how: str
 
@@ -174,11 +174,11 @@ def batch_rows(config: SupervisedConfig, examples: Examples) -> Iterator[tuple[s
     """Rows of --plan on examples, updates and tokens."""
     each, sequences = config.examples_per_update, config.sequences_per_example
     yield "examples per update", f"learner.{config.examples_key}={each:,}"
-    if examples.count is None:
+    if examples.rows is None:
         yield "data", "not counted here"
     else:
-        passes = config.updates_per_epoch(examples.count)
-        yield "data", f"{examples.count:,} rows / {each:,} = {counted(passes, 'optimizer step')} per pass"
+        passes = config.updates_per_epoch(examples.rows)
+        yield "data", f"{examples.rows:,} rows / {each:,} = {counted(passes, 'optimizer step')} per pass"
         if config.run.steps:
             yield "optimizer steps", f"{config.steps:,} = {config.steps / max(1, passes):,.2f} passes"
     yield "sequences", f"{sequences} per example, of {examples.tokens:,} tokens on average ({examples.how})"

@@ -49,8 +49,8 @@ class SupervisedLoop:
         for name, examples in {"train": data.train, "eval": data.held_out}.items():
             if examples is not None:
                 left_out = left_out_text(examples.too_long, run.config.data.max_tokens, examples.bad_rows)
-                tokens = len(examples.tokens.token_ids)
-                run.log.print(f"data {name}: {examples.rows} examples, {tokens:,} tokens{left_out}")
+                count = len(examples.tokens.token_ids)
+                run.log.print(f"data {name}: {examples.rows} examples, {count:,} tokens{left_out}")
         if data.held_out is not None:
             run.check_held_out(data.train.row_keys, {"eval": [*data.held_out.row_keys]})
         now: dict[str, Any] = {"rows": data.train.rows, "fingerprint": data.train.fingerprint}
