@@ -1,4 +1,4 @@
-"""The GPUs that --plan and MFU know by name: what the makers' data sheets say of them. Nothing here is measured."""
+"""The GPUs that --plan and learner/mfu know by name. The numbers are from the makers' data sheets, not measured."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Card(NamedTuple):
 
     Attributes:
         tflops: dense bfloat16 with float32 accumulation, TFLOP/s.
-        memory_gib: GiB that the driver shows, with error correction where it is on from the start.
-        bandwidth: of that memory, GB/s.
-        link: between the GPUs of a node, GB/s, both directions added: NVLink, or PCIe without it.
+        memory_gib: memory that the driver shows, GiB; with error correction if that is on by default.
+        bandwidth: memory bandwidth, GB/s.
+        link: bandwidth between two GPUs of a node, both directions together, GB/s: of NVLink, else of PCIe.
     """
 
     tflops: float
@@ -65,9 +65,9 @@ EQUAL_MEMORY = 0.99  # a sheet's 141 GB is 140.4 GiB
 
 
 def card_at(device_name: str) -> str | None:
-    """The name here of a device by its driver's name, such as `NVIDIA H100 80GB HBM3`; None if it is not known.
+    """The entry of CARDS for a driver's name, such as `NVIDIA H100 80GB HBM3`; None if there is none.
 
-    All words of the name here are in the driver's; of several such names the longest is right.
+    The driver's name has all words of the entry; if several entries fit, the longest is right.
     """
     words = _words(device_name)
     found = [name for name in CARDS if words >= _words(name)]
@@ -79,19 +79,19 @@ def _words(name: str) -> set[str]:
 
 
 def card_with(memory_gib: float) -> str:
-    """The first of the smallest cards that have so much memory."""
+    """The smallest card with this much memory, GiB; ties go to the first, and the largest card if none has it."""
     enough = [name for name, card in CARDS.items() if card.memory_gib >= EQUAL_MEMORY * memory_gib]
     return min(enough, key=lambda name: CARDS[name].memory_gib, default="GB300")
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Peak of a device by its driver's name; None if it is not known."""
+    """Peak of a device by its driver's name, TFLOP/s; None if the device is not in CARDS."""
     name = card_at(device_name)
     return None if name is None else CARDS[name].tflops
 
 
 def _known(given: str) -> str:
-    """The name here; a driver's name will do too."""
+    """The entry of CARDS for the value of cluster.gpu, which may be a driver's name; ValueError if there is none."""
     if name := card_at(given):
         return name
     listed = f"Known are {', '.join(CARDS)}."

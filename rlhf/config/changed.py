@@ -11,7 +11,7 @@ from rlhf.config.program import TrainingProgramConfig
 
 
 def config_of_any_program(values: dict[str, Any]) -> TrainingProgramConfig | None:
-    """The config as the one program reads it that takes all its keys; None if it is of another version."""
+    """The config as the program reads it that accepts all its keys; None if none does, as in another version."""
     for program in PROGRAMS.values():
         with contextlib.suppress(ValueError):
             if program.config is not None:
@@ -20,16 +20,16 @@ def config_of_any_program(values: dict[str, Any]) -> TrainingProgramConfig | Non
 
 
 def changed_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The part of a whole config that differs from the defaults of its program; it loads to the same config.
+    """The values of a whole config that differ from the defaults of its program; they load to the same config.
 
-    Of a config of another version: every value except null.
+    For a config of another version: all values except null.
     """
     config = config_of_any_program(values)
     return _without_nulls(values) if config is None else config.model_dump(mode="json", exclude_defaults=True)
 
 
 def _without_nulls(values: Any) -> Any:
-    """The values without keys that are null, and without sections that are empty then."""
+    """The values without null, and without the sections that this leaves empty."""
     if not isinstance(values, dict):
         return values
     kept = {key: _without_nulls(value) for key, value in values.items()}

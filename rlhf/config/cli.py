@@ -207,9 +207,8 @@ def _remedy(argument: str, schema: type[Section]) -> str:
     name, _, value = argument.lstrip("-").partition("=")
     name = name.replace("-", "_")
     names = [key.name for key in describe_keys(schema)]
-    elsewhere = named_here(name, names).split(" and ")
-    keys = [key for key in names if f".{key}".endswith(f".{name}") and "[]" not in key]
-    meant = " or ".join(f"{key}={value or 'VALUE'}" for key in (elsewhere if any(elsewhere) else keys))
+    keys = named_here(name, names) or [key for key in names if f".{key}".endswith(f".{name}") and "[]" not in key]
+    meant = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
     if not meant:
         return "Flags and keys are listed by --help; keys are written without dashes, as section.key=value."
     return f"Write it without dashes, as a key: {meant}."

@@ -172,7 +172,7 @@ def environment_problems(config: GRPOConfig) -> Iterator[str]:
 
 
 def metric_problems(config: GRPOConfig, *, environment_judges: bool = False) -> Iterator[str]:
-    """A data source has no part of the reward that is its metric, or its metric is none of its parts.
+    """Why a data source has no metric: several parts of its reward could be it, or none has the name that was given.
 
     Args:
         environment_judges: whether the environment is known to give a reward, next to those of `reward`.
@@ -216,13 +216,15 @@ def best_problems(config: GRPOConfig) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.best is None:
         return
-    names = [
-        f"eval/{label}/{name}@{each.samples_per_prompt}"
-        for label, each in config.evaluations.items()
-        for name in ("avg", "pass", "maj")
-        if name == "avg"
-        or (each.samples_per_prompt > 1 and (name != "pass" or may_be_accuracy(config.metric_of(label))))
-    ]
+    names = []
+    for label, each in config.evaluations.items():
+        k = each.samples_per_prompt
+        measured = {
+            "avg": True,
+            "pass": k > 1 and may_be_accuracy(config.metric_of(label)),
+            "maj": k > 1 and any(part.is_verifier for part in config.reward.parts_of(label)),  # they read answers
+        }
+        names += [f"eval/{label}/{name}@{k}" for name, is_measured in measured.items() if is_measured]
     given = f"{checkpoint.best=!s}"
     if checkpoint.best not in names:
         yield f"{given}: no evaluation measures it. Use {' or '.join(names) or 'it with data.eval'}."

@@ -109,10 +109,10 @@ class GRPOConfig(TrainingProgramConfig):
         return {source.label: self.metric_of(source.label) for source in self.data.eval}
 
     def metric_of(self, source: str) -> str:
-        """The value of a response by which a data source is evaluated: a part of the reward, or a number of a part.
+        """The name of the metric of a data source: a part of its reward, or a further number that a part returns.
 
-        By default the only part, or the only one that compares with an answer, whatever their order and weights. Empty
-        if several could be the one, which evaluations refuse, or if nothing grades the source.
+        By default it is the only part that compares with an answer, or the only part. Order and weights do not matter.
+        Empty if several parts could be the metric (an evaluation refuses that), or if nothing grades the source.
         """
         named = (each.metric for each in (*self.data.eval, *self.data.train) if each.label == source and each.metric)
         verifiers = [part.name for part in self.reward.parts_of(source) if part.is_verifier]
@@ -149,7 +149,7 @@ class GRPOConfig(TrainingProgramConfig):
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Whether rewards train the policy; else what teachers say of its tokens does that alone."""
+        """Whether rewards train the policy; False where teachers replace them."""
         return self.algo.teacher is None or self.algo.teacher.reward == "add"
 
     @property

@@ -114,21 +114,21 @@ _OURS = {name: ours for ours, names in _NAMES_ELSEWHERE.items() for name in name
 _SECTIONS_ELSEWHERE = ("actor_rollout_ref", "algorithm", "trainer", "custom_reward_function")  # of verl
 
 
-def named_here(path: str, keys: Collection[str]) -> str:
-    """The key or keys of ours that have another name in TRL or verl, of those that a schema has; "" if none.
+def named_here(path: str, keys: Collection[str]) -> list[str]:
+    """The keys of a schema that stand for a key of TRL or verl; empty if there are none.
 
-    A key that has the same name here is one too, where there are more sections around it elsewhere.
+    A key of the same name counts too, if it only has further sections in front of it there.
     """
     parts = path.lstrip("+").split(".")
     for ends in (".".join(parts[first:]) for first in range(len(parts))):
-        for ours in _OURS.get(ends, "").split(" or "):
-            if ours and all(any(f"{known}.".startswith(f"{key}.") for known in keys) for key in ours.split(" and ")):
+        for ours in (each.split(" and ") for each in _OURS.get(ends, "").split(" or ") if each):
+            if all(any(f"{known}.".startswith(f"{key}.") for known in keys) for key in ours):
                 return ours
-    return next((ends for ends in (".".join(parts[first:]) for first in range(1, len(parts) - 1)) if ends in keys), "")
+    return [ends for ends in (".".join(parts[first:]) for first in range(1, len(parts) - 1)) if ends in keys][:1]
 
 
-# Where a value may stand in place of a mapping: it is the value of this key. An entry of a list that is written in its
-# short form replaces the whole entry; a section does not.
+# Short forms: at these places a plain value stands for {key: value}. As an entry of a list it replaces the whole entry;
+# as a section it replaces only the value of its key.
 SHORT_SECTIONS: dict[tuple[str, ...], str] = {
     ("reward",): "parts",
     ("environment",): "name",
@@ -167,7 +167,7 @@ def load_config(
 
 
 def read_values(files: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
-    """The files and overrides as one, not validated; each `${...}` is as it was written."""
+    """Files and overrides merged into one mapping. Does not validate, and leaves each `${...}` as it was written."""
     values: dict[str, Any] = {}
     for layer in (*map(_read, files), *map(parse_override, overrides)):
         values = merged(values, layer)
@@ -175,7 +175,7 @@ def read_values(files: Sequence[str], overrides: Sequence[str]) -> dict[str, Any
 
 
 def wrong_keys(schema: type[Section], values: dict[str, Any]) -> set[str]:
-    """The keys that a schema does not know or whose values it refuses, by name; missing ones do not count."""
+    """Names of the keys that a schema does not know, or whose values it refuses. Missing keys do not count."""
     try:
         schema.model_validate_json(json.dumps(values), context={})
     except ValidationError as error:
@@ -317,7 +317,7 @@ def _names_entries(value: Any) -> bool:
 
 
 def _key_of(path: tuple[str, ...], keys: Mapping[tuple[str, ...], str]) -> str | None:
-    """The key that a short form at this place gives; None if there is no short form here."""
+    """The key whose value a short form gives at this path; None if there is no short form here."""
     for at, key in keys.items():
         if len(at) == len(path) and all(name in ("*", here) for name, here in zip(at, path, strict=True)):
             return key
@@ -359,7 +359,7 @@ def _lines(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> Iter
                 yield f"{given}: {_unknown(key, keys)}"
                 return
             yield from (
-                f"{name}={short_value(value)}: there is no such key. It is {ours[name]} here."
+                f"{name}={short_value(value)}: there is no such key. It is {' and '.join(ours[name])} here."
                 for name, value in leaves.items()
                 if ours[name]
             )

@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
-SILENT_S, LOOK_S = 8.0, 0.5  # how often is looked: a program that waits says so at least every 10 s
+SILENT_S, LOOK_S = 8.0, 0.5  # a heartbeat speaks after so long a silence, for which it looks this often
 KEPT = "\n\t\u200c\u200d"  # lines, tabs, and the joiners that Persian, Hindi and emoji are written with
 
 
@@ -49,8 +49,8 @@ def note_line() -> None:
 def heartbeat(text: Callable[[], str], say: Callable[[str], object] = say) -> Iterator[None]:
     """A context in which `say(text())` is called whenever this program has printed nothing for SILENT_S.
 
-    A thread does it, because imports and loading block the event loop. An empty text is not said. Silence goes on from
-    one heartbeat to the next one.
+    A thread does it, because imports and loading block the event loop. An empty text is not said. Silence before the
+    context counts only if it is that of a heartbeat that has just ended.
     """
     global _watched_at
     over = threading.Event()

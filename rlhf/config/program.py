@@ -139,7 +139,7 @@ class TrainingProgramConfig(Section):
 
     @property
     def metrics(self) -> dict[str, str]:
-        """Of each set of data.eval, by its label, the value of a response whose mean is avg@k."""
+        """The name of the evaluation metric of each set of data.eval, by the label of the set."""
         return {}
 
     @property

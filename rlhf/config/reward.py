@@ -326,8 +326,8 @@ def _part(value: Any, key: str) -> RewardPart:
         known = ("name", "weight", *OPTIONS_OF_REWARD[name].model_fields)
         for option, given in options.items() if isinstance(options, dict) else ():
             if option not in known:
-                why = f"it is for a function of yours, not for {name}. Remove it."
-                why = why if option in USER_FIELDS else f"there is no such key. {suggest(option, known, f'{key}.')}"
+                unknown = f"there is no such key. {suggest(option, known, f'{key}.')}"
+                why = "only a function of yours reads it. Remove it." if option in USER_FIELDS else unknown
                 raise ValueError(f"{key}.{option}={short_value(given)}: {why}")
         validated(OPTIONS_OF_REWARD[name], options, section=key)
     elif not USER_CODE.fullmatch(name):
