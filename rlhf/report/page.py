@@ -29,7 +29,7 @@ from rlhf.report.run_files import RunFiles, conversation, response_blocks, sampl
 from rlhf.report.settings import OF_ONE_RUN, differing_keys, over_seeds, settings_of
 
 ROLLOUT_BYTES = 96 * 2**20  # of rollout files that a page holds; 100,000 rollouts of the quickstart are 35 MB
-MAX_POINTS = {False: 2000, True: 500}  # of one curve, by whether it has a band, which takes time
+MAX_POINTS, MAX_POINTS_WITH_BAND = 2000, 500  # of one curve; a band takes time
 TEXT_KEYS = ("prompt_id", "prompt", "answer", "text", "extracted", "status", "finish_reason")
 TOKEN_KEYS = ("tokens", "token_advantages", "token_differences")
 
@@ -73,7 +73,7 @@ def _names(runs: Sequence[RunFiles]) -> list[str]:
 def _metrics(runs: Sequence[RunFiles]) -> dict[str, Any]:
     """Everything that the page shows except rollouts."""
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    settings, names = settings_of(runs), dict(zip(map(id, runs), _names(runs), strict=True))
+    settings, names = settings_of(runs), _names(runs)
     sections: list[dict[str, Any]] = [
         {
             "title": title,
@@ -90,8 +90,8 @@ def _metrics(runs: Sequence[RunFiles]) -> dict[str, Any]:
     changed = dict.fromkeys(key for run in runs for key in flat_keys(run.changed))
     return {
         "written": time.strftime("%Y-%m-%d %H:%M"),
-        "settings": [_setting(of_setting, runs, names[id(of_setting[0])]) for of_setting in settings],
-        "runs": [_run(run, names[id(run)]) for run in runs],
+        "settings": [_setting([runs[number] for number in numbers], names, numbers) for numbers in settings],
+        "runs": [_run(run, name) for run, name in zip(runs, names, strict=True)],
         "sections": [section for section in sections if section["panels"]],
         "keys": list(dict.fromkeys(key for config in configs for key in config)),
         "differing": differing,
@@ -116,7 +116,7 @@ def _panels(panel: Panel, metrics: Sequence[str], runs: Sequence[RunFiles], *, s
 
 
 def _metric_title(name: str, runs: Sequence[RunFiles]) -> str:
-    """What eval/<data set>/avg@<k> is of: the accuracy, or a value that leaves 0 to 1; all where runs differ."""
+    """What eval/<data set>/avg@<k> measures: accuracy, or a metric by its name; several if the runs differ."""
     source = name.split("/")[1]
     of_runs = [metric_titles(run.program_config.metrics, run.rows) for run in runs if run.program_config]
     titles = dict.fromkeys(titles[source] for titles in of_runs if source in titles)
@@ -129,11 +129,15 @@ def _healthy(metrics: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {metric: {**found._asdict(), "words": str(found)} for metric, found in ranges.items() if found}
 
 
-def _setting(of_setting: Sequence[RunFiles], runs: Sequence[RunFiles], name: str) -> dict[str, Any]:
-    """A line of every chart: a run, or the mean of several, with the bounds of its interval in `bands`."""
+def _setting(of_setting: Sequence[RunFiles], names: Sequence[str], numbers: Sequence[int]) -> dict[str, Any]:
+    """A line of every chart: a run, or the mean of several, with the bounds of its interval in `bands`.
+
+    Args:
+        names: of all runs. numbers: which of them are of this setting.
+    """
     several = len(of_setting) > 1
     steps = sorted({row["step"] for run in of_setting for row in run.rows})
-    every = -(-len(steps) // MAX_POINTS[several])
+    every = -(-len(steps) // (MAX_POINTS_WITH_BAND if several else MAX_POINTS))
     evaluated = {row["step"] for run in of_setting for row in run.rows if any(key.startswith("eval/") for key in row)}
     steps = [step for number, step in enumerate(steps) if number % every == 0 or step in evaluated]
     rows = [{row["step"]: row for row in run.rows} for run in of_setting]
@@ -145,22 +149,20 @@ def _setting(of_setting: Sequence[RunFiles], runs: Sequence[RunFiles], name: str
         known = [[v if isinstance(v, int | float) and math.isfinite(v) else math.nan for v in line] for line in found]
         return np.array(known, dtype=float).reshape(len(rows), len(steps)) - np.array(since)[:, None]
 
-    names = dict.fromkeys(metric for run in of_setting for metric in run.metrics)
-    shown = [metric for metric in names if not (several and metric.endswith(BOUNDS))]
+    metrics = dict.fromkeys(metric for run in of_setting for metric in run.metrics)
+    shown = [metric for metric in metrics if not (several and metric.endswith(BOUNDS))]
     lines = {metric: over_seeds(cells(metric, [0.0] * len(rows))) for metric in shown}
     planned = of_setting[0].planned_learning_rates()
     return {
-        "name": name + (f" and {len(of_setting) - 1} more" if several else ""),
-        "runs": [number for number, run in enumerate(runs) if any(run is each for each in of_setting)],
+        "name": names[numbers[0]] + (f" and {len(numbers) - 1} more" if several else ""),
+        "runs": numbers,
         "seeds": [run.config.get("run.seed") for run in of_setting],
         "shared": min((run.rows[-1]["step"] for run in of_setting if run.rows), default=0),
         "every": every,
         "steps": steps,
         "seconds": _numbers(over_seeds(cells("time", began)).mean),
         "series": {metric: _numbers(line.mean) for metric, line in lines.items()},
-        "bands": {metric: [_numbers(line.low), _numbers(line.high)] for metric, line in lines.items()}
-        if several
-        else {},
+        "bands": {metric: [_numbers(line.low), _numbers(line.high)] for metric, line in lines.items() if several},
         "planned_lr": [planned.get(step) for step in steps] if planned else [],
     }
 
@@ -168,7 +170,6 @@ def _setting(of_setting: Sequence[RunFiles], runs: Sequence[RunFiles], name: str
 def _run(run: RunFiles, name: str) -> dict[str, Any]:
     return {
         "name": name,
-        "path": str(run.path),
         "program": run.program_config.program if run.program_config else None,
         "finished": run.finished,
         "last": run.rows[-1]["step"] if run.rows else 0,

@@ -25,7 +25,7 @@ class RunFiles:
     """One run folder.
 
     Attributes:
-        config_file: the config that the run was last started with, and `values` what it holds.
+        config_file: the config that the run was last started with. values: what it holds.
         rows: metrics by training step; an evaluation is in the row of its step. Step 0 is before the first step.
     """
 

@@ -17,20 +17,20 @@ from rlhf.run.evaluation import bootstrap_interval
 
 # `data.date` is filled in when a run starts
 OF_ONE_RUN = re.compile(r"run\.(?:seed|dir)|logging\..*|checkpoint\.mirror|data\.date")
-FEW = 3  # values, of which more than 2.5% of all bootstrap samples have only the lowest: 1 of 27
+FEW = 3  # of so few seeds the lowest alone makes up more than 2.5% of all bootstrap samples (1 of 27)
 
 
-def settings_of(runs: Sequence[RunFiles]) -> list[list[RunFiles]]:
-    """The runs of each setting, in the order of the first ones; a key that is not there counts as null."""
-    settings: dict[str, list[RunFiles]] = {}
-    for run in runs:
+def settings_of(runs: Sequence[RunFiles]) -> list[list[int]]:
+    """The numbers of the runs of each setting, in the order of the first ones. A missing key counts as null."""
+    settings: dict[str, list[int]] = {}
+    for number, run in enumerate(runs):
         kept = {k: v for k, v in run.config.items() if v is not None and not OF_ONE_RUN.fullmatch(k)}
-        settings.setdefault(json.dumps(kept, sort_keys=True), []).append(run)
+        settings.setdefault(json.dumps(kept, sort_keys=True), []).append(number)
     return list(settings.values())
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys that do not have the same value in all configs, without those of one run."""
+    """Keys that do not have the same value in all configs, without those that belong to a single run."""
     keys = dict.fromkeys(key for config in configs for key in config)
     return [
         key for key in keys if not OF_ONE_RUN.fullmatch(key) and len({repr(config.get(key)) for config in configs}) > 1
@@ -38,7 +38,7 @@ def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class OverSeeds(NamedTuple):
-    """[P] each: the mean of the seeds that have a value at a point, and the bounds of its interval; NaN without any."""
+    """[P] each: the mean over the seeds that have a value at a point, and its interval; NaN if no seed has one."""
 
     mean: np.ndarray
     low: np.ndarray
@@ -46,7 +46,7 @@ class OverSeeds(NamedTuple):
 
 
 def over_seeds(values: np.ndarray) -> OverSeeds:
-    """Mean and 95% bootstrap interval over seeds, which for two or three is from the lowest to the highest.
+    """Mean and 95% bootstrap interval over seeds; for two or three seeds, from the lowest to the highest value.
 
     Args:
         values: [S, P], of S seeds at P points; NaN where a seed has none.
