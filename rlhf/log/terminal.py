@@ -1,7 +1,7 @@
 """What a run prints: stages of its start, one line per step, evaluations, warnings; on a terminal also a live view.
 
-Where there is no live view, a line says every 10 seconds what the run waits for, until the first step has its own.
-Elsewhere, such as in a file, lines fit in 80 columns, or in $COLUMNS if it is set; paths are never broken.
+Elsewhere, such as in a file, lines fit in 80 columns, or in $COLUMNS if it is set; paths are never broken. Until the
+first step has its line, another line says every 10 seconds what the run waits for.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Terminal:
         return Group(*parts, *map(_response, self._responses))
 
     def _now(self) -> str:
-        """What the run does, since when."""
+        """What the run does now, and since when."""
         running, now = [*self._running.items()], time.monotonic()  # at once: other threads begin and end phases
         texts = [f"{name} {now - began:.0f} s" for name, began in running if name != "start" or len(running) == 1]
         if (progress := self._progress) is not None:
@@ -183,7 +183,7 @@ class Terminal:
         return ", ".join(texts) or "between two phases"
 
     def _waiting_for(self) -> str:
-        """A line while no step has been finished; "" afterwards."""
+        """A line that says what the run does; empty after its first step."""
         if self._step > self._first:
             return ""
         return f"{'starting' if 'start' in self._running else 'now'}: {self._now()}"

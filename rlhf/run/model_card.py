@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 
 import yaml
 
-from rlhf.config.changed import changed_values
-from rlhf.config.cli import PROGRAMS
-from rlhf.config.load import as_yaml, validated
+from rlhf.config.changed import changed_values, config_of_any_program
+from rlhf.config.load import as_yaml
 from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.config.printing import as_utf8
 from rlhf.config.secrets import hide
@@ -135,7 +133,7 @@ print(tokenizer.decode(response[0][prompt["input_ids"].shape[1]:], skip_special_
 
 
 def _shortened(text: Any) -> Any:
-    """A text without secrets, of which the middle is left out if it is long."""
+    """A text without secrets, and without its middle if it is long; other values as they are."""
     shown = hide(text) if isinstance(text, str) else text
     if not isinstance(shown, str) or len(shown) <= LONGEST:
         return shown
@@ -143,16 +141,15 @@ def _shortened(text: Any) -> Any:
 
 
 def _literal(value: Any) -> str:
-    """A value in Python, which cannot end a block of code in Markdown."""
+    """A value as Python source that cannot end a code block in Markdown."""
     return repr(value).replace("```", "\\x60\\x60\\x60")
 
 
 def _evaluation(state: RunState) -> str:
-    """The values of each evaluation, and what their metric is called; "" without an evaluation."""
-    title, table = "", _table("step", {str(step): values for step, values in state.evaluations.items()})
-    schema = PROGRAMS[state.program.replace("_", "-")].config
-    with contextlib.suppress(ValueError):  # of another version
-        title = metric_title(validated(schema, state.config).metrics, state.evaluations.values()) if schema else ""
+    """The values of each evaluation, and the name of their metric; empty without an evaluation."""
+    table = _table("step", {str(step): values for step, values in state.evaluations.items()})
+    config = config_of_any_program(state.config)
+    title = "" if config is None else metric_title(config.metrics, state.evaluations.values())
     return f"avg@k is {title}.\n\n{table}" if title and table else table
 
 

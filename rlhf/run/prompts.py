@@ -31,10 +31,10 @@ class RunData(NamedTuple):
     evaluation: LoadedPrompts
 
     def row_keys(self, config: GRPOConfig) -> tuple[Iterator[Hashable], dict[str, list[Hashable]]]:
-        """What tells rows apart, of all to train on and of each set to evaluate on: the tokens of their prompts.
+        """Keys of the training rows, and of the rows of each evaluation set; equal rows have equal keys.
 
-        An environment may write more of the prompt from the columns of its row, or make another world for each of
-        several equal rows: there a row is told by its columns too, and those that stand several times have no key.
+        The key is the tokens of the prompt. With an environment it has the columns too, since the environment may write
+        more of the prompt from them. It may make another world for each of several equal rows, so these have no key.
         """
 
         def keys(prompts: Iterable[Prompt]) -> Iterator[Hashable]:
@@ -138,7 +138,8 @@ class PromptTickets:
     ) -> None:
         rows = loaded.rows_per_epoch
         self.stream = PromptStream(loaded.prompts, rows_per_epoch=rows, seed=seed, curriculum=curriculum)
-        self._metric_of, self._outstanding = metric_of, deque[Ticket]()
+        self._metric_of = metric_of
+        self._outstanding = deque[Ticket]()
         if restored is not None:
             self.stream.restore(restored.stream)
             drawn = self.stream.drawn

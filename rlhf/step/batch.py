@@ -17,15 +17,17 @@ def make_batch(groups: Sequence[RolloutGroup], *, mask_truncated: bool, needs_re
 
     Args:
         mask_truncated: rollouts that did not stop by themselves are left out of the loss, like unscorable ones.
-        needs_reward: whether rewards train. Otherwise a rollout without one counts as 0 and is trained, unless it was
-            broken off.
+        needs_reward: False where teachers replace rewards. A rollout without a reward is then trained with a reward of
+            0, unless it was aborted.
     """
     samples = [sample for group in groups for sample in group.samples]
     rollouts = [sample.rollout for sample in samples]
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
-    ungraded = [np.nan if needs_reward or rollout.finish_reason == "abort" else 0.0 for rollout in rollouts]
-    rewards = [none if s.reward is None else s.reward for s, none in zip(samples, ungraded, strict=True)]
-    scorable = ~np.isnan(np.array(rewards, np.float64))
+    rewards = np.array([np.nan if sample.reward is None else sample.reward for sample in samples], np.float64)
+    if not needs_reward:
+        aborted = np.array([rollout.finish_reason == "abort" for rollout in rollouts], bool)
+        rewards[np.isnan(rewards) & ~aborted] = 0.0
+    scorable = ~np.isnan(rewards)
     stopped = np.array([rollout.finish_reason == "stop" for rollout in rollouts], bool)
     tokens = pack(
         [sequence.token_ids for sequence in sequences],
@@ -46,7 +48,7 @@ def make_batch(groups: Sequence[RolloutGroup], *, mask_truncated: bool, needs_re
         prompt_lengths=np.array([sequence.prompt_length for sequence in sequences], np.int64),
         response_lengths=tokens.rollout_tokens,  # `pack` takes each sequence for a whole rollout
         groups=np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups]),
-        rewards=np.array(rewards, np.float64),
+        rewards=rewards,
         trained=scorable & stopped if mask_truncated else scorable,
     )
     rollout_tokens = batch.per_rollout(batch.response_lengths)[batch.rollouts]
