@@ -1,4 +1,4 @@
-"""What of a layout does not fit: the roles on their GPUs, and a sequence or a group in the KV cache."""
+"""Whether a layout fits: the roles on their GPUs, and a sequence or a group in the KV cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf.plan.model_shape import ModelShape
 from rlhf.plan.resources import counted
 
 
-def named(name: str) -> str:
+def with_article(name: str) -> str:
     """`a learner`, `an engine`."""
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
@@ -27,27 +27,27 @@ def on_cpu(estimates: Sequence[RoleMemory]) -> tuple[float, str]:
 
 
 def memory_problems(config: GRPOConfig, estimates: Sequence[RoleMemory], shape: ModelShape) -> Iterator[str]:
-    """What does not fit, by the estimates, in one clause each; on CPU in the memory of this machine."""
+    """One clause for each part that does not fit by the estimates; on CPU, in the memory of this machine."""
     cluster, (_, kv_tokens), longest = config.cluster, kv_cache(shape, config), config.max_sequence_tokens
     if cluster.device == "cpu":
         need, text = on_cpu(estimates)
         if need > 1:
             yield text
     elif alone := [
-        f"{named(each.role.name)} needs {total(each.parts) / GIB:.1f} of {cluster.gpu_memory_gib:g} GiB"
+        f"{with_article(each.role.name)} needs {total(each.parts) / GIB:.1f} of {cluster.gpu_memory_gib:g} GiB"
         for each in estimates
         if each.role.name != ENGINE and total(each.parts) > cluster.gpu_memory_gib * GIB
     ]:
         yield from alone
     elif cluster.placement == "colocated":
         for problem in planned_problems(config, estimates, shape):
-            yield problem.removeprefix("memory: ").partition(". ")[0]  # what to do comes after it
+            yield problem.removeprefix("memory: ").partition(". ")[0]  # without its remedy
     if kv_tokens < longest:
         yield f"the KV cache of an engine holds {kv_tokens:,} tokens, not even one sequence of {longest:,}"
 
 
 def preemption(config: GRPOConfig, shape: ModelShape) -> str:
-    """A warning about a KV cache that holds less than one group; "" if it holds more."""
+    """A warning if the KV cache holds less than one group; else an empty string."""
     samples, longest = config.rollout.samples_per_prompt, config.max_sequence_tokens
     _, kv_tokens = kv_cache(shape, config)
     per_group = samples * longest

@@ -39,6 +39,10 @@ KINDS = {"separate": ("separate", 0), "separate, lag 1": ("separate", 1), "coloc
 NODES, NODE_GPUS = (1, 2, 4, 8), 8  # that are tried; GPUs of a node, in place of nodes of one GPU
 SMALL_MICROBATCH = 4096  # tokens, if a sequence has no more
 ADAPTERS = LoraConfig(rank=32, alpha=64)
+CHECKPOINTING = {  # as set -> what is tried: from the fastest to the least memory
+    False: (False, "selective", True), "selective": ("selective", True), True: (True,),
+}  # fmt: skip
+BEST, AS_SET = "the best that fits", "this config"  # a row's label, and its text where no key has to change
 HOST_BYTES = MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES  # per parameter whose optimizer is in host memory
 NAMED = (  # keys that a row has in words
     "cluster.placement", "cluster.learners", "cluster.engines", "cluster.tensor_parallel", "learner.zero_stage",
@@ -65,8 +69,10 @@ def trained(config: GRPOConfig, **values: Any) -> GRPOConfig:
 def with_fewest_bytes(config: GRPOConfig, shape: ModelShape) -> tuple[GRPOConfig, str | None]:
     """The config at the first of ZeRO's stages that fits (on shared GPUs, with an engine's share that fits).
 
-    One whose KV cache holds a whole group comes before one whose sequences would be preempted. The text is why not even
-    the last one fits, or what contradicts it.
+    A config whose KV cache holds a whole group is preferred to one whose sequences would be preempted.
+
+    Returns:
+        The config, and None if it fits; else the last one that was tried, and why it does not fit.
     """
     most = config.rollout.gpu_memory_utilization
     shared = config.cluster.placement == "colocated"
@@ -83,7 +89,7 @@ def with_fewest_bytes(config: GRPOConfig, shape: ModelShape) -> tuple[GRPOConfig
 
 
 def problem_of(config: GRPOConfig, shape: ModelShape) -> str | None:
-    """Why a config does not fit, or what contradicts it; None: nothing."""
+    """The first reason why a config does not fit, or contradicts itself; None if there is no reason."""
     return next(chain(memory_problems(config, memory_of_roles(config, shape), shape), config.contradictions()), None)
 
 
@@ -104,10 +110,9 @@ def splits(config: GRPOConfig, gpus: int) -> Iterator[GRPOConfig]:
 
 def settings(config: GRPOConfig, *, offload: bool) -> Iterator[GRPOConfig]:
     """The config, and with what saves memory."""
-    kinds = {False: (False, "selective", True), "selective": ("selective", True), True: (True,)}
     most = 1 if config.model.lora else config.cluster.gpus_per_node
     width = min(config.cluster.tensor_parallel, most)
-    for kind in kinds[config.model.gradient_checkpointing]:
+    for kind in CHECKPOINTING[config.model.gradient_checkpointing]:
         for each in dict.fromkeys((width, *(w for w in (2, 4, 8) if width < w <= most))):
             model, cluster = {"gradient_checkpointing": kind}, {"tensor_parallel": each}
             yield changed(trained(config, offload_optimizer=offload), model=model, cluster=cluster)
@@ -141,25 +146,25 @@ def fastest(config: GRPOConfig, shape: ModelShape, gpus: int, kind: str, scale: 
 
 
 class Search(NamedTuple):
-    """The fastest layout of each kind on so many GPUs, or why there is none."""
+    """The fastest layout of each kind on a number of GPUs, or why none fits."""
 
     gpus: int
     found: dict[str, Layout | str]
 
     def best(self, lag: float) -> Layout | None:
-        """The fastest with at most this lag, or else with more; None if nothing fits."""
+        """The fastest layout with at most this lag, or else with a larger one; None if nothing fits."""
         fitting = [layout for layout in self.found.values() if isinstance(layout, Layout)]
         return min(fitting, key=lambda each: (each.config.rollout.max_policy_lag > lag, each.seconds), default=None)
 
 
 def search(config: GRPOConfig, shape: ModelShape, gpus: int) -> Search:
-    """The layouts of so many GPUs."""
+    """Search the layouts on this number of GPUs."""
     scale = Scale.of(config, shape)
     return Search(gpus, {kind: fastest(config, shape, gpus, kind, scale) for kind in KINDS})
 
 
 def searches(config: GRPOConfig, shape: ModelShape) -> list[Search]:
-    """The layouts of the GPUs of the run, and while nothing fits those of more nodes."""
+    """Search the layouts on the GPUs of the run; as long as nothing fits, also on more nodes."""
     own, per_node = count_gpus(config.roles()), config.cluster.gpus_per_node
     done = [search(config, shape, own)]
     more = [per_node * nodes for nodes in NODES] if per_node > 1 else [2, 4, *(NODE_GPUS * nodes for nodes in NODES)]
@@ -171,16 +176,15 @@ def searches(config: GRPOConfig, shape: ModelShape) -> list[Search]:
     return done
 
 
-def with_adapters(config: GRPOConfig) -> GRPOConfig:
-    """The config with adapters (`model.lora`) in place of all weights, at a rate for them."""
+def with_adapters(config: C) -> C:
+    """The config with adapters (`model.lora`) in place of all weights, and a learning rate that suits them."""
     optimizer = config.learner.optimizer
-    if optimizer.lr < LOW_ADAPTER_RATE:
-        optimizer = optimizer.model_copy(update={"lr": LOW_ADAPTER_RATE})
+    optimizer = optimizer.model_copy(update={"lr": max(LOW_ADAPTER_RATE, optimizer.lr)})
     return changed(config, model={"lora": ADAPTERS}, learner={"optimizer": optimizer})
 
 
 def economies_on_cpu(config: GRPOConfig, shape: ModelShape) -> Iterator[GRPOConfig]:
-    """The config on CPU with a KV cache for one sequence at least, and what takes less memory, step by step."""
+    """The config on CPU with a KV cache for at least one sequence, then variants that take less memory."""
     least = math.ceil(config.max_sequence_tokens * kv_cache(shape, config)[0] / GIB)
     config = changed(config, rollout={"kv_cache_gib": max(config.rollout.kv_cache_gib, least)})
     for base in (config, with_adapters(config)):
@@ -198,13 +202,13 @@ def layout_rows(config: GRPOConfig, shape: ModelShape, searched: Sequence[Search
             yield (f"{counted(gpus, 'GPU')}, {kind}", text)
     best = [fastest.config for lag in (math.inf, 0) if (fastest := searched[-1].best(lag))]
     for lag, fitting in {each.rollout.max_policy_lag: each for each in best}.items():
-        yield (f"the best that fits, lag {lag}", keys_of(config, fitting))
+        yield (f"{BEST}, lag {lag}", keys_of(config, fitting))
     yield from _stages(config, shape)
 
 
 def keys_of(config: Section, layout: Section) -> str:
-    """The keys of a layout in one line, to be pasted behind the config's command."""
-    return " ".join(f"{key}={value}" for key, value in _differences(config, layout)) or "this config"
+    """The keys that differ in a layout, as one line to add to the command; `AS_SET` if none differs."""
+    return " ".join(f"{key}={value}" for key, value in _differences(config, layout)) or AS_SET
 
 
 def _described(config: GRPOConfig, shape: ModelShape, layout: GRPOConfig, seconds: float) -> str:
@@ -219,7 +223,7 @@ def _described(config: GRPOConfig, shape: ModelShape, layout: GRPOConfig, second
 
 
 def _differences(old: Section, new: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys whose values differ, with the new ones as on a command line."""
+    """The keys whose values differ, with their new values as a command line takes them."""
     for name in type(new).model_fields:
         before, after, key = getattr(old, name), getattr(new, name), f"{prefix}{name}"
         if isinstance(before, Section) and isinstance(after, Section):

@@ -25,9 +25,9 @@ from rlhf.config.supervised import SupervisedConfig
 from rlhf.data.model_files import local_model_config
 from rlhf.data.read import check_source, config_sources, count_rows, local_path, rows_per_epoch, too_few_prompts
 from rlhf.plan.examination import run_models
-from rlhf.plan.fit import named, preemption
+from rlhf.plan.fit import preemption, with_article
 from rlhf.plan.hours import expected_time
-from rlhf.plan.layouts import Search, layout_rows, searches
+from rlhf.plan.layouts import AS_SET, BEST, Search, layout_rows, searches
 from rlhf.plan.memory import (
     GIB,
     Part,
@@ -40,9 +40,9 @@ from rlhf.plan.memory import (
 from rlhf.plan.model_shape import ModelShape, config_at, read_shape
 from rlhf.plan.resources import count_gpus, counted, with_gpus_here
 from rlhf.plan.start_checks import class_problems, plan_problems, rate_warnings
-from rlhf.plan.supervised import Examples, batch_rows, time_rows, verdict
+from rlhf.plan.supervised import Examples, batch_rows, supervised_verdict, time_rows
 from rlhf.plan.transfer import transfer_rows
-from rlhf.plan.verdict import fit_verdict
+from rlhf.plan.verdict import Verdict, fit_verdict
 
 COLUMNS, LABEL = 100, 28
 FREE = "-"  # a GPU without a role
@@ -76,7 +76,7 @@ def printed(config: TrainingProgramConfig, flags: Namespace) -> bool:
 
 
 def _texts(config: TrainingProgramConfig, flags: Namespace, problems: list[str]) -> Iterator[str]:
-    """What is printed, each text as soon as it is known; `problems` gets why the run would be refused."""
+    """The texts to print, each as soon as it is known. Reasons to refuse the run are appended to `problems`."""
     if flags.plan:
         assert isinstance(config, GRPOConfig | SupervisedConfig)
         plan = planned(config) if isinstance(config, GRPOConfig) else planned_supervised(config)
@@ -97,7 +97,7 @@ def first_prompt_text(config: GRPOConfig) -> str:
     """The first prompt as the model will be given it; "" where its model or its data is not on this machine.
 
     Raises:
-        ValueError: there is none.
+        ValueError, RuntimeError: the first prompt cannot be made.
     """
     first, path = config.data.train[0], local_path(config.data.train[0])
     is_here = first.is_environment or (path is not None and path.exists())
@@ -136,37 +136,28 @@ def planned(config: GRPOConfig) -> Plan:
     try:
         shape = read_shape(config.model.path)
     except ValueError as error:
-        if config_at(config.model.path) or not any(problem.startswith("model.path=") for problem in problems):
-            first += wrapped("memory is not known: ", str(error))
+        first += _unknown_size(config, problems, error)
         if time := expected_time(config, None):
             sections.append(("Time, expected", rows(*time)))
     else:
         estimates = memory_of_roles(config, shape)
         searched = searches(config, shape) if config.cluster.device == "cuda" else []
         verdict = fit_verdict(config, shape, estimates, searched)
-        for sentence, keys in verdict.says:
-            first += wrapped("", sentence) + [f"  {keys}"] * bool(keys)
-        if not verdict.fits:
-            problems.append("\n".join(f"{sentence}\n  {keys}".rstrip() for sentence, keys in verdict.says))
-        elif warning := preemption(config, shape):
+        first += _told(verdict, problems)
+        if verdict.fits and (warning := preemption(config, shape)):
             warnings.append(warning)
         if verdict.config and (time := expected_time(verdict.config, shape)):
-            sections.append((f"Time, expected{'' if verdict.fits else ', in the layout that fits'}", rows(*time)))
+            sections.append((_time_title(verdict), rows(*time)))
         if searched:
             sections.append(("Layouts, seconds per step", _layouts(config, shape, searched)))
         sections.append(("Memory, estimated", _memory(config, shape, estimates)))
         if sent := transfer_rows(config, shape):
             sections.append(("Weights to the engines, estimated", rows(*sent)))
-    if of_hub := ", ".join(_of_hub(config)):
-        first += wrapped("not checked: ", f"{of_hub}: the hub is asked when the run starts.")
-    if warnings:
-        sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))
-    texts = ["\n".join(first), *(f"{title}\n" + "\n".join(lines) for title, lines in sections)]
-    return Plan("\n\n".join(texts) + "\n", problems)
+    return _plan(config, first, sections, warnings, problems)
 
 
 def planned_supervised(config: SupervisedConfig) -> Plan:
-    """As `planned`, of rlhf.sft and rlhf.reward_model."""
+    """As `planned`, for rlhf.sft and rlhf.reward_model."""
     problems = plan_problems(config)
     config, gpu_memory = with_gpus_here(config) if config.cluster.device == "cuda" else (config, "")
     examples = Examples(None, config.data.max_tokens, f"the most, data.max_tokens={config.data.max_tokens}")
@@ -184,30 +175,58 @@ def planned_supervised(config: SupervisedConfig) -> Plan:
     try:
         shape = read_shape(config.model.path)
     except ValueError as error:
-        if config_at(config.model.path) or not any(problem.startswith("model.path=") for problem in problems):
-            first += wrapped("memory is not known: ", str(error))
+        first += _unknown_size(config, problems, error)
     else:
-        fits, says, keys, layout = verdict(config, shape, examples)
-        first += wrapped("", says) + [f"  {keys}"] * bool(keys)
-        problems += [] if fits else [f"{says}\n  {keys}".rstrip()]
-        if layout and (time := list(time_rows(layout, shape, examples))):
-            sections.append((f"Time, expected{'' if fits else ', in the layout that fits'}", rows(*time)))
+        verdict = supervised_verdict(config, shape, examples)
+        first += _told(verdict, problems)
+        if verdict.config and (time := list(time_rows(verdict.config, shape, examples))):
+            sections.append((_time_title(verdict), rows(*time)))
         sections.append(("Memory, estimated", _memory(config, shape, memory_of_roles(config, shape))))
+    warnings = [*config.warnings(), *(rate_warnings(config) if config.run.steps else ())]
+    return _plan(config, first, sections, warnings, problems)
+
+
+def _plan(
+    config: TrainingProgramConfig,
+    first: list[str],
+    sections: list[tuple[str, list[str]]],
+    warnings: Sequence[str],
+    problems: list[str],
+) -> Plan:
+    """The plan of its parts. `first`: the lines of the first paragraph, to which the unchecked names are added."""
     if of_hub := ", ".join(_of_hub(config)):
         first += wrapped("not checked: ", f"{of_hub}: the hub is asked when the run starts.")
-    if warnings := [*config.warnings(), *(rate_warnings(config) if config.run.steps else ())]:
+    if warnings:
         sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))
     texts = ["\n".join(first), *(f"{title}\n" + "\n".join(lines) for title, lines in sections)]
     return Plan("\n\n".join(texts) + "\n", problems)
 
 
+def _told(verdict: Verdict, problems: list[str]) -> list[str]:
+    """The lines of a verdict; if it does not fit, that is a problem too."""
+    problems += [] if verdict.fits else [verdict.text]
+    return [line for says, keys in verdict.says for line in wrapped("", says) + [f"  {keys}"] * bool(keys)]
+
+
+def _time_title(verdict: Verdict) -> str:
+    return "Time, expected" if verdict.fits else "Time, expected, in the layout that fits"
+
+
+def _unknown_size(config: TrainingProgramConfig, problems: Sequence[str], error: ValueError) -> list[str]:
+    """The lines that say why the model's size is not known, unless a problem of model.path says it already."""
+    if config_at(config.model.path) is None and any(problem.startswith("model.path=") for problem in problems):
+        return []
+    return wrapped("memory is not known: ", str(error))
+
+
 def _beginning(problems: Sequence[str]) -> list[str]:
+    """The lines that say why the run would not start; none if it would."""
     label = "would not start: "
     return [line for n, text in enumerate(problems) for line in wrapped(" " * len(label) if n else label, text)]
 
 
 def _of_hub(config: TrainingProgramConfig) -> Iterator[str]:
-    """Data sets and models that are no files of this machine."""
+    """`key=name` of the data sets and models that are not files on this machine."""
     sources = config_sources(config.data, "train") | config_sources(config.data, "eval")
     yield from (f"{k}={s.path}" for k, s in sources.items() if s.path != ENVIRONMENT and local_path(s) is None)
     models = run_models(config)
@@ -215,9 +234,10 @@ def _of_hub(config: TrainingProgramConfig) -> Iterator[str]:
 
 
 def _layouts(config: GRPOConfig, shape: ModelShape, searched: Sequence[Search]) -> list[str]:
+    """The rows of the layouts; keys to paste have a line of their own."""
     lines = []
     for label, text in layout_rows(config, shape, searched):
-        to_paste = label.startswith("the best") and "=" in text
+        to_paste = label.startswith(BEST) and text != AS_SET
         lines += [f"  {label}", f"    {text}"] if to_paste else rows((label, text))
     return lines
 
@@ -240,7 +260,7 @@ def wrapped(first: str, text: str) -> list[str]:
 
 
 def prompts_per_epoch(config: DataConfig) -> int | str:
-    """Rows of data.train in an epoch, those that a run leaves out later too; why not, if they are in no file.
+    """Rows of data.train per epoch, including rows that the run drops later; or why they are not counted.
 
     Raises:
         ValueError: a file cannot be read.
@@ -390,7 +410,7 @@ def _memory(config: TrainingProgramConfig, shape: ModelShape, estimates: Sequenc
         ("checkpoint on disk", _checkpoint(config, shape)),
     )
     for estimate in estimates:
-        title = named(estimate.role.name)
+        title = with_article(estimate.role.name)
         if estimate.parts:
             lines += _parts(f"{title}, {'one GPU' if cluster.device == 'cuda' else 'processes'}", estimate.parts)
         else:

@@ -45,22 +45,20 @@ def start_problems(config: GRPOConfig) -> list[str]:
 
 
 def _rollout_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
-    """Of the user's rewards and environments; both may say why an environment does not start."""
+    """Problems of the user's rewards and environments, without duplicates: both start the environment."""
     return list(dict.fromkeys(reward_problems(config, trains=trains) + environment_problems(config)))
 
 
 def plan_problems(config: TrainingProgramConfig) -> list[str]:
-    """Those of the reasons above that need no class of a model, no hub and no GPU of the run.
+    """The reasons to refuse a run that can be found without the models' classes, the hub and the GPUs.
 
-    Of a run that is meant for other GPUs than those of this machine, disk and cores are not looked at.
+    If the run is meant for other GPUs than those of this machine, its disk and cores are not checked.
     """
     own: list[str] = []
     if isinstance(config, GRPOConfig):
         own = own_function_problems(config) + reward_problems(_with_files_alone(config))
         if config.environment.parts or not set(config.tools) <= set(TOOLS):
             own += environment_problems(config)
-        elif config.acts:
-            own += metric_problems(config)
         own = list(dict.fromkeys(own))
     here = is_for_this_machine(config)
     machine = _machine_problems(config) if here else []
@@ -68,7 +66,7 @@ def plan_problems(config: TrainingProgramConfig) -> list[str]:
 
 
 def class_problems(config: TrainingProgramConfig) -> list[str]:
-    """What the classes of the models say of their files, where all of these are on this machine; takes seconds."""
+    """Check the models' files by their classes if all of them are on this machine; takes seconds."""
     missing = any(local_model_config(model.path) is None for model in run_models(config))
     return [] if missing else examine(config)
 
@@ -110,7 +108,7 @@ def input_problems(
 
 
 def rate_warnings(config: TrainingProgramConfig) -> Iterator[str]:
-    """Learning rates of 0, and those with which the training of all weights usually breaks a pretrained model."""
+    """Warn of a learning rate of 0, and of one that usually breaks a pretrained model if all weights are trained."""
     for role, training in config.trained_roles():
         key, schedule, lr = role.section, training.section.schedule, training.section.optimizer.lr
         updates, arguments = training.total_updates, training.schedule_arguments
@@ -244,7 +242,7 @@ def shared_memory_problems(folder: Path) -> Iterator[str]:
 
 
 def environment_problems(config: GRPOConfig) -> list[str]:
-    """Why an environment or a tool cannot be loaded, or be offered to a model; or its reward may be the metric."""
+    """Why an environment or a tool cannot be loaded or offered to a model, or why its reward needs a named metric."""
     if not config.acts:
         return []
     # imported here: a run without environments needs none of it
@@ -284,10 +282,11 @@ def own_function_problems(config: GRPOConfig) -> list[str]:
 def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
     """Why user functions of the reward cannot grade: each is tried with a response or a group for a row of each source.
 
-    With an environment or tools it gets what a rollout would give it, of a session that has ended after one turn; where
-    a coroutine or a program makes the turns it is not tried. A function that raises, runs into a limit or returns no
-    number is refused, unless `reward.failure_fraction` is 1; one that returns None is warned of, if nothing else can
-    grade the response. Built-in rewards are tried with every gold answer later.
+    With an environment or tools, a session is opened and ended after one turn, and the function gets what such a
+    rollout would give it. Where a coroutine or a program makes the turns, functions are not tried. A function that
+    raises, exceeds a limit or returns no number is refused, unless `reward.failure_fraction` is 1. A function that
+    returns None causes a warning if nothing else can grade the response. Built-in rewards are tried later, with every
+    gold answer.
     """
     reward = config.reward.model_copy(update={"workers": 1})
     if not any(part.is_user_function for part in reward.all_parts) or reward.failure_fraction == 1:

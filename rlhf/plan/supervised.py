@@ -9,19 +9,18 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from rlhf.config.program import LOW_ADAPTER_RATE
 from rlhf.config.supervised import SupervisedConfig
 from rlhf.data.read import check_source, config_sources, count_rows, local_path
 from rlhf.plan import speed
 from rlhf.plan.fit import on_cpu
-from rlhf.plan.layouts import ADAPTERS, changed, keys_of
+from rlhf.plan.layouts import CHECKPOINTING, NODES, changed, keys_of, with_adapters
 from rlhf.plan.memory import GIB, memory_of_roles, total
 from rlhf.plan.model_shape import ModelShape
 from rlhf.plan.resources import counted
 from rlhf.plan.speed import Lengths
+from rlhf.plan.verdict import Verdict
 
-BYTES_PER_TOKEN = 4  # of text in a usual tokenizer; markup of JSON makes up for its template
-NODES = (1, 2, 4, 8)
+BYTES_PER_TOKEN = 4  # assumed: the bytes of JSON's markup stand for the tokens of the template
 
 
 class Examples(NamedTuple):
@@ -39,7 +38,7 @@ class Examples(NamedTuple):
 
     @classmethod
     def of(cls, config: SupervisedConfig) -> Examples:
-        """Of local files by their rows and bytes; of others the longest sequences.
+        """Count rows and bytes of local files; for other data assume that every sequence has full length.
 
         Raises:
             ValueError: a file cannot be read.
@@ -63,7 +62,12 @@ class Examples(NamedTuple):
 
 
 class UpdateTime(NamedTuple):
-    """Seconds of an update: computing, what learners send each other that does not overlap, a host optimizer."""
+    """Seconds of an update.
+
+    Attributes:
+        sending: between learners, as far as it does not overlap with computing.
+        host: of an optimizer in host memory.
+    """
 
     computing: float
     sending: float
@@ -90,7 +94,7 @@ def update_time(config: SupervisedConfig, shape: ModelShape, tokens: int) -> Upd
 
 
 def fit_problem(config: SupervisedConfig, shape: ModelShape) -> str | None:
-    """Why a learner does not fit, by the estimate; None if it does."""
+    """Why a learner does not fit by the estimate; None if it fits."""
     estimates = memory_of_roles(config, shape)
     if config.cluster.device == "cpu":
         need, text = on_cpu(estimates)
@@ -100,18 +104,17 @@ def fit_problem(config: SupervisedConfig, shape: ModelShape) -> str | None:
 
 
 def economies(config: SupervisedConfig) -> Iterator[list[SupervisedConfig]]:
-    """Configs that take less memory: of the run's learners, with adapters, and of whole nodes.
+    """Configs that take less memory, in groups from which the fastest that fits is taken.
 
-    A microbatch of one example is tried after the configured one: how much slower it computes is not in the account.
+    Tried in this order: the run's own learners, adapters, more nodes. Each is tried with the configured microbatch and
+    then with one example per microbatch, because the estimate does not know how much slower small microbatches are.
     """
     cluster, own = config.cluster, config.cluster.learners
     least = config.sequences_per_example * config.max_sequence_tokens
     budgets = dict.fromkeys((config.learner.max_tokens_per_microbatch, least))
     bases = [(config, own)]
     if config.model.lora is None and not config.scalar_learner:
-        rate = max(LOW_ADAPTER_RATE, config.learner.optimizer.lr)
-        optimizer = config.learner.optimizer.model_copy(update={"lr": rate})
-        bases.append((changed(config, model={"lora": ADAPTERS}, learner={"optimizer": optimizer}), own))
+        bases.append((with_adapters(config), own))
     if cluster.device == "cuda":
         nodes = (count * cluster.gpus_per_node for count in NODES)
         bases += [(config, learners) for learners in nodes if learners > own]
@@ -120,34 +123,25 @@ def economies(config: SupervisedConfig) -> Iterator[list[SupervisedConfig]]:
 
 
 def _savings(config: SupervisedConfig, learners: int, tokens: int) -> Iterator[SupervisedConfig]:
-    """On so many learners: checkpointing, ZeRO-3, and an optimizer in host memory."""
-    learner, kind = config.learner, config.model.gradient_checkpointing
+    """The config on this number of learners, with checkpointing, ZeRO-3 and an optimizer in host memory."""
+    learner = config.learner
     for offload, stage, checkpointing in product(
         dict.fromkeys((learner.offload_optimizer, learner.zero_stage > 0)),
         dict.fromkeys((learner.zero_stage, 3 if learners > 1 else learner.zero_stage)),
-        {False: (False, "selective", True), "selective": ("selective", True), True: (True,)}[kind],
+        CHECKPOINTING[config.model.gradient_checkpointing],
     ):
         section = {"max_tokens_per_microbatch": tokens, "offload_optimizer": offload, "zero_stage": stage}
         model = {"gradient_checkpointing": checkpointing}
         yield changed(config, learner=section, model=model, cluster={"learners": learners})
 
 
-class Verdict(NamedTuple):
-    """Whether a config fits, what the plan says first, keys to paste or "", and the layout whose hours are told."""
-
-    fits: bool
-    says: str
-    keys: str
-    config: SupervisedConfig | None
-
-
-def verdict(config: SupervisedConfig, shape: ModelShape, examples: Examples) -> Verdict:
-    """The verdict on the memory of a run."""
+def supervised_verdict(config: SupervisedConfig, shape: ModelShape, examples: Examples) -> Verdict[SupervisedConfig]:
+    """Judge the memory of a run."""
     if (problem := fit_problem(config, shape)) is None:
         estimates = memory_of_roles(config, shape)
         need = f"a learner {total(estimates[0].parts) / GIB:.1f} of {config.cluster.gpu_memory_gib:g} GiB"
         need = on_cpu(estimates)[1] if config.cluster.device == "cpu" else need
-        return Verdict(True, f"fits: {need}{_hours(config, shape, examples)}.", "", config)
+        return Verdict(True, [(f"fits: {need}{_hours(config, shape, examples)}.", "")], config)
     for candidates in economies(config):
         fitting = [each for each in candidates if fit_problem(each, shape) is None]
         if not fitting:
@@ -157,9 +151,9 @@ def verdict(config: SupervisedConfig, shape: ModelShape, examples: Examples) -> 
         who = counted(best.cluster.learners, "learner")
         who += " with adapters (model.lora)" if best.model.lora != config.model.lora else ""
         says = f"does not fit: {problem}. The best that fits: {who}{_hours(best, shape, examples)}:"
-        return Verdict(False, says, keys_of(config, best), best)
+        return Verdict(False, [(says, keys_of(config, best))], best)
     remedy = f"Use a smaller model, or shorter sequences ({config.sequence_keys})."
-    return Verdict(False, f"does not fit: {problem}. {remedy}", "", None)
+    return Verdict(False, [(f"does not fit: {problem}. {remedy}", "")], None)
 
 
 def _hours(config: SupervisedConfig, shape: ModelShape, examples: Examples) -> str:
@@ -171,7 +165,7 @@ def _hours(config: SupervisedConfig, shape: ModelShape, examples: Examples) -> s
 
 
 def batch_rows(config: SupervisedConfig, examples: Examples) -> Iterator[tuple[str, str]]:
-    """Rows of --plan on examples, updates and tokens."""
+    """Rows of --plan about examples, updates and tokens."""
     each, sequences = config.examples_per_update, config.sequences_per_example
     yield "examples per update", f"learner.{config.examples_key}={each:,}"
     if examples.rows is None:
@@ -185,7 +179,7 @@ def batch_rows(config: SupervisedConfig, examples: Examples) -> Iterator[tuple[s
 
 
 def time_rows(config: SupervisedConfig, shape: ModelShape, examples: Examples) -> Iterator[tuple[str, str]]:
-    """Rows of --plan on the seconds of an update; none on CPU."""
+    """Rows of --plan about the seconds of an update; none on CPU."""
     if (time := update_time(config, shape, examples.tokens)) is None:
         return
     tokens = config.examples_per_update * config.sequences_per_example * examples.tokens

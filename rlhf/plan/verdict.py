@@ -4,34 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.plan.fit import memory_problems, named, on_cpu
+from rlhf.config.program import TrainingProgramConfig
+from rlhf.plan.fit import memory_problems, on_cpu, with_article
 from rlhf.plan.hours import step_time
 from rlhf.plan.layouts import Search, economies_on_cpu, keys_of, problem_of, search, with_adapters
 from rlhf.plan.memory import GIB, RoleMemory, total
 from rlhf.plan.model_shape import ModelShape
 from rlhf.plan.resources import counted
 
+C = TypeVar("C", bound=TrainingProgramConfig)
 
-class Verdict(NamedTuple):
+
+class Verdict(NamedTuple, Generic[C]):
     """Whether a config fits.
 
     Attributes:
-        says: sentences, each with the keys that it ends with, as one line to paste, or "".
-        config: the layout whose hours are told: that of the config if it fits, else the best that does; None: none.
+        says: [(a sentence, the keys that it announces as one line to paste, or "")].
+        config: the layout whose hours the plan shows: the config itself if it fits, else the best layout that was
+            found; None if none was.
     """
 
     fits: bool
     says: list[tuple[str, str]]
-    config: GRPOConfig | None
+    config: C | None
+
+    @property
+    def text(self) -> str:
+        """All sentences, each followed by its keys on a line of their own."""
+        return "\n".join(f"{sentence}\n  {keys}".rstrip() for sentence, keys in self.says)
 
 
 def fit_verdict(
     config: GRPOConfig, shape: ModelShape, estimates: Sequence[RoleMemory], searched: Sequence[Search]
-) -> Verdict:
-    """The verdict on the memory of a run, of whose GPUs `searched` has the layouts; on CPU it is empty."""
+) -> Verdict[GRPOConfig]:
+    """Judge the memory of a run. `searched`: the layouts of its GPUs; empty on CPU."""
     problems = list(memory_problems(config, estimates, shape))
     if not problems:
         return Verdict(True, [(f"fits{_needs(config, estimates)}{_hours(config, shape)}.", "")], config)
@@ -51,18 +60,18 @@ def fit_verdict(
 
 
 def _needs(config: GRPOConfig, estimates: Sequence[RoleMemory]) -> str:
-    """What a process of each role takes of its GPU; on CPU all of them of this machine."""
+    """The memory that one process of each role needs; on CPU, that all of them need together."""
     unknown = dict.fromkeys(f"{each.role.model_key}={each.role.model}" for each in estimates if not each.parts)
     but = f" but for {', '.join(unknown)}, whose size is not known here" if unknown else ""
     if config.cluster.device == "cpu":
         return f"{but}: {on_cpu(estimates)[1]}"
-    known = [f"{named(each.role.name)} {total(each.parts) / GIB:.1f}" for each in estimates if each.parts]
+    known = [f"{with_article(each.role.name)} {total(each.parts) / GIB:.1f}" for each in estimates if each.parts]
     turns = ", in turns" if config.cluster.placement == "colocated" else ""
     return f"{but}: {', '.join(known)} of {config.cluster.gpu_memory_gib:g} GiB{turns}"
 
 
 def _hours(config: GRPOConfig, shape: ModelShape) -> str:
-    """Seconds of a step and hours of the run; "" where they are not known."""
+    """Seconds per step and hours of the run; an empty string where they are not known."""
     if (time := step_time(config, shape)) is None:
         return ""
     full = ", every response at full length" if config.plan.response_tokens is None else ""
@@ -71,7 +80,7 @@ def _hours(config: GRPOConfig, shape: ModelShape) -> str:
 
 
 def _ways(config: GRPOConfig, shape: ModelShape, searched: Sequence[Search]) -> Iterator[tuple[str, GRPOConfig]]:
-    """What would fit: the best layout of the run's GPUs, or else one on more GPUs and one with adapters."""
+    """What would fit, in words, and its config: the best layout of the run's GPUs, or of more; one with adapters."""
     if not searched:
         fitting = (each for each in economies_on_cpu(config, shape) if problem_of(each, shape) is None)
         yield from (("this machine, with these keys", layout) for layout in islice(fitting, 1))

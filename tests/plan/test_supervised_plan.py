@@ -18,7 +18,7 @@ from rlhf.plan import speed
 from rlhf.plan.memory import learner_memory, supervised_memory, total
 from rlhf.plan.model_shape import read_shape
 from rlhf.plan.speed import Lengths
-from rlhf.plan.supervised import Examples, fit_problem, update_time, verdict
+from rlhf.plan.supervised import Examples, fit_problem, supervised_verdict, update_time
 
 MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
 
@@ -80,21 +80,22 @@ def test_an_update_takes_the_seconds_of_its_tokens(make: Any) -> None:
 
 def test_what_does_not_fit_names_the_best_that_does(make: Any) -> None:
     shape, config = read_shape("Qwen/Qwen3-8B"), make(SFTConfig, "model.path=Qwen/Qwen3-8B", "run.steps=32")
-    refused = verdict(config, shape, Examples(1000, 100, ""))
-    assert refused.says.startswith("does not fit: a learner needs ")
-    assert "The best that fits: 2 learners, " in refused.says
+    refused = supervised_verdict(config, shape, Examples(1000, 100, ""))
+    ((says, keys),) = refused.says
+    assert says.startswith("does not fit: a learner needs ")
+    assert "The best that fits: 2 learners, " in says
     assert refused.config is not None
     assert fit_problem(refused.config, shape) is None
-    overrides = refused.keys.split()
+    overrides = keys.split()
     assert "learner.offload_optimizer=true" in overrides
     assert fit_problem(make(SFTConfig, "model.path=Qwen/Qwen3-8B", *overrides), shape) is None
     alone = make(SFTConfig, "model.path=Qwen/Qwen3-8B", "cluster.learners=1", "cluster.gpu_memory_gib=24")
-    small = verdict(alone, shape, Examples(9, 9, ""))
-    assert "with adapters (model.lora)" in small.says
-    assert "model.lora.rank=32" in small.keys
-    huge = verdict(make(SFTConfig, "cluster.gpu_memory_gib=1"), shape, Examples(9, 9, ""))
+    ((says, keys),) = supervised_verdict(alone, shape, Examples(9, 9, "")).says
+    assert "with adapters (model.lora)" in says
+    assert "model.lora.rank=32" in keys
+    huge = supervised_verdict(make(SFTConfig, "cluster.gpu_memory_gib=1"), shape, Examples(9, 9, ""))
     assert huge.config is None
-    assert "Use a smaller model" in huge.says
+    assert "Use a smaller model" in huge.text
 
 
 @pytest.mark.parametrize(("program", "kind"), [(sft, "sequences"), (reward_model, "pairs")])
