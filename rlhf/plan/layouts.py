@@ -78,9 +78,12 @@ def with_fewest_bytes(config: GRPOConfig, shape: ModelShape) -> tuple[GRPOConfig
     shared = config.cluster.placement == "colocated"
     preempting = None
     for stage in STAGES if config.cluster.learners > 1 else (config.learner.zero_stage,):
+        problem = None
         for share in dict.fromkeys((most, *(share for share in SHARES if shared or most < share == SHARES[0]))):
             candidate = changed(trained(config, zero_stage=stage), rollout={"gpu_memory_utilization": share})
-            problem = problem_of(candidate, shape)
+            before, problem = problem, problem_of(candidate, shape)
+            if problem and problem == before:
+                break  # no share of the engine changes it
             if problem is None and not preemption(candidate, shape):
                 return candidate, None
             if problem is None and preempting is None:

@@ -14,6 +14,7 @@ float32 model.
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -177,6 +178,7 @@ def scalar_parameters(shape: ModelShape) -> int:
     return shape.parameters - shape.head_parameters + shape.hidden
 
 
+@functools.cache  # a search of layouts asks for the same count thousands of times
 def trained_parameters(shape: ModelShape, lora: LoraConfig | None) -> int:
     """All parameters; with adapters r (in + out) of each layer that has one, named and sized as in usual families."""
     if lora is None:
