@@ -36,8 +36,8 @@ LOG_LINES = 5
 WITH_WANDB = ("rlhf.grpo", "rlhf.ppo")
 SEED = "run.seed"
 OVER_SEEDS = (
-    "Where seeds differ: their mean (95% bootstrap interval over seeds; of two or three seeds, from the lowest to the "
-    "highest)."
+    "Where seeds differ: their mean (95% bootstrap interval over seeds; for two or three seeds, the lowest and the "
+    "highest value)."
 )
 DEFAULT_COLUMNS = ("evaluation_before.*", "evaluation_after.*", "updates_taken", "updates_skipped")
 

@@ -139,9 +139,12 @@ def _reward_config(options: argparse.Namespace) -> RewardConfig:
 
 @dataclass
 class Totals:
-    """Of the graded rows so far: how many by status, of those without a grade too, and the sum and range of the others.
+    """What was graded so far.
 
-    `first_ungraded`: number of the first row without a grade, counted from 1.
+    Attributes:
+        statuses, ungraded: rows by status; all of them, and those without a grade.
+        first_ungraded: number of the first row without a grade, counted from 1; 0 if there is none.
+        score, lowest, highest: sum and range of the grades.
     """
 
     statuses: Counter[str] = field(default_factory=Counter)

@@ -28,7 +28,7 @@ class Card(NamedTuple):
 # GH200 and HGX B200, HGX B300, GB200 NVL72, GB300 NVL72, RTX PRO 6000; half of a value with sparsity); papers on the
 # architectures Ampere, Ada and RTX Blackwell for the GeForce cards; AWS for the A10G. Those that NVIDIA's own planner
 # knows were compared with it: aiconfigurator-core 0.12.0, systems/*.yaml. Memory is what nvidia-smi shows in public
-# logs, such as 23028 MiB of an A10G. Of cards with equal memory the first is assumed where only the memory is known.
+# logs, such as 23028 MiB of an A10G. Where only the memory is known, the first card with that memory is assumed.
 CARDS = {
     "H100": Card(989.0, 79.6, 3350, 900),
     "H200": Card(989.0, 140.4, 4800, 900),
@@ -99,9 +99,9 @@ def _known(given: str) -> str:
     if plain in WITHOUT_BFLOAT16:
         raise ValueError(f"cluster.gpu={given}: it has no bfloat16, which every run on GPUs computes in. {listed}")
     if plain in OTHER_MAKERS:
-        raise ValueError(f"cluster.gpu={given}: a run needs CUDA, so a card of NVIDIA. {listed}")
+        raise ValueError(f"cluster.gpu={given}: a run needs CUDA, so an NVIDIA card. {listed}")
     guess = difflib.get_close_matches(given.upper(), CARDS, n=1, cutoff=0.7)
-    remedy = "For another card name one that is alike, and set cluster.gpu_memory_gib and cluster.peak_tflops."
+    remedy = "For another card, name a similar one and set cluster.gpu_memory_gib and cluster.peak_tflops."
     raise ValueError(
         f"cluster.gpu={given}: no such card is known. {f'Did you mean {guess[0]}? ' if guess else ''}{listed} {remedy}"
     )

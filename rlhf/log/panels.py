@@ -123,7 +123,7 @@ def matching(panel: Panel, names: Iterable[str]) -> list[str]:
 
 
 def metric_titles(metrics: Mapping[str, str], evaluations: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """What the metric of each data set is called: accuracy where its values are from 0 to 1, else by its name.
+    """The title of the metric of each data set: accuracy if its values are from 0 to 1, else its name.
 
     Args:
         metrics: the name of the metric of each data set. evaluations: their logged values.
@@ -140,7 +140,7 @@ def metric_titles(metrics: Mapping[str, str], evaluations: Iterable[Mapping[str,
 
 
 def metric_title(metrics: Mapping[str, str], evaluations: Iterable[Mapping[str, Any]]) -> str:
-    """The same as one text, which names the data sets only where they differ."""
+    """`metric_titles` as one text; it names the data sets only if their titles differ."""
     titles = metric_titles(metrics, evaluations)
     one = dict.fromkeys(titles.values())
     return ", ".join(one if len(one) < 2 else (f"{source}: {title}" for source, title in titles.items()))

@@ -303,7 +303,7 @@ def shown_reward(reward: float | None) -> tuple[str, str]:
 
 
 def on_training_data(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The end of a title of a run with these metrics, if all that one of its evaluations measures is trained on."""
+    """The end of a run's title if a whole evaluation set is in its training data, else empty; `rows`: its metrics."""
     ends = (name for row in rows for name, share in row.items() if name.endswith(TRAINED_SHARE) and share == 1)
     names = [name.removesuffix(TRAINED_SHARE).removeprefix("eval").strip("/") for name in dict.fromkeys(ends)]
     sets = f" ({', '.join(names)})" if any(names) else ""

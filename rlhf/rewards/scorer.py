@@ -142,8 +142,9 @@ class Scorer:
 
         Args:
             marks: of the model's thoughts; None: those of all models.
-            metric: of an evaluation. Then the answer of a response is the one that the part of the metric reads, or
-                else the first other part by name, and which answers say the same is told.
+            metric: the metric of an evaluation; None in training. In an evaluation the answer of a response is the
+                one that the metric's part reads, or else that of the first other part by name, and `vote` tells which
+                answers say the same.
         """
         parts = self.config.parts_of(prompt.source)
         if metric is not None:  # the order in the config decides nothing
@@ -184,8 +185,11 @@ class Scorer:
     ) -> dict[str, Grade]:
         """Grade the first response, or all as a group, by each function and rubric. Counts nothing.
 
-        Returns, by name, the first failed grade of those that fail, and the first one of those that grade nothing.
-        `rollout`: with an environment, one whose turn each response might have been.
+        Args:
+            rollout: with an environment, a rollout whose last turn each response might have been.
+
+        Returns:
+            By name of a part: its first failed grade, or its first grade if it gave no response a value.
         """
         problems = {}
         for part in filter(lambda part: part.is_judged_outside, self.config.parts_of(prompt.source)):
@@ -282,7 +286,7 @@ class Scorer:
         return 0 < self._calls(part) == self._calls(part, FAILURES)
 
     def why_none(self, part: RewardPart) -> str:
-        """Why a part has given no response a value; its new errors have been told."""
+        """Why a part has given no response a value; `new_errors` has the messages of its failed calls."""
         if self.failed_always(part):
             return "every call failed"
         counted = {status: count for status in STATUSES if (count := self.counters[f"{part.name}/{status}"])}

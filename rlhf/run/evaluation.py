@@ -25,8 +25,8 @@ Rows = list[dict[str, Any]]
 
 RIGHT = 0.5  # an answer with a higher value counts as right
 RESAMPLES = 1000
-ROUNDING = 1e-9  # of a difference of means
-MAX_SUM = 1e6  # of whole differences whose distribution is computed exactly
+ROUNDING = 1e-9  # rounding error of a difference of means
+MAX_SUM = 1e6  # of absolute differences; up to this sum, the distribution of whole ones is computed exactly
 SIGNS, SIGNS_AT_ONCE = 20_000, 1_000  # random assignments of signs, for other differences
 
 
@@ -61,7 +61,7 @@ def rollouts_of(groups: Mapping[str, Sequence[RolloutGroup]]) -> list[Rollout]:
 
 
 def metric_value(sample: ScoredRollout, metric: str) -> float | None:
-    """The value of the metric of a response: of a part of the reward, before its weight; None if nothing graded it.
+    """The metric of a response: the value of a part of its reward, before the weight; None if nothing graded it.
 
     A rollout whose tool call or program went over a limit is the model's doing: 0.
     """
@@ -71,20 +71,21 @@ def metric_value(sample: ScoredRollout, metric: str) -> float | None:
 
 
 def evaluation_metrics(groups: Mapping[str, Sequence[RolloutGroup]], metrics: Mapping[str, str]) -> dict[str, float]:
-    """Those of each data set, named eval/<data set>/<metric>@<k>; `metrics`: the metric of each data set."""
+    """`group_metrics` of each data set, named eval/<data set>/<name>; `metrics`: the metric of each data set."""
     by_source = {source: group_metrics(rows, metrics[source]) for source, rows in groups.items()}
     return {f"eval/{source}/{name}": value for source, values in by_source.items() for name, value in values.items()}
 
 
 def group_metrics(groups: Sequence[RolloutGroup], metric: str) -> dict[str, float]:
-    """avg@k: mean over problems of the mean value of their graded responses; without problems that have none.
+    """avg@k: mean over problems of the mean value of their graded responses. Problems without any are left out.
 
     pass@k: share of problems with a right response, if all values are from 0 to 1. maj@k: value of the most frequent
     answer. Both are over the problems whose k responses are all graded, since an ungraded one may be the right one.
-    Each with its interval, named with /low and /high. Then the mean of every other number of the reward, as part/NAME.
+    Each has its interval, named with /low and /high. The means of all other parts and numbers of the reward are named
+    part/NAME.
 
     Args:
-        metric: the name of the value; empty where nothing grades responses.
+        metric: its name; empty if nothing grades the responses.
     """
     k, samples = len(groups[0].samples), [sample for group in groups for sample in group.samples]
     metrics: dict[str, float] = {}
@@ -126,7 +127,7 @@ def _means(values: np.ndarray) -> np.ndarray:
 
 
 def ungraded_warning(source: str, groups: Sequence[RolloutGroup], metric: str) -> str:
-    """What to say where more than UNGRADED of the responses have no value of the metric, with the statuses; else ""."""
+    """A warning with the reasons if the metric has no value for more than UNGRADED of the responses; else empty."""
     samples = [sample for group in groups for sample in group.samples]
     missing = [sample.status for sample in samples if metric_value(sample, metric) is None]
     if not metric or len(missing) <= UNGRADED * len(samples):
@@ -169,11 +170,11 @@ class Comparison(NamedTuple):
     """A metric before and after on the same problems.
 
     Attributes:
-        name: accuracy where all values are from 0 to 1, else that of the metric.
-        problems: those with a graded response in both evaluations; `left_out` are the others.
+        name: accuracy if all values are from 0 to 1, else the name of the metric.
+        problems: how many have a graded response in both evaluations; `left_out` counts the others.
         before, after: mean over the problems of the mean value of their graded responses.
-        better, worse: problems whose mean has changed.
-        ungraded: responses without a value, before and after.
+        better, worse: how many problems have a higher or a lower mean.
+        ungraded: how many responses have no value, before and after.
     """
 
     name: str
@@ -254,7 +255,7 @@ def compare(earlier: Rows, later: Rows) -> Comparison:
         )
     means = np.array([[_mean(before[key]), _mean(after[key])] for key in before])
     kept = ~np.isnan(means).any(axis=1)
-    # in responses: where all are graded 0 or 1 the right ones after minus before, a whole number
+    # of sums over the responses: if all are graded 0 or 1 it is a whole number, right responses after minus before
     change = (np.diff(means)[:, 0] * list(map(len, before.values())))[kept]
     change = np.where(np.abs(change - change.round()) < ROUNDING, change.round(), change)
     metric = earlier[0]["metric"]
@@ -285,7 +286,7 @@ def _values_by_problem(rows: Rows) -> dict[tuple[str, str], list[float | None]]:
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """NaN if none is graded."""
+    """The mean of the graded values; NaN if none is graded."""
     graded = [value for value in values if value is not None]
     return sum(graded) / len(graded) if graded else np.nan
 
@@ -294,9 +295,9 @@ def sign_flip_p_value(differences: np.ndarray) -> float:
     """Two-sided p-value of the sign-flip test (Fisher's randomization test for pairs).
 
     If nothing changed, each difference is as likely to have the other sign. The p-value is the share of all
-    assignments of signs whose sum is at least as far from 0 as the observed one: exactly that of whole numbers, else of
-    SIGNS random assignments and the observed one. With one response per problem, right or wrong, this is McNemar's
-    exact test.
+    assignments of signs whose sum is at least as far from 0 as the observed one. It is exact for whole numbers;
+    otherwise it is estimated from SIGNS random assignments and the observed one. With one response per problem, right
+    or wrong, this is McNemar's exact test.
 
     Args:
         differences: [N], of each problem the sum over its responses, after minus before.

@@ -451,7 +451,7 @@ def _runs_around(path: str) -> Iterator[Path]:
 
 
 def trained_on(source: DatasetConfig, path: str) -> Path | None:
-    """The config of a run that made a model, or the start model of one, if its data.train names this source."""
+    """The config of the run that made the model at `path`, or its start model, if its data.train names this source."""
     seen: set[Path] = set()
     while (folder := next(_runs_around(path), None)) is not None and folder not in seen:
         seen.add(folder)

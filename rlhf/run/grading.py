@@ -81,11 +81,11 @@ class Grading:
 def silent_rewards(
     config: GRPOConfig, scorer: Scorer, groups: Sequence[RolloutGroup], *, step: int
 ) -> tuple[list[str], list[str]]:
-    """What a step shows of rewards that say nothing, source by source where `reward.by_source` names other parts.
+    """Parts of the reward that gave no response of a step a value, for each list of parts (`reward.by_source`).
 
     Returns:
-        Warnings, if every reward was None or a built-in part failed each time; and notes about parts that judged
-        nothing, while others did.
+        Warnings: every reward was None, or every call of a built-in part failed. And notes: a part judged nothing, but
+        other parts did.
     """
     warnings, notes = [], []
     by_source: dict[str, list[ScoredRollout]] = {}

@@ -116,7 +116,8 @@ class Run(Generic[C]):
         """Warn of rows of data.eval that data.train has too; every evaluation then logs their share.
 
         Args:
-            train, held_out: what tells each row from others; by `eval` or `eval/<data set>`, as its metrics begin.
+            train: a key of each row; equal rows have equal keys.
+            held_out: the same for each evaluation set, by the beginning of its metrics: `eval` or `eval/<data set>`.
         """
         for name, count in count_trained_rows(train, held_out).items():
             total = len(held_out[name])

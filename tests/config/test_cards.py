@@ -34,7 +34,7 @@ def test_by_memory_alone_it_is_the_smallest_that_has_as_much() -> None:
         ("RTX4090", "Did you mean RTX 4090?"),
         ("GTX 1080", "no such card is known. Known are"),
         ("Tesla V100-SXM2-32GB", "it has no bfloat16"),
-        ("MI300X", "a card of NVIDIA"),
+        ("MI300X", "an NVIDIA card"),
     ],
 )
 def test_another_card_is_refused_with_the_list(given: str, words: str) -> None:
