@@ -4,7 +4,7 @@ A tool is broken where no argument that fits its schema should lead to the error
 
     NameError               in a line of the user's
     an import that fails    whatever the imported module raises
-    AttributeError          in a line of the user's, for arguments that fit the schema
+    AttributeError          likewise, for arguments that fit the schema; not of a None that a call returned
     TypeError               likewise, of a call with the wrong number or names of arguments, or of what is no function
     what the confinement refused: network, a file, an environment variable that the arguments do not name
 
@@ -89,7 +89,7 @@ def _is_defect(error: BaseException, arguments: Any, *, fit: bool, is_direct: bo
         return False
     match error:
         case AttributeError():
-            return fit and _asks_for_attribute(lines)
+            return fit and _asks_for_attribute(lines, of_none=str(error).startswith("'NoneType'"))
         case TypeError():  # CALL_FUNCTION_EX is f(*values), whose number may be the model's
             is_call = last.is_own and last.operation.startswith("CALL") and last.operation != "CALL_FUNCTION_EX"
             return fit and is_call and bool(WRONG_CALL.search(str(error)))
@@ -97,10 +97,15 @@ def _is_defect(error: BaseException, arguments: Any, *, fit: bool, is_direct: bo
     return refused and not _is_on_purpose(last) and not _names_an_argument(error, arguments)
 
 
-def _asks_for_attribute(lines: list[Line]) -> bool:
-    """Whether a line of the user's names an attribute that is not there; `getattr` may get its name from the model."""
+def _asks_for_attribute(lines: list[Line], *, of_none: bool) -> bool:
+    """Whether a line of the user's names an attribute that is not there; `getattr` may get its name from the model.
+
+    None is often how a call says that it found nothing, as `re.search`; an attribute that is None was never set.
+    """
     asking = [line for line in lines if line.frame.f_code.co_name not in ("__getattr__", "__getattribute__")]
-    return bool(asking) and asking[-1].is_own and asking[-1].operation in OF_ATTRIBUTES
+    if not asking or not asking[-1].is_own or asking[-1].operation not in OF_ATTRIBUTES:
+        return False
+    return not of_none or asking[-1].operation_before.startswith(("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_CONST"))
 
 
 def _is_refusal(error: BaseException, arguments: Any) -> bool:
@@ -108,11 +113,19 @@ def _is_refusal(error: BaseException, arguments: Any) -> bool:
     lines = lines_of(error)
     if not lines or lines[-1].is_program or isinstance(error, ValueError):
         return True
-    if _is_on_purpose(lines[-1]) and not isinstance(error, RuntimeError):
+    if _is_on_purpose(lines[-1]) and type(error) not in (RuntimeError, NotImplementedError):
         return True
-    values = arguments.values() if isinstance(arguments, Mapping) else ()
-    lacks_a_key = isinstance(error, LookupError) and any(isinstance(value, list | dict) for value in values)
-    return lacks_a_key or _names_an_argument(error, arguments)
+    values = list(arguments.values()) if isinstance(arguments, Mapping) else []
+    match error:  # what has no such key or position; the contents of lists and dictionaries are often open
+        case KeyError() if error.args and error.args[0] in values:
+            return True
+        case LookupError() if any(isinstance(value, list | dict) for value in values):
+            return True
+        case IndexError() if any(isinstance(value, int) for value in values):
+            return True
+        case TypeError() if {} in values:
+            return True
+    return _names_an_argument(error, arguments)
 
 
 def _is_on_purpose(last: Line) -> bool:

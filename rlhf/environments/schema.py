@@ -184,8 +184,9 @@ def _is_of_kind(kind: str, schema: Mapping[str, Any], value: Any) -> bool:
                 name in known and fits(known[name], member) for name, member in value.items()
             )
         case "object":
-            return "additionalProperties" in schema and all(
-                fits(schema["additionalProperties"], member) for member in value.values()
+            return not value or (
+                "additionalProperties" in schema
+                and all(fits(schema["additionalProperties"], member) for member in value.values())
             )
         case "array" if not isinstance(value, list):
             return False

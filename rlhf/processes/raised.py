@@ -19,16 +19,27 @@ class Line(NamedTuple):
     """A line of a traceback.
 
     Attributes:
-        operation: what Python did there when it raised or called, such as RAISE_VARARGS or LOAD_ATTR.
+        position: of the instruction that raised or called, in the bytes of its code.
         is_own: whether it is in the package that was called, or in a file that is neither installed nor Python's.
         is_program: whether it is of a text that was executed, and of no module.
     """
 
     frame: FrameType
     number: int
-    operation: str
+    position: int
     is_own: bool
     is_program: bool
+
+    @property
+    def operation(self) -> str:
+        """What Python did there when it raised or called, such as RAISE_VARARGS or LOAD_ATTR."""
+        return dis.opname[self.frame.f_code.co_code[self.position]]
+
+    @property
+    def operation_before(self) -> str:
+        """The operation before that one, whose result it may have used."""
+        operations = dis.get_instructions(self.frame.f_code)
+        return [each.opname for each in operations if each.offset < self.position][-1]
 
 
 def lines_of(error: BaseException) -> list[Line]:
@@ -47,7 +58,7 @@ def lines_of(error: BaseException) -> list[Line]:
         is_installed = file.is_relative_to(STANDARD_LIBRARY) or not INSTALLED.isdisjoint(file.parts)
         is_own = has_file and (module.partition(".")[0] == package or not is_installed)
         is_program = not has_file and not code.co_filename.startswith("<frozen ")
-        lines.append(Line(frame, number, dis.opname[code.co_code[position]], is_own, is_program))
+        lines.append(Line(frame, number, position, is_own, is_program))
     return lines
 
 

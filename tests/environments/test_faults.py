@@ -19,13 +19,16 @@ CLASS = '''import importlib, json, math, os, re
 from rlhf.processes.confinement import NO_NETWORK, NoNetworkError
 
 class Refusal(Exception): pass
+class Unknown(RuntimeError): pass
 
 class Env:
     def reset(self, **row): self.prices, self.client = {"tea": 3}, None
     def _price(self, item): return self.prices[item]
     def _meets(self, error): (one for one in ()).throw(error)  # as a library does
 
-    %sdef use(self, text: str, number: int = 1, table: dict[str, int] = {}, more: list = []) -> str:
+    %sdef use(
+        self, text: str, number: int = 1, table: dict[str, int] = {}, more: list = [], query: Refusal = None
+    ) -> str:
         """Use.
 
         Args:
@@ -33,10 +36,11 @@ class Env:
             number: Number.
             table: Table.
             more: More.
+            query: Query.
         """
 %s
 '''
-FIRST_LINE = 21  # of the body
+FIRST_LINE = 25  # of the body
 
 
 def faults_of(tmp_path: Path, body: str, arguments: dict[str, Any], *, kind: str = "") -> list[tuple[bool, str]]:
@@ -64,6 +68,7 @@ BROKEN = {
     "return self.clinet": "AttributeError: 'Env' object has no attribute 'clinet'",
     "return text.stirp()": "AttributeError: 'str' object has no attribute 'stirp'",
     "return json.laods(text)": "AttributeError: module 'json' has no attribute 'laods'",
+    "return query.name": "AttributeError: 'dict' object has no attribute 'name'",  # a model sends no objects of a class
     "return self.client.search(text)": "AttributeError: 'NoneType' object has no attribute 'search'",
     "return self._price()": "TypeError: Env._price() missing 1 required positional argument",
     "return self._price(text, 1)": "TypeError: Env._price() takes 2 positional arguments but 3 were given",
@@ -82,7 +87,8 @@ BROKEN = {
 @pytest.mark.parametrize("body", BROKEN)
 @pytest.mark.parametrize("kind", ["", "async "])
 def test_what_no_argument_causes_is_told_with_its_line(tmp_path: Path, body: str, kind: str) -> None:
-    arguments = {"text": "search()"} if "exec" in body else {}
+    arguments: dict[str, Any] = {"text": "search()"} if "exec" in body else {}
+    arguments |= {"query": {}} if "query" in body else {}
     ((is_broken, said),) = faults_of(tmp_path, body, arguments, kind=kind)
     assert is_broken
     assert re.match(r"\d+: ", said)
@@ -106,10 +112,13 @@ def test_the_line_is_the_innermost_of_the_users_files(tmp_path: Path) -> None:
         ("raise Refusal('game over')", {}),
         ("raise AttributeError('no such field')", {}),
         ("raise PermissionError('the door is locked')", {}),
+        ("raise Unknown('no such thing')", {}),
         ("assert number > 3", {}),
         ("return int(text)", {}),
         ("return json.loads(text)", {}),
         ("return self.prices[text]", {"text": "coffee"}),
+        ("return {5: 'tea'}[number]", {"number": 1}),
+        ("return ['tea'][number]", {"number": 1}),
         ("return open(f'pages/{text}.txt')", {"text": "coffee"}),
         ("return table['tea']", {"table": {"milk": 1}}),
         ("return more[0]['price'] + 1", {"more": ["tea"]}),  # the schema leaves it open
@@ -132,12 +141,20 @@ def test_what_a_model_may_have_caused_is_its_to_read(tmp_path: Path, body: str, 
 
 
 @pytest.mark.parametrize(
-    "body", ["return self.prices['tee']", "return 1 / 0", "return open('words.txt')", "raise RuntimeError('no index')"]
+    "body",
+    [
+        "return self.prices['tee']",
+        "return 1 / 0",
+        "return open('words.txt')",
+        "raise RuntimeError('no index')",
+        r"return re.search(r'\d', text).group()",
+        "found = self.prices.get('milk')\nreturn found.name",
+    ],
 )
 def test_what_may_be_either_is_no_proof(tmp_path: Path, body: str) -> None:
     ((is_broken, said),) = faults_of(tmp_path, body, {})
     assert not is_broken
-    assert said.startswith(f"{FIRST_LINE}: ")
+    assert said.startswith(f"{FIRST_LINE + body.count(chr(10))}: ")
 
 
 def test_arguments_are_made_that_fit_a_schema() -> None:
