@@ -300,7 +300,7 @@ def _in_long_form(base: Any, overlay: Any, path: tuple[str, ...]) -> tuple[Any, 
             return listed, {"0": overlay}
         if "path" not in overlay:
             data, name = ".".join(path), next(iter(flat_keys(overlay)))
-            reason = f"there are {len(listed)} data sets. Say which one: {data}.0.{name}"
+            reason = f"there are {len(listed)} data sets. Name one by its number: {data}.0.{name.rpartition('.')[2]}"
             raise ValueError(f"{data}.{name}: {reason}.")
     elif (key := _key_of(path, SHORT_SECTIONS)) is not None:
         base, overlay = (

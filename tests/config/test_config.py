@@ -130,7 +130,8 @@ def test_an_entry_or_data_set_that_cannot_be_meant_is_named(base: str, tmp_path:
     overlay.write_text(f"{KEPT}\n{TWO}")
     for override, told in (
         ("reward.2.weight=3", "reward.parts.2: no such entry (2 in all, counted from 0)."),
-        ("data.train.rows=5", "data.train.rows: there are 2 data sets. Say which one: data.train.0.rows."),
+        ("data.train.rows=5", "data.train.rows: there are 2 data sets. Name one by its number: data.train.0.rows."),
+        ("data.train.b.rows=5", "Name one by its number: data.train.0.rows."),
     ):
         with pytest.raises(ValueError, match=re.escape(told)):
             load_config(GRPOConfig, [base, str(overlay)], [override])
