@@ -25,7 +25,7 @@ from rlhf.log.clock import Clock
 from rlhf.log.diagnosis import Diagnosis
 from rlhf.log.panels import metric_title
 from rlhf.log.sinks import NO_DETAILS, TRAINED_SHARE, Details, evaluation_table
-from rlhf.plan.start_checks import rate_warnings
+from rlhf.plan.start_checks import dtype_warnings, rate_warnings
 from rlhf.run.checkpoint_files import PARTIAL
 from rlhf.run.checkpoint_mirror import Mirror
 from rlhf.run.checkpoint_saver import CheckpointSaver
@@ -137,7 +137,7 @@ class Run(Generic[C]):
     def shown(self) -> Iterator[None]:
         """The run's lines and live view, which begin with what the user should know before it starts."""
         with self.log.terminal.live():
-            warnings = (*self.config.warnings(), *rate_warnings(self.config))
+            warnings = (*self.config.warnings(), *rate_warnings(self.config), *dtype_warnings(self.config))
             for warning in (*warnings, *self.folder.warnings, *resume_warnings(self.config, self.state)):
                 self.log.warn(warning)
             if self.restored is not None:

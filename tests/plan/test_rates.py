@@ -12,7 +12,7 @@ from worlds import make_config, make_ppo_config
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.supervised import SFTConfig
-from rlhf.plan.start_checks import rate_warnings
+from rlhf.plan.start_checks import dtype_warnings, rate_warnings
 
 HALF_A_BILLION, ONE_AND_A_HALF = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B"
 
@@ -69,3 +69,21 @@ def test_a_schedule_that_leaves_a_rate_of_0_or_stays_above_the_bound_is_told() -
     schedule = {"name": "cosine", "min_lr": 1.5e-4}
     (told,) = rate_warnings(config_of("grpo", ONE_AND_A_HALF, 2e-4, schedule=schedule))
     assert told.startswith("learner.optimizer.lr=0.0002 and learner.schedule.min_lr=0.00015: above 0.0001 ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "is_told"),
+    [
+        ("fma avx2", "bfloat16", True),
+        ("fma avx2", "float32", False),
+        ("avx2 avx512f", "bfloat16", False),
+        ("asimd bf16", "bfloat16", False),
+    ],
+)
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, dtype: str, is_told: bool
+) -> None:
+    monkeypatch.setattr("rlhf.plan.start_checks.CPU_FLAGS", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : {flags}\n")
+    told = [*dtype_warnings(make_config(Path("no/model"), model={"dtype": dtype}))]
+    assert [text.partition(":")[0] for text in told] == ["model.dtype=bfloat16"] * is_told
