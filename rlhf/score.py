@@ -132,6 +132,7 @@ def _reward_config(options: argparse.Namespace) -> RewardConfig:
         part = resolved(parse_override(f"--reward={options.reward}"))["--reward"]
     if options.reward == "math":
         part["mode"] = "strict" if options.strict else "lenient"
+    part["weight"] = 1.0  # as in evaluations: the value of a part is the one before its weight
     values = {"parts": [part], "workers": options.workers, "cpu_seconds": options.cpu_seconds}
     remember(values)
     return validated(RewardConfig, values)

@@ -192,6 +192,7 @@ def test_a_reward_that_reads_no_answer_asks_for_none(tmp_path: Path, capsys: pyt
     file = write(tmp_path / "in.jsonl", [{"response": "<think>a</think> b"}, {"response": "b b"}])
     for reward, headline in (
         ("{name: format, style: think}", "accuracy  0.5000"),
+        ("{name: format, style: think, weight: -0.1}", "accuracy  0.5000"),  # as evaluations, before the weight
         ("{name: length, max_tokens: 3}", "length    0.0000"),
         ("repetition", "repetition  0.0000"),
         (f"{tmp_path / 'mine.py'}:mine", "accuracy  1.0000"),

@@ -171,16 +171,18 @@ def environment_problems(config: GRPOConfig) -> Iterator[str]:
         )
 
 
-def metric_problems(config: GRPOConfig, *, environment_judges: bool = False) -> Iterator[str]:
+def metric_problems(config: GRPOConfig, *, environment_judges: bool | None = None) -> Iterator[str]:
     """Why a data source has no metric: several parts of its reward could be it, or none has the name that was given.
 
     Args:
-        environment_judges: whether the environment is known to give a reward, next to those of `reward`.
+        environment_judges: whether the environment gives a reward, next to those of `reward`; None: not known.
     """
     data, asked = config.data, dict[tuple[str, ...], list[str]]()
     for which, sources in (("eval", data.eval), ("train", data.train if data.curriculum else ())):
         for source in sources:
-            names, metric = config.graders_of(source.label), config.metric_of(source.label)
+            names, metric = config.graders_of(source.label), config.metric_of(source.label, trains=which == "train")
+            if environment_judges is False:
+                names = tuple(name for name in names if name != ENVIRONMENT_PART)
             verifiers = [part.name for part in config.reward.parts_of(source.label) if part.is_verifier]
             named = source.metric or config.evaluation.metric
             further = tuple(f"{name}/" for name in names if ":" in name or name == ENVIRONMENT_PART)
@@ -206,7 +208,7 @@ def curriculum_problems(config: GRPOConfig) -> Iterator[str]:
         reason = "it makes other prompts in each epoch, so none has a pass rate. Name data, or remove the key."
         yield f"data.curriculum with prompts that the environment makes: {reason}"
     for label in (source.label for source in config.data.train):
-        metric = config.metric_of(label)
+        metric = config.metric_of(label, trains=True)
         if not (may_be_accuracy(metric) and config.graders_of(label)):
             reason = "which says nothing of right or wrong. Name another evaluation.metric, or remove the key."
             yield f"data.curriculum with data.train {label}: its metric is {metric or 'none'}, {reason}"

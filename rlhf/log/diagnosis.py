@@ -91,7 +91,7 @@ def equal_groups(view: View) -> Found:
     if math.isnan(mean):
         failed = [name for name in view.last[-1] if name.startswith("reward/status/") and view.rise(name) > 0]
         names = ", ".join(name.removeprefix("reward/status/") for name in failed if not name.endswith("/ok"))
-        yield f"No response could be scored ({names}).", "Repair the reward, or the data that it reads."
+        yield f"No response could be scored{names and f' ({names})'}.", "Repair the reward, or the data that it reads."
     is_, use = ("easy", "harder") if mean > (low + high) / 2 else ("hard", "easier")
     yield (
         f"In {share:.0%} of the groups all rewards were equal, which teaches nothing; the mean reward was {mean}.",

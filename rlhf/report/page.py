@@ -116,9 +116,13 @@ def _panels(panel: Panel, metrics: Sequence[str], runs: Sequence[RunFiles], *, s
 
 
 def _metric_title(name: str, runs: Sequence[RunFiles]) -> str:
-    """What eval/<data set>/avg@<k> measures: accuracy, or a metric by its name; several if the runs differ."""
+    """What eval/<data set>/avg@<k> measures: accuracy, or a metric by its name; several if the runs differ.
+
+    Runs of versions without `evaluation.metric` do not say it.
+    """
     source = name.split("/")[1]
-    of_runs = [metric_titles(run.program_config.metrics, run.rows) for run in runs if run.program_config]
+    known = [run for run in runs if "evaluation.metric" in run.config]
+    of_runs = [metric_titles(run.program_config.metrics, run.rows) for run in known if run.program_config]
     titles = dict.fromkeys(titles[source] for titles in of_runs if source in titles)
     return " / ".join(titles).replace("accuracy (", "Accuracy (") or METRIC
 

@@ -222,8 +222,9 @@ def read_responses(file: Path, *, samples_per_prompt: Collection[int], metrics: 
         counts = {len(values) for values in _values_by_problem(rows).values()}
         names = {row["metric"] for row in rows}
     except (OSError, ValueError, LookupError, TypeError) as error:
+        why = f"a row has no {error}; earlier versions wrote none" if isinstance(error, KeyError) else error
         raise ValueError(
-            f"{file}: does not hold graded responses ({error}). Write it with rlhf.evaluate --responses."
+            f"{file}: does not hold graded responses ({why}). Write it with rlhf.evaluate --responses."
         ) from None
     if counts != set(samples_per_prompt):
         numbers, asked = (" or ".join(map(str, sorted(n))) or "no" for n in (counts, set(samples_per_prompt)))

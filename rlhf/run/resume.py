@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf.config.changed import config_of_any_program
 from rlhf.config.cli import NothingToDoError
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import short_value
@@ -149,7 +150,7 @@ def check_resumed_state(config: TrainingProgramConfig, path: Path, state: RunSta
 
 
 def resume_warnings(config: TrainingProgramConfig, state: RunState) -> Iterator[str]:
-    """A warning for each schedule that goes on along another curve, since it spans the whole run."""
+    """What goes on along another curve: a schedule, since it spans the whole run, and evaluations by another metric."""
     steps, before = config.steps, state.config.get("run", {}).get("steps", config.steps)
     for role, training in config.trained_roles():
         schedule = training.section.schedule
@@ -158,6 +159,26 @@ def resume_warnings(config: TrainingProgramConfig, state: RunState) -> Iterator[
                 f"run.steps={steps}: the run began with {before}, and {role.section}.schedule={schedule.name} spans "
                 f"the whole run. The learning rate goes on along the curve of {steps} steps."
             )
+    if isinstance(config, GRPOConfig):
+        yield from _other_metrics(config, state)
+
+
+def _other_metrics(config: GRPOConfig, state: RunState) -> Iterator[str]:
+    """A warning for each data set that was measured by another metric; versions without one took the first part."""
+    began = config_of_any_program(state.config) if "metric" in state.config.get("evaluation", {}) else None
+    evaluated = config.data.eval if state.evaluations else ()
+    by_pass_rate = config.data.train if config.data.curriculum else ()
+    for key, sources in (("data.eval", evaluated), ("data.train", by_pass_rate)):
+        for label in (source.label for source in sources):
+            trains, first = key == "data.train", [part.name for part in config.reward.parts_of(label)][:1]
+            now = config.metric_of(label, trains=trains)
+            before = began.metric_of(label, trains=trains) if isinstance(began, GRPOConfig) else "".join(first)
+            if before not in ("", now):
+                yield (
+                    f"{key} {label}: its metric was {before} up to step {state.step}, and is {now} from here on. "
+                    "Values of the two cannot be compared, also not by checkpoint.best or data.curriculum. Resume with "
+                    f"evaluation.metric={before} to go on as before."
+                )
 
 
 def check_reward_code(config: GRPOConfig, state: RunState, sources: Sources) -> Iterator[str]:

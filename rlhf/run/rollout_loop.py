@@ -90,7 +90,7 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
             restored = None if run.restored is None else run.state
             tickets = PromptTickets(
                 data.train, seed=config.run.seed, restored=restored, curriculum=config.data.curriculum,
-                metric_of=config.metric_of,
+                metric_of=partial(config.metric_of, trains=True),
             )  # fmt: skip
             await exit_stack.enter_async_context(run.started())
             if environments is not None:
@@ -188,7 +188,7 @@ class RolloutLoop(Generic[C]):
             config.run, run.diagnosis, teachers=teacher is not None, loss_teaches=loss_teaches
         )
         self.skipped_updates = SkippedUpdates(lambda: run.folder.path / "skipped", run.log.warn)
-        self._told_ungraded: set[str] = set()  # data sets
+        self._told: set[str] = set()  # data sets with ungraded responses; checkpoint.best that was not measured
         self._run = run
         run.progress = self.progress
         run.log.terminal.sampling_waits_for = self.buffer.waits_for
@@ -346,7 +346,15 @@ class RolloutLoop(Generic[C]):
             metrics = run.config.metrics
             for source, of_source in groups.items():
                 warning = ungraded_warning(source, of_source, metrics[source])
-                if warning and source not in self._told_ungraded:
+                if warning and source not in self._told:
                     run.log.warn(warning)
-                    self._told_ungraded.add(source)
-            run.log_evaluation(step, evaluation_metrics(groups, metrics))
+                    self._told.add(source)
+            values, best = evaluation_metrics(groups, metrics), run.config.checkpoint.best
+            if best is not None and best not in values and best not in self._told:
+                run.log.warn(
+                    f"checkpoint.best={best}: the evaluation of step {step} has no such number, so its checkpoint "
+                    "cannot be the best. avg@k needs a graded response; pass@k and maj@k a problem of which all are graded, "
+                    "pass@k also values from 0 to 1, and maj@k an answer."
+                )
+                self._told.add(best)
+            run.log_evaluation(step, values)

@@ -59,13 +59,16 @@ def test_a_reward_model_and_an_environment_are_parts_too() -> None:
 
 
 def test_an_environment_that_gives_a_reward_next_to_a_part_that_compares_with_no_answer_is_asked_for() -> None:
-    def asked(*parts: str, **sections: Any) -> list[str]:
+    def asked(*parts: str, judges: bool = True, **sections: Any) -> list[str]:
         values = {"data": {"train": "t.jsonl", "eval": "test.jsonl"}, "reward": {"parts": list(parts)}, **sections}
-        return [*metric_problems(make_config(Path("x"), environment=ENVIRONMENT, **values), environment_judges=True)]
+        return [*metric_problems(make_config(Path("x"), environment=ENVIRONMENT, **values), environment_judges=judges)]
 
     (said,) = asked("own.py:bonus")
     assert "own.py:bonus, environment" in said
     assert [*asked("math"), *asked(), *asked("own.py:bonus", evaluation={"metric": "own.py:bonus"})] == []
+    assert [*asked("math", judges=False), *asked("own.py:bonus", judges=False)] == []
+    (said,) = asked("math", judges=False, evaluation={"metric": "environment"})
+    assert "evaluation.metric=environment: no part of the reward of test has this name. Known: math" in said
 
 
 def test_data_sets_with_other_rewards_have_a_metric_of_their_own() -> None:
@@ -92,9 +95,13 @@ def test_the_curriculum_and_the_best_checkpoint_follow_the_metric() -> None:
         metrics(reward_model=MODEL, data=data)
     named = data | {"train": [{"path": "t.jsonl", "metric": "own.py:f"}]}
     assert metrics("format", "own.py:f", data=named) == {}
+    same_name = {"train": [{"path": "a/t.jsonl", "metric": "format"}], "eval": ["b/t.jsonl"], "curriculum": {}}
+    assert metrics("format", "own.py:f", metric="own.py:f", data=same_name) == {"t": "own.py:f"}
     with pytest.raises(ValueError, match=r"t\.jsonl has metric=exact: without data\.curriculum nothing reads it"):
         metrics("exact", data=named | {"train": [{"path": "t.jsonl", "metric": "exact"}], "curriculum": None})
     best = {"checkpoint": {"every": 1, "best": "eval/test/pass@2"}, "evaluation": {"every": 1, "samples_per_prompt": 2}}
     assert metrics("exact", **best) == {"test": "exact"}
     with pytest.raises(ValueError, match=r"no evaluation measures it\. Use eval/test/avg@2\."):
         metrics(reward_model=MODEL, **best)
+    with pytest.raises(ValueError, match=r"no evaluation measures it\. Use eval/test/avg@2 or eval/test/pass@2\."):
+        metrics("format", **best | {"checkpoint": {"every": 1, "best": "eval/test/maj@2"}})  # it reads no answers

@@ -176,6 +176,23 @@ def test_a_longer_run_is_the_same_run_with_a_warning_where_its_schedule_spans_it
     assert "run.steps=20: the run began with 10, and learner.schedule=cosine spans the whole run" in warning
 
 
+def test_evaluations_that_go_on_with_another_metric_are_warned_of(model: Path) -> None:
+    def run_by(metric: str | None) -> GRPOConfig:
+        parts = {"reward": {"parts": ["format", "exact"]}, "evaluation": {"metric": metric}}
+        return make_config(model, data={"eval": "test.jsonl"}, **parts)
+
+    state = state_of(run_by("exact"))
+    assert list(resume_warnings(run_by("format"), state)) == []  # nothing is evaluated so far
+    state.evaluations = {0: {"eval/test/avg@1": 0.5}}
+    assert list(resume_warnings(run_by(None), state)) == []
+    (warning,) = resume_warnings(run_by("format"), state)
+    assert "data.eval test: its metric was exact up to step 2, and is format from here on" in warning
+    del state.config["evaluation"]["metric"]  # of a version that took the first part
+    assert list(resume_warnings(run_by("format"), state)) == []
+    (warning,) = resume_warnings(run_by(None), state)
+    assert warning.endswith("Resume with evaluation.metric=format to go on as before.")
+
+
 def test_a_model_with_another_fingerprint_is_refused_and_a_moved_one_is_not(model: Path, tmp_path: Path) -> None:
     began = make_config(model)
     moved = tmp_path / "moved"

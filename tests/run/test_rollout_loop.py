@@ -339,10 +339,13 @@ def test_an_evaluation_of_which_too_much_is_ungraded_is_told_once_and_measures_t
     monkeypatch.setattr(FakeScorer, "score_group", grade)
     data = {**config.model_dump(mode="json")["data"], "eval": [{"path": str(tiny_model_dir / "test.jsonl"), "rows": 4}]}
     values = {**config.model_dump(mode="json"), "data": data, "evaluation": {"every": 2}}
+    values["evaluation"] |= {"samples_per_prompt": 2}
+    values["checkpoint"] |= {"best": "eval/test/maj@2"}  # the reward states no answers
     run, _ = asyncio.run(drive(GRPOConfig.model_validate_json(json.dumps(values)), monkeypatch))
     measured = run.state.evaluations[4]
-    assert (measured["eval/test/avg@1"], measured["eval/test/ungraded_fraction"]) == (1.0, 0.25)
+    assert (measured["eval/test/avg@2"], measured["eval/test/ungraded_fraction"]) == (1.0, 0.25)
     assert measured["eval/test/part/form"] == 0.25
     shown = " ".join(capsys.readouterr().out.split())
-    assert shown.count("math gave no value for 1 of 4 responses (1 x no value)") == 1
-    assert "test avg@1 1.000 ungraded 0.250 form 0.250" in shown
+    assert shown.count("math gave no value for 2 of 8 responses (2 x no value)") == 1
+    assert shown.count("checkpoint.best=eval/test/maj@2: the evaluation of step 0 has no such number") == 1
+    assert "test avg@2 1.000 pass@2 1.000 ungraded 0.250 form 0.250" in shown
