@@ -165,7 +165,10 @@ def resume_warnings(config: TrainingProgramConfig, state: RunState) -> Iterator[
 
 def _other_metrics(config: GRPOConfig, state: RunState) -> Iterator[str]:
     """A warning for each data set that was measured by another metric; versions without one took the first part."""
-    began = config_of_any_program(state.config) if "metric" in state.config.get("evaluation", {}) else None
+    named = "metric" in state.config.get("evaluation", {})
+    began = config_of_any_program(state.config) if named else None
+    if named and not isinstance(began, GRPOConfig):
+        return  # of another version
     evaluated = config.data.eval if state.evaluations else ()
     by_pass_rate = config.data.train if config.data.curriculum else ()
     for key, sources in (("data.eval", evaluated), ("data.train", by_pass_rate)):

@@ -353,8 +353,8 @@ class RolloutLoop(Generic[C]):
             if best is not None and best not in values and best not in self._told:
                 run.log.warn(
                     f"checkpoint.best={best}: the evaluation of step {step} has no such number, so its checkpoint "
-                    "cannot be the best. avg@k needs a graded response; pass@k and maj@k a problem of which all are graded, "
-                    "pass@k also values from 0 to 1, and maj@k an answer."
+                    "cannot be the best. avg@k needs a graded response; pass@k and maj@k a problem of which all are "
+                    "graded, pass@k also values from 0 to 1, and maj@k an answer."
                 )
                 self._told.add(best)
             run.log_evaluation(step, values)
