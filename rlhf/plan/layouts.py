@@ -78,7 +78,7 @@ def with_fewest_bytes(config: GRPOConfig, shape: ModelShape) -> tuple[GRPOConfig
     shared = config.cluster.placement == "colocated"
     preempting = None
     for stage in STAGES if config.cluster.learners > 1 else (config.learner.zero_stage,):
-        problem = None
+        problem: str | None = None
         for share in dict.fromkeys((most, *(share for share in SHARES if shared or most < share == SHARES[0]))):
             candidate = changed(trained(config, zero_stage=stage), rollout={"gpu_memory_utilization": share})
             before, problem = problem, problem_of(candidate, shape)

@@ -64,6 +64,7 @@ def test_a_secret_of_the_environment_is_stored_as_a_reference_and_comes_back(
     monkeypatch.setenv("FAKE_PASSWORD", PASSWORD)
     monkeypatch.setenv("PLAIN", IN_ARGUMENT)  # no secret by its own name, but by that of the config key
     overrides = [
+        "evaluation.metric=a.b:c",
         "reward=[{name: 'a.b:c', headers: {Authorization: 'Bearer ${oc.env:FAKE_JUDGE_KEY}'}, "
         "api_key: '${oc.env:PLAIN}'}]",
         ENDPOINT,
