@@ -417,7 +417,7 @@ class Examples:
 
     @property
     def row_keys(self) -> Iterator[bytes]:
-        """What tells each example from others: the tokens of its sequences."""
+        """The tokens of each example's sequences as bytes: equal for equal examples."""
         bounds = self.tokens.cu_seqlens[:: len(self.tokens.lengths) // self.rows]
         return (self.tokens.token_ids[start:end].tobytes() for start, end in pairwise(bounds))
 

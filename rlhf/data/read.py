@@ -67,7 +67,7 @@ def too_few_prompts(available: int, needed: int) -> str:
 
 
 def count_trained_rows(train: Iterable[Hashable], held_out: Mapping[str, Iterable[Hashable]]) -> dict[str, int]:
-    """By held-out set, how many of its rows data.train has too; a row is given as what tells it from others."""
+    """By held-out set, the number of its rows that data.train has too; equal rows must have equal keys."""
     hashes = {name: [*map(hash, rows)] for name, rows in held_out.items()}
     wanted = set().union(*hashes.values())
     trained = {number for number in map(hash, train) if number in wanted}

@@ -1,14 +1,14 @@
-"""Whether a tool that raised is broken, or was asked for what it does not do. Standard library only.
+"""Decides from an exception of a tool whether the tool is broken or the model's call was wrong. Standard library only.
 
-A tool is broken where no argument that fits its schema should lead to the error, so no model can learn to avoid it:
+A tool is broken if arguments that fit its schema cannot avoid the exception, so that no model can learn to avoid it:
 
-    NameError               in a line of the user's
-    an import that fails    whatever the imported module raises
-    AttributeError          likewise, for arguments that fit the schema; not of a None that a call returned
-    TypeError               likewise, of a call with the wrong number or names of arguments, or of what is no function
-    what the confinement refused: network, a file, an environment variable that the arguments do not name
+    NameError               in the user's code
+    ImportError             and whatever else an imported module raises
+    AttributeError          in the user's code, if the arguments fit the schema; not of a None that a call returned
+    TypeError               likewise, for a call with wrong arguments or of something that cannot be called
+    a refusal of the confinement: network, a file or an environment variable that the arguments do not name
 
-A program of the model that a tool executes is no line of the user's.
+If a tool executes a program that the model wrote, that program does not count as the user's code.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MAX_CAUSES = 10  # an error may be its own cause
 
 
 class Fault(NamedTuple):
-    """An error of a tool for which the model may not be to blame.
+    """An exception of a tool that the model may not have caused.
 
     Attributes:
         said: `file:line: Type: text`.
-        is_broken: it shows that the tool is broken; else it may also be that no argument was right.
+        is_broken: True if the tool is certainly broken; False if the arguments may be the cause too.
     """
 
     tool: str
@@ -40,7 +40,7 @@ class Fault(NamedTuple):
 
 
 def fault_of(error: BaseException, tool: str, arguments: Any, *, fit: bool) -> Fault | None:
-    """The fault of a tool that an error shows; None for what its calls may well be answered with.
+    """Judge an exception of a tool; None if it is an ordinary answer to a call.
 
     Args:
         arguments: of the model's call.
@@ -59,7 +59,10 @@ def fault_of(error: BaseException, tool: str, arguments: Any, *, fit: bool) -> F
 
 
 def _with_causes(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
-    """An error and those of its group, each followed by those that it passes on; and whether it is none of these."""
+    """Yield (exception, is_direct): the error and the members of its group, each followed by its causes.
+
+    A cause is included only if the error shows it, by `raise ... from` or with its text. `is_direct`: it is no cause.
+    """
     members = getattr(error, "exceptions", ())  # of an ExceptionGroup, since Python 3.11
     for member in (error, *(each for each in members if isinstance(each, BaseException))):
         yield member, True
@@ -67,7 +70,7 @@ def _with_causes(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
         for _ in range(MAX_CAUSES):
             before = shown.__cause__ or shown.__context__
             if before is None or (before is not shown.__cause__ and str(before) not in str(shown)):
-                break  # it was handled
+                break  # the code has handled it
             yield before, False
             shown = before
 
@@ -98,7 +101,7 @@ def _is_defect(error: BaseException, arguments: Any, *, fit: bool, is_direct: bo
 
 
 def _asks_for_attribute(lines: list[Line], *, of_none: bool) -> bool:
-    """Whether a line of the user's names an attribute that is not there; `getattr` may get its name from the model.
+    """Whether user code names an attribute that is missing; for `getattr` the model may have given the name.
 
     None is often how a call says that it found nothing, as `re.search`; an attribute that is None was never set.
     """
@@ -109,7 +112,7 @@ def _asks_for_attribute(lines: list[Line], *, of_none: bool) -> bool:
 
 
 def _is_refusal(error: BaseException, arguments: Any) -> bool:
-    """Whether a tool may well raise this for what it does not do: by `raise`, about an argument, or in its program."""
+    """Whether this looks like an ordinary refusal: by `raise`, about an argument, or in the model's program."""
     lines = lines_of(error)
     if not lines or lines[-1].is_program or isinstance(error, ValueError):
         return True

@@ -276,7 +276,7 @@ class FailedEnvironments:
 
 
 def _untold(errors: Iterable[str], told: set[str]) -> list[str]:
-    """The errors that were not told, at most a few; from now on they are."""
+    """The errors that are new, at most a few; marks them as told."""
     new = [error for error in errors if error not in told][: max(0, MAX_ERRORS - len(told))]
     told.update(new)
     return new

@@ -49,8 +49,9 @@ class Sessions:
 
     def __init__(self, config: EnvironmentConfig, about: dict[str, dict[str, Any]]) -> None:
         self.config, self.about, self.open_sessions = config, about, 0
-        # sessions that wait for a process or a reset; those of them that a full server has refused; the most at once
-        self._opening, self._refused, self._most = 0, 0, 0
+        self._opening = 0  # sessions that wait for a process or a reset
+        self._refused = 0  # those of them that a full server has refused
+        self._most = 0  # the largest number of sessions at one time, open or opening
         self._told_of_places = False
         self.services: Mapping[str, Service] = {}
         self.opened: set[int] = set()
@@ -101,7 +102,7 @@ class Sessions:
             self._refused -= refusals > 0
 
     def _warn_of_places(self, said: re.Match[str] | None) -> None:
-        """Say once that a server lets at least as many rollouts wait as it plays."""
+        """Warn once if at least as many rollouts wait for a place at the server as it serves."""
         if self._told_of_places or not 0 < len(self.opened) <= self._refused:
             return
         shares = not any(about["blocking"] for about in self.about.values())  # one process has many sessions

@@ -31,13 +31,13 @@ from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.rollout.requests import Parsing
 from rlhf.types import Prompt
 
-TRY_S = 10.0  # for the answers of all tools that are tried, and a tenth of it for each at least
+TRY_S = 10.0  # for the trial of all tools; each tool has at least a tenth of it
 MAX_SHOWN = 300  # characters of an answer
-TRIES = "Set environment.try_tools=false to try no tools at the start."
+TURN_OFF = "Set environment.try_tools=false to try no tools at the start."
 MAY_BE_SOUND = (
-    f"If no such arguments are allowed, let the tool raise a ValueError that says why: the model reads it. {TRIES}"
+    f"If no such arguments are allowed, let the tool raise a ValueError that says why: the model reads it. {TURN_OFF}"
 )
-# errors of Python that a tool has caught, and says as its answer
+# Python errors that a tool has caught and returned as its answer
 OF_BROKEN_CODE = re.compile(r"name '\w+' is not defined|No module named|cannot import name|object has no attribute")
 
 
@@ -125,8 +125,8 @@ class StartedEnvironments(Environments):
     async def try_tools(self, prompts: Mapping[str, Sequence[Prompt]]) -> list[str]:
         """Warnings about tools that fail for arguments made from their schemas, unless `environment.try_tools` is off.
 
-        Each tool has a session of its own, which is reset with the first row of its environment, and closed. One after
-        another: a server may have a place for one session.
+        Each tool has a session of its own, which is reset with the first row of its environment, and closed. Tools are
+        tried one after another, because a server may accept only one session at a time.
 
         Args:
             prompts: by source.
@@ -136,10 +136,8 @@ class StartedEnvironments(Environments):
             return []
         for prompt in chain.from_iterable(prompts.values()):
             first.setdefault("" if "" in self.hosts.about else prompt.columns.get("environment", ""), prompt)
-        built_in = {
-            *self._config.tools,
-            *(part.name for part in config.parts.values()),
-        }  # the names of others have a `:`
+        # the user's own tools have a `:` in their names there, so these match built-in tools alone
+        built_in = {*self._config.tools, *(part.name for part in config.parts.values())}
         ends, warnings = time.monotonic() + TRY_S, list[str]()
         for value, about in self.hosts.about.items():
             for tool in about["tools"]:
@@ -149,7 +147,7 @@ class StartedEnvironments(Environments):
         return list(dict.fromkeys(filter(None, warnings)))
 
     async def _try(self, tool: Mapping[str, Any], prompt: Prompt, within_s: float) -> str:
-        """A warning about a tool; "" if it fails in no way that is not meant."""
+        """A warning about a tool; an empty string if it answers or refuses on purpose."""
         arguments = example(tool["parameters"])
         call = {"type": "function", "function": {"name": tool["name"], "arguments": arguments}}
         tried = f"environment: the tool {tool['name']}, tried with {arguments},"
@@ -160,9 +158,9 @@ class StartedEnvironments(Environments):
         try:
             answers = await asyncio.wait_for(session.call([call]), within_s)
         except TimeoutError:
-            return f"{tried} has not answered in {within_s:.0f} s. {TRIES}"
+            return f"{tried} has not answered in {within_s:.0f} s. {TURN_OFF}"
         except (CallLimitError, FailedError) as error:
-            return f"{tried} failed: {error}. {TRIES}"
+            return f"{tried} failed: {error}. {TURN_OFF}"
         finally:
             await session.close()
         if answers.faults:

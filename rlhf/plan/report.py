@@ -194,7 +194,7 @@ def _plan(
     problems: list[str],
 ) -> Plan:
     """The plan of its parts. `first`: the lines of the first paragraph, to which the unchecked names are added."""
-    if of_hub := ", ".join(_of_hub(config)):
+    if of_hub := ", ".join(dict.fromkeys(_of_hub(config))):
         first += wrapped("not checked: ", f"{of_hub}: the hub is asked when the run starts.")
     if warnings:
         sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))

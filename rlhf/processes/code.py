@@ -54,8 +54,8 @@ def import_problem(name: str, error: BaseException, *, install: str = "", is_rew
     """Why `load_module` failed, and what to do about it.
 
     Args:
-        install: what helps against a missing module, in addition to the package.
-        is_reward: what the confinement refuses is granted next to the name.
+        install: a further remedy for a missing module, appended to the advice to install its package.
+        is_reward: a part of the reward, whose config can grant what the confinement refused.
     """
     module_name = name.rpartition(":")[0]
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]

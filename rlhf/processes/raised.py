@@ -1,4 +1,4 @@
-"""What other people's code raised: in which of their lines, and how that is told. Standard library only."""
+"""Where user code raised an exception, and how messages show it. Standard library only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Line(NamedTuple):
     Attributes:
         position: of the instruction that raised or called, in the bytes of its code.
         is_own: whether it is in the package that was called, or in a file that is neither installed nor Python's.
-        is_program: whether it is of a text that was executed, and of no module.
+        is_program: whether it is in text that was executed (`exec`), which belongs to no module.
     """
 
     frame: FrameType
@@ -63,13 +63,13 @@ def lines_of(error: BaseException) -> list[Line]:
 
 
 def place_of(error: BaseException) -> str:
-    """`file:line: ` of the innermost own line; "" if there is none."""
+    """`file:line: ` of the innermost line of the user's code; an empty string if there is none."""
     own = [line for line in lines_of(error) if line.is_own]
     return f"{own[-1].frame.f_code.co_filename}:{own[-1].number}: " if own else ""
 
 
 def said_by(error: BaseException, advice: str = "") -> str:
-    """`Type: text`, and what to do about it: the advice, or how to get what the confinement refused."""
+    """`Type: text`, then the advice, or else how to grant what the confinement refused."""
     try:
         said = f"{type(error).__name__}: {error}".removesuffix(": ")
     except Exception:  # its `__str__` is other people's

@@ -271,7 +271,9 @@ class RolloutBuffer:
     def waits_for(self) -> str:
         """What the training step still needs, in words."""
         missing = max(1, self._groups_per_step - len(self._ready))
-        running = sorted((version, ticket.position, ticket.prompt.id) for ticket, version in [*self._running.values()])
+        running = sorted(
+            (version, ticket.position, ticket.prompt.id) for ticket, version in list(self._running.values())
+        )  # a copy: another thread may ask
         oldest = ", ".join(prompt for _, _, prompt in running[:SHOWN_PROMPTS])
         return f"Step {self._step + 1} waits for groups: {missing} of {len(running)} running (oldest prompts: {oldest})"
 

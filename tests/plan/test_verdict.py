@@ -114,4 +114,8 @@ def test_a_run_that_could_not_start_is_status_2_and_its_first_words(
 
 def test_a_plan_that_fits_is_status_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_program(lambda: ppo.main(["--config", str(ROOT / "configs/ppo_math.yaml"), "--plan"])) == 0
-    assert capsys.readouterr().out.startswith("fits: a learner ")
+    out = capsys.readouterr().out
+    assert out.startswith("fits: a learner ")
+    assert " ".join(out.split("\n\n")[0].split()).endswith(  # the critic's model too, once
+        "HuggingFaceH4/MATH-500, model.path=Qwen/Qwen2.5-7B: the hub is asked when the run starts."
+    )
