@@ -166,6 +166,29 @@ def _side(columns: dict[str, Any], column: str) -> list[Message]:
     return messages
 
 
+def trained_conversation(columns: dict[str, Any]) -> tuple[list[Message], list[int], int, bool]:
+    """The messages of a row of SFT, the numbers of its trained turns, how many are prompt, and whether both are texts.
+
+    Raises:
+        ValueError: the row has no such columns, or no turn to train on.
+    """
+    given: list[Message] = []
+    are_texts = False
+    column = next((name for name in CONVERSATION_COLUMNS if columns.get(name) is not None), None)
+    if column is not None:
+        messages = with_system(_messages(columns, column, "user"), columns)
+    else:
+        _check_columns(columns, ("prompt", "completion"), "`messages`, or `prompt` and `completion`")
+        given = with_system(_messages(columns, "prompt", "user"), columns)
+        messages = given + _messages(columns, "completion", "assistant")
+        are_texts = isinstance(columns["prompt"], str) and isinstance(columns["completion"], str)
+    turns = [i for i in range(len(given), len(messages)) if messages[i]["role"] == "assistant"]
+    if not turns:
+        raise ValueError("it has no message of the assistant to train on. Correct or remove the row.")
+    _check_weights(messages, turns)
+    return messages, turns, len(given), are_texts
+
+
 class _Talk(NamedTuple):
     """A row: its messages up to the last trained turn, the numbers of these turns, and how many messages are prompt."""
 
@@ -198,23 +221,10 @@ class SFTEncoder:
     notes: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, columns: dict[str, Any]) -> list[MaskedTokens]:
-        given: list[Message] = []
-        are_texts = False
-        column = next((name for name in CONVERSATION_COLUMNS if columns.get(name) is not None), None)
-        if column is not None:
-            messages = with_system(_messages(columns, column, "user"), columns)
-        else:
-            _check_columns(columns, ("prompt", "completion"), "`messages`, or `prompt` and `completion`")
-            given = with_system(_messages(columns, "prompt", "user"), columns)
-            messages = given + _messages(columns, "completion", "assistant")
-            are_texts = isinstance(columns["prompt"], str) and isinstance(columns["completion"], str)
-        turns = [i for i in range(len(given), len(messages)) if messages[i]["role"] == "assistant"]
-        if not turns:
-            raise ValueError("it has no message of the assistant to train on. Correct or remove the row.")
+        messages, turns, given, are_texts = trained_conversation(columns)
         template = self.template or ("raw" if are_texts else "model")
         arguments = read_arguments(columns, self.arguments or {})
-        _check_weights(messages, turns)
-        talk = _Talk(messages[: turns[-1] + 1], turns, len(given), read_tools(columns), template, arguments)
+        talk = _Talk(messages[: turns[-1] + 1], turns, given, read_tools(columns), template, arguments)
         self.notes.update(unread_arguments(arguments, template, self.tokenizer))
         ids, trained = self._plain(talk) if template in PLAIN else self._chat(talk)
         trained[:1] = False  # nothing predicts the first token

@@ -106,7 +106,7 @@ def first_usable(config: DataConfig, which: Literal["train", "eval"]) -> Iterato
             continue
         with contextlib.suppress(ValueError, IndexError):
             source = Source(key, settings, which, skip=True)
-            row, messages, answer, is_text = _usable_rows(config, source, [*islice(source.stream(), FIRST_ROWS)])[0]
+            row, messages, answer, is_text = usable_rows(config, source, [*islice(source.stream(), FIRST_ROWS)])[0]
             no_tokens, label = np.empty(0, np.int32), settings.label
             prompt = Prompt(
                 f"{label}/{row.number}", 0, no_tokens, messages, answer, label, row.columns, is_text=is_text
@@ -163,7 +163,7 @@ def _make_prompts(
     config: DataConfig, source: Source[SourceConfig], rows: list[Row], tokenizer: Any, *, acts: bool, vocab_size: float
 ) -> list[Prompt]:
     """The prompts of the rows that can be used. Raises ValueError: one cannot, and is not left out; or none can."""
-    usable = _usable_rows(config, source, rows, acts=acts)
+    usable = usable_rows(config, source, rows, acts=acts)
     rendered, texts, notes, arguments = [], [], source.notes, config.template_arguments
     for each in usable:
         row, messages, *_ = each
@@ -200,7 +200,7 @@ def _make_prompts(
     return prompts
 
 
-def _usable_rows(
+def usable_rows(
     config: DataConfig, source: Source[SourceConfig], rows: list[Row], *, acts: bool = False
 ) -> list[tuple[Row, Messages, str, bool]]:
     """The rows whose prompt and answer can be read, with both, and whether the prompt is a text.

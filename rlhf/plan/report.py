@@ -17,7 +17,7 @@ from rlhf.config.data import ENVIRONMENT, DataConfig
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import resolved_yaml
 from rlhf.config.model_folder import looks_local
-from rlhf.config.printing import printable
+from rlhf.config.printing import heartbeat, printable, to_stderr
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import REWARD_MODEL, Role, Training
 from rlhf.config.sections import LearnersConfig
@@ -76,21 +76,30 @@ def printed(config: TrainingProgramConfig, flags: Namespace) -> bool:
 
 
 def _texts(config: TrainingProgramConfig, flags: Namespace, problems: list[str]) -> Iterator[str]:
-    """The texts to print, each as soon as it is known. Reasons to refuse the run are appended to `problems`."""
+    """What is printed, each text as soon as it is known; `problems` gets why the run would be refused."""
+    prompt = ""
     if flags.plan:
         assert isinstance(config, GRPOConfig | SupervisedConfig)
-        plan = planned(config) if isinstance(config, GRPOConfig) else planned_supervised(config)
+        found, prompt = _start(config)
+        plan = planned(config, found) if isinstance(config, GRPOConfig) else planned_supervised(config, found)
         problems += plan.problems
         yield plan.text
     if flags.print_config:
         yield "\n" * flags.plan + resolved_yaml(config)
-    if flags.plan:  # the last, because it takes seconds of imports
-        try:
-            yield first_prompt_text(config) if isinstance(config, GRPOConfig) else ""
-        except (ValueError, RuntimeError) as error:
-            problems += [] if str(error) in problems else [str(error)]
-        if not problems:
-            problems += class_problems(config)
+    yield prompt
+
+
+def _start(config: TrainingProgramConfig) -> tuple[list[str], str]:
+    """Why the run would not start, and its first prompt, which takes seconds of imports as the models' classes do."""
+    problems, prompt = plan_problems(config), ""
+    if not problems:
+        with heartbeat(lambda: "the plan tries the first prompt and the models' classes", to_stderr):
+            try:
+                prompt = first_prompt_text(config) if isinstance(config, GRPOConfig) else ""
+            except (ValueError, RuntimeError) as error:
+                problems.append(str(error))
+            problems = problems or class_problems(config)
+    return problems, prompt
 
 
 def first_prompt_text(config: GRPOConfig) -> str:
@@ -117,9 +126,9 @@ def first_prompt_text(config: GRPOConfig) -> str:
     return f"\nFirst prompt\n{show_prompt(prompt, tokenizer)}\n"
 
 
-def planned(config: GRPOConfig) -> Plan:
-    """All sections of the plan, and why the run would be refused."""
-    problems = plan_problems(config)
+def planned(config: GRPOConfig, refusals: Sequence[str] | None = None) -> Plan:
+    """All sections of the plan, and why the run would be refused; `refusals`: why it would not start, if known."""
+    problems: list[str] = list(plan_problems(config) if refusals is None else refusals)
     prompts: int | str = "see the first line"
     config, gpu_memory = with_gpus_here(config) if config.cluster.device == "cuda" else (config, "")
     try:
@@ -156,9 +165,9 @@ def planned(config: GRPOConfig) -> Plan:
     return _plan(config, first, sections, warnings, problems)
 
 
-def planned_supervised(config: SupervisedConfig) -> Plan:
-    """As `planned`, for rlhf.sft and rlhf.reward_model."""
-    problems = plan_problems(config)
+def planned_supervised(config: SupervisedConfig, refusals: Sequence[str] | None = None) -> Plan:
+    """As `planned`, of rlhf.sft and rlhf.reward_model."""
+    problems = list(plan_problems(config) if refusals is None else refusals)
     config, gpu_memory = with_gpus_here(config) if config.cluster.device == "cuda" else (config, "")
     examples = Examples(None, config.data.max_tokens, f"the most, data.max_tokens={config.data.max_tokens}")
     try:

@@ -8,8 +8,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.contradictions import metric_problems
@@ -19,7 +20,7 @@ from rlhf.config.printing import to_stderr
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import LEARNER
 from rlhf.data.model_files import local_model_config
-from rlhf.data.read import check_source, config_sources, local_path
+from rlhf.data.read import Source, check_source, config_sources, local_path
 from rlhf.plan.examination import examine, gather, model_problems, run_models
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes, trained_parameters
 from rlhf.plan.model_shape import ModelShape, shape_at
@@ -65,7 +66,35 @@ def plan_problems(config: TrainingProgramConfig) -> list[str]:
         own = list(dict.fromkeys(own))
     here = is_for_this_machine(config)
     machine = _machine_problems(config) if here else []
-    return [*input_problems(config, with_classes=False), *run_folder_problems(config, with_disk=here), *machine, *own]
+    inputs = list(dict.fromkeys([*input_problems(config, with_classes=False), *row_problems(config)]))
+    return [*inputs, *run_folder_problems(config, with_disk=here), *machine, *own]
+
+
+def row_problems(config: TrainingProgramConfig) -> list[str]:
+    """Why the columns or the first rows of the files of data cannot be used, as far as that needs no tokenizer."""
+    files = [
+        partial(_check_first_rows, config, key, source, which)
+        for which in ("train", "eval")
+        for key, source in config_sources(cast(Any, config.data), which).items()
+        if (path := local_path(source)) is not None and path.is_file()
+    ]
+    return gather(*files)
+
+
+def _check_first_rows(config: TrainingProgramConfig, key: str, settings: Any, which: str) -> None:
+    # imported here, so that --plan of data of the hub needs no numpy
+    from rlhf.data.conversations import pair_conversations, trained_conversation
+    from rlhf.data.load import FIRST_ROWS, usable_rows
+
+    data: Any = config.data
+    source = Source(key, settings, which, skip=data.on_bad_row == "skip")
+    rows = list(islice(source.stream(), FIRST_ROWS))
+    if isinstance(config, GRPOConfig) and rows:
+        usable_rows(config.data, source, rows, acts=config.acts)
+        return
+    for row in rows:
+        with source.leave_out(row):
+            (trained_conversation if config.program == "sft" else pair_conversations)(row.columns)
 
 
 def class_problems(config: TrainingProgramConfig) -> list[str]:
@@ -290,7 +319,9 @@ def own_function_problems(config: GRPOConfig) -> list[str]:
         except ObjectiveError as error:
             problems.append(f"{where}={name}: {error}. See docs/algorithms.md.")
         except Exception as error:  # of the user's code
-            problems.append(f"{where}={name}: it raises {type(error).__name__} on an example: {error}.")
+            problems.append(
+                f"{where}={name}: it raises {type(error).__name__} on an example: {error}. See docs/algorithms.md."
+            )
     return problems
 
 

@@ -89,7 +89,7 @@ def load_function(name: str) -> Any:
     wanted = name.rpartition(":")[2]
     function = getattr(module, wanted, None)
     if not callable(function):
-        raise ValueError(f"{name}: the module has no function {wanted}")
+        raise ValueError(f"{name}: the module has no function {wanted}. Define it, or correct the name")
     return function
 
 

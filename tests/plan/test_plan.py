@@ -123,7 +123,7 @@ def test_passes_before_the_update_are_named(make: Any) -> None:
 
 
 def write_rows(path: Path, count: int) -> Path:
-    path.write_text("".join(f'{{"question": "{n}"}}\n' for n in range(count)) + "\n")
+    path.write_text("".join(f'{{"question": "{n}", "answer": "{n}"}}\n' for n in range(count)) + "\n")
     return path
 
 

@@ -26,7 +26,7 @@ MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
 @pytest.fixture
 def make(tmp_path: Path) -> Any:
     """1,000 rows of 400 bytes, two learners."""
-    row = json.dumps({"prompt": "?", "completion": "", "chosen": "", "rejected": ""})
+    row = json.dumps({"prompt": "?", "completion": "a", "chosen": "a", "rejected": ""})
     (tmp_path / "rows.jsonl").write_text((row[:-2] + "x" * (399 - len(row)) + row[-2:] + "\n") * 1000)
     base = {
         "run": {"dir": str(tmp_path / "run"), "epochs": 2},
@@ -109,6 +109,10 @@ def test_the_plan_of_the_program_is_a_gate(
     assert "1,000 rows / 64 = 16 optimizer steps per pass" in text
     assert "32 = 2.00 passes" in text
     assert f"learner.{kind}_per_update=64" in text
+    (tmp_path / "other.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    with pytest.raises(ValueError, match=r"^data\.train: row 1 of .*other\.jsonl: it has no `(prompt|chosen)`, only"):
+        program.main([*flags, f"data.train={tmp_path / 'other.jsonl'}"])
+    assert capsys.readouterr().out.startswith("would not start: data.train: row 1 of")
     with pytest.raises(ValueError, match=r"^data\.train=no\.jsonl: there is no such file"):
         program.main([*flags, "data.train=no.jsonl"])
     assert capsys.readouterr().out.startswith("would not start: data.train=no.jsonl")
