@@ -148,7 +148,7 @@ def test_a_file_is_named_and_what_is_wrong_with_it_is_said_before_the_start(tmp_
     (missing,) = problems(advantage=f"{file}:nothing")
     assert missing.startswith(f"algo.advantage={file}:nothing: the module has no function nothing. Define it, ")
     (broken,) = problems(policy_loss=f"{file}:raises")
-    assert broken.startswith(f"algo.policy_loss={file}:raises: it raises KeyError on an example: 'entropy'. Correct")
+    assert broken.startswith(f"algo.policy_loss={file}:raises: it raises KeyError on an example: 'entropy'. See ")
 
 
 def test_own_advantages_get_the_scorable_rewards_and_their_groups(tmp_path: Path) -> None:
