@@ -623,7 +623,7 @@ def test_every_config_of_the_repository_is_planned_without_heavy_imports(files: 
         cwd=tmp_path,
     ).stdout
     assert output.splitlines()[-1] == "heavy: []"
-    assert re.match(r"fits: |does not fit: |would not start: (?:data|model)", output)
+    assert re.match(r"fits: |does not fit: |would not start: (?:data|model|run.dir)", output)
     assert re.search(r"^  optimizer steps, learner +[\d,]+ steps", output, re.MULTILINE)
     plan = output[output.index("\nBatches\n") :]
     to_paste = re.compile(r" +[\w.]+=\S+( [\w.]+=\S+)*$")  # keys are one line
