@@ -146,8 +146,8 @@ def dtype_warnings(config: TrainingProgramConfig) -> Iterator[str]:
     flags = set(CPU_FLAGS.read_text().split()) if CPU_FLAGS.exists() else set[str]()
     if "avx2" in flags and not flags & FAST_BFLOAT16:
         yield (
-            "model.dtype=bfloat16: this CPU has no instructions for it, so sampling, the check at the start and every "
-            "step take about six times as long as in float32. Set model.dtype=float32, if its memory is enough."
+            "model.dtype=bfloat16: this CPU has no instructions for it, so a forward pass of the learner takes about "
+            "six times as long as in float32. Set model.dtype=float32 if the memory is enough."
         )
 
 
