@@ -567,7 +567,7 @@ def test_near_the_time_limit_a_job_that_cannot_look_for_checkpoints_says_so(sand
     sandbox.go_on("program")
     assert ending(job)[0] == [4]
     assert "no answer to whether" in output
-    assert "No such file" in output
+    assert "there is no such file" in output
 
 
 def test_a_cancelled_slurm_job_leaves_no_program(sandbox: Sandbox) -> None:
