@@ -34,6 +34,7 @@ from rlhf.rollout.requests import Completion, Parsing, SamplingSettings, request
 from rlhf.rollout.sampler import Generate
 from rlhf.types import Prompt, Rollout
 
+RESET_S = 30.0  # for a reset in a trial at the start of a run
 MAX_ERRORS = 5  # distinct errors that are shown
 IS_BROKEN = (
     "The tool is broken, not the model's call: repair it. If it refuses this call, let it raise a ValueError that says "
@@ -183,7 +184,7 @@ async def answered_at_once(
     """
     played = Played(messages=[{"role": "assistant", "content": text}], turns=1)
     try:
-        session = await hosts.open(row_of(prompt), {"group": 0, "sample": 0})
+        session = await asyncio.wait_for(hosts.open(row_of(prompt), {"group": 0, "sample": 0}), RESET_S)
         try:
             if session.plays:
                 return None
@@ -192,7 +193,7 @@ async def answered_at_once(
             return replace(prompt, messages=tuple(messages)), rollout
         finally:
             await session.close()
-    except (CallLimitError, FailedError):
+    except (CallLimitError, FailedError, TimeoutError):
         return None
 
 

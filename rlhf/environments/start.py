@@ -24,14 +24,15 @@ from rlhf.data.turns import stop_token_ids
 from rlhf.environments.endpoint import Endpoint
 from rlhf.environments.hosts import Hosts
 from rlhf.environments.nodes import Spread
-from rlhf.environments.rollouts import IS_BROKEN, Environments, row_of
+from rlhf.environments.rollouts import IS_BROKEN, RESET_S, Environments, row_of
 from rlhf.environments.schema import EXAMPLES, example
 from rlhf.environments.service import Service
+from rlhf.environments.sessions import HostedSession
 from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.rollout.requests import Parsing
 from rlhf.types import Prompt
 
-TRY_S = 10.0  # for the trial of all tools; each tool has at least a tenth of it
+TRY_S = 10.0  # for the calls in the trial of all tools; each tool has at least a tenth of it
 MAX_SHOWN = 300  # characters of an answer
 TURN_OFF = "Set environment.try_tools=false to try no tools at the start."
 MAY_BE_SOUND = (
@@ -140,21 +141,26 @@ class StartedEnvironments(Environments):
         built_in = {*self._config.tools, *(part.name for part in config.parts.values())}
         ends, warnings = time.monotonic() + TRY_S, list[str]()
         for value, about in self.hosts.about.items():
-            for tool in about["tools"]:
-                if value in first and tool["function"]["name"] not in built_in:
-                    within_s = max(TRY_S / 10, ends - time.monotonic())
-                    warnings.append(await self._try(tool["function"], first[value], within_s))
+            for tool in about["tools"] if value in first else ():
+                if tool["function"]["name"] in built_in:
+                    continue
+                prompt = first[value]
+                try:
+                    opening = self.hosts.open(row_of(prompt), self.seeds(prompt, 0))
+                    session = await asyncio.wait_for(opening, RESET_S)
+                except (TimeoutError, FailedError) as error:
+                    why = str(error) or f"its reset has not ended in {RESET_S:.0f} s"
+                    said = f"environment: its tools could not be tried with {prompt.id}: {why.removesuffix('.')}"
+                    warnings.append(f"{said}. {TURN_OFF}")
+                    break  # its other tools have the same reset
+                warnings.append(await self._try(tool["function"], session, max(TRY_S / 10, ends - time.monotonic())))
         return list(dict.fromkeys(filter(None, warnings)))
 
-    async def _try(self, tool: Mapping[str, Any], prompt: Prompt, within_s: float) -> str:
-        """A warning about a tool; an empty string if it answers or refuses on purpose."""
+    async def _try(self, tool: Mapping[str, Any], session: HostedSession, within_s: float) -> str:
+        """A warning about a tool; an empty string if it answers or refuses on purpose. The session is closed."""
         arguments = example(tool["parameters"])
         call = {"type": "function", "function": {"name": tool["name"], "arguments": arguments}}
         tried = f"environment: the tool {tool['name']}, tried with {arguments},"
-        try:
-            session = await self.hosts.open(row_of(prompt), self.seeds(prompt, 0))
-        except FailedError as error:
-            return f"environment: its tools could not be tried with {prompt.id}: {error}"
         try:
             answers = await asyncio.wait_for(session.call([call]), within_s)
         except TimeoutError:

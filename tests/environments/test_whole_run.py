@@ -216,3 +216,17 @@ def test_tools_are_tried_before_anything_else_starts(
     assert shelf.startswith(f"environment: its tools could not be tried with p/1: open: {file}:{row}: KeyError: 'size'")
     off = config.environment.model_copy(update={"try_tools": False})
     assert warnings(config.model_copy(update={"environment": off})) == []
+
+
+def test_a_reset_that_hangs_ends_the_trial_of_its_tools(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "RESET_S", 1.0)
+    file = tmp_path / "stuck.py"
+    file.write_text(TOOLS.replace("self.items = {item: 1}", "time.sleep(1000)"))
+    config = make_config(model, environment={"name": f"{file}:Desk"})
+    with StartedEnvironments(config, AutoTokenizer.from_pretrained(model)) as environments:
+        (told,) = asyncio.run(environments.try_tools({"a": [prompt(item="pen")]}))
+        assert "could not be tried with" in told
+        assert "its reset has not ended in 1 s" in told
+        assert environments.hosts.opened == set()
