@@ -177,7 +177,7 @@ def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_from_a_w
     evaluated = subprocess.run(command, capture_output=True, text=True, timeout=STACK_WAIT_S, check=False)
     assert evaluated.returncode == 0, evaluated.stderr[-3000:]
     assert {"eval/test/avg@2", "eval/test/pass@2"} <= json.loads((tmp_path / "evaluation.json").read_text()).keys()
-    assert len(read_responses(tmp_path / "responses.jsonl", samples_per_prompt={2})) == 2 * 16
+    assert len(read_responses(tmp_path / "responses.jsonl", samples_per_prompt={2}, metrics={"math"})) == 2 * 16
 
 
 def test_a_first_hour_a_start_that_fails_no_wandb_and_no_signal(
@@ -198,7 +198,7 @@ def test_a_first_hour_a_start_that_fails_no_wandb_and_no_signal(
 
     done = run_grpo(*one)
     assert done.returncode == 1, done.stderr[-3000:]
-    assert "error: run.max_useless_steps=20: the last 3 steps taught the policy nothing: no group" in done.stderr
+    assert "error: run.max_useless_steps=20: all 3 steps of the run taught the policy nothing: no group" in done.stderr
     assert done.stdout.count("does not take the run") == 1
     assert len(list((run / "wandb").glob("offline-run-*"))) == 2  # that of the failed start is left as it was
     assert done.stdout.count("no answers: 0.0% of the responses held an answer") == 1
