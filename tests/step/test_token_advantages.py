@@ -226,16 +226,16 @@ def test_a_resumed_run_goes_on_with_the_adapted_coefficient_and_a_fixed_one_foll
 
 
 @pytest.mark.parametrize("kind", ["add", "replace"])
-def test_what_a_teacher_says_is_added_to_the_advantages_of_the_reward_or_replaces_them(kind: Any) -> None:
+def test_what_a_teacher_says_is_added_to_the_advantages_of_the_reward_or_stands_alone(kind: Any) -> None:
     batch, (of_reward, old, of_teacher) = batch_and_columns()
     taught = np.arange(len(batch.trained_rows)) % 2 == 0
     settings = TeacherConfig(path="teacher", coef=0.5, reward=kind)
+    of_reward = of_reward if kind == "add" else np.zeros_like(of_reward)  # as the step gives them
     advantages, metrics = teach(batch, of_reward, old, of_teacher, taught, settings)
     differences = []
     for row, tokens in zip(taught, responses(batch), strict=True):
-        rewarded = of_reward[tokens] if kind == "add" else 0.0
         judged = 0.5 * (of_teacher - old)[tokens] if row else 0.0
-        np.testing.assert_allclose(advantages[tokens], rewarded + judged, atol=1e-6)
+        np.testing.assert_allclose(advantages[tokens], of_reward[tokens] + judged, atol=1e-6)
         differences += (old - of_teacher)[tokens].tolist() if row else []
     assert metrics["policy/teacher_kl"] == pytest.approx(np.mean(differences))
     check_documented([metrics], logged={"teacher"})
