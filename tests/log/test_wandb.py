@@ -242,6 +242,7 @@ def test_no_secret_is_in_any_file_of_a_run_or_in_its_output(tmp_path: Path) -> N
     overrides = [
         f"run.dir={tmp_path / 'run'}",
         "logging.wandb.mode=offline",
+        "evaluation.metric=reward_model",
         f"reward=[{{name: 'a.b:c', api_key: {secrets[1]}, other: '${{oc.env:FAKE_KEY}}'}}]",
         f"reward_model.endpoint=http://me:{secrets[2]}@127.0.0.1:1/score",
     ]
