@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from processes import cpu_seconds
 from waiting import WAIT_S
 
 from rlhf.config.cli import RUN_ERROR, USER_ERROR, parse, run_async, run_program
@@ -111,9 +111,12 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.slow
-def test_help_takes_less_than_three_times_what_the_imports_of_a_config_take() -> None:
-    imports = cpu_seconds([sys.executable, "-c", "import omegaconf, rlhf.config.ppo"])
-    assert cpu_seconds([sys.executable, "-m", "rlhf.grpo", "--help"]) < 3 * imports
+def test_help_takes_less_than_a_second() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run("--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # CPU seconds of a process that waits for nothing; by the clock it is more on a machine that is busy
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
 # --- flags and overrides ---
