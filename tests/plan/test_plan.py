@@ -632,10 +632,8 @@ def test_every_config_of_the_repository_is_planned_without_heavy_imports(files: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("files", OWN_CONFIGS[:3], ids=" ".join)
-def test_a_plan_takes_less_than_three_times_what_the_imports_of_a_config_take(files: list[str]) -> None:
-    """Less than a second where those take a third; the imports of torch and vllm would take many times as long."""
-    imports = cpu_seconds([sys.executable, "-c", "import omegaconf, rlhf.config.ppo"])
-    assert cpu_seconds([sys.executable, "-m", "rlhf.grpo", *flags_of(files), "--plan"]) < 3 * imports
+def test_a_plan_takes_less_than_a_second(files: list[str]) -> None:
+    assert cpu_seconds([sys.executable, "-m", "rlhf.grpo", *flags_of(files), "--plan"]) < 1.0
 
 
 def test_the_whole_config_is_printed_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
