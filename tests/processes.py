@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Collection, Iterable
@@ -141,12 +139,3 @@ class Watch:
             self.noted |= new
             alive |= {process.pid for process in new}
             known = pids
-
-
-def cpu_seconds(command: list[str]) -> float:
-    """Of a core, by a process that waits for nothing; by the clock it is more on a machine that is busy."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 2), done.stderr  # 2: a plan of what this machine cannot run
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -192,7 +192,7 @@ class Engines:
     async def _connection(self) -> tuple[str, EngineClient, transfer.Rendezvous]:
         """What the learners need to meet the present engines."""
         config, present = self._config, self.group.present
-        # Located again, for a port that is free now.
+        # Located again, for another port.
         sender, *_ = await self.learners.locate(deadline_s=config.start_deadline_s)
         ranks = [rank for rank in range(len(self.group.actors)) if rank not in self.group.absent]
         rendezvous = transfer.Rendezvous(
