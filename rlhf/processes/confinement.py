@@ -21,13 +21,14 @@ import importlib.util
 import os
 import platform
 import socket
+import stat
 import struct
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 from rlhf.processes.outside import prctl
@@ -41,64 +42,92 @@ NETWORK_VARIABLES = (  # with `network: true`
     "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", *CERTIFICATES,
 )  # fmt: skip
 SYSTEM = (  # /etc/resolv.conf may be a link to elsewhere
-    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/resolv.conf", "/opt", "/nix/store", "/sys",
-    "/run/systemd/resolve", "/var/lib/ca-certificates", "/proc/self", "/proc/sys", "/proc/cpuinfo", "/proc/meminfo",
-    "/proc/stat",
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/resolv.conf", "/opt", "/nix/store",
+    "/sys/devices/system", "/sys/fs/cgroup", "/sys/kernel/mm", "/run/systemd/resolve", "/var/lib/ca-certificates",
+    "/proc/sys", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat",
 )  # fmt: skip
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 # linux/landlock.h; the numbers of the calls are the same on every architecture
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-CONNECT_TCP, BIND_TCP, NET_PORT, ABI_NET = 2, 1, 2, 4
-WRITE_FILE, READ_FILE, CHANGE_FOLDERS, REFER, TRUNCATE = 1 << 1, 1 << 2, 0x1FF0, 1 << 13, 1 << 14
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF, CLOSE_RANGE = 444, 445, 446, 436
+CONNECT_TCP, BIND_TCP, NET_PORT, PATH_BENEATH = 2, 1, 2, 1
+WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE, IOCTL_DEV = 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
+OF_FILES = READ_FILE | WRITE_FILE | TRUNCATE | IOCTL_DEV
+CHANGE_FOLDERS, MAKE_DEVICES, REFER = 0x1FF0, 1 << 6 | 1 << 11, 1 << 13
 ABSTRACT_SOCKETS, SIGNALS = 1, 2
-ABI_TRUNCATE, ABI_REFER, ABI_SCOPES = 3, 2, 6
-PATH_BENEATH = 1
+ABI_REFER, ABI_TRUNCATE, ABI_NET, ABI_IOCTL, ABI_SCOPES = 2, 3, 4, 5, 6
 
-# linux/seccomp.h, linux/prctl.h, asm/unistd.h
-PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
-LOAD, AND, EQUAL, AT_LEAST, HAS_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
-X32 = 0x40000000  # another numbering of the calls
-
-
-class Calls(NamedTuple):
-    """The numbers of system calls on one machine."""
-
-    audit_arch: int
-    socket: tuple[int, ...]  # socket, io_uring_setup
-    socketpair: int
-    owners: tuple[int, ...]  # [f|l]chown[at], [f|l]setxattr[at], [f|l]removexattr[at], ioprio_set
-    modes: tuple[int, ...]  # [f]chmod[at|at2], utime[s], futimesat, utimensat
-    schedulers: tuple[int, ...]  # sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr, prlimit64
-    setpriority: int
-    processes: tuple[int, ...]  # [v]fork, execve[at], ptrace, process_vm_readv, process_vm_writev, pidfd_getfd
-    clone: int
-    lasting: tuple[int, ...]  # [t|tg]kill, rt_[tg]sigqueueinfo, pidfd_send_signal, truncate, (shm|sem|msg)get, mq_open
-    sends: tuple[tuple[int, int], ...]  # sendto, sendmsg, sendmmsg, and the argument that has the flags
-
-
-MACHINES = {
-    "x86_64": Calls(
-        0xC000003E, (41, 425), 53, (92, 93, 94, 260, 188, 189, 190, 463, 197, 198, 199, 466, 251),
-        (90, 91, 268, 452, 132, 235, 261, 280), (203, 144, 142, 314, 302), 141,
-        (57, 58, 59, 322, 101, 310, 311, 438), 56,
-        (62, 200, 234, 129, 297, 424, 76, 29, 64, 68, 240), ((44, 3), (46, 2), (307, 3)),
-    ),
-    "aarch64": Calls(
-        0xC00000B7, (198, 425), 199, (54, 55, 5, 6, 7, 463, 14, 15, 16, 466, 30),
-        (52, 53, 452, 88), (122, 119, 118, 274, 261), 140,
-        (221, 281, 117, 270, 271, 438), 220,
-        (129, 130, 131, 138, 240, 424, 45, 194, 190, 186, 180), ((206, 3), (211, 2), (269, 3)),
-    ),
-}  # fmt: skip
+# linux/seccomp.h, linux/prctl.h, linux/capability.h, linux/sched.h
+PR_SET_NO_NEW_PRIVS, PR_GET_SECCOMP, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 21, 22, 2
+PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, CAPABILITY_VERSION = 24, 47, 4, 0x20080522
+LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050000 | 13, 0x00050000 | 38  # with EACCES, with ENOSYS
+X32 = 0x40000000  # another numbering of the calls
+NEWEST = 470  # the last call that was looked at; what came later is absent for code that a model wrote
 MSG_FASTOPEN = 0x20000000  # a send that connects, which Landlock does not judge
-TCP: dict[int, int | tuple[int, int]] = {
-    0: int(socket.AF_INET),
-    1: int(socket.SOCK_STREAM),
-    2: (0, ~socket.IPPROTO_TCP & 0xFFFFFFFF),
-}  # 0 or TCP
-CLONE3, CLONE_THREAD = 435, 0x10000  # the arguments of clone3 are in memory, which a filter cannot read
+CLONE_THREAD, CLONE_NAMESPACES = 0x10000, 0x7E020000
+WORD = 0xFFFFFFFF
+CAP_SETPCAP = 8
+# of the user's own code: DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER for bind mounts of another user; SETPCAP to drop these
+KEPT_CAPABILITIES = 1 << 1 | 1 << 2 | 1 << 3 | 1 << CAP_SETPCAP
+
+# asm/unistd.h: the name of a system call, its number on x86-64 and on ARM64 (-: there is none)
+_NUMBERS = """
+socket 41 198, socketpair 53 199, listen 50 201, accept 43 202, accept4 288 242, io_uring_setup 425 425,
+sendto 44 206, sendmsg 46 211, sendmmsg 307 269,
+chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7,
+setxattrat 463 463, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, removexattrat 466 466,
+file_setattr 469 469, ioprio_set 251 30,
+chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, utime 132 -, utimes 235 -, futimesat 261 -,
+utimensat 280 88,
+sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118, sched_setattr 314 274,
+prlimit64 302 261, setpriority 141 140,
+unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51, move_mount 429 429,
+open_tree 428 428, open_tree_attr 467 467, fsopen 430 430, fsconfig 431 431, fsmount 432 432, fspick 433 433,
+mount_setattr 442 442, add_key 248 217, request_key 249 218, keyctl 250 219, bpf 321 280, perf_event_open 298 241,
+userfaultfd 323 282, io_uring_enter 426 426, io_uring_register 427 427, name_to_handle_at 303 264,
+open_by_handle_at 304 265, quotactl 179 60, quotactl_fd 443 443, swapon 167 224, swapoff 168 225, acct 163 89,
+reboot 169 142, kexec_load 246 104, kexec_file_load 320 294, init_module 175 105, finit_module 313 273,
+delete_module 176 106, settimeofday 164 170, clock_settime 227 112, clock_adjtime 305 266, adjtimex 159 171,
+sethostname 170 161, setdomainname 171 162, syslog 103 116, vhangup 153 58, iopl 172 -, ioperm 173 -,
+fanotify_init 300 262, lsm_set_self_attr 460 460, uselib 134 -,
+ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, pidfd_getfd 438 438, kcmp 312 272,
+process_madvise 440 440, process_mrelease 448 448, migrate_pages 256 238, move_pages 279 239, get_robust_list 274 100,
+shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semctl 66 191, semtimedop 220 192,
+msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180, mq_unlink 241 181,
+mq_timedsend 242 182, mq_timedreceive 243 183, mq_notify 244 184, mq_getsetattr 245 185,
+memfd_create 319 279, memfd_secret 447 447, inotify_init 253 -, inotify_init1 294 26, clone3 435 435, clone 56 220,
+personality 135 92, fcntl 72 25, ioctl 16 29, prctl 157 167,
+kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
+pidfd_send_signal 424 424, truncate 76 45, fork 57 -, vfork 58 -, execve 59 221, execveat 322 281
+"""
+_TABLE = [entry.split() for entry in _NUMBERS.replace("\n", " ").split(",")]
+NUMBERS = {
+    machine: {name: int(numbers[column]) for name, *numbers in _TABLE if numbers[column] != "-"}
+    for column, machine in enumerate(("x86_64", "aarch64"))
+}
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
+
+
+def _from(first: str, last: str) -> tuple[str, ...]:
+    """The names of the table from one to another."""
+    names = [name for name, *_ in _TABLE]
+    return tuple(names[names.index(first) : names.index(last) + 1])
+
+
+SOCKETS, SENDS = _from("socket", "io_uring_setup"), _from("sendto", "sendmmsg")
+OWNERS, MODES = _from("chown", "ioprio_set"), _from("chmod", "utimensat")
+SCHEDULERS = _from("sched_setaffinity", "setpriority")
+MACHINE = _from("unshare", "uselib")  # the machine's mounts, keys, clocks, modules and measurements
+OTHERS = _from("ptrace", "memfd_secret")  # other processes, and what is shared with them or outlives its maker
+SIGNALLED, STARTS = _from("kill", "pidfd_send_signal"), _from("fork", "execveat")
+# Values refused in an argument: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE and F_NOTIFY; FIOSETOWN, SIOCSPGRP,
+# TIOCSTI, TIOCLINUX, FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR and FS_IOC_SET_ENCRYPTION_POLICY; PR_SCHED_CORE
+NEVER = {
+    "fcntl": (1, (8, 10, 15, 1024, 1026)),
+    "ioctl": (1, (0x8901, 0x8902, 0x5412, 0x541C, 0x40086602, 0x401C5820, 0x800C6613)),
+    "prctl": (0, (62,)),
+}
 
 NO_NETWORK = "this code has no network. If it needs one, set `network: true` next to its name"
 NO_FILE = (
@@ -114,7 +143,14 @@ NOT_ALONE = (
     "ARM64, or grade without `code`"
 )
 
+FILES, USER, MODEL, ALONE = range(4)  # levels of a `Domain`
+INTERPRETER = tuple(dict.fromkeys((sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(__file__).parents[1]))))
 _libc = ctypes.CDLL(None, use_errno=True)
+_held: list[Domain] = []  # what `enter_domain` uses
+
+
+class ConfinementError(OSError):
+    """A step of the confinement failed, so nothing may run in this process: errno and the step."""
 
 
 class NoNetworkError(BaseException):
@@ -156,43 +192,66 @@ class Grants(NamedTuple):
     def confine(self, code: Sequence[str], folder: Path) -> list[str]:
         """Confine this process for good; returns which of `files` and `network` this kernel cannot forbid.
 
+        It also computes what `enter_domain` allows, in this process and in its forks.
+
         Args:
             code: names of functions or classes, whose code may be read.
             folder: the process may write to it, and its temporary files go there.
+
+        Raises:
+            ConfinementError: a step failed that this kernel knows.
         """
         _make_temporary(folder)
-        libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-        certificates = [os.environ.get(name, "") for name in CERTIFICATES]
-        readable = [*SYSTEM, *_etc(), *_readable_code(code), *libraries, *certificates, *self.readable]
+        others = [os.environ.get(name, "") for name in CERTIFICATES]
+        others += [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *self.readable]
         port = 0 if self.network else self.port
-        no_files, only_port = _forbid(readable, [*DEVICES, str(folder), *self.files], port)
+        system = [*SYSTEM, "/etc", *INTERPRETER, *_packages()]  # Landlock's layers intersect, so this may be coarse
+        _held[:] = [Domain([*system, *others, *self.files], network=self.network, port=port)]
+        domain = Domain(
+            [*SYSTEM, *_etc(), "/proc/self", *_readable_code(code), *others], [*DEVICES, str(folder), *self.files],
+            level=USER, network=self.network, port=port, modes=bool(code or port),
+        )  # fmt: skip
         if code and not self.network:
             sys.addaudithook(_refuse_network)
-        no_network = (
-            _forbid_reaching_out(network=self.network, modes=bool(code or port), tcp=bool(port)) or self.network
-        )
-        no_network &= only_port
-        return [name for name, forbidden in (("files", no_files), ("network", no_network)) if not forbidden]
+        domain.enter()
+        domain.close()
+        no_network = domain.filter and (not port or domain.abi >= ABI_NET)
+        return [name for name, holds in (("files", domain.abi), ("network", self.network or no_network)) if not holds]
 
     def confine_further(self, folder: Path) -> None:
         """Confine a process that a confined one has forked: it writes to this folder and not to the other's."""
         _make_temporary(folder)
-        _forbid_files(["/"], [*DEVICES, str(folder), *self.files])
+        domain = Domain(["/"], [*DEVICES, str(folder), *self.files], level=FILES)
+        domain.enter()
+        domain.close()
 
 
-def confine_alone(readable: Sequence[str]) -> bool:
-    """Confine a confined process until it reaches nothing at all: it reads these paths, writes nothing, starts nothing.
+def enter_domain(
+    folder: Path, *, readable: Sequence[str] = (), writable: Sequence[str] = (), kept: Sequence[int] = ()
+) -> None:
+    """Confine this process for good, for what a model wrote: the last step before it runs.
 
-    It sends no signal, not even to itself, and makes nothing that outlives it. It is in a Landlock domain of its own
-    below that of its parent, so it cannot look into the parent either. Threads are allowed; a C library starts them
-    with `clone` where there is no `clone3`. False if the kernel cannot do all this.
+    It gets a session of its own, reads the system's files, the interpreter with its packages, and the files that the
+    process is granted, and writes to its folder alone. It has no capability, no descriptor above 2, and reaches no
+    process but those that it starts itself. It can be called again below, with a folder in this one.
+
+    Args:
+        readable, writable: further files and folders, within what the process may reach already.
+        kept: descriptors that stay open.
+
+    Raises:
+        ConfinementError: a step failed that this kernel knows. The program must not run then.
     """
-    calls = MACHINES.get(platform.machine())
-    if not _forbid_files(readable, DEVICES) or calls is None:
-        return False
-    forbidden = (*calls.processes, *calls.socket, *calls.modes, *calls.lasting)
-    pairs = {calls.socketpair: {1: int(socket.SOCK_STREAM)}}
-    return forbid_calls(calls.audit_arch, forbidden, pairs, bits={calls.clone: CLONE_THREAD}, absent=[CLONE3])
+    domain = _held[0] if _held else Domain([*SYSTEM, "/etc", *INTERPRETER, *_packages()])
+    with contextlib.suppress(PermissionError):  # it leads a session
+        os.setsid()
+    domain.enter(readable, [str(folder), *writable])
+    _held.clear()
+    first = 3
+    for fd in (*sorted(kept), WORD):
+        if fd > first and _call(CLOSE_RANGE, first, fd - 1, 0) < 0:
+            os.closerange(first, min(fd, os.sysconf("SC_OPEN_MAX")))  # before Linux 5.9
+        first = fd + 1
 
 
 def _make_temporary(folder: Path) -> None:
@@ -213,12 +272,16 @@ def _etc() -> Iterator[str]:
                     yield path
 
 
+def _packages() -> list[str]:
+    return [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
+
+
 def _readable_code(code: Iterable[str]) -> Iterator[str]:
     """Paths to read: the interpreter, the files of the code with their folders, modules and packages on sys.path.
 
     Not the other files on sys.path: runs are often started in the folder that holds both the code and the run folders.
     """
-    yield from {sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(__file__).parents[1])}
+    yield from (*INTERPRETER, *_packages())
     for name in (name.rpartition(":")[0] for name in code):
         if name.endswith(".py"):
             yield str(Path(name).absolute().parent)
@@ -226,11 +289,9 @@ def _readable_code(code: Iterable[str]) -> Iterator[str]:
         with contextlib.suppress(ValueError, ImportError):  # its import reports the error
             if spec := importlib.util.find_spec(name.partition(".")[0]):
                 yield from spec.submodule_search_locations or [spec.origin or ""]
-    roots = (*SYSTEM, sys.prefix, sys.base_prefix)
+    roots = (*SYSTEM, sys.prefix, sys.base_prefix, *_packages())
     for entry in (entry or "." for entry in sys.path):
-        if Path(entry).name in ("site-packages", "dist-packages"):
-            yield entry
-        elif os.path.isdir(entry) and not any(Path(entry).is_relative_to(root) for root in roots):
+        if os.path.isdir(entry) and not any(Path(entry).is_relative_to(root) for root in roots):
             endings = (".py", ".so", ".libs", ".dist-info")  # the last two come with a package
             yield from (file.path for file in os.scandir(entry) if file.name.endswith(endings) or _holds_code(file))
 
@@ -241,106 +302,206 @@ def _holds_code(folder: os.DirEntry[str]) -> bool:
     return False
 
 
-def _forbid_files(readable: Sequence[str], writable: Sequence[str]) -> bool:
-    """Allow only files under these paths to be opened; False if the kernel has no Landlock."""
-    return _forbid(readable, writable, 0)[0]
-
-
-def _forbid(readable: Sequence[str], writable: Sequence[str], port: int) -> tuple[bool, bool]:
-    """`_forbid_files`, and if a port is named no TCP connection but to that port: whether each of them holds."""
-    abi = _call(CREATE_RULESET, None, 0, 1)
-    if abi < 1:
-        return False, not port
-    net = CONNECT_TCP | BIND_TCP if port and abi >= ABI_NET else 0
-    handled = READ_FILE | WRITE_FILE | CHANGE_FOLDERS
-    handled |= (REFER if abi >= ABI_REFER else 0) | (TRUNCATE if abi >= ABI_TRUNCATE else 0)
-    attributes = struct.pack("=QQQ", handled, net, ABSTRACT_SOCKETS | SIGNALS)
-    size = len(attributes) if abi >= ABI_SCOPES else 16 if net else 8
-    ruleset = _call(CREATE_RULESET, attributes, size, 0)
-    if net:
-        _call(ADD_RULE, ruleset, NET_PORT, struct.pack("=QQ", CONNECT_TCP, port), 0)
-    for paths, rights in ((readable, READ_FILE), (writable, handled)):
-        for path in paths:
-            try:
-                fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            except OSError:
-                continue  # it is not on this machine
-            of_this = rights if os.path.isdir(path) else rights & (READ_FILE | WRITE_FILE | TRUNCATE)
-            _call(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("=Qi", of_this, fd), 0)
-            os.close(fd)
-    prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    is_confined = _call(RESTRICT_SELF, ruleset, 0) == 0
-    os.close(ruleset)
-    return is_confined, not port or (is_confined and bool(net))
-
-
-def _forbid_reaching_out(*, network: bool, modes: bool, tcp: bool = False) -> bool:
-    """Forbid system calls that Landlock does not judge; False if the kernel has no seccomp or the machine is unknown.
+class Domain:
+    """Rules of Landlock and seccomp, made once; every process that enters is confined by them for good.
 
     Args:
+        readable, writable: files and folders. The rest cannot be opened.
+        level: who is confined: FILES by Landlock alone; USER, the user's code; MODEL, what a model wrote; ALONE, that
+            too, and it starts no process, sends no signal, not even to itself, and makes nothing that outlives it.
+            Threads are allowed; a C library starts them with `clone` where there is no `clone3`.
         network: allow sockets. Without it, pairs of connected streams are allowed: event loops make them.
+        port: allow TCP connections to this port; 0: none.
         modes: allow to change modes and times of files, as compilers and copies do; they may be any files of the user.
-        tcp: allow sockets of TCP, whose connections Landlock judges.
+
+    Attributes:
+        abi: the version of the kernel's Landlock; 0: it has none.
+        filter: the program of seccomp; empty if the kernel has none, or the machine is unknown.
     """
-    calls = MACHINES.get(platform.machine())
-    if calls is None:
-        return False
-    sockets = () if network else calls.socket[1:] if tcp else calls.socket
-    forbidden = (*calls.owners, *(() if modes else calls.modes), *sockets)
-    # the first argument of these is a process, 0 for this one
-    unless: dict[int, Mapping[int, int | tuple[int, int]]] = {number: {0: 0} for number in calls.schedulers}
-    unless[calls.setpriority] = {0: os.PRIO_PROCESS, 1: 0}
-    if not network:
-        unless[calls.socketpair] = {1: int(socket.SOCK_STREAM)}
-    if tcp and not network:
-        unless[calls.socket[0]] = TCP
-    return forbid_calls(calls.audit_arch, forbidden, unless, without=calls.sends if tcp and not network else ())
+
+    def __init__(
+        self, readable: Sequence[str], writable: Sequence[str] = DEVICES, *, level: int = MODEL, network: bool = False,
+        port: int = 0, modes: bool = False,
+    ) -> None:  # fmt: skip
+        self.abi, self._level = max(0, _call(CREATE_RULESET, None, 0, 1)), level
+        self._port = port if self.abi >= ABI_NET else 0
+        self._handled = READ_FILE | WRITE_FILE | CHANGE_FOLDERS
+        for abi, right in ((ABI_REFER, REFER), (ABI_TRUNCATE, TRUNCATE), (ABI_IOCTL, IOCTL_DEV)):
+            self._handled |= right if self.abi >= abi else 0
+        self._readable = READ_FILE
+        self._writable = self._handled
+        if level >= MODEL:
+            self._handled |= READ_DIR
+            self._readable |= READ_DIR
+            self._writable = self._handled & ~(MAKE_DEVICES | IOCTL_DEV)
+        self._rules = [*_rules(readable, self._readable), *_rules(writable, self._writable)] if self.abi else []
+        numbers = NUMBERS.get(platform.machine(), {}) if prctl(PR_GET_SECCOMP, 0, 0, 0, 0) >= 0 else {}
+        limits = _limits(level, network=network, port=port, modes=modes, signals=self.abi < ABI_SCOPES)
+        self.filter = _program(numbers, *limits) if numbers and level != FILES else b""
+
+    def enter(self, readable: Sequence[str] = (), writable: Sequence[str] = ()) -> None:
+        """Confine this process, with further files and folders.
+
+        Raises:
+            ConfinementError: a step failed that this kernel knows.
+        """
+        prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        if self.abi:
+            net = CONNECT_TCP | BIND_TCP if self._port else 0
+            attributes = struct.pack("=QQQ", self._handled, net, ABSTRACT_SOCKETS | SIGNALS)
+            size = len(attributes) if self.abi >= ABI_SCOPES else 16 if net else 8
+            ruleset = _done("landlock_create_ruleset", _call(CREATE_RULESET, attributes, size, 0))
+            further = [*_rules(readable, self._readable), *_rules(writable, self._writable)]
+            for rule in (*self._rules, *further):
+                _done("landlock_add_rule", _call(ADD_RULE, ruleset, PATH_BENEATH, rule, 0))
+            if net:
+                rule = struct.pack("=QQ", CONNECT_TCP, self._port)
+                _done("landlock_add_rule", _call(ADD_RULE, ruleset, NET_PORT, rule, 0))
+            _done("landlock_restrict_self", _call(RESTRICT_SELF, ruleset, 0))
+            _close([*further, struct.pack("=Qi", 0, ruleset)])
+        if self._level != FILES:
+            _drop_capabilities(KEPT_CAPABILITIES if self._level == USER else 0)
+        if self.filter:
+            _set_filter(self.filter)
+
+    def close(self) -> None:
+        """Let go of the descriptors of its rules; it cannot be entered again."""
+        _close(self._rules)
 
 
-def forbid_calls(
-    machine: int,
-    numbers: Sequence[int],
-    unless: Mapping[int, Mapping[int, int | tuple[int, int]]] | None = None,
-    *,
-    bits: Mapping[int, int] | None = None,
-    absent: Sequence[int] = (),
-    without: Sequence[tuple[int, int]] = (),
-) -> bool:
-    """Have the kernel refuse these system calls from now on; False if it cannot.
+def _rules(paths: Iterable[str], rights: int) -> Iterator[bytes]:
+    """Rules of Landlock; each has an open descriptor."""
+    for path in dict.fromkeys(paths):
+        with contextlib.suppress(OSError):  # it is not on this machine
+            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            of_this = rights if stat.S_ISDIR(os.fstat(fd).st_mode) else rights & OF_FILES
+            yield struct.pack("=Qi", of_this, fd)
+
+
+def _close(rules: Iterable[bytes]) -> None:
+    for rule in rules:
+        os.close(struct.unpack("=Qi", rule)[1])
+
+
+def _drop_capabilities(kept: int) -> None:
+    """Keep these at most; none after the start of another program."""
+    head, held = struct.pack("=Ii", CAPABILITY_VERSION, 0), ctypes.create_string_buffer(24)
+    _done("capget", _libc.capget(head, held))
+    low = struct.unpack("=6I", held)  # effective, permitted and inheritable; the same three of the numbers from 32
+    if low[0] >> CAP_SETPCAP & 1:
+        for number in range(64):
+            if not kept >> number & 1 and prctl(PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
+                break  # there are no more
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    _done("capset", _libc.capset(head, struct.pack("=6I", low[0] & kept, low[1] & kept, 0, 0, 0, 0)))
+
+
+Checks = Mapping[str, Sequence[tuple[int, int, int]]]
+
+
+def _limits(level: int, *, network: bool, port: int, modes: bool, signals: bool) -> tuple[list[str], list[str], Checks]:
+    """The calls that are refused; those that are absent; and the values of arguments with which others are allowed.
 
     Args:
-        unless: calls that are allowed with these values of these arguments: number -> {argument: value}. Flags above
-            the lowest four bits of a value that is not 0 are ignored; (value, mask) compares the bits of a mask.
-        bits: calls that are allowed if their first argument has a bit: number -> bit.
-        absent: calls that fail as on a kernel that does not have them.
-        without: calls that are refused with MSG_FASTOPEN in this argument.
+        signals: refuse those to others, which Landlock does not.
     """
-    refuse, allow = (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)
+    refused, absent = [*OWNERS, *MACHINE, "io_uring_setup"], ["clone3"]  # its arguments are in memory, out of reach
+    allowed: dict[str, Sequence[tuple[int, int, int]]] = {"clone": [(0, CLONE_NAMESPACES, 0)]}
+    if level == USER:  # the first argument of these is a process, 0 for this one
+        allowed |= {name: [(0, WORD, 0)] for name in SCHEDULERS}
+        allowed["setpriority"] = [(0, WORD, os.PRIO_PROCESS), (1, WORD, 0)]
+    if not modes:
+        refused += MODES
+    if not network:
+        refused += ["listen", "accept", "accept4", *([] if port else ["socket"])]
+        allowed["socketpair"] = [(0, WORD, int(socket.AF_UNIX)), (1, 0xF, int(socket.SOCK_STREAM))]
+    if port and not network:
+        tcp = [(0, WORD, int(socket.AF_INET)), (1, 0xF, int(socket.SOCK_STREAM)), (2, ~socket.IPPROTO_TCP & WORD, 0)]
+        allowed |= {"socket": tcp, "sendto": [(3, MSG_FASTOPEN, 0)], "sendmsg": [(2, MSG_FASTOPEN, 0)]}
+        allowed["sendmmsg"] = [(3, MSG_FASTOPEN, 0)]
+    if level >= MODEL:
+        refused += [*OTHERS, *SCHEDULERS]
+        refused.remove("prlimit64")
+        absent += ["inotify_init", "inotify_init1"]  # they would name the files of others
+        allowed |= {"prlimit64": [(0, WORD, 0)], "personality": [(0, WORD, WORD)]}
+    if level >= MODEL and signals:
+        refused += SIGNALLED[1:]
+        allowed["kill"] = [(0, WORD, 0)]
+    if level == ALONE:
+        refused += [*SIGNALLED, *STARTS, "truncate"]
+        allowed["clone"] = [(0, CLONE_THREAD, CLONE_THREAD), *allowed["clone"]]
+    return refused, absent, allowed
+
+
+def _program(numbers: Mapping[str, int], refused: Sequence[str], absent: Sequence[str], allowed: Checks) -> bytes:
+    """The filter of system calls; a model's, which refuses `ptrace`, knows no call that is newer than NEWEST."""
+    is_of_model = "ptrace" in refused
+    return _assembled(
+        AUDIT_ARCH[platform.machine()],
+        [numbers[name] for name in refused if name in numbers],
+        [numbers[name] for name in absent if name in numbers],
+        {numbers[name]: checks for name, checks in allowed.items()},
+        {numbers[name]: values for name, values in NEVER.items()} if is_of_model else {},
+        NEWEST if is_of_model else WORD,
+    )
+
+
+def _assembled(
+    machine: int,
+    refused: Sequence[int],
+    absent: Sequence[int] = (),
+    allowed: Mapping[int, Sequence[tuple[int, int, int]]] = MappingProxyType({}),
+    never: Mapping[int, tuple[int, Sequence[int]]] = MappingProxyType({}),
+    newest: int = WORD,
+) -> bytes:
+    """A filter of these system calls.
+
+    Args:
+        refused: with EACCES.
+        absent: calls that fail as on a kernel that does not have them.
+        allowed: number -> (argument, mask, value): the call is refused unless each argument has the value in the mask.
+        never: number -> an argument, and values that are refused in it.
+        newest: later numbers are absent.
+    """
+    refuse, allow, missing = (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ABSENT)
     # (operation, steps to skip if true, if false, value)
     steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, machine), refuse, (LOAD, 0, 0, 0), (AT_LEAST, 0, 1, X32), refuse]
-    for number in numbers:
+    if newest < X32:
+        steps += [(AT_LEAST, 0, 1, newest + 1), missing]
+    for number in refused:
         steps += [(EQUAL, 0, 1, number), refuse]
     for number in absent:
-        steps += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ABSENT)]
-    for number, argument in without:
-        flags = (LOAD, 0, 0, 16 + 8 * argument)
-        steps += [(EQUAL, 0, 4, number), flags, (HAS_BIT, 0, 1, MSG_FASTOPEN), refuse, (LOAD, 0, 0, 0)]
-    for number, bit in (bits or {}).items():
-        steps += [(EQUAL, 0, 4, number), (LOAD, 0, 0, 16), (HAS_BIT, 1, 0, bit), refuse, allow]
-    for number, values in (unless or {}).items():
-        steps.append((EQUAL, 0, 4 * len(values) + 1, number))
-        for argument, allowed in values.items():
-            if isinstance(allowed, tuple):
-                allowed, mask = allowed
-            else:
-                mask = 0xF if allowed else 0xFFFFFFFF
-            steps += [(LOAD, 0, 0, 16 + 8 * argument), (AND, 0, 0, mask), (EQUAL, 1, 0, allowed), refuse]
+        steps += [(EQUAL, 0, 1, number), missing]
+    for number, checks in allowed.items():
+        steps.append((EQUAL, 0, 4 * len(checks) + 1, number))
+        for argument, mask, value in checks:
+            steps += [(LOAD, 0, 0, 16 + 8 * argument), (AND, 0, 0, mask), (EQUAL, 1, 0, value), refuse]
         steps.append(allow)
-    program = b"".join(struct.pack("=HBBI", *step) for step in (*steps, allow))
+    for number, (argument, values) in never.items():
+        steps += [(EQUAL, 0, 2 * len(values) + 2, number), (LOAD, 0, 0, 16 + 8 * argument)]
+        for value in values:
+            steps += [(EQUAL, 0, 1, value), refuse]
+        steps.append(allow)
+    return b"".join(struct.pack("=HBBI", *step) for step in (*steps, allow))
+
+
+def _set_filter(program: bytes) -> None:
     held = ctypes.create_string_buffer(program, len(program))
     head = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(held)))
+    _done("seccomp", prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(head), 0, 0))
+
+
+def forbid_calls(machine: int, numbers: Sequence[int]) -> None:
+    """Have the kernel refuse these system calls from now on."""
     prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    return bool(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(head), 0, 0) == 0)
+    _set_filter(_assembled(machine, numbers))
+
+
+def _done(step: str, result: int) -> int:
+    if result < 0:
+        error = ctypes.get_errno()
+        raise ConfinementError(error, f"{step}: {os.strerror(error)}. The code was not run")
+    return result
 
 
 def _call(number: int, *arguments: Any) -> int:

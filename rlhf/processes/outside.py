@@ -18,7 +18,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 CPUCLOCK_SCHED = 2  # linux: the clock id of a process's CPU time is (~pid << 3) | 2
 KILL_S = 4.0  # time limit for killing processes that keep starting others
 
-prctl = ctypes.CDLL(None).prctl
+prctl = ctypes.CDLL(None, use_errno=True).prctl
 prctl.argtypes = (ctypes.c_int, *4 * (ctypes.c_ulong,))
 
 

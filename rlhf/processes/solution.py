@@ -20,14 +20,14 @@ from typing import Any
 
 from rlhf.processes.attributes import as_json
 from rlhf.processes.channel import Channel
-from rlhf.processes.confinement import NOT_ALONE, SYSTEM, confine_alone
+from rlhf.processes.confinement import ALONE, NOT_ALONE, SYSTEM, Domain
 from rlhf.processes.outside import die_with_parent
 
 MAX_ERROR = 300  # characters
 MAX_OPEN_FILES = 64
 MAX_DEPTH = 50_000  # calls in calls, as in LiveCodeBench's grader; Python's 1000 are too few for many right solutions
 KILL = 9
-READABLE = (*(path for path in SYSTEM if not path.startswith("/proc/self")), sys.prefix, sys.base_prefix)
+READABLE = (*SYSTEM, sys.prefix, sys.base_prefix)
 
 
 def main(fd: int) -> None:
@@ -38,9 +38,12 @@ def main(fd: int) -> None:
     """
     die_with_parent(KILL)
     channel = Channel(socket.socket(fileno=fd))
-    if not confine_alone(READABLE):
+    domain = Domain(READABLE, level=ALONE)
+    if not (domain.abi and domain.filter):
         channel.send({"unconfined": NOT_ALONE})
         return
+    domain.enter()
+    domain.close()
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # files in memory do not count as memory of the process
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
     sys.set_int_max_str_digits(0)  # the limit of time bounds what long integers cost

@@ -20,7 +20,7 @@ from waiting import WAIT_S
 from worlds import rollout_of
 
 from rlhf.config.reward import CodeOptions, RewardConfig
-from rlhf.processes.confinement import MACHINES
+from rlhf.processes.confinement import AUDIT_ARCH
 from rlhf.rewards.code import START_S, code_reward, find_code
 from rlhf.rewards.code_tests import read_tests
 from rlhf.rewards.grade import Grade
@@ -142,7 +142,7 @@ from rlhf.config.reward import CodeOptions, RewardConfig
 from rlhf.processes.confinement import CREATE_RULESET, forbid_calls
 from rlhf.rewards.code import code_reward
 from rlhf.rewards.scorer import Scorer
-assert forbid_calls(int(sys.argv[1]), [CREATE_RULESET])
+forbid_calls(int(sys.argv[1]), [CREATE_RULESET])
 result = code_reward("```\\nf = abs\\n```", {"tests": ["assert f(-1) == 1"]}, CodeOptions())
 print(result.value, result.status, result.detail)
 try:
@@ -154,7 +154,7 @@ except ValueError as error:
 
 @pytest.mark.slow
 def test_no_code_runs_where_the_kernel_cannot_confine_it() -> None:
-    command = [sys.executable, "-c", UNCONFINED, str(MACHINES[platform.machine()].audit_arch)]
+    command = [sys.executable, "-c", UNCONFINED, str(AUDIT_ARCH[platform.machine()])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
     graded, refused = done.stdout.splitlines()
     assert graded.startswith("None unscorable no process for the solution: this kernel cannot confine")
@@ -331,7 +331,7 @@ def helpers() -> str:
         "open, '/dev/shm/x', 'w'",
         "open, __FILE__",
         "__import__('os').kill, __import__('os').getppid(), 0",
-        "__import__('os').ftruncate, __import__('os').memfd_create('x'), 9",
+        "__import__('os').memfd_create, 'x'",
     ],
 )
 def test_the_process_reaches_nothing(helpers: str, action: str) -> None:
