@@ -58,10 +58,11 @@ ABSTRACT_SOCKETS, SIGNALS = 1, 2
 ABI_REFER, ABI_TRUNCATE, ABI_NET, ABI_IOCTL, ABI_SCOPES = 2, 3, 4, 5, 6
 
 # linux/seccomp.h, linux/prctl.h, linux/capability.h, linux/sched.h
-PR_SET_NO_NEW_PRIVS, PR_GET_SECCOMP, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 21, 22, 2
+PR_SET_NO_NEW_PRIVS, PR_GET_SECCOMP = 38, 21
 PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, CAPABILITY_VERSION = 24, 47, 4, 0x20080522
 LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050000 | 13, 0x00050000 | 38  # with EACCES, with ENOSYS
+ASK, NEW_LISTENER, SET_FILTER = 0x7FC00000, 1 << 3, 1  # a listener decides
 X32 = 0x40000000  # another numbering of the calls
 NEWEST = 470  # the last call that was looked at; what came later is absent for code that a model wrote
 MSG_FASTOPEN = 0x20000000  # a send that connects, which Landlock does not judge
@@ -107,6 +108,7 @@ NUMBERS = {
     for column, machine in enumerate(("x86_64", "aarch64"))
 }
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
+SECCOMP = {"x86_64": 317, "aarch64": 277}  # the number of the call that sets a filter
 
 
 def _from(first: str, last: str) -> tuple[str, ...]:
@@ -215,7 +217,7 @@ class Grants(NamedTuple):
             sys.addaudithook(_refuse_network)
         domain.enter()
         domain.close()
-        no_network = domain.filter and (not port or domain.abi >= ABI_NET)
+        no_network = domain.filters and (not port or domain.abi >= ABI_NET)
         return [name for name, holds in (("files", domain.abi), ("network", self.network or no_network)) if not holds]
 
     def confine_further(self, folder: Path) -> None:
@@ -227,7 +229,13 @@ class Grants(NamedTuple):
 
 
 def enter_domain(
-    folder: Path, *, readable: Sequence[str] = (), writable: Sequence[str] = (), kept: Sequence[int] = ()
+    folder: Path,
+    *,
+    readable: Sequence[str] = (),
+    writable: Sequence[str] = (),
+    network: bool = False,
+    kept: Sequence[int] = (),
+    listener_to: socket.socket | None = None,
 ) -> None:
     """Confine this process for good, for what a model wrote: the last step before it runs.
 
@@ -237,16 +245,24 @@ def enter_domain(
 
     Args:
         readable, writable: further files and folders, within what the process may reach already.
+        network: what the process may reach, where it has not been confined by `Grants`.
         kept: descriptors that stay open.
+        listener_to: gets a descriptor for `modes.answer_call`, by which the process changes modes and times of files in
+            its folder; without it, or in the folder of an outer domain that has one.
 
     Raises:
         ConfinementError: a step failed that this kernel knows. The program must not run then.
     """
-    domain = _held[0] if _held else Domain([*SYSTEM, "/etc", *INTERPRETER, *_packages()])
+    domain = _held[0] if _held else Domain([*SYSTEM, "/etc", *INTERPRETER, *_packages()], network=network)
     with contextlib.suppress(PermissionError):  # it leads a session
         os.setsid()
-    domain.enter(readable, [str(folder), *writable])
+    domain.enter(readable, [str(folder), *writable], listener_to)
     _held.clear()
+    close_descriptors(kept)
+
+
+def close_descriptors(kept: Iterable[int]) -> None:
+    """Close all descriptors above 2 but these."""
     first = 3
     for fd in (*sorted(kept), WORD):
         if fd > first and _call(CLOSE_RANGE, first, fd - 1, 0) < 0:
@@ -316,7 +332,8 @@ class Domain:
 
     Attributes:
         abi: the version of the kernel's Landlock; 0: it has none.
-        filter: the program of seccomp; empty if the kernel has none, or the machine is unknown.
+        filters: the programs of seccomp, by what becomes of the calls for modes and times; none if the kernel has no
+            seccomp, or the machine is unknown.
     """
 
     def __init__(
@@ -336,10 +353,24 @@ class Domain:
             self._writable = self._handled & ~(MAKE_DEVICES | IOCTL_DEV)
         self._rules = [*_rules(readable, self._readable), *_rules(writable, self._writable)] if self.abi else []
         numbers = NUMBERS.get(platform.machine(), {}) if prctl(PR_GET_SECCOMP, 0, 0, 0, 0) >= 0 else {}
-        limits = _limits(level, network=network, port=port, modes=modes, signals=self.abi < ABI_SCOPES)
-        self.filter = _program(numbers, *limits) if numbers and level != FILES else b""
+        self._modes, self.filters = modes, dict[int, bytes]()
+        for action in (REFUSE, ASK, ALLOW) if numbers and level != FILES else ():
+            actions, allowed = _limits(level, network=network, port=port, signals=self.abi < ABI_SCOPES)
+            actions |= {name: action for name in MODES}
+            self.filters[action] = _assembled(
+                AUDIT_ARCH[platform.machine()],
+                {numbers[name]: action for name, action in actions.items() if name in numbers},
+                {numbers[name]: checks for name, checks in allowed.items()},
+                {numbers[name]: values for name, values in NEVER.items()} if level >= MODEL else {},
+                NEWEST if level >= MODEL else WORD,
+            )
 
-    def enter(self, readable: Sequence[str] = (), writable: Sequence[str] = ()) -> None:
+    def enter(
+        self,
+        readable: Sequence[str] = (),
+        writable: Sequence[str] = (),
+        listener_to: socket.socket | None = None,
+    ) -> None:
         """Confine this process, with further files and folders.
 
         Raises:
@@ -361,8 +392,15 @@ class Domain:
             _close([*further, struct.pack("=Qi", 0, ruleset)])
         if self._level != FILES:
             _drop_capabilities(KEPT_CAPABILITIES if self._level == USER else 0)
-        if self.filter:
-            _set_filter(self.filter)
+        if self.filters and listener_to is None:
+            _set_filter(self.filters[ALLOW if self._modes else REFUSE])
+        elif self.filters and listener_to is not None:
+            try:
+                socket.send_fds(listener_to, [b"\0"], [_set_filter(self.filters[ASK], NEW_LISTENER)])
+            except ConfinementError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+                _set_filter(self.filters[ALLOW])  # the outer domain has a listener already, which decides
 
     def close(self) -> None:
         """Let go of the descriptors of its rules; it cannot be entered again."""
@@ -399,8 +437,8 @@ def _drop_capabilities(kept: int) -> None:
 Checks = Mapping[str, Sequence[tuple[int, int, int]]]
 
 
-def _limits(level: int, *, network: bool, port: int, modes: bool, signals: bool) -> tuple[list[str], list[str], Checks]:
-    """The calls that are refused; those that are absent; and the values of arguments with which others are allowed.
+def _limits(level: int, *, network: bool, port: int, signals: bool) -> tuple[dict[str, int], Checks]:
+    """What becomes of calls; and the values of arguments with which others are allowed.
 
     Args:
         signals: refuse those to others, which Landlock does not.
@@ -410,8 +448,6 @@ def _limits(level: int, *, network: bool, port: int, modes: bool, signals: bool)
     if level == USER:  # the first argument of these is a process, 0 for this one
         allowed |= {name: [(0, WORD, 0)] for name in SCHEDULERS}
         allowed["setpriority"] = [(0, WORD, os.PRIO_PROCESS), (1, WORD, 0)]
-    if not modes:
-        refused += MODES
     if not network:
         refused += ["listen", "accept", "accept4", *([] if port else ["socket"])]
         allowed["socketpair"] = [(0, WORD, int(socket.AF_UNIX)), (1, 0xF, int(socket.SOCK_STREAM))]
@@ -420,8 +456,7 @@ def _limits(level: int, *, network: bool, port: int, modes: bool, signals: bool)
         allowed |= {"socket": tcp, "sendto": [(3, MSG_FASTOPEN, 0)], "sendmsg": [(2, MSG_FASTOPEN, 0)]}
         allowed["sendmmsg"] = [(3, MSG_FASTOPEN, 0)]
     if level >= MODEL:
-        refused += [*OTHERS, *SCHEDULERS]
-        refused.remove("prlimit64")
+        refused += [*OTHERS, *(name for name in SCHEDULERS if name != "prlimit64")]
         absent += ["inotify_init", "inotify_init1"]  # they would name the files of others
         allowed |= {"prlimit64": [(0, WORD, 0)], "personality": [(0, WORD, WORD)]}
     if level >= MODEL and signals:
@@ -430,48 +465,31 @@ def _limits(level: int, *, network: bool, port: int, modes: bool, signals: bool)
     if level == ALONE:
         refused += [*SIGNALLED, *STARTS, "truncate"]
         allowed["clone"] = [(0, CLONE_THREAD, CLONE_THREAD), *allowed["clone"]]
-    return refused, absent, allowed
-
-
-def _program(numbers: Mapping[str, int], refused: Sequence[str], absent: Sequence[str], allowed: Checks) -> bytes:
-    """The filter of system calls; a model's, which refuses `ptrace`, knows no call that is newer than NEWEST."""
-    is_of_model = "ptrace" in refused
-    return _assembled(
-        AUDIT_ARCH[platform.machine()],
-        [numbers[name] for name in refused if name in numbers],
-        [numbers[name] for name in absent if name in numbers],
-        {numbers[name]: checks for name, checks in allowed.items()},
-        {numbers[name]: values for name, values in NEVER.items()} if is_of_model else {},
-        NEWEST if is_of_model else WORD,
-    )
+    return {**dict.fromkeys(refused, REFUSE), **dict.fromkeys(absent, ABSENT)}, allowed
 
 
 def _assembled(
     machine: int,
-    refused: Sequence[int],
-    absent: Sequence[int] = (),
+    actions: Mapping[int, int],
     allowed: Mapping[int, Sequence[tuple[int, int, int]]] = MappingProxyType({}),
     never: Mapping[int, tuple[int, Sequence[int]]] = MappingProxyType({}),
     newest: int = WORD,
 ) -> bytes:
-    """A filter of these system calls.
+    """A filter of system calls.
 
     Args:
-        refused: with EACCES.
-        absent: calls that fail as on a kernel that does not have them.
+        actions: number -> what becomes of it: REFUSE, ABSENT, ASK.
         allowed: number -> (argument, mask, value): the call is refused unless each argument has the value in the mask.
         never: number -> an argument, and values that are refused in it.
         newest: later numbers are absent.
     """
-    refuse, allow, missing = (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ABSENT)
+    refuse, allow = (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)
     # (operation, steps to skip if true, if false, value)
     steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, machine), refuse, (LOAD, 0, 0, 0), (AT_LEAST, 0, 1, X32), refuse]
     if newest < X32:
-        steps += [(AT_LEAST, 0, 1, newest + 1), missing]
-    for number in refused:
-        steps += [(EQUAL, 0, 1, number), refuse]
-    for number in absent:
-        steps += [(EQUAL, 0, 1, number), missing]
+        steps += [(AT_LEAST, 0, 1, newest + 1), (RETURN, 0, 0, ABSENT)]
+    for number, action in actions.items():
+        steps += [(EQUAL, 0, 1, number), (RETURN, 0, 0, action)]
     for number, checks in allowed.items():
         steps.append((EQUAL, 0, 4 * len(checks) + 1, number))
         for argument, mask, value in checks:
@@ -485,16 +503,16 @@ def _assembled(
     return b"".join(struct.pack("=HBBI", *step) for step in (*steps, allow))
 
 
-def _set_filter(program: bytes) -> None:
+def _set_filter(program: bytes, flags: int = 0) -> int:
     held = ctypes.create_string_buffer(program, len(program))
     head = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(held)))
-    _done("seccomp", prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(head), 0, 0))
+    return _done("seccomp", int(_libc.syscall(SECCOMP[platform.machine()], SET_FILTER, flags, head)))
 
 
 def forbid_calls(machine: int, numbers: Sequence[int]) -> None:
     """Have the kernel refuse these system calls from now on."""
     prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _set_filter(_assembled(machine, numbers))
+    _set_filter(_assembled(machine, dict.fromkeys(numbers, REFUSE)))
 
 
 def _done(step: str, result: int) -> int:

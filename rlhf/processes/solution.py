@@ -39,7 +39,7 @@ def main(fd: int) -> None:
     die_with_parent(KILL)
     channel = Channel(socket.socket(fileno=fd))
     domain = Domain(READABLE, level=ALONE)
-    if not (domain.abi and domain.filter):
+    if not (domain.abi and domain.filters):
         channel.send({"unconfined": NOT_ALONE})
         return
     domain.enter()
