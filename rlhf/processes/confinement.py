@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import importlib.util
 import os
 import platform
@@ -41,10 +42,11 @@ CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 NETWORK_VARIABLES = (  # with `network: true`
     "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", *CERTIFICATES,
 )  # fmt: skip
+FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix/store", "/etc")
 SYSTEM = (  # /etc/resolv.conf may be a link to elsewhere
-    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/resolv.conf", "/opt", "/nix/store",
-    "/sys/devices/system", "/sys/fs/cgroup", "/sys/kernel/mm", "/run/systemd/resolve", "/var/lib/ca-certificates",
-    "/proc/sys", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat",
+    "/etc/resolv.conf", "/run/systemd/resolve", "/var/lib/ca-certificates", "/sys/devices/system", "/sys/fs/cgroup",
+    "/sys/kernel/mm/hugepages", "/sys/kernel/mm/transparent_hugepage", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat",
+    *(f"/proc/sys/{name}" for name in ("kernel/osrelease", "kernel/pid_max", "kernel/random", "vm/overcommit_memory")),
 )  # fmt: skip
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
@@ -191,7 +193,9 @@ class Grants(NamedTuple):
         kept = {name: os.environ[name] for name in names if name in os.environ}
         return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
-    def confine(self, code: Sequence[str], folder: Path) -> list[str]:
+    def confine(
+        self, code: Sequence[str], folder: Path, *, system: Sequence[str] = (), modes: bool = False
+    ) -> list[str]:
         """Confine this process for good; returns which of `files` and `network` this kernel cannot forbid.
 
         It also computes what `enter_domain` allows, in this process and in its forks.
@@ -199,6 +203,8 @@ class Grants(NamedTuple):
         Args:
             code: names of functions or classes, whose code may be read.
             folder: the process may write to it, and its temporary files go there.
+            system: `system_files`, if that is known already.
+            modes: allow to change modes and times of files, as where functions of the user run.
 
         Raises:
             ConfinementError: a step failed that this kernel knows.
@@ -207,11 +213,12 @@ class Grants(NamedTuple):
         others = [os.environ.get(name, "") for name in CERTIFICATES]
         others += [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *self.readable]
         port = 0 if self.network else self.port
-        system = [*SYSTEM, "/etc", *INTERPRETER, *_packages()]  # Landlock's layers intersect, so this may be coarse
-        _held[:] = [Domain([*system, *others, *self.files], network=self.network, port=port)]
+        coarse = [*FOLDERS, *SYSTEM, *INTERPRETER, *_packages()]  # Landlock's layers intersect
+        _held[:] = [Domain([*coarse, *others, *self.files], network=self.network, port=port)]
         domain = Domain(
-            [*SYSTEM, *_etc(), "/proc/self", *_readable_code(code), *others], [*DEVICES, str(folder), *self.files],
-            level=USER, network=self.network, port=port, modes=bool(code or port),
+            [*(system or system_files()), "/proc/self", *_readable_code(code), *others],
+            [*DEVICES, str(folder), *self.files],
+            level=USER, network=self.network, port=port, modes=modes or bool(code),
         )  # fmt: skip
         if code and not self.network:
             sys.addaudithook(_refuse_network)
@@ -253,7 +260,7 @@ def enter_domain(
     Raises:
         ConfinementError: a step failed that this kernel knows. The program must not run then.
     """
-    domain = _held[0] if _held else Domain([*SYSTEM, "/etc", *INTERPRETER, *_packages()], network=network)
+    domain = _held[0] if _held else Domain([*FOLDERS, *SYSTEM, *INTERPRETER, *_packages()], network=network)
     with contextlib.suppress(PermissionError):  # it leads a session
         os.setsid()
     domain.enter(readable, [str(folder), *writable], listener_to)
@@ -276,16 +283,30 @@ def _make_temporary(folder: Path) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
 
-def _etc() -> Iterator[str]:
-    """What every user may read in /etc: root may also read the files of passwords and keys, so they are left out."""
+@functools.cache
+def system_files() -> list[str]:
+    """The system's files and folders that every user may read: as root a process could read the others too."""
     if os.geteuid() != 0:
-        yield "/etc"
-        return
-    for folder, _, names in os.walk("/etc"):
-        for path in (os.path.join(folder, name) for name in names):
-            with contextlib.suppress(OSError):
-                if os.stat(path).st_mode & 0o004:
-                    yield path
+        return [*FOLDERS, *SYSTEM]
+    real = dict.fromkeys(os.path.realpath(folder) for folder in FOLDERS)
+    return [*SYSTEM, *(path for folder in real for path in _readable_by_all(folder))]
+
+
+def _readable_by_all(folder: str) -> list[str]:
+    """A folder, or what is in it around the parts that other users may not read; links lead elsewhere."""
+    is_whole, within = True, list[str]()
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                continue
+            mode, inner = entry.stat(follow_symlinks=False).st_mode, [entry.path]
+            if stat.S_ISDIR(mode):
+                inner = _readable_by_all(entry.path) if mode & 0o5 == 0o5 else []
+            elif not mode & 0o4:
+                inner = []
+            is_whole &= inner == [entry.path]
+            within += inner
+    return [folder] if is_whole else within
 
 
 def _packages() -> list[str]:
@@ -305,7 +326,7 @@ def _readable_code(code: Iterable[str]) -> Iterator[str]:
         with contextlib.suppress(ValueError, ImportError):  # its import reports the error
             if spec := importlib.util.find_spec(name.partition(".")[0]):
                 yield from spec.submodule_search_locations or [spec.origin or ""]
-    roots = (*SYSTEM, sys.prefix, sys.base_prefix, *_packages())
+    roots = (*FOLDERS, sys.prefix, sys.base_prefix, *_packages())
     for entry in (entry or "." for entry in sys.path):
         if os.path.isdir(entry) and not any(Path(entry).is_relative_to(root) for root in roots):
             endings = (".py", ".so", ".libs", ".dist-info")  # the last two come with a package

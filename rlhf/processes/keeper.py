@@ -160,7 +160,7 @@ def _work(plan: dict[str, Any], number: int, channel: Channel) -> None:
     """Be confined, load other people's code, and serve; a template forks the processes that serve."""
     work, grants, folder = sys.modules[plan["work"]], Grants(*plan["grants"]), Path(plan["folder"], str(os.getpid()))
     keep_own_children_readable()
-    unconfined = grants.confine(plan["code"], folder)
+    unconfined = grants.confine(plan["code"], folder, system=plan["system"], modes=plan["template"])
     before = set(sys.modules)
     WorkerStdout.muted = number > 1
     try:

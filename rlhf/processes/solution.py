@@ -20,14 +20,14 @@ from typing import Any
 
 from rlhf.processes.attributes import as_json
 from rlhf.processes.channel import Channel
-from rlhf.processes.confinement import ALONE, NOT_ALONE, SYSTEM, Domain
+from rlhf.processes.confinement import ALONE, FOLDERS, NOT_ALONE, SYSTEM, Domain
 from rlhf.processes.outside import die_with_parent
 
 MAX_ERROR = 300  # characters
 MAX_OPEN_FILES = 64
 MAX_DEPTH = 50_000  # calls in calls, as in LiveCodeBench's grader; Python's 1000 are too few for many right solutions
 KILL = 9
-READABLE = (*SYSTEM, sys.prefix, sys.base_prefix)
+READABLE = (*(folder for folder in FOLDERS if folder != "/etc"), *SYSTEM, sys.prefix, sys.base_prefix)
 
 
 def main(fd: int) -> None:

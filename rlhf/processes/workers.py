@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from rlhf.processes.channel import Channel
 from rlhf.processes.code import changed_sources
-from rlhf.processes.confinement import Grants
+from rlhf.processes.confinement import Grants, system_files
 from rlhf.processes.forkers import START_S, Forker, KeeperProcess
 from rlhf.processes.output import OutputPipe, PrintedLines
 from rlhf.processes.outside import Stopwatch, count_below, is_running
@@ -124,7 +124,7 @@ class Workers:
         self._folder = tempfile.mkdtemp(prefix=f"rlhf-{noun}s-")
         self._plan: dict[str, Any] = {"work": work, "hello": hello, "code": code, "grants": grants}
         self._plan |= {"folder": self._folder, "memory_mb": memory_mb, "template": template}
-        self._plan["path"] = sys.path if path is None else path
+        self._plan |= {"path": sys.path if path is None else path, "system": system_files()}
         self.unconfined: tuple[str, ...] = ()
         self.sources: dict[str, dict[str, str]] = {}
         self._printed = PrintedLines(noun, code, say)
