@@ -1,7 +1,4 @@
-"""The built-in tool `python`: the model's program in a new interpreter, with limits.
-
-What the program can reach is what the process that calls the tool can reach: a confined process has confined children.
-"""
+"""The built-in tool `python`: the model's program in a new interpreter, in a process domain of its own, with limits."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import contextlib
 import os
 import resource
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.environments.places import without_places
+from rlhf.processes.domains import Bounds, Command
 
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
-# the shell's own limits: memory in KiB, CPU seconds, files in blocks of 512 bytes; no core file
-LIMITED = 'ulimit -v "$1"; ulimit -t "$2"; ulimit -f "$3"; ulimit -c 0; shift 3; exec "$@"'
-KIB, BLOCK, MIB = 1 << 10, 512, 1 << 20
+MIB = 1 << 20
 READ_BYTES = 1 << 16
-MAX_FILE_MB = 64
+MAX_FILE_MB, MAX_OPEN_FILES = 64, 256  # of a process
+MAX_FOLDER_MB, MAX_FILES, MAX_PROCESSES = 256, 4096, 32  # of a program
 
 
 def python_tool(
@@ -70,33 +66,29 @@ def python_tool(
 async def _run(code: str, folder: Path, seconds: float, memory_mb: int, max_output_characters: int) -> str:
     (folder / "main.py").write_bytes(code.encode("utf-8", "backslashreplace"))
     limits = [
-        _limit(resource.RLIMIT_AS, memory_mb * MIB, unit=KIB),
-        _limit(resource.RLIMIT_CPU, int(seconds) + 1, unit=1),
-        _limit(resource.RLIMIT_FSIZE, MAX_FILE_MB * MIB, unit=BLOCK),
+        (resource.RLIMIT_AS, memory_mb * MIB),
+        (resource.RLIMIT_CPU, int(seconds) + 1),
+        (resource.RLIMIT_FSIZE, MAX_FILE_MB * MIB),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
     ]
+    bounds = Bounds(seconds, MAX_PROCESSES, MAX_FOLDER_MB, MAX_FILES, limits)
     variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     variables |= {"HOME": str(folder), "TMPDIR": str(folder), "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
     variables |= {"PYTHONIOENCODING": "utf-8:backslashreplace", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    reading, writing = os.pipe()  # of our own: `wait` would wait for a pipe of asyncio's that a grandchild holds
+    reading, writing = os.pipe()
     os.set_blocking(reading, False)
     output = _Output(reading, 4 * max_output_characters)
-    try:
-        process = await asyncio.create_subprocess_exec(
-            "/bin/sh", "-c", LIMITED, "sh", *limits, sys.executable, "-s", "main.py",
-            stdin=asyncio.subprocess.DEVNULL, stdout=writing, stderr=writing, cwd=folder, env=variables,
-            start_new_session=True,
-        )  # fmt: skip
-    finally:
-        os.close(writing)
     with output:
         try:
-            status = await asyncio.wait_for(process.wait(), seconds)
-        except asyncio.TimeoutError:  # noqa: UP041  # Python 3.10 has another one
-            status = None
+            command = [sys.executable, "-s", "main.py"]
+            running = Command(command, folder, work=folder, variables=variables, bounds=bounds, output=writing)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # it, and what it left running
-                os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+            os.close(writing)
+        try:
+            await _readable(running.fileno())
+            status, over = running.ended()
+        finally:
+            running.close()
         output.read()  # what is in the pipe already
     text = output.data.decode("utf-8", "backslashreplace")
     for place in (str(folder), os.path.realpath(folder)):
@@ -104,20 +96,18 @@ async def _run(code: str, folder: Path, seconds: float, memory_mb: int, max_outp
     text = without_places(text, written=code)
     if len(text) > max_output_characters or output.dropped:
         text = f"{text[:max_output_characters]}\n[output cut after {max_output_characters} characters]"
-    match status:
-        case None:
-            return f"{text}\n[stopped after {seconds:g} seconds]".lstrip("\n")
-        case 0:
-            return text
-        case _ if status < 0:
-            return f"{text}\n[ended by signal {-status}]".lstrip("\n")
-    return text or f"[exit status {status}]"
+    if over or status < 0:
+        return f"{text}\n[{f'stopped {over}' if over else f'ended by signal {-status}'}]".lstrip("\n")
+    return text or (f"[exit status {status}]" if status else text)
 
 
-def _limit(kind: int, wanted: int, *, unit: int) -> str:
-    """What the shell is told; it gives up when it is told to go above a limit that it has already."""
-    hard = resource.getrlimit(kind)[1]
-    return str((wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)) // unit)
+async def _readable(fd: int) -> None:
+    loop, said = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(fd, said.set)
+    try:
+        await said.wait()
+    finally:
+        loop.remove_reader(fd)
 
 
 class _Output:

@@ -25,7 +25,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 spec = spec_from_file_location("rlhf", sys.argv[1] + "/__init__.py", submodule_search_locations=[sys.argv[1]])
 sys.modules["rlhf"] = module_from_spec(spec)
 from rlhf.processes.{module} import main
-main(int(sys.argv[2]))
+main(*sys.argv[2:])
 """
 PACKAGE = str(Path(__file__).parents[1])
 

@@ -31,14 +31,13 @@ from rlhf.processes.outside import (
     adopt_orphans,
     children_of,
     die_with_parent,
-    keep_own_children_readable,
     kill_children,
 )
 
 RETRY_S = 0.1  # between attempts to kill processes that do not die at once
 
 
-def main(fd: int) -> None:
+def main(fd: str) -> None:
     """Keep workers; the description of `Workers` comes by standard input.
 
     Args:
@@ -48,7 +47,7 @@ def main(fd: int) -> None:
     plan = json.load(sys.stdin)
     sys.path[:] = [*plan["path"], *(entry for entry in sys.path if entry not in ("", *plan["path"]))]
     importlib.import_module(plan["work"])  # once, before workers are forked
-    control = Channel(socket.socket(fileno=fd))
+    control = Channel(socket.socket(fileno=int(fd)))
     Keeper(control, Path(plan["folder"]), lambda number, channel: _work(plan, number, channel)).run()
 
 
@@ -159,7 +158,6 @@ def _reap() -> list[int]:
 def _work(plan: dict[str, Any], number: int, channel: Channel) -> None:
     """Be confined, load other people's code, and serve; a template forks the processes that serve."""
     work, grants, folder = sys.modules[plan["work"]], Grants(*plan["grants"]), Path(plan["folder"], str(os.getpid()))
-    keep_own_children_readable()
     unconfined = grants.confine(plan["code"], folder, system=plan["system"], modes=plan["template"])
     before = set(sys.modules)
     WorkerStdout.muted = number > 1

@@ -22,20 +22,6 @@ prctl = ctypes.CDLL(None, use_errno=True).prctl
 prctl.argtypes = (ctypes.c_int, *4 * (ctypes.c_ulong,))
 
 
-_kept: dict[int, int] = {}  # this process -> the open list of children of its first thread
-
-
-def keep_own_children_readable() -> None:
-    """Keep the list of this thread's children open, for when the process may not open it again.
-
-    That was seen in a confined process after memory had been short: Landlock's rules are about inodes, and /proc may
-    then make new ones.
-    """
-    _kept.clear()
-    with contextlib.suppress(FileNotFoundError):  # the kernel has no CONFIG_PROC_CHILDREN
-        _kept[os.getpid()] = os.open("/proc/thread-self/children", os.O_RDONLY)
-
-
 def children_of(pid: int) -> set[int]:
     """Processes that any thread of a process has started, or that it has adopted."""
     children: set[int] = set()
@@ -44,15 +30,25 @@ def children_of(pid: int) -> set[int]:
             with contextlib.suppress(ProcessLookupError), open(f"/proc/{pid}/task/{thread}/children") as file:
                 children |= {int(child) for child in file.read().split()}
     except FileNotFoundError:  # the process is gone, or the kernel has no CONFIG_PROC_CHILDREN
-        children = {int(other) for other in os.listdir("/proc") if other.isdigit() and _parent(int(other)) == pid}
-    except PermissionError:
-        if pid not in _kept or pid != os.getpid():
+        children = {other for other in pids() if _parent(other) == pid}
+    except PermissionError:  # Landlock
+        if pid != os.getpid():
             raise
-        text = b""
-        while more := os.pread(_kept[pid], 1 << 16, len(text)):
-            text += more
-        children = {int(child) for child in text.split()}
+        children = {other for other in pids() if _is_own_child(other)}
     return children
+
+
+def pids() -> list[int]:
+    """All processes, whose names may be seen where their files may not be read."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _is_own_child(pid: int) -> bool:
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _parent(pid: int) -> int:

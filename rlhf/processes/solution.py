@@ -30,14 +30,14 @@ KILL = 9
 READABLE = (*(folder for folder in FOLDERS if folder != "/etc"), *SYSTEM, sys.prefix, sys.base_prefix)
 
 
-def main(fd: int) -> None:
+def main(fd: str) -> None:
     """Answer the grader.
 
     Args:
         fd: the process's end of the socket to the grader.
     """
     die_with_parent(KILL)
-    channel = Channel(socket.socket(fileno=fd))
+    channel = Channel(socket.socket(fileno=int(fd)))
     domain = Domain(READABLE, level=ALONE)
     if not (domain.abi and domain.filters):
         channel.send({"unconfined": NOT_ALONE})

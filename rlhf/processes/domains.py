@@ -1,0 +1,277 @@
+"""One command in a process domain of its own: so everything runs that a model wrote, and all that it starts ends with it.
+
+    caller ── fork ──> warden ── fork ──> the command, confined by `enter_domain`
+       └── socket: hang up to stop it; <── what became of it ──┘
+
+The warden adopts orphans, however detached. When the command ends, exceeds a bound, or the caller hangs up or dies, it
+kills every process below it, and only then reports. What it guards can neither signal nor trace it. A program of the
+user nests a domain in its own by the file that `write_launcher` makes. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+import os
+import resource
+import select
+import shlex
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf.processes.confinement import close_descriptors, enter_domain, scope_signals
+from rlhf.processes.forkers import BOOT, PACKAGE
+from rlhf.processes.outside import KILL_S, adopt_orphans, die_with_parent, kill_children, pids
+
+LOOK_S, LOOK_FRACTION = 0.02, 0.05  # between looks at what a command uses; share of the time that they may take
+PARENT_S = 1.0  # between looks whether the caller is there, if code of the user has copied its end of the socket
+BLOCK, MIB = 512, 1 << 20  # of `st_blocks`, bytes
+
+
+class Bounds(NamedTuple):
+    """What a command may use; past a bound it is ended.
+
+    Attributes:
+        seconds: by the clock.
+        processes: at the same time; the kernel can tell since Linux 6.12.
+        folder_mb, files: size and number of the files in its folder, with those that it has deleted and keeps open.
+        limits: (RLIMIT, value) of each of its processes, within those of the caller.
+    """
+
+    seconds: float = math.inf
+    processes: float = math.inf
+    folder_mb: float = math.inf
+    files: float = math.inf
+    limits: Sequence[tuple[int, int]] = ()
+
+
+class RefusedError(OSError):
+    """A command was not started: it cannot be confined, or it is not there."""
+
+
+class Command:
+    """A command that runs in a domain; it can be read (`fileno`) once it has ended.
+
+    Args:
+        folder: the only one that it writes to.
+        work: its working folder.
+        output: a descriptor for what it prints; None: it has the caller's, and its standard input.
+        reach: further arguments of `enter_domain`.
+    """
+
+    def __init__(
+        self, command: Sequence[str], folder: Path, *, work: str | Path, variables: Mapping[str, str],
+        bounds: Bounds = Bounds(), output: int | None = None, **reach: Any,  # noqa: B008 - a constant
+    ) -> None:  # fmt: skip
+        self._socket, theirs = socket.socketpair()
+        caller = os.getpid()
+
+        def become(kept: int) -> None:
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+                signal.signal(number, signal.SIG_DFL)
+            enter_domain(folder, kept=[kept], **reach)
+            os.chdir(work)
+            for kind, wanted in (*bounds.limits, (resource.RLIMIT_CORE, 0)):
+                hard = resource.getrlimit(kind)[1]
+                limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+                resource.setrlimit(kind, (limit, limit))
+            os.execvpe(command[0], command, variables)
+
+        with theirs:
+            self._warden = os.fork()
+            if self._warden == 0:
+                with _ending():
+                    theirs.sendall(json.dumps(_guard(theirs, caller, folder, bounds, output, become)).encode())
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def ended(self) -> tuple[int, str]:
+        """Wait until nothing of it is left: its exit status, or minus the signal that ended it; and the bound, or "".
+
+        Raises:
+            RefusedError: it was not started, and why.
+        """
+        said = b""
+        while more := self._socket.recv(1 << 16):
+            said += more
+        told = json.loads(said or b'{"refused": "what guards it was killed"}')
+        if "refused" in told:
+            raise RefusedError(f"it cannot run in a domain of its own: {told['refused']}")
+        return told["status"], told["over"]
+
+    def close(self) -> None:
+        """End it, with all that it has started."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.settimeout(2 * KILL_S)
+            while self._socket.recv(1 << 16):
+                pass
+        self._socket.close()
+        with contextlib.suppress(ChildProcessError):  # code of the user has reaped it
+            if os.waitpid(self._warden, os.WNOHANG)[0] == 0:
+                os.kill(self._warden, signal.SIGKILL)
+                os.waitpid(self._warden, 0)
+
+
+@contextlib.contextmanager
+def _ending() -> Iterator[None]:
+    """A context at whose end this forked process ends: nothing of the caller's is flushed, closed or cleaned up in it."""
+    try:
+        gc.disable()  # nor are its objects finalized
+        yield
+    finally:
+        os._exit(127)
+
+
+def _guard(
+    leash: socket.socket, caller: int, folder: Path, bounds: Bounds, output: int | None, become: Any
+) -> dict[str, Any]:
+    """Run what `become` becomes, to its end; what is told of it."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.setsid()
+    adopt_orphans()
+    for target, fd in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)) if output is not None else ():
+        assert fd is not None
+        os.dup2(fd, target)
+    is_scoped = scope_signals()
+    errors, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with _ending():
+            try:
+                die_with_parent(signal.SIGKILL)
+                become(theirs)
+            except BaseException as error:
+                os.write(theirs, f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace")[:1000])
+    close_descriptors([leash.fileno(), errors])
+    if problem := os.read(errors, 1000):  # it ends when the command begins
+        os.waitpid(child, 0)
+        return {"refused": problem.decode()}
+    over = _watch(os.pidfd_open(child), leash.fileno(), caller, folder, bounds, is_scoped)
+    pid, status = os.waitpid(child, os.WNOHANG)
+    _kill_below(is_scoped)
+    return {"status": os.waitstatus_to_exitcode(status) if pid else -signal.SIGKILL, "over": over}
+
+
+def _watch(ended: int, leash: int, caller: int, folder: Path, bounds: Bounds, is_scoped: bool) -> str:
+    """Wait until the command ends or has to end; the bound that it has exceeded, if any."""
+    waiting = select.poll()
+    waiting.register(ended, select.POLLIN)
+    waiting.register(leash, select.POLLIN)
+    deadline = time.monotonic() + bounds.seconds
+    looks = bounds._replace(seconds=math.inf, limits=()) != Bounds()
+    pause = LOOK_S if looks else PARENT_S
+    while True:
+        if waiting.poll(1000 * max(0.0, min(pause, deadline - time.monotonic()))) or os.getppid() != caller:
+            return ""
+        began = time.monotonic()
+        if began >= deadline:
+            return f"after {bounds.seconds:g} seconds"
+        if looks:
+            if over := _exceeded(folder, bounds, _below() if is_scoped else []):
+                return f"because {over}"
+            pause = max(LOOK_S, (time.monotonic() - began) / LOOK_FRACTION)
+
+
+def _exceeded(folder: Path, bounds: Bounds, below: Sequence[int]) -> str:
+    if len(below) > bounds.processes:
+        return f"it has over {bounds.processes:g} processes"
+    blocks = count = 0
+    try:
+        for entry in _files(folder, below):
+            count, blocks = count + 1, blocks + entry.st_blocks
+            if count > bounds.files:
+                return f"it has over {bounds.files:g} files"
+            if blocks * BLOCK > bounds.folder_mb * MIB:
+                return f"its files have over {bounds.folder_mb:g} MiB"
+    except (OSError, RecursionError):
+        return "its files cannot be seen"
+    return ""
+
+
+def _files(folder: Path, below: Sequence[int]) -> Iterator[os.stat_result]:
+    """Of everything in a folder, and of the deleted files that processes have open; OSError where it cannot look."""
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    for place, folders, names in os.walk(folder, onerror=fail):
+        for name in (*folders, *names):
+            with contextlib.suppress(FileNotFoundError):
+                yield os.lstat(os.path.join(place, name))
+    deleted: dict[tuple[int, int], os.stat_result] = {}
+    for pid in below:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(FileNotFoundError):
+                    entry = os.stat(f"/proc/{pid}/fd/{fd}")
+                    if stat.S_ISREG(entry.st_mode) and not entry.st_nlink:
+                        deleted[entry.st_dev, entry.st_ino] = entry
+    yield from deleted.values()
+
+
+def _may_signal(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
+def _below() -> list[int]:
+    """The processes below this one, whose signals reach no others; [] where their names may not be seen."""
+    with contextlib.suppress(PermissionError):
+        return [pid for pid in pids() if pid != os.getpid() and _may_signal(pid)]
+    return []
+
+
+def _kill_below(is_scoped: bool) -> None:
+    """Kill every process below this one."""
+    if not is_scoped or _may_signal(os.getppid()):
+        kill_children(spared=())
+        return
+    deadline = time.monotonic() + KILL_S
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                os.kill(-1, signal.SIGKILL)  # all at once, so that none can outrun it; it reaches those below alone
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.0005)
+
+
+def write_launcher(file: Path, folder: Path, readable: Sequence[str]) -> None:
+    """Write a program that runs the command of its arguments in a domain which writes to this folder alone."""
+    words = [sys.executable, "-I", "-S", "-c", BOOT.format(module="domains"), PACKAGE, str(folder), json.dumps(readable)]
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT, 0o700), "w") as script:
+        script.write(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+
+
+def main(folder: str, readable: str, *command: str) -> None:
+    """Run a command, and end as it does."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("RLHF_ROW", "RLHF_REWARD")}
+    reach: dict[str, Any] = {"readable": json.loads(readable), "network": True}  # as the caller's
+    running = Command(command, Path(folder), work=os.getcwd(), variables=variables, **reach)
+    try:
+        status, _ = running.ended()
+    except RefusedError as error:
+        sys.exit(str(error))
+    finally:
+        running.close()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
