@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import resource
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.environments.places import without_places
-from rlhf.processes.domains import Bounds, Command
+from rlhf.processes.domains import Bounds, Command, remove
 
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
 MIB = 1 << 20
@@ -58,7 +57,7 @@ def python_tool(
         try:
             return await _run(code, folder, seconds, memory_mb, max_output_characters)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
 
     return python
 
@@ -98,7 +97,7 @@ async def _run(code: str, folder: Path, seconds: float, memory_mb: int, max_outp
         text = f"{text[:max_output_characters]}\n[output cut after {max_output_characters} characters]"
     if over or status < 0:
         return f"{text}\n[{f'stopped {over}' if over else f'ended by signal {-status}'}]".lstrip("\n")
-    return text or (f"[exit status {status}]" if status else text)
+    return text or (f"[exit status {status}]" if status else "")
 
 
 async def _readable(fd: int) -> None:

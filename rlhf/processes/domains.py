@@ -18,9 +18,11 @@ import os
 import resource
 import select
 import shlex
+import shutil
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ from typing import Any, NamedTuple
 
 from rlhf.processes.confinement import close_descriptors, enter_domain, scope_signals
 from rlhf.processes.forkers import BOOT, PACKAGE
+from rlhf.processes.modes import answer_call
 from rlhf.processes.outside import KILL_S, adopt_orphans, die_with_parent, kill_children, pids
 
 LOOK_S, LOOK_FRACTION = 0.02, 0.05  # between looks at what a command uses; share of the time that they may take
@@ -74,16 +77,16 @@ class Command:
         self._socket, theirs = socket.socketpair()
         caller = os.getpid()
 
-        def become(kept: int) -> None:
+        def become(warden: socket.socket) -> None:
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
                 signal.signal(number, signal.SIG_DFL)
-            enter_domain(folder, kept=[kept], **reach)
+            enter_domain(folder, kept=[warden.fileno()], listener_to=warden, **reach)
             os.chdir(work)
             for kind, wanted in (*bounds.limits, (resource.RLIMIT_CORE, 0)):
                 hard = resource.getrlimit(kind)[1]
                 limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
                 resource.setrlimit(kind, (limit, limit))
-            os.execvpe(command[0], command, variables)
+            os.execvpe(command[0], [*command], variables)
 
         with theirs:
             self._warden = os.fork()
@@ -124,7 +127,7 @@ class Command:
 
 @contextlib.contextmanager
 def _ending() -> Iterator[None]:
-    """A context at whose end this forked process ends: nothing of the caller's is flushed, closed or cleaned up in it."""
+    """A context at whose end this forked process ends: nothing of the caller's is flushed or cleaned up in it."""
     try:
         gc.disable()  # nor are its objects finalized
         yield
@@ -147,7 +150,7 @@ def _guard(
         assert fd is not None
         os.dup2(fd, target)
     is_scoped = scope_signals()
-    errors, theirs = os.pipe()
+    ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
         with _ending():
@@ -155,35 +158,46 @@ def _guard(
                 die_with_parent(signal.SIGKILL)
                 become(theirs)
             except BaseException as error:
-                os.write(theirs, f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace")[:1000])
-    close_descriptors([leash.fileno(), errors])
-    if problem := os.read(errors, 1000):  # it ends when the command begins
+                theirs.sendall(f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace"))
+    close_descriptors([leash.fileno(), ours.fileno()])
+    problem, listeners = b"", list[int]()
+    while (more := socket.recv_fds(ours, 1000, 1))[0]:  # it ends when the command begins
+        problem, listeners = problem + more[0].lstrip(b"\0"), listeners + more[1]
+    if problem:
         os.waitpid(child, 0)
-        return {"refused": problem.decode()}
-    over = _watch(os.pidfd_open(child), leash.fileno(), caller, folder, bounds, is_scoped)
+        return {"refused": problem.decode("utf-8", "replace")}
+    over = _watch([os.pidfd_open(child), leash.fileno()], listeners, caller, folder, bounds, is_scoped)
     pid, status = os.waitpid(child, os.WNOHANG)
     _kill_below(is_scoped)
     return {"status": os.waitstatus_to_exitcode(status) if pid else -signal.SIGKILL, "over": over}
 
 
-def _watch(ended: int, leash: int, caller: int, folder: Path, bounds: Bounds, is_scoped: bool) -> str:
-    """Wait until the command ends or has to end; the bound that it has exceeded, if any."""
-    waiting = select.poll()
-    waiting.register(ended, select.POLLIN)
-    waiting.register(leash, select.POLLIN)
+def _watch(
+    ends: Sequence[int], listeners: Sequence[int], caller: int, folder: Path, bounds: Bounds, is_scoped: bool
+) -> str:
+    """Wait until the command ends or has to end; the bound that it has exceeded, or ""."""
+    waiting, place = select.poll(), os.path.realpath(folder)
+    for fd in (*ends, *listeners):
+        waiting.register(fd, select.POLLIN)
     deadline = time.monotonic() + bounds.seconds
     looks = bounds._replace(seconds=math.inf, limits=()) != Bounds()
     pause = LOOK_S if looks else PARENT_S
+    look = time.monotonic() + pause
     while True:
-        if waiting.poll(1000 * max(0.0, min(pause, deadline - time.monotonic()))) or os.getppid() != caller:
+        ready = {fd for fd, _ in waiting.poll(1000 * max(0.0, min(look, deadline) - time.monotonic()))}
+        for listener in ready & {*listeners}:
+            answer_call(listener, place)
+        if ready & {*ends}:
             return ""
         began = time.monotonic()
         if began >= deadline:
             return f"after {bounds.seconds:g} seconds"
-        if looks:
-            if over := _exceeded(folder, bounds, _below() if is_scoped else []):
+        if began >= look:
+            if os.getppid() != caller:
+                return ""
+            if looks and (over := _exceeded(folder, bounds, _below() if is_scoped else [])):
                 return f"because {over}"
-            pause = max(LOOK_S, (time.monotonic() - began) / LOOK_FRACTION)
+            look = time.monotonic() + max(pause, (time.monotonic() - began) / LOOK_FRACTION)
 
 
 def _exceeded(folder: Path, bounds: Bounds, below: Sequence[int]) -> str:
@@ -253,11 +267,29 @@ def _kill_below(is_scoped: bool) -> None:
                 time.sleep(0.0005)
 
 
+def remove(folder: Path) -> None:
+    """Remove a folder that a command has left, also with folders in it that are deep or without permissions."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        script = 'chmod -R u+rwx "$1"; rm -rf "$1"'
+        subprocess.run(["/bin/sh", "-c", script, "sh", folder], stderr=subprocess.DEVNULL, check=False)
+
+
 def write_launcher(file: Path, folder: Path, readable: Sequence[str]) -> None:
     """Write a program that runs the command of its arguments in a domain which writes to this folder alone."""
-    words = [sys.executable, "-I", "-S", "-c", BOOT.format(module="domains"), PACKAGE, str(folder), json.dumps(readable)]
+    words = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        BOOT.format(module="domains"),
+        PACKAGE,
+        str(folder),
+        json.dumps(readable),
+    ]
     with open(os.open(file, os.O_WRONLY | os.O_CREAT, 0o700), "w") as script:
-        script.write(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        script.write(f'#!/bin/sh\nexec {shlex.join([*words, json.dumps(readable)])} "$@"\n')
 
 
 def main(folder: str, readable: str, *command: str) -> None:

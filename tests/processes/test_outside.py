@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,18 +14,11 @@ import pytest
 from rlhf.processes import outside
 
 
-@pytest.fixture
-def kept() -> Iterator[None]:
-    outside.keep_own_children_readable()
-    yield
-    os.close(outside._kept.pop(os.getpid()))
-
-
 def sleeper() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
 
 
-def test_what_another_thread_has_started_is_a_child_too(kept: None) -> None:
+def test_what_another_thread_has_started_is_a_child_too() -> None:
     started, seen, may_end = [], threading.Event(), threading.Event()
 
     def start() -> None:
@@ -46,8 +38,8 @@ def test_what_another_thread_has_started_is_a_child_too(kept: None) -> None:
         started[0].communicate()
 
 
-def test_a_process_that_may_not_open_its_list_again_reads_the_one_it_has_kept(
-    kept: None, monkeypatch: pytest.MonkeyPatch
+def test_a_process_that_may_not_open_the_list_of_its_children_finds_them_among_all(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = builtins.open
 
