@@ -1,4 +1,4 @@
-"""One command in a process domain of its own: so everything runs that a model wrote, and all that it starts ends with it.
+"""One command in a process domain of its own: so all runs that a model wrote, and all that it starts ends with it.
 
     caller ── fork ──> warden ── fork ──> the command, confined by `enter_domain`
        └── socket: hang up to stop it; <── what became of it ──┘
