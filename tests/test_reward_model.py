@@ -339,7 +339,7 @@ class Endpoint(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr("rlhf.rewards.model_client.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("rlhf.rewards.http_client.FIRST_WAIT_S", 0.01)
     server = HTTPServer(("127.0.0.1", 0), Endpoint)
     threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/score"

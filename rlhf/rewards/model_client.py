@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import dataclasses
 import json
 import math
-import os
 import statistics
-import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
-from http.client import HTTPException
-from urllib.parse import unquote, urlsplit, urlunsplit
 
 from rlhf.config.reward import MODEL_PART
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.rewards.grade import NOT_JUDGED, OK
-from rlhf.rewards.patience import patiently
+from rlhf.rewards.http_client import HttpClient
 from rlhf.types import Prompt, RolloutGroup, ScoredRollout
 
 Conversation = list[dict[str, str]]
 Score = Callable[[list[Conversation]], Awaitable[list[float | None]]]
-
-FIRST_WAIT_S = 0.5
 
 
 def conversation(prompt: Prompt, response: str, opening: Sequence[dict[str, str]] | None = None) -> Conversation:
@@ -111,61 +104,24 @@ class RewardModelClient:
         self._start()
 
 
-def address_and_headers(
-    endpoint: str, key_variable_name: str | None = None, *, section: str = ""
-) -> tuple[str, dict[str, str]]:
-    """Where to post JSON, and with which headers.
-
-    User and password of the address, https://user:password@host, are sent as basic authentication; the key in an
-    environment variable as a bearer token.
-
-    Raises:
-        ValueError: there is no such variable; the message begins with `section`.
-    """
-    parts, headers = urlsplit(endpoint), {"Content-Type": "application/json"}
-    credentials, _, host = parts.netloc.rpartition("@")
-    if credentials:
-        headers["Authorization"] = f"Basic {base64.b64encode(unquote(credentials).encode()).decode()}"
-    if key_variable_name is not None:
-        if key_variable_name not in os.environ:
-            reason = "there is no such environment variable. Set it where the run starts, or correct the name."
-            raise ValueError(f"{section}key_variable_name={key_variable_name}: {reason}")
-        headers["Authorization"] = f"Bearer {os.environ[key_variable_name]}"
-    return urlunsplit(parts._replace(netloc=host)), headers
-
-
 def endpoint_scorer(config: RewardModelConfig) -> Score:
     """Scores over HTTP; each request has a time limit, and the wait doubles before each retry."""
     assert config.endpoint is not None
-    url, headers = address_and_headers(config.endpoint)
+    client = HttpClient(
+        "reward_model.", "endpoint", config.endpoint,
+        timeout_s=config.timeout_s, retries=config.retries, at_once=config.replicas,
+    )  # fmt: skip
     mean, std = config.mean or 0.0, config.std or 1.0
 
-    def fetch(body: bytes, count: int) -> list[float | None]:
-        request = urllib.request.Request(url, body, headers)
-        with urllib.request.urlopen(request, timeout=config.timeout_s) as reply:
-            scores = json.load(reply)["scores"]
-        if len(scores) != count:
-            raise ValueError(f"{len(scores)} scores for {count} conversations")
-        if any(isinstance(score, str) for score in scores):
-            raise TypeError("a score is text, not a number")
-        return [None if score is None else (float(score) - mean) / std for score in scores]
-
     async def score(conversations: list[Conversation]) -> list[float | None]:
-        body = json.dumps({"conversations": conversations}).encode()
-        # urllib raises OSErrors; an answer that breaks off raises an HTTPException
-        errors = (OSError, HTTPException, ValueError, KeyError, TypeError)
-        try:
-            return await patiently(
-                lambda: asyncio.to_thread(fetch, body, len(conversations)),
-                retries=config.retries,
-                first_wait_s=FIRST_WAIT_S,
-                retry_on=errors,
-            )
-        except errors as error:
-            raise RuntimeError(
-                f"reward_model.endpoint={url}: {config.retries + 1} tries failed, the last with "
-                f"{type(error).__name__}: {error}. See whether it runs; "
-                f"reward_model.timeout_s={config.timeout_s:g} bounds one request."
-            ) from None
+        def read(reply: bytes) -> list[float | None]:
+            scores = json.loads(reply)["scores"]
+            if len(scores) != len(conversations):
+                raise ValueError(f"{len(scores)} scores for {len(conversations)} conversations")
+            if any(type(score) not in (int, float, type(None)) for score in scores):
+                raise TypeError("a score is text, or another value that is no number")
+            return [None if score is None else (float(score) - mean) / std for score in scores]
+
+        return await client.ask(json.dumps({"conversations": conversations}).encode(), read)
 
     return score

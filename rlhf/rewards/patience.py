@@ -11,6 +11,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+class LaterError(Exception):
+    """A failure after which `patiently` waits so long at least."""
+
+    wait_s = 0.0
+
+
 class RateLimit:
     """At most `per_second` calls per second, spread evenly, in one worker: workers do not know of each other."""
 
@@ -42,8 +48,9 @@ async def patiently(
             await limit.wait()
         try:
             return await call()
-        except retry_on:
+        except retry_on as error:
             if attempt == retries:
                 raise
-        await asyncio.sleep(first_wait_s * 2**attempt * random.uniform(1, 1.5))
+            least_s = error.wait_s if isinstance(error, LaterError) else 0.0
+        await asyncio.sleep(max(least_s, first_wait_s * 2**attempt * random.uniform(1, 1.5)))
     raise AssertionError("unreachable")

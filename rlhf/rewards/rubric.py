@@ -9,21 +9,18 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import operator
 import re
 import threading
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from http.client import HTTPException
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 from rlhf.answers.thoughts import answer_of, marks_from_json
 from rlhf.config.printing import as_utf8
 from rlhf.config.reward import Criterion, RubricOptions
 from rlhf.rewards.grade import BAD_GOLD, FAILED, NO_ANSWER, UNSCORABLE, Grade
-from rlhf.rewards.model_client import address_and_headers
-from rlhf.rewards.patience import patiently
+from rlhf.rewards.http_client import HttpClient, RequestError
 
 INSTRUCTION = (
     "You grade a response to a task. You get one JSON object: `task`, the conversation; `response`, what is graded; "
@@ -33,34 +30,16 @@ INSTRUCTION = (
     '{"scores": [one number from 0 to 1 for each criterion]}'
 )
 MAX_CACHED = 20_000  # verdicts
-MAX_REPLY_BYTES = 1 << 20
-FIRST_WAIT_S = 0.5
+KNOWN = {"prompt_tokens": 0.0, "completion_tokens": 0.0, "cached_fraction": 1.0}  # what a grade in the cache costs
+MAX_USAGE = 10_000_000  # tokens of a request; a reply that says more is wrong
 # A key that is quoted inside a JSON string has a backslash before its last mark.
 SCORES, SCORE = (re.compile(rf"""["']{key}["']\s*:\s*""", re.IGNORECASE) for key in ("scores", "score"))
 BEGINS_AS_JSON = ("{", "[", "`")  # so a mark of a thought that stands there is quoted
 TRAILING_COMMA = re.compile(r",(?=\s*[\]}])")
 WRITTEN_SCORE = re.compile(r"\s*+(\d++(?:\.\d*+)?)\s*+(?:/\s*+(\d++(?:\.\d*+)?)|(%))?\s*+", re.ASCII)
-FINAL = (400, 401, 403, 404, 405, 413, 422)  # HTTP statuses that another try does not change
 
 
-class RefusedError(Exception):
-    """The endpoint answers, and would answer the same again."""
-
-
-# What a request that failed, or a reply of another form, raises here.
-BAD_REPLIES = (
-    OSError, HTTPException, RefusedError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError,
-    RecursionError,
-)  # fmt: skip
-
-
-class Verdict(NamedTuple):
-    """What one request gave: the scores, or why there are none; and what it cost."""
-
-    scores: tuple[float, ...]
-    problem: str
-    prompt_tokens: int
-    completion_tokens: int
+_USED: dict[str, dict[str, int]] = {}  # of the budget since the program started, by options: a run may start again
 
 
 class RubricGrader:
@@ -75,13 +54,13 @@ class RubricGrader:
 
     def __init__(self, options: RubricOptions, say: Callable[[str], None]) -> None:
         self._options, self._say = options, say
-        self._url, self._headers = address_and_headers(
-            options.url, options.key_variable_name, section="reward rubric: "
-        )
-        self.requests = self.tokens = 0  # since the program started
-        self._cache: dict[str, asyncio.Task[Verdict]] = {}
+        self._client = HttpClient(
+            "reward rubric: ", "url", options.url, timeout_s=options.timeout_s, retries=options.retries,
+            at_once=options.requests_at_once, key_variable_name=options.key_variable_name,
+        )  # fmt: skip
+        self._used = _USED.setdefault(options.model_dump_json(), {"max_requests": 0, "max_tokens": 0})
+        self._cache: dict[tuple[str, tuple[float, ...]], asyncio.Task[Grade]] = {}
         self._told = False
-        self._threads = ThreadPoolExecutor(options.requests_at_once, thread_name_prefix="rubric")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rubric", daemon=True)
         self._thread.start()
@@ -92,7 +71,6 @@ class RubricGrader:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _cancel(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -114,40 +92,32 @@ class RubricGrader:
         if not (answer and answer.strip()):
             return Grade(0.0, NO_ANSWER)
         body = self._request(about["messages"], answer, job["answer"], criteria)
-        task = self._cache.get(body)
+        weights = tuple(criterion.weight for criterion in criteria)
+        task = self._cache.get((body, weights))
         is_cached = task is not None
         if task is None:
             if over := self._over_budget():
                 return Grade(None, UNSCORABLE, detail=over)
-            self.requests += 1
-            task = self._remember(body, self._ask(body, len(criteria)))
+            self._used["max_requests"] += 1
+            if len(self._cache) >= MAX_CACHED:
+                del self._cache[next(iter(self._cache))]
+            asked = self._client.ask(body.encode(), lambda reply: self._read(reply, weights))
+            self._cache[body, weights] = task = self._loop.create_task(asked)
         try:
-            verdict = await asyncio.shield(task)
-        except BAD_REPLIES as error:
-            self._cache.pop(body, None)
-            return Grade(None, FAILED, detail=f"{self._url}: {type(error).__name__}: {error}")
-        cost = (0, 0) if is_cached else (verdict.prompt_tokens, verdict.completion_tokens)
-        metrics = dict(zip(("prompt_tokens", "completion_tokens"), map(float, cost), strict=True))
-        metrics["cached_fraction"] = float(is_cached)
-        if verdict.problem:
-            return Grade(None, FAILED, detail=verdict.problem, metrics=metrics)
-        total = sum(criterion.weight for criterion in criteria)
-        weighted = (criterion.weight * score for criterion, score in zip(criteria, verdict.scores, strict=True))
-        return Grade(sum(weighted) / total, metrics=metrics)
-
-    def _remember(self, body: str, asked: Coroutine[Any, Any, Verdict]) -> asyncio.Task[Verdict]:
-        if len(self._cache) >= MAX_CACHED:
-            del self._cache[next(iter(self._cache))]
-        self._cache[body] = task = self._loop.create_task(asked)
-        return task
+            grade = await asyncio.shield(task)
+        except RequestError as error:
+            self._cache.pop((body, weights), None)
+            return Grade(None, FAILED, detail=str(error))
+        return grade._replace(metrics=KNOWN) if is_cached else grade
 
     def _over_budget(self) -> str:
         """Why nothing more is asked; "" while the budget lasts. Raises RuntimeError if the run is to end."""
-        for name, used in (("max_requests", self.requests), ("max_tokens", self.tokens)):
+        for name, used in self._used.items():
             bound = getattr(self._options, name)
             if bound is None or used < bound:
                 continue
-            reason = f"reward rubric: {name}={bound} is used up ({self.requests} requests, {self.tokens} tokens)"
+            requests, tokens = self._used.values()
+            reason = f"reward rubric: {name}={bound} is used up ({requests} requests, {tokens} tokens)"
             if self._options.over_budget == "stop":
                 raise RuntimeError(f"{reason}. Raise it, and continue with --resume.")
             if not self._told:
@@ -170,36 +140,21 @@ class RubricGrader:
         }
         return json.dumps(body)
 
-    async def _ask(self, body: str, count: int) -> Verdict:
-        reply = await patiently(
-            lambda: self._loop.run_in_executor(self._threads, self._fetch, body),
-            retries=self._options.retries,
-            first_wait_s=FIRST_WAIT_S,
-            retry_on=(OSError, HTTPException, ValueError),
-        )
-        usage = reply.get("usage") or {}
-        prompt_tokens, completion_tokens = (int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
-        self.tokens += prompt_tokens + completion_tokens
-        choice = reply["choices"][0]
+    def _read(self, reply: bytes, weights: Sequence[float]) -> Grade:
+        said = json.loads(reply)
+        usage, metrics = said.get("usage"), KNOWN | {"cached_fraction": 0.0}
+        for name in ("prompt_tokens", "completion_tokens"):
+            count = usage.get(name) if isinstance(usage, dict) else 0
+            metrics[name] = float(count) if type(count) is int and 0 <= count <= MAX_USAGE else 0.0
+            self._used["max_tokens"] += int(metrics[name])
+        choice = said["choices"][0]
         try:
             if choice.get("finish_reason") == "length":
                 raise ValueError(f"the grader's answer was cut: raise max_new_tokens={self._options.max_new_tokens}")
-            return Verdict(read_scores(choice["message"]["content"], count), "", prompt_tokens, completion_tokens)
+            scores = read_scores(choice["message"]["content"], len(weights))
         except ValueError as error:
-            return Verdict((), str(error), prompt_tokens, completion_tokens)
-
-    def _fetch(self, body: str) -> dict[str, Any]:
-        request = urllib.request.Request(self._url, body.encode(), self._headers)
-        try:
-            with urllib.request.urlopen(request, timeout=self._options.timeout_s) as reply:
-                answer = json.loads(reply.read(MAX_REPLY_BYTES))
-        except urllib.error.HTTPError as error:
-            if error.code in FINAL:
-                raise RefusedError(f"HTTP status {error.code}: {error.read(200).decode(errors='replace')}") from None
-            raise
-        if not isinstance(answer, dict):
-            raise RefusedError("the reply is no JSON object")
-        return answer
+            return Grade(None, FAILED, detail=str(error), metrics=metrics)
+        return Grade(sum(map(operator.mul, weights, scores)) / sum(weights), metrics=metrics)
 
 
 def criteria_of(columns: dict[str, Any], options: RubricOptions) -> Sequence[Criterion]:

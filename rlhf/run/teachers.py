@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import urllib.request
+import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from http.client import HTTPException
 from typing import Any, NamedTuple
-from urllib.error import HTTPError
 
 import numpy as np
 
@@ -23,14 +20,11 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.teacher import TeacherModel
 from rlhf.data.messages import read_arguments, read_tools
 from rlhf.data.templates import render, tokenize
-from rlhf.rewards.model_client import FIRST_WAIT_S, address_and_headers
-from rlhf.rewards.patience import patiently
+from rlhf.rewards.http_client import MAX_REPLY_BYTES, HttpClient, RequestError
 from rlhf.step.minibatches import plan_epochs
 from rlhf.types import Prompt, RolloutGroup, StepBatch
 
-ERRORS = (OSError, HTTPException, json.JSONDecodeError, KeyError, TypeError, IndexError)  # another try may succeed
-LATER = (408, 429)  # the only errors of a client that pass by themselves
-MAX_REASON = 500  # bytes
+MAX_TOKEN_BYTES = 1024  # of a reply, for each token of a prompt
 
 
 class Taught(NamedTuple):
@@ -159,65 +153,53 @@ class Server:
     """An OpenAI-compatible server that gives log-probs of a prompt: completions with `echo` and `logprobs`."""
 
     def __init__(self, config: GRPOConfig, endpoint: str, tokenizer: Any) -> None:
-        assert config.algo.teacher is not None
-        self._settings, self._tokenizer = config.algo.teacher, tokenizer
-        self._url, self._headers = address_and_headers(endpoint.rstrip("/"))
-        self._threads = ThreadPoolExecutor(self._settings.concurrent_requests)
-        self._model = ""
+        settings = config.algo.teacher
+        assert settings is not None
+        self._tokenizer, self._model = tokenizer, ""
+        self._client = HttpClient(
+            "algo.teacher.", "endpoint", endpoint,
+            timeout_s=settings.timeout_s, retries=settings.retries, at_once=settings.concurrent_requests,
+        )  # fmt: skip
 
     def check(self, token_ids: Sequence[int]) -> None:
         """Ask for the log-probs of a prompt; ValueError if they do not come, or are those of other tokens."""
         try:
             asyncio.run(self.logprobs(token_ids))
-        except RuntimeError as error:
+        except RequestError as error:
             raise ValueError(str(error)) from None
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs at temperature 1 of these tokens, that of the first is 0.
 
         Raises:
-            RuntimeError: no try succeeded. ValueError: the server reads the ids as other tokens.
+            RequestError: no try succeeded. ValueError: the server reads the ids as other tokens.
         """
-        loop = asyncio.get_running_loop()
-        try:
-            return await patiently(
-                lambda: loop.run_in_executor(self._threads, self._ask, token_ids),
-                retries=self._settings.retries, first_wait_s=FIRST_WAIT_S, retry_on=ERRORS,
-            )  # fmt: skip
-        except ERRORS as error:
-            raise RuntimeError(
-                f"algo.teacher.endpoint={self._url}: {self._settings.retries + 1} tries failed, the last with "
-                f"{type(error).__name__}: {error}. See whether it runs and gives log-probs of prompts (completions "
-                f"with echo); algo.teacher.timeout_s={self._settings.timeout_s:g} bounds one request."
-            ) from None
-
-    def _ask(self, token_ids: Sequence[int]) -> list[float]:
-        self._model = self._model or self._fetch("models", None)["data"][0]["id"]
+        self._model = self._model or await self._client.ask(
+            None, lambda reply: str(json.loads(reply)["data"][0]["id"]), path="models"
+        )
         body = {"model": self._model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 1.0}
-        (choice,) = self._fetch("completions", {**body, "echo": True, "logprobs": 0})["choices"]
-        count, given = len(token_ids), choice["logprobs"]  # one sampled token follows
-        if len(given["token_logprobs"]) != count + 1:
-            raise IndexError(f"{len(given['token_logprobs'])} log-probs for {count} tokens and one more")
-        self._check_tokens(token_ids, given["tokens"][:count])
-        return [0.0, *map(float, given["token_logprobs"][1:count])]
-
-    def _check_tokens(self, token_ids: Sequence[int], texts: Sequence[str]) -> None:
+        texts, logprobs = await self._client.ask(
+            json.dumps({**body, "echo": True, "logprobs": 0}).encode(),
+            lambda reply: _read(reply, len(token_ids)),
+            path="completions",
+            most_bytes=MAX_REPLY_BYTES + MAX_TOKEN_BYTES * len(token_ids),
+        )
         for token, text in zip(token_ids, texts, strict=True):
             own = self._tokenizer.decode([token])
             if own != text and "\ufffd" not in own:  # a part of a character has no text of its own
                 raise ValueError(
-                    f"algo.teacher.endpoint={self._url}: different vocabulary: token {token} is {text!r} there "
-                    f"and {own!r} in model.path. Serve a model with the same tokenizer."
+                    f"{self._client.name}: different vocabulary: token {token} is {text!r} there and {own!r} in "
+                    "model.path. Serve a model with the same tokenizer."
                 )
+        return [0.0, *logprobs]
 
-    def _fetch(self, what: str, body: Mapping[str, Any] | None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self._url}/{what}", data, self._headers)
-        try:
-            with urllib.request.urlopen(request, timeout=self._settings.timeout_s) as reply:
-                return json.load(reply)
-        except HTTPError as error:
-            if 400 <= error.code < 500 and error.code not in LATER:
-                reason = " ".join(error.read(MAX_REASON).decode(errors="replace").split())
-                raise ValueError(f"algo.teacher.endpoint={self._url}: {error.code} {error.reason}: {reason}") from None
-            raise
+
+def _read(reply: bytes, count: int) -> tuple[list[str], list[float]]:
+    """The texts of the tokens of a prompt, and the log-probs of all but the first one."""
+    (choice,) = json.loads(reply)["choices"]
+    texts, logprobs = choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
+    if not len(texts) == len(logprobs) == count + 1:  # one sampled token follows
+        raise ValueError(f"{len(texts)} texts and {len(logprobs)} log-probs for {count} tokens and one more")
+    if not all(map(math.isfinite, logprobs[1:count])):
+        raise ValueError("a log-prob is not finite")
+    return texts[:count], [float(value) for value in logprobs[1:count]]

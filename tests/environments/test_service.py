@@ -13,14 +13,15 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import aiohttp
 import pytest
 from waiting import WAIT_S, free_port
 
 from rlhf.config.environment import EnvironmentPart
-from rlhf.environments import service
 from rlhf.environments.service import Service
 from rlhf.environments.sessions import outcome_of
 from rlhf.environments.turns import CallLimitError, FailedError
+from rlhf.rewards import http_client
 from rlhf.types import Outcome
 
 MESSAGE = {
@@ -140,21 +141,21 @@ def test_a_service_that_has_accepted_is_not_asked_again(answer: Answer, why: str
 
 
 def test_one_that_is_not_there_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "FIRST_WAIT_S", 0.1)
+    monkeypatch.setattr(http_client, "FIRST_WAIT_S", 0.1)
     port, tries = free_port(), 0
-    post = service.Service._post
+    send = aiohttp.ClientSession.request
 
     with contextlib.ExitStack() as opened:
 
-        async def counted(self: service.Service, body: bytes) -> bytes:
+        def counted(*given: Any, **keys: Any) -> Any:
             nonlocal tries
             tries += 1
             if tries == 2:  # the first was refused
                 asked.append(opened.enter_context(serving(says("1"), port))[1])
-            return await post(self, body)
+            return send(*given, **keys)
 
         asked: list[list[Any]] = []
-        monkeypatch.setattr(service.Service, "_post", counted)
+        monkeypatch.setattr(aiohttp.ClientSession, "request", counted)
         (said,) = play(f"http://127.0.0.1:{port}/")
     assert said["reward"] == 1.0
     assert tries == 2
@@ -163,7 +164,7 @@ def test_one_that_is_not_there_yet_is_asked_again(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_a_service_that_is_not_reached_in_time_is_not_the_models_doing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_WAIT_S", 0.01)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as opened:
         address = full.getsockname()
         for _ in range(4):  # fills the queue, so that a further connection waits
@@ -175,7 +176,7 @@ def test_a_service_that_is_not_reached_in_time_is_not_the_models_doing(monkeypat
 
 
 def test_one_that_is_never_there_costs_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_WAIT_S", 0.01)
     (error,) = play(f"http://127.0.0.1:{free_port()}/")
     assert isinstance(error, FailedError)
     assert "Cannot connect" in str(error)

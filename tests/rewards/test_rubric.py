@@ -17,7 +17,7 @@ from waiting import WAIT_S
 from worlds import rollout_of
 
 from rlhf.config.reward import RewardConfig, RubricOptions
-from rlhf.rewards import rubric
+from rlhf.rewards import http_client
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.rubric import RubricGrader, read_scores
 from rlhf.rewards.scorer import Scorer
@@ -33,6 +33,7 @@ class Endpoint:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[Any] = []
         self.finish_reason = "stop"
+        self.replaces: Any = None  # the whole reply
         self.usage: Any = {"prompt_tokens": 100, "completion_tokens": 7}
         self.says: Callable[[dict[str, Any]], str | int] = lambda asked: '{"scores": [1, 0.5]}'
         endpoint = self
@@ -47,7 +48,7 @@ class Endpoint:
                 self.end_headers()
                 choice = {"message": {"content": said}, "finish_reason": endpoint.finish_reason}
                 reply = {"choices": [choice], "usage": endpoint.usage}
-                self.wfile.write(json.dumps(reply).encode())
+                self.wfile.write(json.dumps(endpoint.replaces or reply).encode())
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -63,7 +64,7 @@ class Endpoint:
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    monkeypatch.setattr(rubric, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(http_client, "FIRST_WAIT_S", 0.0)
     running = Endpoint()
     yield running
     running.close()
@@ -177,11 +178,25 @@ def test_an_answer_that_cannot_be_read_leaves_the_response_unscorable(endpoint: 
     assert grade.metrics["prompt_tokens"] == 100
 
 
-@pytest.mark.parametrize("usage", [[1], {"prompt_tokens": float("inf")}])
-def test_a_reply_of_another_form_is_a_failure_and_ends_nothing(endpoint: Endpoint, usage: Any) -> None:
+ABSURD = (-1, "7", 1.5, True, 1e400, float("nan"), 10**30, [], None)
+
+
+@pytest.mark.parametrize("usage", [*({"prompt_tokens": 2, "completion_tokens": given} for given in ABSURD), [1], None])
+def test_a_count_of_tokens_that_cannot_be_is_ignored_and_lowers_no_budget(endpoint: Endpoint, usage: Any) -> None:
     endpoint.usage = usage
-    (grade,) = graded(endpoint, ["Hello."])
+    *grades, last = graded(endpoint, list("abcdef"), max_tokens=9, over_budget="unscorable")
+    counted = 2 if isinstance(usage, dict) else 0
+    assert grades[0].metrics == {"prompt_tokens": counted, "completion_tokens": 0, "cached_fraction": 0}
+    assert {grade.value for grade in grades} == {0.875}
+    assert last.status == ("unscorable" if counted else "ok")
+
+
+@pytest.mark.parametrize("change", [{"choices": []}, {"choices": None}, {"choices": [{"message": 1}]}, {"error": ""}])
+def test_a_reply_of_another_form_is_a_failure_and_ends_nothing(endpoint: Endpoint, change: Any) -> None:
+    endpoint.replaces = change
+    (grade,) = graded(endpoint, ["Hello."], retries=1)
     assert (grade.status, grade.value) == ("failed", None)
+    assert "2 tries failed" in grade.detail
 
 
 def test_a_busy_endpoint_is_asked_again_and_a_refusal_is_not(endpoint: Endpoint) -> None:
@@ -207,6 +222,9 @@ def test_at_the_budget_the_run_ends_by_name_or_responses_are_unscorable(endpoint
     grades: list[Grade] = graded(endpoint, ["a", "b", "c", "d", "a"], said=said, over_budget="unscorable", **bound)
     assert [grade.status for grade in grades] == ["ok", "ok", "unscorable", "unscorable", "ok"]  # the last is cached
     assert len(said) == 1
+    assert graded(endpoint, ["e"], over_budget="unscorable", **bound)[0].status == "unscorable", (
+        "as if a run starts again"
+    )
 
 
 def test_a_key_comes_from_the_environment_of_the_run(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:

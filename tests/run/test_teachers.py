@@ -166,7 +166,7 @@ class Completions(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr("rlhf.run.teachers.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("rlhf.rewards.http_client.FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(Completions, "failures", 1)
     monkeypatch.setattr(Completions, "asked", [])
     server = ThreadingHTTPServer(("127.0.0.1", 0), Completions)
@@ -207,6 +207,6 @@ def test_a_request_that_a_server_refuses_is_not_sent_again(tmp_path: Path, endpo
     groups = make_groups()
     long = replace(groups[0].prompt, token_ids=np.zeros(Completions.longest + 1, np.int32))
     groups[0] = replace(groups[0], prompt=long)
-    with pytest.raises(ValueError, match=rf"algo\.teacher\.endpoint={endpoint}: 400 .*too many tokens"):
+    with pytest.raises(ValueError, match=rf"algo\.teacher\.endpoint={endpoint}: HTTP status 400: .*too many tokens"):
         taught(with_teacher(tmp_path, endpoint=endpoint), None, groups)
     assert Completions.asked == []

@@ -1,0 +1,187 @@
+"""The HTTP client of the judge, the reward model, the teacher and the service; all are asked by the trainer's process.
+
+A server can neither hold a request nor get a key that is not its own: a request has a time limit in all, a reply has a
+bound and is not decompressed, and a redirect is an error. The proxies of the environment (`http_proxy`, `https_proxy`,
+`no_proxy`) are asked for other machines, never for this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Callable
+from typing import TypeVar
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import aiohttp
+from yarl import URL
+
+from rlhf.config.printing import printable
+from rlhf.config.secrets import hide, remember
+from rlhf.rewards.patience import LaterError, patiently
+
+CONNECT_S, FIRST_WAIT_S = 30.0, 0.5  # for a connection; before the second try
+MAX_RETRY_AFTER_S = 60.0  # that a server may ask to wait
+MAX_REPLY_BYTES, MAX_SHOWN = 1 << 20, 1000  # of a reply; characters of it in a message
+HERE = re.compile(r"(?:::ffff:)?(?:127[.0-9]+|0\.0\.0\.0)|::1?|(?:.+\.|ip6-)?localhost(?:\.localdomain)?")
+PASSING = (408, 429)  # the statuses below 500 that pass by themselves
+BAD_FORMS = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
+
+T = TypeVar("T")
+
+
+class RequestError(RuntimeError):
+    """A request has failed, and would fail again."""
+
+
+class PassingError(RequestError, LaterError):
+    """A request has failed, but another try may succeed."""
+
+
+class UnconnectedError(PassingError):
+    """No connection was made: the server knows nothing of the request."""
+
+
+class LateError(PassingError):
+    """The reply was not complete in time."""
+
+
+class HttpClient:
+    """Asks the server at one address; each request has a connection of its own.
+
+    Args:
+        section: of the config, with its dot; `name` is the key there that holds the address.
+        address: user and password in it are sent as basic authentication.
+        timeout_s: for one request, from the connection to the end of the reply.
+        retries: further tries after an error of the type `retry_on`.
+        at_once: requests at the same time; others wait.
+        key_variable_name: environment variable with the key that is sent as a bearer token.
+
+    Raises:
+        ValueError: the address is no address, or there is no such variable.
+    """
+
+    def __init__(
+        self,
+        section: str,
+        name: str,
+        address: str,
+        *,
+        timeout_s: float,
+        retries: int,
+        at_once: int,
+        key_variable_name: str | None = None,
+        retry_on: type[PassingError] = PassingError,
+    ) -> None:
+        self._section, self._timeout_s, self._retries, self._retry_on = section, timeout_s, retries, retry_on
+        self._places = asyncio.Semaphore(at_once)
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        credentials, self._url = "", URL()
+        with contextlib.suppress(ValueError):
+            parts = urlsplit(address)
+            credentials, _, host = parts.netloc.rpartition("@")
+            self._url = URL(parts._replace(netloc=host).geturl())
+        if self._url.scheme not in ("http", "https") or not self._url.host:
+            raise ValueError(f"{section}{name}={hide(address)}: it is no address. Write such as http://HOST:8000/v1.")
+        self.name = hide(f"{section}{name}={self._url}")
+        authorization = f"Basic {base64.b64encode(unquote(credentials).encode()).decode()}" if credentials else ""
+        if key_variable_name is not None:
+            authorization = f"Bearer {os.environ.get(key_variable_name)}"
+            if key_variable_name not in os.environ or not authorization.isprintable():
+                reason = "there is no such environment variable, or it holds a line break. Set it where the run starts."
+                raise ValueError(f"{section}key_variable_name={key_variable_name}: {reason}")
+        self._headers |= {"Authorization": authorization} if authorization else {}
+        remember({"secret": [authorization.partition(" ")[2], unquote(credentials).partition(":")[2]]})
+
+    async def ask(
+        self, body: bytes | None, read: Callable[[bytes], T], *, path: str = "", most_bytes: int = MAX_REPLY_BYTES
+    ) -> T:
+        """What `read` makes of the reply to a POST of this JSON, or to a GET without it.
+
+        Raises:
+            RequestError: no try succeeded; one whose reply `read` cannot read has failed too.
+        """
+
+        async def attempt() -> T:
+            async with self._places:
+                reply = await self._reply(body, self._url / path if path else self._url, most_bytes)
+            try:
+                return read(reply)
+            except BAD_FORMS as error:
+                said = f"{type(error).__name__}: {_start(str(error))}. The reply begins with {_start(reply)!r}"
+                raise PassingError(said) from None
+
+        try:
+            return await patiently(
+                attempt, retries=self._retries, first_wait_s=FIRST_WAIT_S, retry_on=(self._retry_on,)
+            )
+        except RequestError as error:
+            said = f"{self.name}: {error}"
+            if self._retries and isinstance(error, self._retry_on):
+                remedy = f"See whether it runs; {self._section}timeout_s={self._timeout_s:g} bounds one request."
+                said = f"{self.name}: {self._retries + 1} tries failed, the last with {error}. {remedy}"
+            raise type(error)(printable(" ".join(hide(said).split()))) from None
+
+    async def _reply(self, body: bytes | None, url: URL, most_bytes: int) -> bytes:
+        connect_s = min(CONNECT_S, self._timeout_s / 2)  # the first to end: then the server never had the request
+        times = aiohttp.ClientTimeout(total=self._timeout_s, connect=connect_s)
+        proxy = proxy_of(url)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=times, auto_decompress=False) as session,
+                session.request(
+                    "GET" if body is None else "POST", url, data=body, headers=self._headers, proxy=proxy,
+                    allow_redirects=False,
+                ) as reply,
+            ):  # fmt: skip
+                text = bytearray()
+                while len(text) <= most_bytes and (more := await reply.content.read(most_bytes + 1 - len(text))):
+                    text += more
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            through = f" through the proxy {hide(proxy)}" if proxy else ""
+            raise UnconnectedError(f"{type(error).__name__}{through}: {error}") from None
+        except TimeoutError:
+            raise LateError(f"over {self._timeout_s:g} seconds by the clock ({self._section}timeout_s)") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            reason = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
+            raise PassingError(f"{type(error).__name__}: {_start(reason)}") from None
+        return _body(reply, bytes(text), most_bytes)
+
+
+def _start(text: bytes | str) -> str:
+    """What a message shows of a text: cut after its secrets are hidden, so that no part of one is left."""
+    return hide(text if isinstance(text, str) else text.decode(errors="replace"))[:MAX_SHOWN]
+
+
+def _body(reply: aiohttp.ClientResponse, text: bytes, most_bytes: int) -> bytes:
+    """The text of a reply, if that is what was asked for."""
+    status, coding = f"HTTP status {reply.status}", reply.headers.get("Content-Encoding", "")
+    if 300 <= reply.status < 400 and "Location" in reply.headers:
+        raise RequestError(f"{status}: it redirects to {_start(reply.headers['Location'])}, which is not asked")
+    if not 200 <= reply.status < 300:
+        passes = reply.status >= 500 or reply.status in PASSING
+        error = (PassingError if passes else RequestError)(f"{status}: {_start(text)}")
+        if isinstance(error, PassingError) and (after := reply.headers.get("Retry-After", "")).isdecimal():
+            error.wait_s = min(float(after), MAX_RETRY_AFTER_S)
+        raise error
+    if coding.lower() not in ("", "identity"):
+        raise RequestError(f"the reply is compressed ({_start(coding)}), which was not asked for")
+    if len(text) > most_bytes:
+        raise RequestError(f"the reply is too long: it has over {most_bytes} bytes")
+    return text
+
+
+def proxy_of(url: URL) -> str | None:
+    """The proxy that the environment names for an address; None for this machine, also by its name."""
+    host = (url.raw_host or "").rstrip(".").lower()
+    with contextlib.suppress(OSError, ValueError):  # 127.1 is an address too; a name is not looked up
+        host = str(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][4][0])
+    if HERE.fullmatch(host) or host == socket.gethostname().lower() or proxy_bypass(url.authority):
+        return None
+    proxy = getproxies().get(url.scheme)
+    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
