@@ -184,7 +184,8 @@ def _watch(
     pause = LOOK_S if looks else PARENT_S
     look = time.monotonic() + pause
     while True:
-        ready = {fd for fd, _ in waiting.poll(1000 * max(0.0, min(look, deadline) - time.monotonic()))}
+        events = waiting.poll(1000 * max(0.0, min(look, deadline) - time.monotonic()))
+        ready = {fd for fd, event in events if event & select.POLLIN}  # at a hang-up `answer_call` might wait for ever
         for listener in ready & {*listeners}:
             answer_call(listener, place)
         if ready & {*ends}:
@@ -230,12 +231,25 @@ def _files(folder: Path, below: Sequence[int]) -> Iterator[os.stat_result]:
     deleted: dict[tuple[int, int], os.stat_result] = {}
     for pid in below:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for fd in os.listdir(f"/proc/{pid}/fd"):
+            for fd in _descriptors(pid):
                 with contextlib.suppress(FileNotFoundError):
                     entry = os.stat(f"/proc/{pid}/fd/{fd}")
                     if stat.S_ISREG(entry.st_mode) and not entry.st_nlink:
                         deleted[entry.st_dev, entry.st_ino] = entry
     yield from deleted.values()
+
+
+def _descriptors(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        ended = os.pidfd_open(pid)
+        try:
+            if select.select([ended], [], [], 0)[0]:
+                return []  # root alone may look into a process that is not reaped
+        finally:
+            os.close(ended)
+        raise
 
 
 def _may_signal(pid: int) -> bool:
