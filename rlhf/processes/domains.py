@@ -231,25 +231,25 @@ def _files(folder: Path, below: Sequence[int]) -> Iterator[os.stat_result]:
     deleted: dict[tuple[int, int], os.stat_result] = {}
     for pid in below:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for fd in _descriptors(pid):
-                with contextlib.suppress(FileNotFoundError):
-                    entry = os.stat(f"/proc/{pid}/fd/{fd}")
-                    if stat.S_ISREG(entry.st_mode) and not entry.st_nlink:
-                        deleted[entry.st_dev, entry.st_ino] = entry
+            try:
+                for fd in os.listdir(f"/proc/{pid}/fd"):
+                    with contextlib.suppress(FileNotFoundError):
+                        entry = os.stat(f"/proc/{pid}/fd/{fd}")
+                        if stat.S_ISREG(entry.st_mode) and not entry.st_nlink:
+                            deleted[entry.st_dev, entry.st_ino] = entry
+            except PermissionError:
+                if not _ends(pid):
+                    raise
     yield from deleted.values()
 
 
-def _descriptors(pid: int) -> list[str]:
+def _ends(pid: int) -> bool:
+    """Whether a process has ended or is about to: root alone may look into it then."""
+    ended = os.pidfd_open(pid)
     try:
-        return os.listdir(f"/proc/{pid}/fd")
-    except PermissionError:
-        ended = os.pidfd_open(pid)
-        try:
-            if select.select([ended], [], [], 0)[0]:
-                return []  # root alone may look into a process that is not reaped
-        finally:
-            os.close(ended)
-        raise
+        return bool(select.select([ended], [], [], 1.0)[0])
+    finally:
+        os.close(ended)
 
 
 def _may_signal(pid: int) -> bool:
