@@ -56,6 +56,9 @@ class _Driven(Section):
         (), "of name: program: patterns of files in its folder that rewards get, such as [answer.txt, 'src/*.py']",
         strict=False,
     )  # fmt: skip
+    gives_answer: bool = key(
+        False, "rows have their answers, also where the code of the environment does not name their columns"
+    )
     url: str | None = key(None, "of name: service: where a rollout is asked for", pattern="^https?://[^/]")
     key_variable_name: str | None = key(
         None, "of name: service: environment variable of the run that holds the service's key"

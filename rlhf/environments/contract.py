@@ -29,7 +29,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
+from types import CodeType, MethodType
 from typing import Any, NamedTuple
 
 from rlhf.environments import seeding
@@ -60,6 +60,7 @@ class Environment:
         blocking: names of the functions and methods that are no coroutines; only an environment without any may share
             its process with other rollouts.
         coroutines: the names of the others; an environment without any never waits and needs no event loop.
+        named: what `reset` and the texts in the code of the class name, in lower case: columns that it may read.
     """
 
     _methods: tuple[str, ...] = ()
@@ -96,7 +97,7 @@ class Environment:
         label = f"environment name={name!r}"
         if name in BUILT_IN:
             self._add(_tool(name, options or {}, label), label)
-        self.name, self.has_reward, self._declares_done = "", False, False
+        self.name, self.has_reward, self._declares_done, self.named = "", False, False, set[str]()
         self.tools = [_schema(function) for function in self._functions.values()]
         waits: dict[str, bool] = {}
         if name is not None and name not in BUILT_IN:
@@ -127,6 +128,7 @@ class Environment:
         )
         self._declares_done = done_method or ("done" not in found and hasattr(cls, "done"))
         self.name, self.has_reward = cls.__name__, "get_reward" in found
+        self.named = named_by(found["reset"], *found.values())
         for name in self._methods:
             is_static = isinstance(inspect.getattr_static(cls, name), staticmethod)
             self.tools.append(_schema(found[name] if is_static else MethodType(found[name], cls)))
@@ -365,6 +367,36 @@ class Episode:
         text, limit = str(result), self._environment.max_characters
         cut = len(text) - limit
         return printable(text if cut <= 0 else f"{text[:limit]}\n[{cut} more characters were cut]")
+
+
+def named_by(function: Callable[..., Any], *others: Callable[..., Any]) -> set[str]:
+    """The parameters of a function and the texts in its code, and in that of others and what they use of their modules.
+
+    All in lower case. So a column that code reads is known before it runs, but for one whose name it computes.
+    """
+    found = set(inspect.signature(function).parameters)
+    waiting: list[Any] = [function, *others]
+    seen: list[Any] = []
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            found.add(each)
+        elif isinstance(each, tuple | frozenset):
+            waiting += each
+        elif isinstance(each, CodeType):
+            waiting += each.co_consts
+        elif inspect.isclass(each):
+            waiting += filter(inspect.isfunction, vars(each).values())
+        elif inspect.isfunction(each := inspect.unwrap(each)) and each not in seen:
+            seen.append(each)
+            used = (each.__globals__.get(name) for name in _names_in(each.__code__))
+            waiting += [each.__code__, *(one for one in used if getattr(one, "__module__", "") == each.__module__)]
+    return {name.lower() for name in found}
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """The global names and attributes that code and the functions in it use."""
+    return set(code.co_names).union(*(_names_in(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 def content_text(content: Any) -> str:

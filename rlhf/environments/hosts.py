@@ -97,6 +97,7 @@ class Hosts(Workers, Sessions):
 
     Args:
         port: of the endpoint, which programs may connect to.
+        answers: columns that hold answers; see `serve.load`.
 
     Raises:
         ValueError: a class or function cannot be loaded or offered to a model, and why.
@@ -113,15 +114,15 @@ class Hosts(Workers, Sessions):
         *,
         say: Callable[[str], None] = to_stderr,
         port: int = 0,
+        answers: Sequence[str] = (),
     ) -> None:
         Sessions.__init__(self, config, {})
         self.tools, self.port = tools, port
         # The address of a service, which may have a password, is not told.
-        told = {"name", "options", "command", "timeout_s", "returned_files"}
+        told = {"name", "options", "gives_answer"}
         parts = {value: part.model_dump(include=told) for value, part in config.parts.items()}
-        parts = parts or {"": {"name": None, "options": {}}}
-        hello = {"environments": parts, "tools": list(tools), "wall_seconds": config.wall_seconds, "env": config.env}
-        commands = [part.command for part in config.parts.values()]
+        parts = parts or {"": {"name": None, "options": {}, "gives_answer": False}}
+        hello = {"environments": parts, "tools": list(tools), "wall_seconds": config.wall_seconds, "answers": answers}
         names = [*(part["name"] or "" for part in parts.values()), *tools]
         self._waiting: deque[_Seat] = deque()
         self._seats: dict[int, _Seat] = {}
@@ -132,6 +133,10 @@ class Hosts(Workers, Sessions):
             raise ValueError(
                 f"environment.python={python}: no program is there. Name an interpreter (venv/bin/python)."
             )
+        readable = _read_by([part.command for part in config.parts.values()], python)
+        reach = {"env": config.env, "readable": [*readable, *config.files], "files": config.files}
+        for value, part in config.parts.items():
+            parts[value]["program"] = part.model_dump(include={"command", "timeout_s", "returned_files"}) | reach
         Workers.__init__(
             self,
             "environment",
@@ -142,7 +147,7 @@ class Hosts(Workers, Sessions):
             cpu_seconds=config.cpu_seconds,
             wall_seconds=config.wall_seconds,
             memory_mb=config.memory_mb,
-            grants=Grants(config.env, config.network, config.files, _read_by(commands, python), port),
+            grants=Grants(config.env, config.network, config.files, readable, port),
             template=True,
             python=python,
             path=None if python == sys.executable else [os.getcwd()],

@@ -1,13 +1,13 @@
 """A program as an environment: started once for each rollout, it speaks to the model over HTTP. Standard library only.
 
-It runs below a worker, confined as that is, in a folder of its own. The worker is killed when the rollout ends, and
-with it whatever the program has started. Its environment says where the model is, what its row is, and where it may
-leave its reward:
+It runs in a process domain of its own, in a folder of its own, and ends with everything that it has started before its
+reward is read. Its environment says where the model is, what its row is, and where it may leave its reward:
 
     OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY
     RLHF_ROW        a JSON file with the columns of its row
     RLHF_SEED       a number that all members of its group have
     RLHF_REWARD     the file for its reward: a number, or {"score": number, name: number, "facts": {...}}
+    RLHF_CONFINED   a program that runs the command of its arguments in a domain below, out of reach of both files
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import os
 import select
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -25,18 +25,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf.processes.domains import Command, remove, write_launcher
 from rlhf.processes.returned import read_returned
 
 TIMEOUT_S = 600.0  # where the config sets none
 ALIVE_S = 1.0  # between signs of life
 MAX_REWARD_BYTES, SHOWN_BYTES = 1 << 20, 1000  # of the reward file; of the output in an error
 MAX_OUTPUT_BYTES = 64 << 20
+SHELL_SIGNAL = 128  # a shell ends with this plus the number of the signal that ended its command
 MAX_FILES, MAX_FILE_BYTES = 32, 64 << 10
 KEPT = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 
 
-class TimeLimitError(Exception):
-    """The program did not end in time."""
+class LimitError(Exception):
+    """A program ended in a way that its model can cause: the rollout has a reward for it, so that it is no way out."""
 
 
 def named_files(command: Sequence[str]) -> set[int]:
@@ -55,37 +57,42 @@ class Program:
         timeout_s: for a whole rollout; None: TIMEOUT_S.
         env: variables that it gets in addition.
         returned_files: patterns of the files in its folder that parts of the reward get.
+        readable, files: what it may read, and what else than its folder it may write to.
     """
 
     def __init__(
-        self, command: Sequence[str], timeout_s: float | None, env: Sequence[str], returned_files: Sequence[str] = ()
-    ) -> None:
+        self, command: Sequence[str], timeout_s: float | None, env: Sequence[str], returned_files: Sequence[str] = (),
+        readable: Sequence[str] = (), files: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         words = [sys.executable if command[0] == "python" else command[0], *command[1:]]
-        files = named_files(words)
+        named = named_files(words)
         words[0] = shutil.which(words[0]) or words[0]
-        self._command = [os.path.abspath(word) if number in {0, *files} else word for number, word in enumerate(words)]
+        self._command = [os.path.abspath(word) if number in {0, *named} else word for number, word in enumerate(words)]
         self._timeout_s, self._env, self._returned = timeout_s or TIMEOUT_S, tuple(env), tuple(returned_files)
+        self._readable, self._files = readable, files
 
     def play(self, message: Mapping[str, Any], say_alive: Callable[[], None]) -> dict[str, Any]:
         """The program's outcome.
 
         Raises:
-            TimeLimitError: it did not end in time.
-            ValueError: it failed without leaving a reward, its reward is no number, or it printed too much.
+            LimitError: it took too long, printed too much, died of a signal, or left too many files or no reward.
+            ValueError: it ended with a status other than 0.
+            RefusedError: it could not be started.
         """
         folder = Path(tempfile.mkdtemp(prefix="program-"))
         try:
             with open(folder / "output.txt", "w+b") as output:
                 status = self._run(message, folder, output, say_alive)
                 output.seek(max(0, output.seek(0, os.SEEK_END) - SHOWN_BYTES))
-                shown = output.read(SHOWN_BYTES).decode("utf-8", "replace").strip()
+                shown = output.read(SHOWN_BYTES).decode("utf-8", "replace").strip() or "it printed nothing"
+            if (killed := -status if status < 0 else status - SHELL_SIGNAL) in signal.valid_signals():
+                raise LimitError(f"the program was ended by signal {killed}: {shown}")
+            if status != 0:
+                raise ValueError(f"the program ended with status {status}: {shown}")
             reward = _reward(folder / "reward.json")
-            if reward is None and status != 0:
-                raise ValueError(f"the program ended with status {status}: {shown or 'it printed nothing'}")
-            reward = reward or reward_in(b"null", "")
             return {**reward, "files": _left(folder / "work", self._returned)} if self._returned else reward
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
 
     def _run(self, message: Mapping[str, Any], folder: Path, output: Any, say_alive: Callable[[], None]) -> int:
         work = folder / "work"
@@ -102,26 +109,27 @@ class Program:
             "RLHF_ROW": str(folder / "row.json"),
             "RLHF_SEED": str(message["seeds"]["group"]),
             "RLHF_REWARD": str(folder / "reward.json"),
+            "RLHF_CONFINED": str(folder / "confined"),
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
         }
-        process = subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=work, env=variables,
-            start_new_session=True,
-        )  # fmt: skip
-        ended, deadline = os.pidfd_open(process.pid), time.monotonic() + self._timeout_s
+        write_launcher(folder / "confined", work, self._readable)
+        deadline, printed = time.monotonic() + self._timeout_s, os.open(output.name, os.O_WRONLY | os.O_APPEND)
         try:
-            while not select.select([ended], [], [], max(0.0, min(ALIVE_S, deadline - time.monotonic())))[0]:
-                if time.monotonic() > deadline:
-                    raise TimeLimitError(f"over {self._timeout_s:g} seconds by the clock (environment.timeout_s)")
-                if (size := os.fstat(output.fileno()).st_size) > MAX_OUTPUT_BYTES:
-                    raise ValueError(f"the program printed {size:,} bytes, more than {MAX_OUTPUT_BYTES:,}")
-                say_alive()
-            return process.wait()
+            how: dict[str, Any] = {"work": work, "variables": variables, "writable": self._files}
+            running = Command(self._command, folder, output=printed, **how)
         finally:
-            os.close(ended)
-            process.kill()
-            process.wait()
+            os.close(printed)
+        try:
+            while not select.select([running], [], [], max(0.0, min(ALIVE_S, deadline - time.monotonic())))[0]:
+                if time.monotonic() > deadline:
+                    raise LimitError(f"over {self._timeout_s:g} seconds by the clock (environment.timeout_s)")
+                if (size := os.fstat(output.fileno()).st_size) > MAX_OUTPUT_BYTES:
+                    raise LimitError(f"the program printed {size:,} bytes, more than {MAX_OUTPUT_BYTES:,}")
+                say_alive()
+            return running.ended()[0]
+        finally:
+            running.close()
 
 
 def _left(folder: Path, patterns: Sequence[str]) -> dict[str, str]:
@@ -129,7 +137,7 @@ def _left(folder: Path, patterns: Sequence[str]) -> dict[str, str]:
     and MAX_FILE_BYTES of each. What cannot be read is left out.
 
     Raises:
-        ValueError: there are more files.
+        LimitError: there are more files.
     """
     texts: dict[str, str] = {}
     for path in (path for pattern in patterns for path in folder.glob(pattern)):
@@ -137,7 +145,7 @@ def _left(folder: Path, patterns: Sequence[str]) -> dict[str, str]:
         if name in texts or not path.is_file() or path.resolve() != folder.resolve() / name:
             continue
         if len(texts) == MAX_FILES:
-            raise ValueError(f"the program left over {MAX_FILES} files of environment.returned_files")
+            raise LimitError(f"the program left over {MAX_FILES} files of environment.returned_files")
         with (
             contextlib.suppress(OSError),
             open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file,
@@ -146,13 +154,19 @@ def _left(folder: Path, patterns: Sequence[str]) -> dict[str, str]:
     return dict(sorted(texts.items()))
 
 
-def _reward(file: Path) -> dict[str, Any] | None:
-    """What the program has left in its reward file; None if there is no such file."""
+def _reward(file: Path) -> dict[str, Any]:
+    """What the program has left in its reward file."""
     try:
-        text = file.open("rb").read(MAX_REWARD_BYTES + 1)
+        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as left:
+            text = left.read(MAX_REWARD_BYTES + 1)
     except FileNotFoundError:
-        return None
-    return reward_in(text, "the reward file")
+        text = b"null"
+    except OSError:  # a link, or a folder
+        text = b""
+    try:
+        return reward_in(text, "the reward file")
+    except ValueError as error:
+        raise LimitError(str(error)) from None
 
 
 def reward_in(text: bytes, where: str) -> dict[str, Any]:

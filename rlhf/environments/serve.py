@@ -23,8 +23,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf.environments import seeding
-from rlhf.environments.contract import BUILT_IN, Environment, printable
-from rlhf.environments.program import Program, TimeLimitError
+from rlhf.environments.contract import BUILT_IN, Environment, named_by, printable
+from rlhf.environments.program import LimitError, Program
 from rlhf.processes import attributes
 from rlhf.processes.channel import Channel
 from rlhf.processes.code import load_module
@@ -42,10 +42,12 @@ def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Make the environments, by the value of the column that chooses them; raises ValueError for a bad one.
 
     Args:
-        hello: {"environments": {value: {"name", "options"}}, "tools": names, "wall_seconds": of one call}
+        hello: {"environments": {value: {"name", "options", "gives_answer"}}, "tools": names, "wall_seconds": of one
+            call, "answers": columns that hold answers, in lower case}
 
     Returns:
-        The environments, with the limit of a call; and of each {"tools", "rewards", "blocking", "plays", "program"}.
+        The environments, with the limit of a call; and of each {"tools", "rewards", "blocking", "plays", "program",
+        "withheld"}: the columns that its rows leave out are those with answers that its code does not name.
     """
     environments: dict[str, Environment | Program | Play | None] = {}
     for value, part in hello["environments"].items():
@@ -53,7 +55,7 @@ def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             environments[value] = None
             continue
         if part["name"] == PROGRAM:
-            environments[value] = Program(part["command"], part["timeout_s"], hello["env"], part["returned_files"])
+            environments[value] = Program(**part["program"])
             continue
         play = _coroutine(part["name"])
         if play is not None and (part["options"] or hello["tools"]):
@@ -64,7 +66,13 @@ def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if play is not None:
             seeding.import_numpy()
         environments[value] = play or _environment(part, hello["tools"])
-    about = {value: _about(environment) for value, environment in environments.items()}
+    about = {
+        value: {
+            **_about(environment),
+            "withheld": _withheld(environment, hello["environments"][value], hello["answers"]),
+        }
+        for value, environment in environments.items()
+    }
     return {"environments": environments, "wall_seconds": hello["wall_seconds"]}, about
 
 
@@ -100,6 +108,18 @@ def _about(environment: Environment | Program | Play | None) -> dict[str, Any]:
         told = {"tools": environment.tools, "rewards": environment.has_reward, "blocking": bool(environment.blocking)}
         return {**told, "plays": False, "program": False}
     return {"tools": [], "rewards": True, "blocking": False, "plays": True, "program": False}
+
+
+def _withheld(
+    environment: Environment | Program | Play | None, part: Mapping[str, Any], answers: Sequence[str]
+) -> list[str]:
+    if environment is None or part["gives_answer"]:  # a service is the user's own
+        return []
+    if isinstance(environment, Environment):
+        named = environment.named
+    else:
+        named = set() if isinstance(environment, Program) else named_by(environment)
+    return [column for column in answers if column not in named]
 
 
 def serve(channel: Channel, loaded: dict[str, Any]) -> None:
@@ -223,7 +243,7 @@ class Server:
         try:
             done = _caught(self._done(message))
             result = await (done if wall_seconds is None else _within(wall_seconds, done))
-        except (_OverLimitError, TimeLimitError) as error:
+        except (_OverLimitError, LimitError) as error:
             return self._failed(message, str(error), limit=True)
         except _EscapedError as error:
             return self._failed(message, str(error), limit=False)

@@ -24,6 +24,10 @@ from rlhf.types import Outcome
 FULL = "CAPACITY_REACHED"  # what a server of OpenEnv answers when it has no place for another session
 PLACES = re.compile(r"\d+/\d+ sessions active")  # in that answer
 FULL_PAUSE_S = 0.5
+LEFT_OUT = (
+    "Rows leave out columns with answers that the code of their environment does not name: name it as a parameter of "
+    "`reset`, or set environment.gives_answer: true"
+)
 MAX_PARTS, MAX_FACTS = 64, 64  # named numbers and facts of one rollout
 FAILED_COUNTS_S = 10.0  # that a failed session counts as open: where all fail at once, not every new one is opened
 
@@ -36,7 +40,7 @@ class Sessions:
 
     Args:
         about: of each environment, by the value of the column that chooses it: {"tools", "rewards", "blocking",
-            "plays", "program"}.
+            "plays", "program", "withheld"}.
 
     Attributes:
         services: those of the environments that are one, by that value.
@@ -69,6 +73,7 @@ class Sessions:
         if not isinstance(value, str) or value not in self.about:
             known = ", ".join(self.about)
             raise FailedError(f"the row's column `environment` is {value!r}, and environment.by_name has {known}.")
+        columns = {name: cell for name, cell in columns.items() if name.lower() not in self.about[value]["withheld"]}
         try:
             json.dumps(columns, default=as_json)
         except (TypeError, ValueError) as error:
@@ -166,7 +171,7 @@ class HostedSession:
         self.tools: list[dict[str, Any]] = list(about["tools"])
         self.opening: list[Message] | None = None
         self.text = ""
-        self._hosts, self._start = hosts, start
+        self._hosts, self._start, self._withheld = hosts, start, about["withheld"]
         self._broken = False
 
     async def begin(self) -> None:
@@ -196,8 +201,11 @@ class HostedSession:
     async def _ask(self, message: dict[str, Any]) -> Any:
         try:
             return await self._hosts.ask(self.number, message)
-        except (CallLimitError, FailedError):
+        except (CallLimitError, FailedError) as error:
             self._broken = True
+            missed = re.search(r"KeyError: '(.+?)'", str(error))
+            if missed and missed[1].lower() in self._withheld:
+                raise type(error)(f"{error}. {LEFT_OUT}") from None
             raise
 
     async def play(self, answer: Answer) -> Outcome:

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from rlhf.config.data import USUAL_COLUMNS
 from rlhf.config.environment import ALL, SERVICE
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.parsers import tool_parser_of
 from rlhf.config.printing import to_stderr
+from rlhf.config.reward import CodeOptions
 from rlhf.data.dialogue import Dialogue
 from rlhf.data.templates import template_source
 from rlhf.data.thoughts import marks_of
@@ -62,7 +64,8 @@ class StartedEnvironments(Environments):
         with contextlib.ExitStack() as opened:
             if endpoint is not None:
                 opened.callback(endpoint.close)
-            self.hosts = Hosts(config.environment, config.tools, say=say, port=endpoint.port if endpoint else 0)
+            port = endpoint.port if endpoint else 0
+            self.hosts = Hosts(config.environment, config.tools, say=say, port=port, answers=answer_columns(config))
             opened.callback(self.hosts.close)
             parts = config.environment.parts.items()
             asked = {
@@ -194,6 +197,16 @@ class StartedEnvironments(Environments):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def answer_columns(config: GRPOConfig) -> list[str]:
+    """The columns with answers, tests or criteria: those that the config names, and the usual ones; in lower case."""
+    names = [*USUAL_COLUMNS["answer_column"], config.data.answer_column]
+    names += [source.answer_column for source in (*config.data.train, *config.data.eval)]
+    graded = [(part.name, part.options) for part in config.reward.all_parts]
+    names += [options.get("tests", CodeOptions().tests) for name, options in graded if name == "code"]
+    names += [options.get("criteria_column") for name, options in graded if name == "rubric"]
+    return sorted({part for name in filter(None, names) for part in (name.lower(), name.lower().partition(".")[0])})
 
 
 def _all_tools(about: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -148,7 +148,10 @@ NOT_ALONE = (
 )
 
 FILES, USER, MODEL, ALONE = range(4)  # levels of a `Domain`
-INTERPRETER = tuple(dict.fromkeys((sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(__file__).parents[1]))))
+_venv = [str(folder) for folder in Path(sys.executable).parents[1:2] if (folder / "pyvenv.cfg").exists()]  # with -S
+INTERPRETER = tuple(
+    dict.fromkeys((sys.prefix, sys.base_prefix, sys.exec_prefix, *_venv, str(Path(__file__).parents[1])))
+)
 _libc = ctypes.CDLL(None, use_errno=True)
 _held: list[Domain] = []  # what `enter_domain` uses
 

@@ -292,16 +292,7 @@ def remove(folder: Path) -> None:
 
 def write_launcher(file: Path, folder: Path, readable: Sequence[str]) -> None:
     """Write a program that runs the command of its arguments in a domain which writes to this folder alone."""
-    words = [
-        sys.executable,
-        "-I",
-        "-S",
-        "-c",
-        BOOT.format(module="domains"),
-        PACKAGE,
-        str(folder),
-        json.dumps(readable),
-    ]
+    words = [sys.executable, "-I", "-S", "-c", BOOT.format(module="domains"), PACKAGE, str(folder)]
     with open(os.open(file, os.O_WRONLY | os.O_CREAT, 0o700), "w") as script:
         script.write(f'#!/bin/sh\nexec {shlex.join([*words, json.dumps(readable)])} "$@"\n')
 
@@ -318,6 +309,7 @@ def main(folder: str, readable: str, *command: str) -> None:
     finally:
         running.close()
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # that of SIGKILL is fixed
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status)

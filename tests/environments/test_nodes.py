@@ -20,7 +20,7 @@ from rlhf.environments.sessions import Sessions
 from rlhf.environments.turns import CallLimitError, FailedError
 
 FILE = Path(__file__).parent / "games.py"
-ABOUT = {"": {"tools": [], "rewards": True, "blocking": False, "plays": False, "program": False}}
+ABOUT = {"": {"tools": [], "rewards": True, "blocking": False, "plays": False, "program": False, "withheld": []}}
 OPENED = {"text": "", "messages": None}
 SEEDS = {"group": 7, "sample": 0}
 

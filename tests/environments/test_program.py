@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import socket
 import sys
 import textwrap
@@ -88,13 +90,18 @@ def test_a_program_gets_its_row_and_leaves_its_reward(tmp_path: Path) -> None:
     [
         ("raise SystemExit('no luck')", FailedError, "no luck"),
         ("import time; time.sleep(100)", CallLimitError, "over 1 seconds by the clock"),
-        (REWARD + "left.write('{')", FailedError, "the reward file holds no reward"),
-        (REWARD + "left.write('NaN')", FailedError, "no finite number"),
-        (REWARD + "left.write('\"1\"')", FailedError, "no finite number"),
-        (REWARD + "left.write('{\"score\": [1]}')", FailedError, "the reward file holds no reward"),
-        (REWARD + "left.write('{\"reward\": 1}')", FailedError, "without score"),
-        (REWARD + "left.write('[' * 100000)", FailedError, "the reward file holds no reward"),
-        ("import sys\nwhile True: sys.stdout.write('x' * 1_000_000)", FailedError, "the program printed "),
+        (REWARD + "left.write('{')", CallLimitError, "the reward file holds no reward"),
+        (REWARD + "left.write('NaN')", CallLimitError, "no finite number"),
+        (REWARD + "left.write('\"1\"')", CallLimitError, "no finite number"),
+        (REWARD + "left.write('{\"score\": [1]}')", CallLimitError, "the reward file holds no reward"),
+        (REWARD + "left.write('{\"reward\": 1}')", CallLimitError, "without score"),
+        (REWARD + "left.write('[' * 100000)", CallLimitError, "the reward file holds no reward"),
+        ("import os; os.mkfifo(os.environ['RLHF_REWARD'])", CallLimitError, "the reward file holds no reward"),
+        ("import os; os.symlink('/etc/hostname', os.environ['RLHF_REWARD'])", CallLimitError, "holds no reward"),
+        (REWARD + "left.write('2'); left.close(); raise SystemExit(3)", FailedError, "ended with status 3"),
+        (REWARD + "left.write('2'); left.close(); os.kill(os.getpid(), 9)", CallLimitError, "ended by signal 9"),
+        (REWARD + "left.write('2'); left.close(); os._exit(128 + 15)", CallLimitError, "ended by signal 15"),
+        ("import sys\nwhile True: sys.stdout.write('x' * 1_000_000)", CallLimitError, "the program printed "),
         (
             "import os, time\nfor _ in range(100):\n    if os.fork() == 0: time.sleep(30); os._exit(0)\ntime.sleep(30)",
             CallLimitError,
@@ -110,11 +117,6 @@ def test_a_program_that_fails_costs_its_rollout(tmp_path: Path, source: str, kin
 
 def test_a_program_that_ends_well_without_a_reward_leaves_it_to_the_other_parts(tmp_path: Path) -> None:
     assert run(tmp_path, "print(1)") == [Outcome()]
-
-
-def test_a_program_that_has_left_its_reward_may_end_with_any_status(tmp_path: Path) -> None:
-    (ended,) = run(tmp_path, REWARD + "left.write('2'); left.close(); raise SystemExit(3)")
-    assert ended.reward == 2.0
 
 
 def test_files_that_are_asked_for_are_returned_as_texts(tmp_path: Path) -> None:
@@ -134,6 +136,7 @@ def test_files_that_are_asked_for_are_returned_as_texts(tmp_path: Path) -> None:
 
 def test_more_files_than_can_be_returned_cost_the_rollout(tmp_path: Path) -> None:
     (failed,) = run(tmp_path, "for i in range(40): open(f'{i}', 'w')", returned_files=["*"])
+    assert isinstance(failed, CallLimitError)
     assert "the program left over 32 files of environment.returned_files" in str(failed)
 
 
@@ -241,3 +244,109 @@ def test_a_program_reaches_the_endpoint_and_nothing_else(tmp_path: Path) -> None
             ended = asyncio.run(outcome(opened, port, **row))
     assert isinstance(ended, Outcome), ended
     assert {name for name, reached in ended.parts.items() if reached} == {"endpoint", "own file"}
+
+
+LOOKS = """
+import json, os, time
+own = os.path.dirname(os.environ["RLHF_ROW"])
+open("mine.txt", "w").write("x")
+time.sleep(1)  # the folders of all are there
+above, seen = own, []
+while above != "/":
+    above = os.path.dirname(above)
+    for place, folders, names in os.walk(above):
+        folders[:] = [name for name in folders if not f"{place}/{name}".startswith(("/tmp/.", own))][:50]
+        seen += [f"{place}/{name}" for name in names if name in ("row.json", "mine.txt", "confined", "output.txt")]
+    if above == "/tmp":
+        break
+json.dump({"score": len(seen), "facts": {"seen": seen[:3]}}, open(os.environ["RLHF_REWARD"], "w"))
+"""
+
+
+def test_a_program_sees_no_folder_of_another(tmp_path: Path) -> None:
+    assert [ended.reward for ended in run(tmp_path, LOOKS, times=3)] == [0.0, 0.0, 0.0]
+
+
+TRIES = """
+import json, os, subprocess, sys, time
+below = "import json, os, signal, sys\\n" + sys.argv[1] if len(sys.argv) > 1 else ""
+TRIED = {
+    "writes the reward": f"open({os.environ['RLHF_REWARD']!r}, 'w').write('7')",
+    "reads the row": f"open({os.environ['RLHF_ROW']!r}).read()",
+    "lists the folder": f"os.listdir({os.path.dirname(os.environ['RLHF_ROW'])!r})",
+    "moves the folder": "os.rename('..', '../../x')",
+    "kills the agent": f"os.kill({os.getpid()}, 9)",
+    "stops its parent": "os.kill(os.getppid(), 19)",
+    "reads the agent": f"open('/proc/{os.getpid()}/mem', 'rb').read(1)",
+    "has a variable": "os.environ['RLHF_REWARD']",
+    "has a descriptor": "os.fstat(3)",
+    "writes its folder": "open('made.txt', 'w').write('x')",
+}
+ended = {}
+for name, code in TRIED.items():
+    command = [os.environ["RLHF_CONFINED"], sys.executable, "-c", f"import os\\n{code}"]
+    ended[name] = float(subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0)
+status = subprocess.run([os.environ["RLHF_CONFINED"], "sh", "-c", "echo said; exit 5"], capture_output=True, text=True)
+ended["says"] = float(status.returncode == 5 and status.stdout == "said\\n")
+ended["is killed"] = float(subprocess.run([os.environ["RLHF_CONFINED"], "sh", "-c", "kill -9 $$"]).returncode == -9)
+leaves = "setsid sh -c 'setsid sh -c \\"sleep 2; echo late > late.txt\\" &' &"
+subprocess.run([os.environ["RLHF_CONFINED"], "sh", "-c", leaves])
+started = time.monotonic()
+try:
+    subprocess.run([os.environ["RLHF_CONFINED"], "sh", "-c", "sleep 60 & sleep 60"], capture_output=True, timeout=1)
+except subprocess.TimeoutExpired:
+    ended["in time"] = float(time.monotonic() - started < 20)
+time.sleep(1.5)
+ended["outlives its command"] = float(os.path.exists("late.txt"))
+json.dump({"score": 0, **ended}, open(os.environ["RLHF_REWARD"], "w"))
+"""
+
+
+def test_a_command_in_a_domain_of_its_own_reaches_neither_reward_nor_row_nor_agent(tmp_path: Path) -> None:
+    (ended,) = run(tmp_path, TRIES, timeout_s=60)
+    assert isinstance(ended, Outcome), ended
+    assert {name for name, holds in ended.parts.items() if holds} == {
+        "writes its folder", "says", "is killed", "in time",
+    }  # fmt: skip
+
+
+MINI = """
+import json, subprocess, sys
+for command in json.loads(sys.argv[sys.argv.index("-t") + 1]):
+    subprocess.run(command, shell=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+"""
+BLOCKS = re.findall(
+    r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "environments.md").read_text(), re.DOTALL
+)
+
+
+@pytest.mark.parametrize(
+    ("commands", "reward"),
+    [
+        (["echo 42 > answer.txt"], 1.0),
+        (["cp ../row.json answer.txt; cat ../row.json >> answer.txt"], 0.0),
+        (["echo 7 > $RLHF_REWARD; kill -9 $PPID"], 0.0),
+        (["echo 7 > ../reward.json; kill -9 $PPID"], 0.0),
+        (["rm -rf ..; kill -9 -1"], 0.0),
+        (["echo 41 > answer.txt; setsid sh -c 'sleep 1; echo 42 > answer.txt' >/dev/null 2>&1 &"], 0.0),
+        (["ln -s ../row.json answer.txt"], 0.0),
+    ],
+)
+def test_the_example_of_the_docs_pays_for_the_work_alone(tmp_path: Path, commands: list[str], reward: float) -> None:
+    agent, judge = (block for block in BLOCKS if "RLHF_CONFINED" in block or "def solved" in block)
+    (tmp_path / "mini" / "bin").mkdir(parents=True)
+    python = tmp_path / "mini" / "bin" / "python"
+    python.symlink_to(Path(sys.executable).resolve())
+    mini = tmp_path / "mini" / "bin" / "mini"
+    mini.write_text(f"#!{python}\n{MINI}")
+    mini.chmod(0o755)
+    (tmp_path / "mini" / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
+    with hosts(
+        tmp_path, agent, command=[str(python), str(tmp_path / "agent.py")], returned_files=["answer.txt"]
+    ) as opened:
+        ended = asyncio.run(outcome(opened, task=json.dumps(commands), answer="42"))
+    assert isinstance(ended, Outcome), ended
+    names: dict[str, Any] = {}
+    exec(judge, names)
+    assert ended.reward is None
+    assert names["solved"]("", answer="42", metadata={"files": ended.files}) == reward
