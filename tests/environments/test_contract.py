@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from rlhf.config.environment import BUILT_IN
 from rlhf.environments.contract import Environment, Episode, content_text
+from rlhf.environments.serve import load
 from rlhf.processes.attributes import EnvironmentView
 
 ROOT = Path(__file__).parents[2]
@@ -605,6 +607,58 @@ class Env:
     }.items():  # fmt: skip
         with pytest.raises(AttributeError, match=reason):
             getattr(view, name)
+
+
+# --- who gets the answer ---
+
+READERS = """
+COLUMN = "answer"
+class Names:
+    def reset(self, Answer, **row): pass
+class Reads:
+    def reset(self, **row): self.row = row
+    def get_reward(self): return (lambda: self.row["answer"])()
+class Loops:
+    def reset(self, **row): self.row = {name: row[name] for name in ("tests", "answer")}
+class Uses:
+    def reset(self, **row): look(row)
+def look(row): return Deep(row)
+class Deep:
+    def __init__(self, row): self.gold = row.get("answer")
+class Sub(Reads): pass
+class Takes:
+    def reset(self, **row): self.row = row
+    def submit(self, answer: str) -> str:
+        '''Submit.
+
+        Args:
+            answer: Yours.
+        '''
+        return answer
+class Hidden:
+    def reset(self, **row): self.row = row[COLUMN]
+async def play(row, generate): return float(row["answer"])
+async def keeps(row, generate): return 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "withheld"),
+    [
+        ("Names", ["tests"]), ("Reads", ["tests"]), ("Loops", []), ("Uses", ["tests"]), ("Sub", ["tests"]),
+        ("Takes", ["answer", "tests"]), ("Hidden", ["answer", "tests"]), ("play", ["tests"]),
+        ("keeps", ["answer", "tests"]), ("calculator", ["answer", "tests"]), ("program", ["answer", "tests"]),
+        ("service", []),
+    ],
+)  # fmt: skip
+def test_rows_leave_out_the_answers_that_no_code_names(tmp_path: Path, name: str, withheld: list[str]) -> None:
+    (tmp_path / "readers.py").write_text(READERS)
+    part: dict[str, Any] = {"name": name if name in BUILT_IN else f"{tmp_path / 'readers.py'}:{name}", "options": {}}
+    part["program"] = {"command": [sys.executable], "timeout_s": None, "env": []}
+    hello = {"tools": [], "wall_seconds": 1.0, "answers": ["answer", "tests"]}
+    for gives, left_out in ((False, withheld), (True, [])):
+        _, about = load({**hello, "environments": {"": {**part, "gives_answer": gives}}})
+        assert about[""]["withheld"] == left_out
 
 
 # --- where it runs ---

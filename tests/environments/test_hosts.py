@@ -66,6 +66,25 @@ def test_a_group_starts_in_one_state_and_later_calls_have_their_own() -> None:
         assert (text, answers) == asyncio.run(play(opened))[:2]
 
 
+def test_an_answer_that_was_left_out_is_named_where_it_is_missed(tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text(
+        "NAME = 'answer'\nclass Game:\n    def reset(self, **row): self.facts = {'got': row[NAME], 'all': len(row)}\n"
+    )
+
+    async def play(opened: Hosts) -> Any:
+        async with session(opened, Answer="5", answer="4", question="2 + 2") as one:
+            return (await one.finish()).facts
+
+    how: dict[str, Any] = {"name": f"{tmp_path / 'game.py'}:Game"}
+    with Hosts(EnvironmentConfig(**how, **LIMITS), say=lambda line: None, answers=["answer"]) as opened:
+        said = r"KeyError: 'answer'\. Rows leave out .* set environment\.gives_answer: true"
+        with pytest.raises(FailedError, match=said):
+            asyncio.run(play(opened))
+    config = EnvironmentConfig(**how, **LIMITS, gives_answer=True)
+    with Hosts(config, say=lambda line: None, answers=["answer"]) as opened:
+        assert asyncio.run(play(opened)) == {"got": "4", "all": 3}
+
+
 def test_a_full_server_makes_sessions_wait_until_one_of_ours_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf.environments.sessions.FULL_PAUSE_S", 0.01)
 

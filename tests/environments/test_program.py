@@ -296,7 +296,7 @@ try:
     subprocess.run([os.environ["RLHF_CONFINED"], "sh", "-c", "sleep 60 & sleep 60"], capture_output=True, timeout=1)
 except subprocess.TimeoutExpired:
     ended["in time"] = float(time.monotonic() - started < 20)
-time.sleep(1.5)
+time.sleep(1)
 ended["outlives its command"] = float(os.path.exists("late.txt"))
 json.dump({"score": 0, **ended}, open(os.environ["RLHF_REWARD"], "w"))
 """
@@ -320,33 +320,35 @@ BLOCKS = re.findall(
 )
 
 
-@pytest.mark.parametrize(
-    ("commands", "reward"),
-    [
-        (["echo 42 > answer.txt"], 1.0),
-        (["cp ../row.json answer.txt; cat ../row.json >> answer.txt"], 0.0),
-        (["echo 7 > $RLHF_REWARD; kill -9 $PPID"], 0.0),
-        (["echo 7 > ../reward.json; kill -9 $PPID"], 0.0),
-        (["rm -rf ..; kill -9 -1"], 0.0),
-        (["echo 41 > answer.txt; setsid sh -c 'sleep 1; echo 42 > answer.txt' >/dev/null 2>&1 &"], 0.0),
-        (["ln -s ../row.json answer.txt"], 0.0),
-    ],
-)
-def test_the_example_of_the_docs_pays_for_the_work_alone(tmp_path: Path, commands: list[str], reward: float) -> None:
+PLAYED = {
+    "echo 42 > answer.txt": 1.0,
+    "cp ../row.json answer.txt; cat ../row.json >> answer.txt": 0.0,
+    "echo 7 > $RLHF_REWARD; kill -9 $PPID": 0.0,
+    "echo 7 > ../reward.json; kill -9 $PPID": 0.0,
+    "rm -rf ..; kill -9 -1": 0.0,
+    "echo 41 > answer.txt; setsid sh -c 'sleep 1; echo 42 > answer.txt' >/dev/null 2>&1 &": 0.0,
+    "ln -s ../row.json answer.txt": 0.0,
+}
+
+
+def test_the_example_of_the_docs_pays_for_the_work_alone(tmp_path: Path) -> None:
     agent, judge = (block for block in BLOCKS if "RLHF_CONFINED" in block or "def solved" in block)
-    (tmp_path / "mini" / "bin").mkdir(parents=True)
-    python = tmp_path / "mini" / "bin" / "python"
-    python.symlink_to(Path(sys.executable).resolve())
-    mini = tmp_path / "mini" / "bin" / "mini"
-    mini.write_text(f"#!{python}\n{MINI}")
-    mini.chmod(0o755)
+    programs = tmp_path / "mini" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python").symlink_to(Path(sys.executable).resolve())
+    (programs / "mini").write_text(f"#!{programs / 'python'}\n{MINI}")
+    (programs / "mini").chmod(0o755)
     (tmp_path / "mini" / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
-    with hosts(
-        tmp_path, agent, command=[str(python), str(tmp_path / "agent.py")], returned_files=["answer.txt"]
-    ) as opened:
-        ended = asyncio.run(outcome(opened, task=json.dumps(commands), answer="42"))
-    assert isinstance(ended, Outcome), ended
+
+    async def together(opened: Hosts) -> list[Any]:
+        rows = ({"task": json.dumps([commands]), "answer": "42"} for commands in PLAYED)
+        return list(await asyncio.gather(*(outcome(opened, **row) for row in rows)))
+
+    command = [str(programs / "python"), str(tmp_path / "agent.py")]
+    with hosts(tmp_path, agent, command=command, returned_files=["answer.txt"]) as opened:
+        ended = asyncio.run(together(opened))
     names: dict[str, Any] = {}
     exec(judge, names)
-    assert ended.reward is None
-    assert names["solved"]("", answer="42", metadata={"files": ended.files}) == reward
+    assert [each.reward for each in ended] == [None] * len(PLAYED)
+    paid = [names["solved"]("", answer="42", metadata={"files": each.files}) for each in ended]
+    assert dict(zip(PLAYED, paid, strict=True)) == PLAYED

@@ -18,6 +18,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.reward import RewardConfig
 from rlhf.environments.faults import Fault
 from rlhf.environments.rollouts import Environments, FailedEnvironments
+from rlhf.environments.start import answer_columns
 from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.rewards.model_client import conversation
 from rlhf.rewards.scorer import Scorer
@@ -236,3 +237,12 @@ def test_seeds_follow_from_the_place_in_the_stream(tmp_path: Path) -> None:
     first, again = environments.seeds(prompt(), 0), environments.seeds(dataclasses.replace(prompt(), epoch=1), 0)
     assert first["group"] != again["group"]
     assert environments.seeds(prompt(), 1) == {**first, "sample": 1}
+
+
+def test_columns_with_answers_are_those_of_data_code_and_rubrics(tmp_path: Path) -> None:
+    rubric = {"name": "rubric", "url": "http://host/v1/chat/completions", "model": "m", "criteria_column": "Grading"}
+    data = {"train": {"path": "x.jsonl", "answer_column": "gold.value"}, "eval": "y.jsonl", "answer_column": "solved"}
+    reward = {"parts": [{"name": "code", "tests": "checks"}, rubric]}
+    columns = answer_columns(make_config(tmp_path, data=data, reward=reward))
+    assert {"gold", "gold.value", "solved", "checks", "grading", "answer", "reward_model"} <= {*columns}
+    assert not {"question", "prompt", "tests"} & {*columns}
