@@ -158,6 +158,8 @@ def _reap() -> list[int]:
 def _work(plan: dict[str, Any], number: int, channel: Channel) -> None:
     """Be confined, load other people's code, and serve; a template forks the processes that serve."""
     work, grants, folder = sys.modules[plan["work"]], Grants(*plan["grants"]), Path(plan["folder"], str(os.getpid()))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory ends, these processes are killed and not the trainer's
     unconfined = grants.confine(plan["code"], folder, system=plan["system"], modes=plan["template"])
     before = set(sys.modules)
     WorkerStdout.muted = number > 1

@@ -44,7 +44,8 @@ ROOT_ALONE = {
     "files: only root may read", "network: raw", "network: packets", "privileges: capabilities",
     "privileges: bounding and ambient sets", "privileges: another user", "privileges: chroot",
     "privileges: a mount namespace", "privileges: mount", "privileges: the name of the machine",
-    "privileges: measurements", "devices: a character device", "devices: a block device", "devices: the kernel's log",
+    "privileges: measurements", "privileges: a control group", "privileges: a setting of the kernel",
+    "devices: a character device", "devices: a block device", "devices: the kernel's log",
 }  # fmt: skip
 MAY_BE_CLOSED = {
     "files: only root may read", "files: attributes", "files: flags", "files: by a handle", "process: migrate_pages",
@@ -53,7 +54,9 @@ MAY_BE_CLOSED = {
     "network: listen, MPTCP", "network: raw", "network: packets", "IPC: keys", "IPC: POSIX messages",
     "privileges: a user namespace", "privileges: clone a user namespace", "privileges: a mount namespace",
     "privileges: mount", "privileges: the name of the machine", "privileges: io_uring", "privileges: measurements",
-    "privileges: faults of memory", "privileges: clone3", "devices: a character device", "devices: a block device",
+    "privileges: faults of memory", "privileges: clone3", "privileges: calls of 32 bits",
+    "privileges: a control group", "privileges: a setting of the kernel", "privileges: addresses of the kernel",
+    "devices: a character device", "devices: a block device",
     "devices: the kernel's log", "devices: a terminal", "limits: above the hard one", "limits: core files",
 }  # fmt: skip
 

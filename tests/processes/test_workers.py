@@ -89,6 +89,7 @@ def test_the_code_is_loaded_once_and_its_memory_is_shared(workers: Told) -> None
     (loaded_in,) = {about["loaded in"] for about in workers.abouts}
     assert loaded_in not in worker_pids(workers)
     for worker in workers.free():
+        assert Path(f"/proc/{worker.pid}/oom_score_adj").read_text() == "1000\n"
         lines = Path(f"/proc/{worker.pid}/smaps_rollup").read_text().splitlines()
         private = sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
         assert private < 16 << 10  # KiB; the module holds 64 MiB

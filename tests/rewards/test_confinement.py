@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import resource
 import socket
 import subprocess
@@ -16,7 +17,15 @@ import pytest
 from waiting import WAIT_S
 
 from rlhf.config.reward import RewardConfig
-from rlhf.processes.confinement import ABI_SCOPES, AUDIT_ARCH, CREATE_RULESET, NO_FILE, NO_NETWORK, NO_SHARED_MEMORY
+from rlhf.processes.confinement import (
+    ABI_SCOPES,
+    AUDIT_ARCH,
+    CREATE_RULESET,
+    KEPT_CAPABILITIES,
+    NO_FILE,
+    NO_NETWORK,
+    NO_SHARED_MEMORY,
+)
 from rlhf.processes.outside import children_of
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.pool import Pool
@@ -209,6 +218,20 @@ def test_a_local_service_gets_no_datagram(plain: Pool, folder: Path, how: str) -
         assert look(plain, f"datagram by {how}", path).status == "failed"
         with pytest.raises(TimeoutError):
             service.recv(9)
+
+
+def test_only_with_the_network_a_process_waits_for_connections(scorer: Scorer, plain: Pool) -> None:
+    """A socket that was never bound would listen on every address."""
+    assert "Errno 13" in look(plain, "listen", "").detail
+    assert "Errno 22" in look_with_grants(scorer, "listen", "").detail  # it is connected already
+
+
+def test_of_roots_privileges_those_are_kept_that_the_folders_of_other_users_need(scorer: Scorer, plain: Pool) -> None:
+    own = int(re.findall(r"CapEff:\s*(\w+)", Path("/proc/self/status").read_text())[0], 16)
+    assert look(plain, "capabilities", "").value == float(own & KEPT_CAPABILITIES)
+    assert look_with_grants(scorer, "capabilities", "").value == float(own & KEPT_CAPABILITIES)
+    for namespace in (0x10000000, 0x20000):  # of users, of mounts
+        assert look_with_grants(scorer, "namespace", namespace).value == 0.0
 
 
 @pytest.mark.parametrize("action", ["owner", "attribute"])
