@@ -29,7 +29,7 @@ import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Any, NamedTuple
 
 from rlhf.processes.outside import prctl
@@ -102,7 +102,8 @@ mq_timedsend 242 182, mq_timedreceive 243 183, mq_notify 244 184, mq_getsetattr 
 memfd_create 319 279, memfd_secret 447 447, inotify_init 253 -, inotify_init1 294 26, clone3 435 435, clone 56 220,
 personality 135 92, fcntl 72 25, ioctl 16 29, prctl 157 167,
 kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
-pidfd_send_signal 424 424, truncate 76 45, fork 57 -, vfork 58 -, execve 59 221, execveat 322 281
+pidfd_send_signal 424 424, truncate 76 45, seccomp 317 277, landlock_create_ruleset 444 444,
+fork 57 -, vfork 58 -, execve 59 221, execveat 322 281
 """
 _TABLE = [entry.split() for entry in _NUMBERS.replace("\n", " ").split(",")]
 NUMBERS = {
@@ -110,7 +111,6 @@ NUMBERS = {
     for column, machine in enumerate(("x86_64", "aarch64"))
 }
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
-SECCOMP = {"x86_64": 317, "aarch64": 277}  # the number of the call that sets a filter
 
 
 def _from(first: str, last: str) -> tuple[str, ...]:
@@ -119,7 +119,6 @@ def _from(first: str, last: str) -> tuple[str, ...]:
     return tuple(names[names.index(first) : names.index(last) + 1])
 
 
-SOCKETS, SENDS = _from("socket", "io_uring_setup"), _from("sendto", "sendmmsg")
 OWNERS, MODES = _from("chown", "ioprio_set"), _from("chmod", "utimensat")
 SCHEDULERS = _from("sched_setaffinity", "setpriority")
 MACHINE = _from("unshare", "uselib")  # the machine's mounts, keys, clocks, modules and measurements
@@ -127,10 +126,10 @@ OTHERS = _from("ptrace", "memfd_secret")  # other processes, and what is shared 
 SIGNALLED, STARTS = _from("kill", "pidfd_send_signal"), _from("fork", "execveat")
 # Values refused in an argument: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE and F_NOTIFY; FIOSETOWN, SIOCSPGRP,
 # TIOCSTI, TIOCLINUX, FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR and FS_IOC_SET_ENCRYPTION_POLICY; PR_SCHED_CORE
-NEVER = {
-    "fcntl": (1, (8, 10, 15, 1024, 1026)),
-    "ioctl": (1, (0x8901, 0x8902, 0x5412, 0x541C, 0x40086602, 0x401C5820, 0x800C6613)),
-    "prctl": (0, (62,)),
+REFUSED_VALUES = {
+    ("fcntl", 1): (8, 10, 15, 1024, 1026),
+    ("ioctl", 1): (0x8901, 0x8902, 0x5412, 0x541C, 0x40086602, 0x401C5820, 0x800C6613),
+    ("prctl", 0): (62,),
 }
 
 NO_NETWORK = "this code has no network. If it needs one, set `network: true` next to its name"
@@ -147,6 +146,7 @@ NOT_ALONE = (
     "ARM64, or grade without `code`"
 )
 
+Check = tuple[int, int, int, bool]  # an argument, a mask, a value in it, and whether it has to be that value
 FILES, USER, MODEL, ALONE = range(4)  # levels of a `Domain`
 _venv = [str(folder) for folder in Path(sys.executable).parents[1:2] if (folder / "pyvenv.cfg").exists()]  # with -S
 INTERPRETER = tuple(
@@ -387,24 +387,13 @@ class Domain:
             self._readable |= READ_DIR
             self._writable = self._handled & ~(MAKE_DEVICES | IOCTL_DEV)
         self._rules = [*_rules(readable, self._readable), *_rules(writable, self._writable)] if self.abi else []
-        numbers = NUMBERS.get(platform.machine(), {}) if prctl(PR_GET_SECCOMP, 0, 0, 0, 0) >= 0 else {}
-        self._modes, self.filters = modes, dict[int, bytes]()
-        for action in (REFUSE, ASK, ALLOW) if numbers and level != FILES else ():
-            actions, allowed = _limits(level, network=network, port=port, signals=self.abi < ABI_SCOPES)
-            actions |= {name: action for name in MODES}
-            self.filters[action] = _assembled(
-                AUDIT_ARCH[platform.machine()],
-                {numbers[name]: action for name, action in actions.items() if name in numbers},
-                {numbers[name]: checks for name, checks in allowed.items()},
-                {numbers[name]: values for name, values in NEVER.items()} if level >= MODEL else {},
-                NEWEST if level >= MODEL else WORD,
-            )
+        has_seccomp = platform.machine() in NUMBERS and prctl(PR_GET_SECCOMP, 0, 0, 0, 0) >= 0
+        self._modes, self.filters = ALLOW if modes else REFUSE, dict[int, bytes]()
+        if has_seccomp and level != FILES:
+            self.filters = _filters(level, network=network, port=port, signals=self.abi < ABI_SCOPES)
 
     def enter(
-        self,
-        readable: Sequence[str] = (),
-        writable: Sequence[str] = (),
-        listener_to: socket.socket | None = None,
+        self, readable: Sequence[str] = (), writable: Sequence[str] = (), listener_to: socket.socket | None = None
     ) -> None:
         """Confine this process, with further files and folders.
 
@@ -428,7 +417,7 @@ class Domain:
         if self._level != FILES:
             _drop_capabilities(KEPT_CAPABILITIES if self._level == USER else 0)
         if self.filters and listener_to is None:
-            _set_filter(self.filters[ALLOW if self._modes else REFUSE])
+            _set_filter(self.filters[self._modes])
         elif self.filters and listener_to is not None:
             try:
                 socket.send_fds(listener_to, [b"\0"], [_set_filter(self.filters[ASK], NEW_LISTENER)])
@@ -469,71 +458,58 @@ def _drop_capabilities(kept: int) -> None:
     _done("capset", _libc.capset(head, struct.pack("=6I", low[0] & kept, low[1] & kept, 0, 0, 0, 0)))
 
 
-Checks = Mapping[str, Sequence[tuple[int, int, int]]]
-
-
-def _limits(level: int, *, network: bool, port: int, signals: bool) -> tuple[dict[str, int], Checks]:
-    """What becomes of calls; and the values of arguments with which others are allowed.
+def _filters(level: int, *, network: bool, port: int, signals: bool) -> dict[int, bytes]:
+    """Filters of system calls, by what becomes of those for modes and times.
 
     Args:
         signals: refuse those to others, which Landlock does not.
     """
     refused, absent = [*OWNERS, *MACHINE, "io_uring_setup"], ["clone3"]  # its arguments are in memory, out of reach
-    allowed: dict[str, Sequence[tuple[int, int, int]]] = {"clone": [(0, CLONE_NAMESPACES, 0)]}
+    checks: dict[str, list[Check]] = {"clone": [(0, CLONE_NAMESPACES, 0, True)]}
     if level == USER:  # the first argument of these is a process, 0 for this one
-        allowed |= {name: [(0, WORD, 0)] for name in SCHEDULERS}
-        allowed["setpriority"] = [(0, WORD, os.PRIO_PROCESS), (1, WORD, 0)]
+        checks |= {name: [(0, WORD, 0, True)] for name in SCHEDULERS}
+        checks["setpriority"] = [(0, WORD, os.PRIO_PROCESS, True), (1, WORD, 0, True)]
+    stream = (1, 0xF, int(socket.SOCK_STREAM), True)
     if not network:
         refused += ["listen", "accept", "accept4", *([] if port else ["socket"])]
-        allowed["socketpair"] = [(0, WORD, int(socket.AF_UNIX)), (1, 0xF, int(socket.SOCK_STREAM))]
+        checks["socketpair"] = [(0, WORD, int(socket.AF_UNIX), True), stream]
     if port and not network:
-        tcp = [(0, WORD, int(socket.AF_INET)), (1, 0xF, int(socket.SOCK_STREAM)), (2, ~socket.IPPROTO_TCP & WORD, 0)]
-        allowed |= {"socket": tcp, "sendto": [(3, MSG_FASTOPEN, 0)], "sendmsg": [(2, MSG_FASTOPEN, 0)]}
-        allowed["sendmmsg"] = [(3, MSG_FASTOPEN, 0)]
+        tcp = (2, ~socket.IPPROTO_TCP & WORD, 0, True)  # 0 is TCP too
+        checks |= {name: [(at, MSG_FASTOPEN, 0, True)] for name, at in (("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3))}
+        checks["socket"] = [(0, WORD, int(socket.AF_INET), True), stream, tcp]
     if level >= MODEL:
         refused += [*OTHERS, *(name for name in SCHEDULERS if name != "prlimit64")]
         absent += ["inotify_init", "inotify_init1"]  # they would name the files of others
-        allowed |= {"prlimit64": [(0, WORD, 0)], "personality": [(0, WORD, WORD)]}
+        checks |= {"prlimit64": [(0, WORD, 0, True)], "personality": [(0, WORD, WORD, True)]}
+        for (name, at), values in REFUSED_VALUES.items():
+            checks[name] = [(at, WORD, value, False) for value in values]
     if level >= MODEL and signals:
         refused += SIGNALLED[1:]
-        allowed["kill"] = [(0, WORD, 0)]
+        checks["kill"] = [(0, WORD, 0, True)]
     if level == ALONE:
         refused += [*SIGNALLED, *STARTS, "truncate"]
-        allowed["clone"] = [(0, CLONE_THREAD, CLONE_THREAD), *allowed["clone"]]
-    return {**dict.fromkeys(refused, REFUSE), **dict.fromkeys(absent, ABSENT)}, allowed
+        checks["clone"].append((0, CLONE_THREAD, CLONE_THREAD, True))
+    actions = {**dict.fromkeys(refused, REFUSE), **dict.fromkeys(absent, ABSENT)}
+    newest = NEWEST if level >= MODEL else WORD
+    return {
+        of_modes: _assembled(actions | dict.fromkeys(MODES, of_modes), checks, newest)
+        for of_modes in (REFUSE, ASK, ALLOW)
+    }
 
 
-def _assembled(
-    machine: int,
-    actions: Mapping[int, int],
-    allowed: Mapping[int, Sequence[tuple[int, int, int]]] = MappingProxyType({}),
-    never: Mapping[int, tuple[int, Sequence[int]]] = MappingProxyType({}),
-    newest: int = WORD,
-) -> bytes:
-    """A filter of system calls.
-
-    Args:
-        actions: number -> what becomes of it: REFUSE, ABSENT, ASK.
-        allowed: number -> (argument, mask, value): the call is refused unless each argument has the value in the mask.
-        never: number -> an argument, and values that are refused in it.
-        newest: later numbers are absent.
-    """
-    refuse, allow = (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)
+def _assembled(actions: Mapping[str, int], checks: Mapping[str, Sequence[Check]], newest: int) -> bytes:
+    """A filter; a call is refused unless all its checks hold, and absent if its number is above `newest`."""
+    numbers, refuse, allow = NUMBERS[platform.machine()], (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)
     # (operation, steps to skip if true, if false, value)
-    steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, machine), refuse, (LOAD, 0, 0, 0), (AT_LEAST, 0, 1, X32), refuse]
-    if newest < X32:
-        steps += [(AT_LEAST, 0, 1, newest + 1), (RETURN, 0, 0, ABSENT)]
-    for number, action in actions.items():
-        steps += [(EQUAL, 0, 1, number), (RETURN, 0, 0, action)]
-    for number, checks in allowed.items():
-        steps.append((EQUAL, 0, 4 * len(checks) + 1, number))
-        for argument, mask, value in checks:
-            steps += [(LOAD, 0, 0, 16 + 8 * argument), (AND, 0, 0, mask), (EQUAL, 1, 0, value), refuse]
-        steps.append(allow)
-    for number, (argument, values) in never.items():
-        steps += [(EQUAL, 0, 2 * len(values) + 2, number), (LOAD, 0, 0, 16 + 8 * argument)]
-        for value in values:
-            steps += [(EQUAL, 0, 1, value), refuse]
+    steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[platform.machine()]), refuse, (LOAD, 0, 0, 0)]
+    steps += [(AT_LEAST, 0, 1, X32), refuse, (AT_LEAST, 0, 1, min(newest + 1, WORD)), (RETURN, 0, 0, ABSENT)]
+    for name in actions.keys() & numbers.keys():
+        steps += [(EQUAL, 0, 1, numbers[name]), (RETURN, 0, 0, actions[name])]
+    for name, of_call in checks.items():
+        steps.append((EQUAL, 0, 4 * len(of_call) + 1, numbers[name]))
+        for argument, mask, value, is_that in of_call:
+            equal = (EQUAL, int(is_that), int(not is_that), value)
+            steps += [(LOAD, 0, 0, 16 + 8 * argument), (AND, 0, 0, mask), equal, refuse]
         steps.append(allow)
     return b"".join(struct.pack("=HBBI", *step) for step in (*steps, allow))
 
@@ -541,13 +517,13 @@ def _assembled(
 def _set_filter(program: bytes, flags: int = 0) -> int:
     held = ctypes.create_string_buffer(program, len(program))
     head = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(held)))
-    return _done("seccomp", int(_libc.syscall(SECCOMP[platform.machine()], SET_FILTER, flags, head)))
+    return _done("seccomp", int(_libc.syscall(NUMBERS[platform.machine()]["seccomp"], SET_FILTER, flags, head)))
 
 
-def forbid_calls(machine: int, numbers: Sequence[int]) -> None:
+def forbid_calls(*names: str) -> None:
     """Have the kernel refuse these system calls from now on."""
     prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _set_filter(_assembled(machine, dict.fromkeys(numbers, REFUSE)))
+    _set_filter(_assembled(dict.fromkeys(names, REFUSE), {}, WORD))
 
 
 def _done(step: str, result: int) -> int:

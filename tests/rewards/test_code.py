@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from waiting import WAIT_S
 from worlds import rollout_of
 
 from rlhf.config.reward import CodeOptions, RewardConfig
-from rlhf.processes.confinement import AUDIT_ARCH
 from rlhf.rewards.code import START_S, code_reward, find_code
 from rlhf.rewards.code_tests import read_tests
 from rlhf.rewards.grade import Grade
@@ -137,12 +135,11 @@ def test_a_start_that_takes_too_long_is_seen_before_the_limit_of_the_response() 
 
 
 UNCONFINED = """
-import sys
 from rlhf.config.reward import CodeOptions, RewardConfig
-from rlhf.processes.confinement import CREATE_RULESET, forbid_calls
+from rlhf.processes.confinement import forbid_calls
 from rlhf.rewards.code import code_reward
 from rlhf.rewards.scorer import Scorer
-forbid_calls(int(sys.argv[1]), [CREATE_RULESET])
+forbid_calls("landlock_create_ruleset")
 result = code_reward("```\\nf = abs\\n```", {"tests": ["assert f(-1) == 1"]}, CodeOptions())
 print(result.value, result.status, result.detail)
 try:
@@ -154,7 +151,7 @@ except ValueError as error:
 
 @pytest.mark.slow
 def test_no_code_runs_where_the_kernel_cannot_confine_it() -> None:
-    command = [sys.executable, "-c", UNCONFINED, str(AUDIT_ARCH[platform.machine()])]
+    command = [sys.executable, "-c", UNCONFINED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
     graded, refused = done.stdout.splitlines()
     assert graded.startswith("None unscorable no process for the solution: this kernel cannot confine")
