@@ -65,7 +65,8 @@ class Command:
 
     Args:
         folder: the only one that it writes to.
-        work: its working folder.
+        work: its working folder, where alone it changes modes and times of files: a domain below has no folder of its
+            own for that.
         output: a descriptor for what it prints; None: it has the caller's, and its standard input.
         reach: further arguments of `enter_domain`.
     """
@@ -92,7 +93,9 @@ class Command:
             self._warden = os.fork()
             if self._warden == 0:
                 with _ending():
-                    theirs.sendall(json.dumps(_guard(theirs, caller, folder, bounds, output, become)).encode())
+                    theirs.sendall(
+                        json.dumps(_guard(theirs, caller, folder, str(work), bounds, output, become)).encode()
+                    )
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -136,7 +139,7 @@ def _ending() -> Iterator[None]:
 
 
 def _guard(
-    leash: socket.socket, caller: int, folder: Path, bounds: Bounds, output: int | None, become: Any
+    leash: socket.socket, caller: int, folder: Path, work: str, bounds: Bounds, output: int | None, become: Any
 ) -> dict[str, Any]:
     """Run what `become` becomes, to its end; what is told of it."""
     signal.set_wakeup_fd(-1)
@@ -166,17 +169,17 @@ def _guard(
     if problem:
         os.waitpid(child, 0)
         return {"refused": problem.decode("utf-8", "replace")}
-    over = _watch([os.pidfd_open(child), leash.fileno()], listeners, caller, folder, bounds, is_scoped)
+    over = _watch([os.pidfd_open(child), leash.fileno()], listeners, caller, folder, work, bounds, is_scoped)
     pid, status = os.waitpid(child, os.WNOHANG)
     _kill_below(is_scoped)
     return {"status": os.waitstatus_to_exitcode(status) if pid else -signal.SIGKILL, "over": over}
 
 
 def _watch(
-    ends: Sequence[int], listeners: Sequence[int], caller: int, folder: Path, bounds: Bounds, is_scoped: bool
+    ends: Sequence[int], listeners: Sequence[int], caller: int, folder: Path, work: str, bounds: Bounds, is_scoped: bool
 ) -> str:
     """Wait until the command ends or has to end; the bound that it has exceeded, or ""."""
-    waiting, place = select.poll(), os.path.realpath(folder)
+    waiting, place = select.poll(), os.path.realpath(work)
     for fd in (*ends, *listeners):
         waiting.register(fd, select.POLLIN)
     deadline = time.monotonic() + bounds.seconds

@@ -89,10 +89,11 @@ def _make(listener: int, number: int, pid: int, form: _Form, arguments: list[int
         os.close(start)
     try:
         own = f"/proc/self/fd/{file}"
-        if not f"{os.readlink(own)}/".startswith(f"{folder}/"):
+        place = os.readlink(own)
+        if not f"{place}/".startswith(f"{folder}/"):
             raise PermissionError(errno.EACCES, "")
-        if form.mode >= 0:
-            os.chmod(own, arguments[form.mode] & MODE_BITS)
+        if form.mode >= 0:  # the folder itself stays open for whoever works in it or reads what is left
+            os.chmod(own, arguments[form.mode] & MODE_BITS | (0o700 if place == folder else 0))
         elif _libc.utimensat(file, b"", times, AT_EMPTY_PATH) != 0:
             raise OSError(ctypes.get_errno(), "")
     finally:
