@@ -103,6 +103,7 @@ memfd_create 319 279, memfd_secret 447 447, inotify_init 253 -, inotify_init1 29
 personality 135 92, fcntl 72 25, ioctl 16 29, prctl 157 167,
 kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
 pidfd_send_signal 424 424, truncate 76 45, seccomp 317 277, landlock_create_ruleset 444 444,
+open 2 -, openat 257 56, openat2 437 437,
 fork 57 -, vfork 58 -, execve 59 221, execveat 322 281
 """
 _TABLE = [entry.split() for entry in _NUMBERS.replace("\n", " ").split(",")]
@@ -390,7 +391,7 @@ class Domain:
         has_seccomp = platform.machine() in NUMBERS and prctl(PR_GET_SECCOMP, 0, 0, 0, 0) >= 0
         self._modes, self.filters = ALLOW if modes else REFUSE, dict[int, bytes]()
         if has_seccomp and level != FILES:
-            self.filters = _filters(level, network=network, port=port, signals=self.abi < ABI_SCOPES)
+            self.filters = _filters(level, network=network, port=port, abi=self.abi)
 
     def enter(
         self, readable: Sequence[str] = (), writable: Sequence[str] = (), listener_to: socket.socket | None = None
@@ -458,11 +459,12 @@ def _drop_capabilities(kept: int) -> None:
     _done("capset", _libc.capset(head, struct.pack("=6I", low[0] & kept, low[1] & kept, 0, 0, 0, 0)))
 
 
-def _filters(level: int, *, network: bool, port: int, signals: bool) -> dict[int, bytes]:
+def _filters(level: int, *, network: bool, port: int, abi: int) -> dict[int, bytes]:
     """Filters of system calls, by what becomes of those for modes and times.
 
     Args:
-        signals: refuse those to others, which Landlock does not.
+        abi: of Landlock, for which they stand in: until 2 it lets files be made empty that may only be read, and until 5
+            signals be sent to others.
     """
     refused, absent = [*OWNERS, *MACHINE, "io_uring_setup"], ["clone3"]  # its arguments are in memory, out of reach
     checks: dict[str, list[Check]] = {"clone": [(0, CLONE_NAMESPACES, 0, True)]}
@@ -483,7 +485,12 @@ def _filters(level: int, *, network: bool, port: int, signals: bool) -> dict[int
         checks |= {"prlimit64": [(0, WORD, 0, True)], "personality": [(0, WORD, WORD, True)]}
         for (name, at), values in REFUSED_VALUES.items():
             checks[name] = [(at, WORD, value, False) for value in values]
-    if level >= MODEL and signals:
+    if level >= MODEL and abi < ABI_TRUNCATE:
+        refused, absent = [*refused, "truncate"], [*absent, "openat2"]
+        checks |= {
+            name: [(at, os.O_TRUNC | os.O_ACCMODE, os.O_TRUNC, False)] for name, at in (("open", 1), ("openat", 2))
+        }
+    if level >= MODEL and abi < ABI_SCOPES:
         refused += SIGNALLED[1:]
         checks["kill"] = [(0, WORD, 0, True)]
     if level == ALONE:
@@ -505,7 +512,7 @@ def _assembled(actions: Mapping[str, int], checks: Mapping[str, Sequence[Check]]
     steps += [(AT_LEAST, 0, 1, X32), refuse, (AT_LEAST, 0, 1, min(newest + 1, WORD)), (RETURN, 0, 0, ABSENT)]
     for name in actions.keys() & numbers.keys():
         steps += [(EQUAL, 0, 1, numbers[name]), (RETURN, 0, 0, actions[name])]
-    for name, of_call in checks.items():
+    for name, of_call in ((name, of_call) for name, of_call in checks.items() if name in numbers):
         steps.append((EQUAL, 0, 4 * len(of_call) + 1, numbers[name]))
         for argument, mask, value, is_that in of_call:
             equal = (EQUAL, int(is_that), int(not is_that), value)
