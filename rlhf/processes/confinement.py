@@ -463,8 +463,8 @@ def _filters(level: int, *, network: bool, port: int, abi: int) -> dict[int, byt
     """Filters of system calls, by what becomes of those for modes and times.
 
     Args:
-        abi: of Landlock, for which they stand in: until 2 it lets files be made empty that may only be read, and until 5
-            signals be sent to others.
+        abi: of Landlock, for which they stand in: up to 2 it lets read-only files be emptied, and up to 5 others be
+            sent signals.
     """
     refused, absent = [*OWNERS, *MACHINE, "io_uring_setup"], ["clone3"]  # its arguments are in memory, out of reach
     checks: dict[str, list[Check]] = {"clone": [(0, CLONE_NAMESPACES, 0, True)]}
@@ -487,9 +487,8 @@ def _filters(level: int, *, network: bool, port: int, abi: int) -> dict[int, byt
             checks[name] = [(at, WORD, value, False) for value in values]
     if level >= MODEL and abi < ABI_TRUNCATE:
         refused, absent = [*refused, "truncate"], [*absent, "openat2"]
-        checks |= {
-            name: [(at, os.O_TRUNC | os.O_ACCMODE, os.O_TRUNC, False)] for name, at in (("open", 1), ("openat", 2))
-        }
+        empties = os.O_TRUNC | os.O_ACCMODE, os.O_TRUNC, False
+        checks |= {"open": [(1, *empties)], "openat": [(2, *empties)]}
     if level >= MODEL and abi < ABI_SCOPES:
         refused += SIGNALLED[1:]
         checks["kill"] = [(0, WORD, 0, True)]
