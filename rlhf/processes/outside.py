@@ -99,9 +99,9 @@ def die_with_parent(number: int) -> None:
 
 
 class Stopwatch:
-    """Measures one process between `start` and `stop`."""
+    """Measures one process between `start` and `stop`; `total_s`: `own_seconds` of all such times."""
 
-    running = False
+    running, total_s = False, 0.0
 
     def start(self, pid: int) -> None:
         """Begin to measure, or begin again."""
@@ -109,18 +109,21 @@ class Stopwatch:
         self._cpu, self._waited = self._cpu_seconds(), self._seconds_without_core()
 
     def stop(self) -> None:
+        self.total_s += self.own_seconds() if self.running else 0.0
         self.running = False
 
     def elapsed(self) -> float:
         return time.monotonic() - self._began
 
+    def own_seconds(self) -> float:
+        """Seconds by the clock, without those in which the process waited for a core."""
+        return self.elapsed() - max(0.0, self._seconds_without_core() - self._waited)
+
     def exceeded(self, *, cpu_seconds: float, wall_seconds: float) -> str:
         """The limit that was used up, as text for a message; "" while the process is within both."""
         if self._cpu_seconds() - self._cpu > cpu_seconds:
             return f"over {cpu_seconds:g} CPU seconds"
-        waited = self._seconds_without_core() - self._waited
-        over_wall = self.elapsed() - waited > wall_seconds
-        return f"over {wall_seconds:g} seconds by the clock" if over_wall else ""
+        return f"over {wall_seconds:g} seconds by the clock" if self.own_seconds() > wall_seconds else ""
 
     def _cpu_seconds(self) -> float:
         with contextlib.suppress(OSError):  # the process is gone

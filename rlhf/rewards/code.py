@@ -19,10 +19,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, BinaryIO, Self
 
 from rlhf.config.reward import WALL_PER_CPU, CodeOptions
-from rlhf.processes.attributes import from_json
 from rlhf.processes.channel import Channel
 from rlhf.processes.forkers import BOOT, PACKAGE
 from rlhf.processes.outside import Stopwatch
@@ -33,7 +33,7 @@ from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, UNSCORABLE, Grade
 MAX_ANSWER_BYTES = 1 << 22  # of one result, and of what a program prints
 READ_BYTES = 1 << 16
 START_S = 5.0  # for a Python interpreter, next to other jobs; less than `reward.wall_seconds`
-POLL_S = 0.02
+POLL_S, PAUSE_S = 0.02, 0.001
 
 
 class WrongError(Exception):
@@ -48,8 +48,19 @@ class NotStartedError(Exception):
     """The process did not start; the response cannot be to blame: its code had not been sent yet."""
 
 
-def code_reward(response: str, columns: dict[str, Any], options: CodeOptions) -> Grade:
-    """1 if the code in the response passes the tests of the row, or the fraction of the tests that it passes."""
+def code_reward(
+    response: str,
+    columns: dict[str, Any],
+    options: CodeOptions,
+    wall_seconds: float = 10.0,
+    say_alive: Callable[[], None] = lambda: None,
+) -> Grade:
+    """1 if the code in the response passes the tests of the row, or the fraction of the tests that it passes.
+
+    Args:
+        wall_seconds: that all tests together may take, without starts of processes and waiting for a core.
+        say_alive: called before each test, which has limits of its own.
+    """
     try:
         tests = _tests(columns, options)
     except ValueError as error:
@@ -58,7 +69,7 @@ def code_reward(response: str, columns: dict[str, Any], options: CodeOptions) ->
     if code is None:
         return Grade(0.0, NO_ANSWER)
     try:
-        passed, problem = _passed(code, tests, options)
+        passed, problem = _passed(code, tests, options, wall_seconds, say_alive)
     except NotStartedError as error:
         return Grade(None, UNSCORABLE, code, str(error))
     fraction = passed / (len(tests.calls) + len(tests.programs))
@@ -90,20 +101,26 @@ def find_code(answer: str, tests: Tests, *, whole: bool) -> str | None:
     return answer if whole and answer.strip() else None
 
 
-def _passed(code: str, tests: Tests, options: CodeOptions) -> tuple[int, str]:
+def _passed(
+    code: str, tests: Tests, options: CodeOptions, wall_seconds: float, say_alive: Callable[[], None]
+) -> tuple[int, str]:
     """How many tests pass, and why one of them does not."""
-    passed, problem, setup = 0, "", imports(code, tests)
+    passed, problem, setup, watch = 0, "", imports(code, tests), Stopwatch()
     solution: Solution | None = None
     with contextlib.ExitStack() as stack:
         every: tuple[CallTest | ProgramTest, ...] = (*tests.calls, *tests.programs)
         for number, test in enumerate(every, 1):
+            say_alive()
+            grading = time.process_time()
             try:
+                if watch.total_s > wall_seconds:
+                    raise LateError(f"the tests before took over {wall_seconds:g} seconds (reward.wall_seconds)")
                 if isinstance(test, ProgramTest):
-                    _run_program(code, test, setup, options.cpu_seconds)
+                    _run_program(code, test, setup, options.cpu_seconds, watch)
                 else:
                     if solution is None or solution.ended:
                         stack.close()
-                        solution = stack.enter_context(Solution(options.cpu_seconds))
+                        solution = stack.enter_context(Solution(options.cpu_seconds, watch, again=solution is not None))
                         solution.define(f"{setup}\n{tests.setup}", code)
                     _check_call(solution, test)
                 passed += 1
@@ -111,21 +128,24 @@ def _passed(code: str, tests: Tests, options: CodeOptions) -> tuple[int, str]:
                 problem = f"test {number}: {error}"
                 if options.mode == "all" or isinstance(error, LateError):
                     break
+            finally:
+                watch.stop()
+                watch.total_s += time.process_time() - grading
     return passed, problem
 
 
-def _run_program(code: str, test: ProgramTest, setup: str, cpu_seconds: float) -> None:
-    with Solution(cpu_seconds, stdin=test.stdin) as solution:
+def _run_program(code: str, test: ProgramTest, setup: str, cpu_seconds: float, watch: Stopwatch) -> None:
+    with Solution(cpu_seconds, watch, stdin=test.stdin) as solution:
         if not test.accepts(solution.printed_by(setup, code)):
             raise WrongError("it prints something else")
 
 
 def _check_call(solution: Solution, test: CallTest) -> None:
-    answer = solution.ask({"call": test.call})
+    answer = solution.ask({"call": test.call}, test.max_bytes)
     try:
         if "value" not in answer:
             raise WrongError(str(answer.get("error")))
-        right = test.accepts(from_json(answer["value"]))
+        right = test.accepts(answer["value"])
     except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:  # no value of our JSON
         raise WrongError(f"{type(error).__name__}: {error}") from None
     if not right:
@@ -135,21 +155,26 @@ def _check_call(solution: Solution, test: CallTest) -> None:
 class Solution:
     """A confined process with the code of a response; every test has limits of its own.
 
+    Args:
+        watch: measures the tests of the response.
+        stdin: what a program reads; None: its functions are called.
+        again: the code has ended its last process, so it is to blame for this start and what it takes.
+
     Attributes:
         ended: it answers no more.
     """
 
-    def __init__(self, cpu_seconds: float, stdin: str | None = None) -> None:
+    def __init__(self, cpu_seconds: float, watch: Stopwatch, stdin: str | None = None, *, again: bool = False) -> None:
         self.ended = False
         self._limits = {"cpu_seconds": cpu_seconds, "wall_seconds": WALL_PER_CPU * cpu_seconds}
-        self._watch, self._rest, self._open = Stopwatch(), bytearray(), contextlib.ExitStack()
+        self._watch, self._rest, self._open = watch, bytearray(), contextlib.ExitStack()
         try:
-            self._start(stdin)
+            self._start(stdin, again=again)
         except (OSError, WrongError) as error:
             self.__exit__()
-            raise NotStartedError(f"no process for the solution: {error}") from None
+            raise (WrongError if again else NotStartedError)(f"no process for the solution: {error}") from None
 
-    def _start(self, stdin: str | None) -> None:
+    def _start(self, stdin: str | None, *, again: bool) -> None:
         ours, theirs = socket.socketpair()
         self._channel = Channel(self._open.enter_context(ours))
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
@@ -167,10 +192,13 @@ class Solution:
             )
         self._open.enter_context(self._process)  # waits for it at the end
         self._open.callback(self._process.kill)
+        if again:
+            self._watch.start(self._process.pid)
         if not select.select([ours], [], [], START_S)[0]:
             raise WrongError(f"Python did not start within {START_S:g} s")
         if (first := self._read_line(ours.fileno())) != {"ready": True}:
             raise WrongError(str(first.get("unconfined")))
+        self._watch.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -185,12 +213,12 @@ class Solution:
         self._send({"code": setup, "program": False})
         self._send({"code": code, "program": False})
 
-    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a message, whatever the code of the response says it is."""
+    def ask(self, message: dict[str, Any], max_bytes: int) -> dict[str, Any]:
+        """The answer to a message, whatever the code of the response says it is; a longer one is wrong unread."""
         if not self._watch.running:
             self._watch.start(self._process.pid)
         self._send(message)
-        answer = self._read_line(self._channel.socket.fileno())
+        answer = self._read_line(self._channel.socket.fileno(), max_bytes)
         self._watch.stop()
         if not isinstance(answer, dict):
             raise WrongError("the answer is no mapping")
@@ -205,7 +233,7 @@ class Solution:
             pass
         while self._process.poll() is None:
             self._check_time()
-            time.sleep(POLL_S / 10)
+            time.sleep(PAUSE_S)
         if self._process.returncode:
             raise WrongError(f"the program ended with exit status {self._process.returncode}")
         return self._rest.decode(errors="replace")
@@ -232,11 +260,13 @@ class Solution:
             self.ended = True
             raise LateError(limit)
 
-    def _read_line(self, fd: int) -> Any:
+    def _read_line(self, fd: int, max_bytes: int = MAX_ANSWER_BYTES) -> Any:
         while b"\n" not in self._rest:
             if not self._read(fd):
                 self._fail("the process ended")
         line, _, self._rest = self._rest.partition(b"\n")
+        if len(line) > max_bytes:
+            raise WrongError(f"the value has {len(line)} bytes as JSON, and a right one at most {max_bytes}")
         try:
             return json.loads(line)
         except (ValueError, RecursionError):
@@ -244,6 +274,8 @@ class Solution:
 
     def _read(self, fd: int) -> bool:
         """Read what there is; False at the end."""
+        if self._rest:  # more is on its way, maybe byte by byte
+            time.sleep(PAUSE_S)
         while not select.select([fd], [], [], POLL_S)[0]:
             self._check_time()
         self._check_time()

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
+from itertools import accumulate
 from typing import NamedTuple
 
 from rlhf.rewards.code_tests import Tests
@@ -30,6 +31,7 @@ DEFINED = re.compile(r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULT
 BUILT_IN = frozenset(dir(builtins))
 READERS = frozenset(["input", "raw_input", "stdin", "fileinput", "open", "read"])
 PRINTERS = frozenset(["print", "stdout", "write"])
+MAX_CHARACTERS = 100_000  # of code that is read, from the end of an answer: most needs 0.1 s, the worst one second
 
 
 class Block(NamedTuple):
@@ -55,17 +57,20 @@ class Block(NamedTuple):
 def program(answer: str, tests: Tests) -> str | None:
     """The program in an answer, as the module says; None if no block can be one."""
     blocks = list(fenced(answer))
+    sizes = accumulate(len(text) for _, text in reversed(blocks))
+    blocks = blocks[len(blocks) - sum(size <= MAX_CHARACTERS for size in sizes) :]
     untagged = [text for info, text in blocks if not info.strip()]
     python = [block for info, text in blocks if (block := _python(info, text))]
     if not python:
         return untagged[-1] if untagged else None
-    kept, needed = list[Block](), tests.functions
+    kept, needed = list[Block](), set(tests.functions)
     main = _main(python, tests) if tests.programs else None
     for block in reversed(python):
         given = block.names if kept else block.functions  # a demonstration may import the solution
         if block is main or needed & given:
             kept.insert(0, block)
-            needed = (needed - given - BUILT_IN) | block.needs
+            needed -= given | BUILT_IN
+            needed |= block.needs
     return "\n".join(block.text for block in kept or python[-1:])
 
 
@@ -79,8 +84,8 @@ def _main(blocks: list[Block], tests: Tests) -> Block:
 
 def imports(code: str, tests: Tests) -> str:
     """The imports that a program lacks, of `tests.modules` and the names in them, but for names that the tests call."""
-    block = _python("python", code)
     of_name = _imports(tests.modules)
+    block = _python("python", code) if of_name else None
     return "\n".join(
         of_name[name] for name in sorted((block.needs if block else set()) - tests.functions) if name in of_name
     )

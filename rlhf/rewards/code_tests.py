@@ -23,7 +23,11 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
+from itertools import repeat
+from operator import itemgetter
 from typing import Any, NamedTuple
+
+from rlhf.processes.attributes import as_json
 
 BUILDERS: dict[str, Callable[..., Any]] = {
     kind.__name__: kind for kind in (set, frozenset, list, tuple, dict, float, sorted)
@@ -36,6 +40,8 @@ CONTEST_MODULES = (  # LiveCodeBench's grader imports these and their names befo
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
+TAGS = {"@int": "", "@tuple": "tuple", "@set": "set", "@frozenset": "set", "@dict": "dict"}  # of `as_json`: kinds
+MAX_BYTES = 4096  # of a number or an error as JSON
 FORMS = (
     "Write `assert f(arguments) == literal`, `assert [not] f(arguments)`, "
     "`assert abs(f(arguments) - number) < number`, `assert math.isclose(f(arguments), number)`, "
@@ -44,10 +50,14 @@ FORMS = (
 
 
 class CallTest(NamedTuple):
-    """An expression for the solution, and whether its value, plain data, is right."""
+    """An expression for the solution, whether its value is right, and how many bytes a right one may have.
+
+    The value is JSON of `as_json`. No set or dictionary is made of it: numbers of equal hashes would take hours.
+    """
 
     call: str
     accepts: Callable[[Any], bool]
+    max_bytes: int = MAX_BYTES
 
 
 class ProgramTest(NamedTuple):
@@ -169,23 +179,69 @@ def _call_of_pair(pair: dict[str, Any], name: str, tolerance: float) -> CallTest
     given, wanted = pair["input"], pair["output"]
     arguments = [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else given
     wanted = json.loads(wanted) if isinstance(wanted, str) and "testtype" in pair else wanted
-    right = [wanted, *(wanted if "wraps" in pair and isinstance(wanted, list) and len(wanted) == 1 else [])]
+    right = [_said(wanted), *map(_said, wanted if "wraps" in pair and isinstance(wanted, list) and len(wanted) == 1 else [])]
     called = f"(Solution().{name} if 'Solution' in globals() else {name})"
     call = f"{called}({', '.join(map(repr, arguments))})"
-    return CallTest(call, lambda value: any(_same_value(value, one, tolerance) for one in right))
+    return CallTest(call, lambda value: any(_same(value, one, tolerance) for one in right), _longest(*right))
 
 
-def _same_value(value: Any, wanted: Any, tolerance: float) -> bool:
-    """Whether a result is the value; JSON has no tuples, so a function may return one for a list."""
-    match value, wanted:
-        case (list() | tuple(), list() | tuple()):
-            return len(value) == len(wanted) and all(map(_same_value, value, wanted, [tolerance] * len(value)))
-        case (dict(), dict()):
-            same_keys = value.keys() == wanted.keys()
-            return same_keys and all(_same_value(value[key], wanted[key], tolerance) for key in wanted)
-        case (int() | float(), float()) if value != wanted:
-            return _near(Decimal(value), Decimal(wanted), tolerance)
-    return bool(value == wanted)
+def _same(value: Any, wanted: Any, tolerance: float | None = None) -> bool:
+    """Whether a value equals the wanted one, both as JSON of `as_json`.
+
+    Args:
+        tolerance: of a test whose result is JSON, which has no tuples: a function may return one for a list. None: the
+            values are equal as Python compares them.
+    """
+    (kind, given), (other, known) = _opened(value), _opened(wanted)
+    if tolerance is not None and {kind, other} == {"list", "tuple"}:
+        kind = other
+    if kind != other or (kind and len(given) != len(known)):
+        return False
+    match kind:
+        case "list" | "tuple":
+            return all(map(_same, given, known, repeat(tolerance)))
+        case "set":
+            return sorted(map(_order, given)) == sorted(map(_order, known))
+        case "dict":
+            sides = (sorted(((_order(key), item) for key, item in side), key=itemgetter(0)) for side in (given, known))
+            return all(key == same and _same(a, b, tolerance) for (key, a), (same, b) in zip(*sides, strict=True))
+    if tolerance and isinstance(known, float) and isinstance(given, int | float) and abs(given) <= sys.float_info.max:
+        return given == known or _near(Decimal(given), Decimal(known), tolerance)
+    return bool(given == known)
+
+
+def _opened(value: Any) -> tuple[str, Any]:
+    """The kind of what `as_json` has written, and its items; of a single value "", and the value."""
+    if isinstance(value, list):
+        return "list", value
+    if not isinstance(value, dict):
+        return "", value
+    tag, items = next(iter(value.items()), ("", None))
+    if len(value) > 1 or tag not in TAGS:
+        return "dict", [*value.items()]
+    return TAGS[tag], int(items, 16) if tag == "@int" else items
+
+
+def _order(value: Any) -> Any:
+    """What elements and keys are sorted by; equal for equal ones alone."""
+    kind, items = _opened(value)
+    if kind:
+        orders = map(_order, items)
+        return kind, tuple(sorted(orders) if kind == "set" else orders)
+    return "" if isinstance(items, int | float) else type(items).__name__, items
+
+
+def _said(wanted: Any) -> Any:
+    """A result as JSON of `as_json`; NaN, which equals nothing, for one that a solution cannot say either."""
+    try:
+        return as_json(wanted)
+    except TypeError:
+        return math.nan
+
+
+def _longest(*wanted: Any) -> int:
+    """Bytes that a value may have which equals one of these: 1e300 may be an integer of 301 digits."""
+    return MAX_BYTES + 64 * max(len(json.dumps(one)) for one in wanted)
 
 
 # --- asserts ---
@@ -263,14 +319,15 @@ def _test(test: ast.expr) -> CallTest:
             bounds = {str(keyword.arg): _literal(keyword.value, test) for keyword in keywords}
             return _close(_asked(asked, test), _literal(known, test), **bounds)
         case ast.UnaryOp(ast.Not(), ast.Call() as call):
-            return CallTest(_direct_call(call, test), lambda value: not value)
+            return CallTest(f"not {_direct_call(call, test)}", lambda value: value is True)
         case ast.Call():
-            return CallTest(_direct_call(test, test), bool)
+            return CallTest(f"not {_direct_call(test, test)}", lambda value: value is False)
     raise _refused(test)
 
 
 def _equals(call: str, wanted: Any, is_same: bool) -> CallTest:
-    return CallTest(call, lambda value: value is wanted if is_same else bool(value == wanted))
+    known = _said(wanted)
+    return CallTest(call, lambda value: value is wanted if is_same else _same(value, known), _longest(known))
 
 
 def _close(call: str, wanted: Any, *, rel_tol: Any = 1e-9, abs_tol: Any = 0.0) -> CallTest:
@@ -278,7 +335,8 @@ def _close(call: str, wanted: Any, *, rel_tol: Any = 1e-9, abs_tol: Any = 0.0) -
         raise ValueError(f"the test of `{call[:80]}` compares no numbers. {FORMS}.")
 
     def accepts(value: Any) -> bool:
-        return isinstance(value, int | float) and math.isclose(value, wanted, rel_tol=rel_tol, abs_tol=abs_tol)
+        _, number = _opened(value)
+        return isinstance(number, int | float) and math.isclose(number, wanted, rel_tol=rel_tol, abs_tol=abs_tol)
 
     return CallTest(call, accepts)
 

@@ -121,7 +121,7 @@ class Pool(Workers):
             worker.work.pop(reply["number"]).future.set_result(grade)
         if not worker.work:
             worker.watch.stop()
-        elif worker.kind:  # calls that wait: a message, even without replies, shows that none blocks the others
+        else:  # a message without replies: no call blocks the others, or the next test begins
             worker.watch.start(worker.pid)
 
     def on_gone(self, worker: Worker, why: str, detail: str) -> None:

@@ -38,7 +38,7 @@ REWARDS: dict[str, Callable[[dict[str, Any], Any], Grade]] = {
     "format": lambda job, options: Grade(format_reward(job["response"], options, **job["thoughts"])),
     "length": lambda job, options: Grade(length_reward(job["metadata"]["response_length"], options)),
     "repetition": lambda job, options: Grade(repetition_reward(job["response"], options)),
-    "code": lambda job, options: code_reward(job["response"], job["columns"], options),
+    "code": lambda job, options: code_reward(job["response"], job["columns"], options, *job["time"]),
 }
 OF_WHOLE_RESPONSE = ("format", "length", "repetition")  # the others grade its answer, without the thoughts
 
@@ -56,7 +56,7 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]]) -> Grade:
     Args:
         job: name, options, response, answer, columns, metadata; with `check`, the gold answer is graded against itself.
             `in_thought` and the `marks` of thoughts say which part of the response is its answer; without marks those
-            of all models count.
+            of all models count. For `code`, `time`: seconds for all tests, and what is called before each test.
         functions: user functions by name.
     """
     name = job["name"]

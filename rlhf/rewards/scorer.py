@@ -383,9 +383,10 @@ def error_of(grade: Grade) -> str:
 def _value(part: RewardPart, grade: Grade) -> float | None:
     """The value of a part; 0 where a response made a built-in reward fail, None where a user function failed.
 
-    The limit of all tests of `code` counts the time in which its processes wait for a core: no response is to blame.
+    The tests of `code` have limits of their own. The worker's by the clock counts the time in which their processes
+    wait for a core: no response is to blame.
     """
-    if part.name == "code" and grade.status == TIMEOUT:
+    if part.name == "code" and grade.status == TIMEOUT and "by the clock" in grade.detail:
         return None
     if grade.value is None and not part.is_judged_outside and grade.status in (NO_ANSWER, TIMEOUT, DIED, FAILED):
         return 0.0

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from waiting import WAIT_S
 from worlds import rollout_of
 
 from rlhf.config.reward import CodeOptions, RewardConfig
+from rlhf.processes.attributes import as_json
 from rlhf.rewards.code import START_S, code_reward, find_code
 from rlhf.rewards.code_tests import read_tests
 from rlhf.rewards.grade import Grade
@@ -29,6 +32,9 @@ from rlhf.types import Prompt
 ASSERTS = ["assert square(3) == 9", "assert square(-4) == 16", "assert square(12) == 144"]
 PROGRAM = [{"input": "3\n", "output": "9\n"}, {"input": "-4\n", "output": "16\n"}]
 HONEST = "def square(x):\n    return x * x\n"
+MANY = [f"assert square({n}) == {n * n}" for n in range(2, 22)]
+DECIMALS = {"inputs": [[n] for n in range(9)], "outputs": [n / 2 for n in range(9)], "fn_name": "square"}
+MANY_PROGRAMS = [{"input": f"{n}\n", "output": f"{n * n}\n"} for n in range(2, 22)]
 
 
 def grade(code: str, tests: Any = ASSERTS, *, columns: dict[str, Any] | None = None, **options: Any) -> Grade:
@@ -569,12 +575,55 @@ def test_without_a_tolerance_decimals_are_compared_exactly() -> None:
         (10**20, 10**20 + 1, False),
         ("0.3", 0.3, False),
         ([0.3], [0.3, 0.3], False),
+        ({1: 0.3}, {"1": 0.3}, False),
+        (True, 1.0, True),
+        (None, [], False),
+        (1.7e308, 1.7e308, True),
     ],
 )
 def test_a_tolerance_holds_for_the_decimals_that_a_function_returns(value: Any, expected: Any, is_right: bool) -> None:
     pair = {"inputs": [[2]], "outputs": [expected], "fn_name": "f"}
     (test,) = read_tests(pair, tolerance=1e-6).calls
-    assert test.accepts(value) is is_right
+    assert test.accepts(as_json(value)) is is_right
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "is_right"),
+    [
+        ({1, 2.0, None, "a", (1, 3)}, "{(1.0, 3), 'a', None, 2, True}", True),
+        ({1, 2}, "{1, 3}", False),
+        ({1, 2}, "[1, 2]", False),
+        ({1, 2}, "frozenset([2, 1])", True),
+        ((1, 2), "[1, 2]", False),
+        ([(1, {2})], "[(1, {2})]", True),
+        ({(1, 2): [3], None: {4}, "a": 0}, "{'a': 0.0, None: {4.0}, (1, 2): [3]}", True),
+        ({1: 2, 3: 4}, "{1: 4, 3: 2}", False),
+        ({}, "set()", False),
+        ({"@set": [1]}, "{1}", False),
+        ([2**20000], f"[{2**20000:#x}]", True),
+        ([-(2**20000)], f"[-{2**20000 - 1:#x}]", False),
+        (10**4000, "1" + "0" * 4000, True),
+        (float("nan"), "float('nan')", False),
+        (2, "2j", False),
+    ],
+)
+def test_values_are_equal_as_python_compares_them(value: Any, expected: str, is_right: bool) -> None:
+    (test,) = read_tests([f"assert f(2) == {expected}"]).calls
+    said = as_json(value)
+    assert test.accepts(said) is is_right
+    assert len(json.dumps(said)) <= test.max_bytes
+
+
+@pytest.mark.parametrize("kind", ["set", "dict"])
+def test_numbers_of_one_hash_cost_the_grader_no_more_than_others(kind: str) -> None:
+    count = 50_000  # in a set or dictionary they would take a minute
+    wanted = {number: number for number in range(count)} if kind == "dict" else set(range(count))
+    (test,) = read_tests([f"assert f(2) == {wanted}"]).calls
+    numbers = [number * sys.hash_info.modulus for number in range(count)]
+    started = time.process_time()
+    assert not test.accepts({f"@{kind}": [[number, number] for number in numbers] if kind == "dict" else numbers})
+    assert time.process_time() - started < 5
+    assert test.accepts(as_json(wanted))
 
 
 def test_integers_of_any_length_are_printed_returned_and_expected() -> None:
@@ -672,15 +721,70 @@ def test_a_grading_process_runs_solutions_below_it(pool: Pool, code: str, value:
     assert (result.value, result.status) == (value, "ok"), result.detail
 
 
-@pytest.mark.slow
-def test_the_limit_of_all_tests_which_depends_on_the_load_judges_no_response() -> None:
-    prompt = Prompt("slow", 0, np.zeros(1, np.int32), (), "", "code", {"tests": ASSERTS})
-    part = {"name": "code", "cpu_seconds": 1.4}
-    config = RewardConfig.model_validate({"parts": [part], "workers": 1, "wall_seconds": 3.0})
+SAYS = "import rlhf.processes.solution as s\ndef square(x): 0\ns.as_json = lambda value: "
+WRITES = """
+import os, time
+def write(text):
+    for fd in range(3, 20):
+        try:
+            return os.write(fd, text)
+        except OSError:
+            pass
+def square(x):
+"""
+BURNS = {  # what they make the grader do -> tests and code; each would else outlast a limit of the grading process
+    "wait": (MANY, "import time\ndef square(x):\n    time.sleep(0.7)"),
+    "wait for programs": (MANY_PROGRAMS, "import time\ntime.sleep(0.7)"),
+    "start processes": (MANY, "import os, time\ndef square(x):\n    time.sleep(0.3)\n    os._exit(0)"),
+    "count a set": (MANY, SAYS + "{'@set': [n * (2**61 - 1) for n in range(60000)]}"),
+    "count a mapping": (MANY, SAYS + "{'@dict': [[n * (2**61 - 1), 0] for n in range(60000)]}"),
+    "convert an integer": (DECIMALS, SAYS + "{'@int': 'f' * 4_000_000}"),
+    "read much": (MANY, SAYS + "[[]] * 400_000"),
+    "read by the byte": (MANY, WRITES + "    while True: write(b'1'); time.sleep(1e-5)"),
+    "wait for the rest": (MANY, WRITES + "    write(b'[')\n    time.sleep(60)"),
+    "wait for an end": (MANY_PROGRAMS, "import os\nwhile True: os.write(1, b'1' * 1000)"),
+    "read in advance": (MANY, WRITES + "    while True: write(b'{}\\n' * 1000)"),
+    "wait for nobody": (MANY, "import os, time\ndef square(x):\n    os.closerange(3, 50)\n    time.sleep(60)"),
+    "read a program": (MANY, "def square(x): 0\n" + "a;" * 500_000),
+}  # fmt: skip
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("tests", "code"), BURNS.values(), ids=BURNS.keys())
+def test_no_response_burns_the_time_of_the_grader_to_be_left_out_instead_of_graded(tests: Any, code: str) -> None:
+    part = {"name": "code", "mode": "fraction", "cpu_seconds": 0.5}
+    config = RewardConfig.model_validate({"parts": [part], "workers": 1, "wall_seconds": 3.0, "cpu_seconds": 1.0})
+    prompt = Prompt("p", 0, np.zeros(1, np.int32), (), "", "code", {"tests": tests})
     with Scorer(config) as scorer:
-        text = "```python\nimport time\ndef square(x):\n    time.sleep(2)\n    return x * x\n```"
-        (scored,) = asyncio.run(scorer.score_group(prompt, [rollout_of([1])], [text]))
-    assert (scored.reward, scored.status) == (None, "timeout")
+        started = time.monotonic()
+        (scored,) = asyncio.run(scorer.score_group(prompt, [rollout_of([1])], [f"```python\n{code}\n```"]))
+        assert (scored.reward, scored.status in ("ok", "no_answer")) == (0.0, True), scored.status
+        assert time.monotonic() - started < WAIT_S / 2
+
+
+def test_all_tests_of_a_response_have_a_limit_together_after_which_they_fail() -> None:
+    code = "import time\ndef square(x):\n    time.sleep(0.2)\n    return x * x"
+    said: list[None] = []
+    tests = {"tests": [f"assert square({n}) == {n * n}" for n in range(9)]}
+    result = code_reward(f"```python\n{code}\n```", tests, CodeOptions(mode="fraction"), 0.5, lambda: said.append(None))
+    assert result.status == "ok"
+    assert 2 <= round(9 * (result.value or 0)) <= 4
+    assert "the tests before took over 0.5 seconds (reward.wall_seconds)" in result.detail
+    assert len(said) == round(9 * (result.value or 0)) + 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "reward"), [("over 3 seconds by the clock", None), ("over 2 CPU seconds", 0.0)]
+)
+def test_only_the_limit_that_depends_on_the_load_judges_no_response(
+    limit: str, reward: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Scorer(RewardConfig.model_validate({"parts": ["code"], "workers": 1})) as scorer:
+        killed: Future[Grade] = Future()
+        killed.set_result(Grade(None, "timeout", detail=limit))
+        monkeypatch.setattr(scorer.pool, "submit_many", lambda jobs: [killed])
+        (graded,) = scorer.graded_batch(scorer.submit_batch(["x"], [""], [{"tests": ASSERTS}]))
+    assert (graded.value, graded.status) == (reward, "timeout")
 
 
 @pytest.mark.slow
