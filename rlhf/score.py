@@ -52,6 +52,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--strict", action="store_true", help="math: boxed answers only, the default of a run")
     parser.add_argument("--workers", type=int, help="grading processes (default: the cores, at most 8)")
     parser.add_argument("--cpu-seconds", type=float, default=2.0, help="CPU seconds for one response (default: 2)")
+    parser.add_argument("--bound", type=float, default=1e4, help="as reward.bound of a config (default: 10000)")
     return parser.parse_args(argv)
 
 
@@ -133,7 +134,7 @@ def _reward_config(options: argparse.Namespace) -> RewardConfig:
     if options.reward == "math":
         part["mode"] = "strict" if options.strict else "lenient"
     part["weight"] = 1.0  # as in evaluations: the value of a part is the one before its weight
-    values = {"parts": [part], "workers": options.workers, "cpu_seconds": options.cpu_seconds}
+    values = {"parts": [part], "workers": options.workers, "cpu_seconds": options.cpu_seconds, "bound": options.bound}
     remember(values)
     return validated(RewardConfig, values)
 

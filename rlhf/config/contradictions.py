@@ -135,6 +135,16 @@ def _rewards_below_zero(config: GRPOConfig) -> Iterator[str]:
             yield f"reward name={part.name} with weight={part.weight:g}"
 
 
+def bound_problems(config: GRPOConfig) -> Iterator[str]:
+    """Rewards that the config itself gives."""
+    rollout, given = config.rollout, {"environment.failed_reward": config.environment.failed_reward}
+    given |= {"rollout.non_stop_reward": rollout.non_stop_reward or 0.0}
+    given |= {"rollout.missing_eos_penalty": rollout.missing_eos_penalty}
+    for name, value in given.items():
+        if abs(value) > config.reward.bound:
+            yield f"{name}={value:g}: over reward.bound={config.reward.bound:g}. Scale it down, or raise the bound."
+
+
 def environment_problems(config: GRPOConfig) -> Iterator[str]:
     rollout, environment = config.rollout, config.environment
     if not config.acts:

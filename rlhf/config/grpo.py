@@ -252,6 +252,7 @@ class GRPOConfig(TrainingProgramConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from contradictions.sampling_problems(self)
+        yield from contradictions.bound_problems(self)
         yield from contradictions.support_problems(self)
         yield from self.sampling_contradictions()
         yield from contradictions.curriculum_problems(self)

@@ -112,6 +112,7 @@ class RepetitionOptions(Section):
     free_fraction: float = key(0.1, "share of repeated n-grams that costs nothing", ge=0, lt=1)
 
 
+FLOAT32_MAX = 3.4028234663852886e38  # advantages are in float32
 WALL_PER_CPU = 2  # a test of `code` that sleeps may take this times its CPU seconds
 
 
@@ -130,7 +131,7 @@ class Criterion(Section):
     """One thing that a response is graded by."""
 
     text: str = Field(description="what a good response does", min_length=1)
-    weight: PositiveFloat = key(1.0, "share of this criterion, relative to the others")
+    weight: float = key(1.0, "share of this criterion, relative to the others", gt=0, le=1e9)
 
 
 class RubricOptions(Section):
@@ -228,6 +229,7 @@ class RewardConfig(Section):
     cpu_seconds: PositiveFloat = key(2.0, "CPU seconds that one part may take for one response")
     wall_seconds: PositiveFloat = key(10.0, "seconds that it may take by the clock, without waiting for a core")
     memory_mb: int = key(1024, "memory that a grading process may add to what it starts with, MiB", ge=64)
+    bound: float = key(1e4, "largest absolute value of a reward; a larger one is a failure", gt=0, le=FLOAT32_MAX)
     bad_gold: Literal["fail", "skip"] = key("fail", "if a gold answer cannot be graded: stop, or leave its row out")
     failure_fraction: Fraction = key(
         0.02, "share of the calls of a user function or rubric that may fail before the run stops"
@@ -256,6 +258,17 @@ class RewardConfig(Section):
                 raise ValueError(
                     f"reward: {other} and {part.name} would both be logged as {logged_name(part.name)}. Write one as a "
                     "relative path, or rename its file."
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _right_answers_are_within_the_bound(self) -> Self:
+        for parts in (self.parts, *self.by_source.values()):
+            most = sum(abs(part.weight) for part in parts if not part.is_user_function)
+            if most > self.bound:
+                raise ValueError(
+                    f"reward.bound={self.bound:g}: the weights of built-in rewards add up to {most:g}. Lower them, or "
+                    "raise the bound."
                 )
         return self
 

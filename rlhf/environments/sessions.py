@@ -256,14 +256,14 @@ def _plain(message: Mapping[str, Any]) -> Message:
 def outcome_of(said: Mapping[str, Any]) -> Outcome:
     """What a process says of a finished rollout."""
     with _checked("finish"):
-        reward = None if said["reward"] is None else _finite(said["reward"])
-        parts = {str(name): _finite(value) for name, value in list(said["parts"].items())[:MAX_PARTS]}
+        reward = None if said["reward"] is None else _number(said["reward"])
+        parts = {str(name): _number(value) for name, value in list(said["parts"].items())[:MAX_PARTS]}
         facts, files = dict(list(said["facts"].items())[:MAX_FACTS]), said.get("files")
         files = None if files is None else {str(name): str(text) for name, text in files.items()}
         return Outcome("ok", reward, parts, facts, said["attributes"] or {}, files=files)
 
 
-def _finite(value: Any) -> float:
-    if not math.isfinite(number := float(value)):
+def _number(value: Any) -> float:
+    if math.isnan(number := float(value)):
         raise ValueError(f"{number} is no reward")
     return number

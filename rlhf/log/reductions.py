@@ -174,6 +174,16 @@ class UpdateOutcome:
     metrics: StepMetrics
 
 
+def counts_of(values: Sequence[float] | np.ndarray) -> Counts:
+    """The histogram of the finite values; those that are equal, but for rounding, are in the middle of a range."""
+    finite = np.asarray(values, np.float64)
+    finite = finite[np.isfinite(finite)]
+    low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
+    rounding = HISTOGRAM_BINS * np.spacing(max(abs(low), abs(high)))  # numpy refuses bins that have no width
+    margin = 0.0 if high - low > rounding else max(0.5, rounding)
+    return np.histogram(finite, bins=HISTOGRAM_BINS, range=(low - margin, high + margin))
+
+
 def merge_metrics(parts: list[StepMetrics]) -> StepMetrics:
     """Merge the metrics of several microbatches, ranks or minibatches; a name has the same reduction in all of them."""
     merged: StepMetrics = {}
@@ -220,7 +230,7 @@ def to_histograms(metrics: StepMetrics) -> dict[str, Counts]:
     histograms = {}
     for name, metric in metrics.items():
         if isinstance(metric, Histogram) and metric.values:
-            histograms[f"{name}/histogram"] = np.histogram(metric.values, bins=HISTOGRAM_BINS)
+            histograms[f"{name}/histogram"] = counts_of(metric.values)
         elif isinstance(metric, Binned) and metric.counts.any():
             histograms[name] = (metric.counts, metric.edges)
     return histograms

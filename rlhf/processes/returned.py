@@ -23,20 +23,23 @@ class Returned(NamedTuple):
     others: dict[str, Any]
 
 
-def read_returned(value: Any) -> Returned:
+def read_returned(value: Any, *, finite: bool = False) -> Returned:
     """Read a number or a mapping.
+
+    Args:
+        finite: refuse infinities. What is too large for a float is one otherwise: over every bound of the trainer.
 
     Raises:
         TypeError, ValueError: what cannot be used, with its key; the message begins with `returned`.
     """
     if not isinstance(value, Mapping):
-        return Returned(_checked(value), {}, {})
+        return Returned(_checked(value, "", finite), {}, {})
     if "score" not in value:
         raise ValueError(f"returned a mapping with {sorted(map(str, value))}, without score")
-    score = _checked(value["score"], "score")
+    score = _checked(value["score"], "score", finite)
     further = {_loggable(str(name)): item for name, item in value.items() if name != "score"}
     others = {name: item for name, item in further.items() if _number(item) is None}
-    numbers = {name: _checked(item, name) for name, item in further.items() if name not in others}
+    numbers = {name: _checked(item, name, finite) for name, item in further.items() if name not in others}
     return Returned(score, numbers, others)
 
 
@@ -45,24 +48,22 @@ def _loggable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _checked(value: Any, key: str = "") -> Any:
-    """The value as a finite float; None stays None."""
+def _checked(value: Any, key: str, finite: bool) -> Any:
+    """The value as a float; None stays None."""
     number = _number(value)
-    if value is None or (number is not None and math.isfinite(number)):
+    if value is None or (number is not None and (math.isfinite(number) if finite else not math.isnan(number))):
         return number
+    if number is not None and math.isinf(number) and not isinstance(value, float):
+        raise ValueError("returned a number too large for a float")
     shown = f"{key}={value!r}" if key else type(value).__name__ if number is None else str(number)
     raise (TypeError if number is None else ValueError)(f"returned {shown[:MAX_SHOWN]}, no finite number")
 
 
 def _number(value: Any) -> float | None:
-    """The value as a float; None if it is no number. Text is none, even if it looks like one.
-
-    Raises:
-        ValueError: it is too large.
-    """
+    """The value as a float; None if it is no number. Text is none, even if it looks like one."""
     try:
         return None if isinstance(value, str | bytes) else float(value)
     except OverflowError:
-        raise ValueError("returned a number too large for a float") from None
+        return math.inf if value > 0 else -math.inf
     except (TypeError, ValueError):
         return None

@@ -179,7 +179,10 @@ def _call_of_pair(pair: dict[str, Any], name: str, tolerance: float) -> CallTest
     given, wanted = pair["input"], pair["output"]
     arguments = [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else given
     wanted = json.loads(wanted) if isinstance(wanted, str) and "testtype" in pair else wanted
-    right = [_said(wanted), *map(_said, wanted if "wraps" in pair and isinstance(wanted, list) and len(wanted) == 1 else [])]
+    right = [
+        _said(wanted),
+        *map(_said, wanted if "wraps" in pair and isinstance(wanted, list) and len(wanted) == 1 else []),
+    ]
     called = f"(Solution().{name} if 'Solution' in globals() else {name})"
     call = f"{called}({', '.join(map(repr, arguments))})"
     return CallTest(call, lambda value: any(_same(value, one, tolerance) for one in right), _longest(*right))
@@ -216,7 +219,7 @@ def _opened(value: Any) -> tuple[str, Any]:
         return "list", value
     if not isinstance(value, dict):
         return "", value
-    tag, items = next(iter(value.items()), ("", None))
+    tag, items = next(iter(value.items()), ("", ""))
     if len(value) > 1 or tag not in TAGS:
         return "dict", [*value.items()]
     return TAGS[tag], int(items, 16) if tag == "@int" else items

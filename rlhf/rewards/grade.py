@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlhf.config.reward import FLOAT32_MAX
 from rlhf.processes.workers import DIED as DIED  # crashed, or ran out of memory
 from rlhf.processes.workers import TIMEOUT as TIMEOUT  # killed at the deadline
 
@@ -34,6 +35,22 @@ def count_answers(samples: Iterable[ScoredRollout]) -> tuple[int, int]:
         answered += sample.extracted != ""
         missing += sample.extracted == "" and sample.status == NO_ANSWER
     return answered, answered + missing
+
+
+def too_large(value: float, total: float, numbers: Mapping[str, float | None], *, bound: float, row: str) -> str:
+    """Why a reward cannot be trained on, or its further numbers not be logged; "" if they can.
+
+    Args:
+        value, total: what a part gives, and what that makes of the whole reward.
+        bound: reward.bound.
+    """
+    for name, number in (("a reward of", value), *((f"{name} =", number) for name, number in numbers.items())):
+        if number is not None and not abs(number) <= FLOAT32_MAX:
+            return f"{name} {number:g} for {row}, too large for a float32. Scale it down, or clip it."
+    if abs(total) <= bound:
+        return ""
+    in_sum = "" if value == total else f" ({total:g} in the sum)"
+    return f"a reward of {value:g}{in_sum} for {row}, over reward.bound={bound:g}. Scale it down, or raise the bound."
 
 
 class Grade(NamedTuple):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import math
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
 
-from rlhf.config.reward import MODEL_PART
+from rlhf.config.reward import FLOAT32_MAX, MODEL_PART
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.rewards.grade import NOT_JUDGED, OK
 from rlhf.rewards.http_client import HttpClient
@@ -28,7 +27,7 @@ class RewardModelClient:
     """Adds the score of a reward model to graded groups.
 
     Args:
-        scorers: one per copy of the model: conversations -> scores; None, NaN and inf mean unscorable.
+        scorers: one per copy of the model: conversations -> scores; None and what is no float32 mean unscorable.
         weight: factor of the score in the reward.
         by_group: send each group alone, so that the rounding of a score does not depend on what else has arrived.
     """
@@ -71,7 +70,7 @@ class RewardModelClient:
         self._waiting.append(list(zip(conversations, futures, strict=True)))
         self._start()
         # one NaN in the mean would make every advantage of the step NaN
-        return [None if s is None or not math.isfinite(s) else s for s in await asyncio.gather(*futures)]
+        return [s if s is not None and abs(s) <= FLOAT32_MAX else None for s in await asyncio.gather(*futures)]
 
     def _add(self, sample: ScoredRollout, score: float | None) -> ScoredRollout:
         score = None if score is None else (score - self.mean) / self.std
@@ -120,7 +119,8 @@ def endpoint_scorer(config: RewardModelConfig) -> Score:
                 raise ValueError(f"{len(scores)} scores for {len(conversations)} conversations")
             if any(type(score) not in (int, float, type(None)) for score in scores):
                 raise TypeError("a score is text, or another value that is no number")
-            return [None if score is None else (float(score) - mean) / std for score in scores]
+            usable = (s if s is not None and abs(s) <= FLOAT32_MAX else None for s in scores)  # not one of 400 digits
+            return [None if score is None else (score - mean) / std for score in usable]
 
         return await client.ask(json.dumps({"conversations": conversations}).encode(), read)
 

@@ -52,6 +52,10 @@ def default_workers() -> int:
     return max(1, min(8, len(os.sched_getaffinity(0))))
 
 
+def _runs_code(worker: Worker) -> bool:
+    return any(job.name == "code" for job in worker.work.values())
+
+
 class Pool(Workers):
     """`workers` processes that compute jobs; a process whose job exceeds a limit is killed and replaced.
 
@@ -109,8 +113,7 @@ class Pool(Workers):
         self.size = self._computing * (2 if self._waits else 1)
 
     def most_processes(self, worker: Worker) -> int | None:
-        runs_code = any(job.name == "code" for job in worker.work.values())
-        return self._processes if runs_code else super().most_processes(worker)
+        return self._processes if _runs_code(worker) else super().most_processes(worker)
 
     def on_message(self, worker: Worker, message: Any) -> None:
         if "died" in message:
@@ -121,7 +124,7 @@ class Pool(Workers):
             worker.work.pop(reply["number"]).future.set_result(grade)
         if not worker.work:
             worker.watch.stop()
-        else:  # a message without replies: no call blocks the others, or the next test begins
+        elif worker.kind or _runs_code(worker):  # no call that waits blocks the others; the next test begins
             worker.watch.start(worker.pid)
 
     def on_gone(self, worker: Worker, why: str, detail: str) -> None:

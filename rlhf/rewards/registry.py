@@ -15,7 +15,7 @@ from typing import Any
 from rlhf.answers.extract import alternatives, gold_answer
 from rlhf.answers.thoughts import answer_of, marks_from_json
 from rlhf.config.printing import say
-from rlhf.config.reward import OPTIONS_OF_REWARD, USER_FIELDS
+from rlhf.config.reward import FLOAT32_MAX, OPTIONS_OF_REWARD, USER_FIELDS
 from rlhf.processes.attributes import EnvironmentView
 from rlhf.processes.code import import_problem, load_module
 from rlhf.processes.raised import place_of, said_by
@@ -261,7 +261,7 @@ def _grade(function: Callable[..., Any], result: Any, job: dict[str, Any]) -> Gr
     if "responses" not in job:
         return _grade_of_one(function, result)
     if isinstance(result, Judged):
-        numbers = {name: list(filter(math.isfinite, values)) for name, values in result.metrics.items()}
+        numbers = {name: [x for x in values if abs(x) <= FLOAT32_MAX] for name, values in result.metrics.items()}
         logged = {name: sum(values) / len(values) for name, values in numbers.items() if values}
         one = [Grade(value, NOT_JUDGED if value is None else OK, metrics=logged) for value in result.rewards]
         return Grade(None, OK, group=tuple(one))
@@ -277,7 +277,7 @@ def _grade_of_one(function: Callable[..., Any], result: Any) -> Grade:
             return _failed(function, f"returned {len(result)} values for one response. {AS_GROUP}")
         result = result[0]
     try:
-        returned = read_returned(result)
+        returned = read_returned(result, finite=True)
     except (TypeError, ValueError) as error:
         return _failed(function, str(error))
     predicted = returned.others.pop("pred", None)  # the name that verl's functions have for it

@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 from rlhf.answers.thoughts import Marks, opens_thought
 from rlhf.config.data import USUAL_COLUMNS
 from rlhf.config.printing import to_stderr
-from rlhf.config.reward import VERIFIERS, CodeOptions, RewardConfig, RewardPart, RubricOptions
+from rlhf.config.reward import (
+    ENVIRONMENT_PART,
+    MODEL_PART,
+    VERIFIERS,
+    CodeOptions,
+    RewardConfig,
+    RewardPart,
+    RubricOptions,
+)
 from rlhf.processes.confinement import NOT_ALONE, Grants
 from rlhf.rewards.grade import (
     ANSWER_CLASSES,
@@ -33,6 +41,7 @@ from rlhf.rewards.grade import (
     UNSCORABLE,
     WITH_EQUALITY,
     Grade,
+    too_large,
 )
 from rlhf.rewards.pool import Pool, default_workers, grants_of
 from rlhf.rewards.rubric import RubricGrader, check_criteria
@@ -201,7 +210,7 @@ class Scorer:
                     turns = ({"role": "assistant", "content": text},)
                     about |= _of_turns(prompt, replace(rollout, turns=turns)) | of_trl
             (future,) = self._submit(part, self._jobs(part, texts, prompt, metadata))
-            grades = _of_each([future.result()], 1)
+            grades = [self._within_bound([part], [grade], prompt.id)[0] for grade in _of_each([future.result()], 1)]
             failed = [grade for grade in grades if grade.status in FAILURES]
             if failed or all(grade.value is None for grade in grades):
                 problems[part.name] = (failed or grades)[0]
@@ -295,15 +304,22 @@ class Scorer:
         return f"its calls ended as {', '.join(f'{status} ({count})' for status, count in counted.items())}"
 
     def new_errors(self) -> list[str]:
-        """Errors of user functions that were not returned before, at most a few per function."""
+        """Errors of user functions, environments and reward models that were not returned before, a few of each."""
         messages = []
-        for part in self.config.all_parts:
-            reported = self._reported[part.name]
-            for error, count in self._errors[part.name].most_common() if part.is_judged_outside else ():
+        calls = {part.name: f"{self._calls(part)} calls" for part in self.config.all_parts if part.is_judged_outside}
+        for name in (*calls, ENVIRONMENT_PART, MODEL_PART):
+            reported = self._reported[name]
+            for error, count in self._errors[name].most_common():
                 if error not in reported and len(reported) < MAX_ERRORS_SHOWN:
                     reported.add(error)
-                    messages.append(f"reward {part.name}: {count} of {self._calls(part)} calls failed with {error}")
+                    messages.append(f"reward {name}: {count} of {calls.get(name, 'its rewards')} failed with {error}")
         return messages
+
+    def note(self, name: str, error: str) -> None:
+        """Keep an error of a part that is not graded here, for `new_errors`."""
+        self.counters[f"{name}/{FAILED}"] += 1
+        if len(self._errors[name]) < MAX_ERRORS_KEPT:
+            self._errors[name][error] += 1
 
     def _is_of_trl(self, part: RewardPart) -> bool:
         """Whether a part is a function in TRL's signature, which takes a group."""
@@ -333,7 +349,7 @@ class Scorer:
         values: dict[str, float | None] = {}
         metrics: dict[str, float | None] = {}
         status, extracted, total, judged, unscorable = OK, "", 0.0, 0, False
-        for part, grade in zip(parts, grades, strict=True):
+        for part, grade in zip(parts, self._within_bound(parts, grades, row), strict=True):
             self._count(part, grade, row)
             values[part.name] = value = _value(part, grade)
             metrics |= {f"{part.name}/{name}": number for name, number in grade.metrics.items()}
@@ -346,6 +362,18 @@ class Scorer:
             status = NOT_JUDGED
         reward = None if unscorable or status == NOT_JUDGED else total
         return Grade(reward, status, extracted, metrics=values | metrics)
+
+    def _within_bound(self, parts: Sequence[RewardPart], grades: Sequence[Grade], row: str) -> list[Grade]:
+        """The grades, failed where a number of a function is too large; if the sum is, where its share is largest."""
+        shares = [part.weight * (grade.value or 0.0) for part, grade in zip(parts, grades, strict=True)]
+        checked, judged = list(grades), [at for at, part in enumerate(parts) if part.is_judged_outside]
+        largest = max(judged, key=lambda at: abs(shares[at]), default=None)
+        for at in judged:
+            total = max(shares[at], sum(shares), key=abs) if at == largest else shares[at]
+            value, metrics = grades[at].value or 0.0, grades[at].metrics
+            if problem := too_large(value, total, metrics, bound=self.config.bound, row=row):
+                checked[at] = Grade(None, FAILED, grades[at].extracted, problem)
+        return checked
 
     def _count(self, part: RewardPart, grade: Grade, row: str) -> None:
         self.counters[f"{part.name}/{grade.status}"] += 1

@@ -131,6 +131,8 @@ def _number(name: str, value: Any) -> float | None:
         number = float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{name} returned {type(value).__name__} in its list, not a number.") from None
+    except OverflowError:
+        number = math.inf
     if math.isinf(number):
         raise ValueError(f"{name} returned {number}.")
     return None if math.isnan(number) else number  # TRL's own form of None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from rlhf.data.load import LoadedPrompts
 from rlhf.data.order import PromptStream
 from rlhf.data.thoughts import marks_of, tokens_to_drop
 from rlhf.environments.turns import CALL_LIMIT
-from rlhf.rewards.grade import NOT_JUDGED, OK
+from rlhf.rewards.grade import FAILED, NOT_JUDGED, OK, too_large
 from rlhf.rewards.model_client import Conversation, RewardModelClient, conversation, endpoint_scorer
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.requests import SamplingSettings
@@ -44,7 +44,9 @@ class Grading:
         metric = None if trains else self._config.metric_of(prompt.source)
         graded = await self._scorer.score_group(prompt, ended, texts, self._marks, metric=metric) if ended else ()
         if ended and self.reward_model is not None:
-            graded = (await self.reward_model.add_to(RolloutGroup(prompt, graded))).samples
+            graded = tuple(
+                map(self._model_within_bound, (await self.reward_model.add_to(RolloutGroup(prompt, graded))).samples)
+            )
         if not self._config.acts:
             return graded
         by_sample = {sample.rollout.sample: sample for sample in graded}
@@ -64,8 +66,31 @@ class Grading:
         if graded.status == NOT_JUDGED and outcome.reward is not None:  # its environment alone judges it
             given, graded = 0.0, dataclasses.replace(graded, status=OK)
         reward = None if given is None else given + own
+        total = max(own, reward or 0.0, key=abs)
+        if problem := self._too_large(ENVIRONMENT_PART, outcome.reward, total, outcome.parts, rollout):
+            return ScoredRollout(
+                dataclasses.replace(rollout, facts={**rollout.facts, "ended_by": CALL_LIMIT, "error": problem}),
+                last_text(rollout), "", environment.failed_reward, {}, CALL_LIMIT,
+            )  # fmt: skip
         parts |= {f"{ENVIRONMENT_PART}/{name}": value for name, value in outcome.parts.items()}
         return dataclasses.replace(graded, reward=reward, reward_parts=parts)
+
+    def _model_within_bound(self, sample: ScoredRollout) -> ScoredRollout:
+        """A rollout with the score of the reward model; unscorable if that makes the reward too large."""
+        score = sample.reward_parts[MODEL_PART]
+        if not self._too_large(MODEL_PART, score, sample.reward or 0.0, {}, sample.rollout):
+            return sample
+        parts = {**sample.reward_parts, MODEL_PART: None}
+        return dataclasses.replace(sample, reward=None, reward_parts=parts, status=FAILED)
+
+    def _too_large(
+        self, part: str, value: float | None, total: float, numbers: Mapping[str, float | None], rollout: Rollout
+    ) -> str:
+        """`too_large` of a part that the scorer does not grade; the scorer keeps the error."""
+        bound = self._config.reward.bound
+        if problem := too_large(value or 0.0, total, numbers, bound=bound, row=rollout.prompt_id):
+            self._scorer.note(part, problem)
+        return problem
 
     def text(self, rollout: Rollout, settings: SamplingSettings) -> str:
         """The text that is graded, shown and written: what was sampled, with the marks of thoughts and without other

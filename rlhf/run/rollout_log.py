@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlhf.config.reward import logged_name
-from rlhf.log.reductions import HISTOGRAM_BINS, Binned, Histogram, Mean, StepMetrics
+from rlhf.log.reductions import Binned, Histogram, Mean, StepMetrics, counts_of
 from rlhf.rewards.grade import count_answers
 from rlhf.types import PolicyTargets, Rollout, RolloutGroup, ScoredRollout, StepBatch, rewards_differ
 
@@ -34,7 +34,7 @@ def rollout_metrics(
         "reward/answered_fraction": Mean(*count_answers(samples)),
         "rollout/response_length": Histogram(tuple(float(s.rollout.response_length) for s in samples)),
         "rollout/stopped_fraction": _share([s.rollout.finish_reason == "stop" for s in samples]),
-        "policy/advantage/histogram": Binned(*np.histogram(advantages, bins=HISTOGRAM_BINS)),
+        "policy/advantage/histogram": Binned(*counts_of(advantages)),
         "policy/advantage_abs": Mean(float(np.abs(advantages).sum()), float(len(advantages))),
     }
     if asynchronous:

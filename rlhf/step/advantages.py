@@ -16,6 +16,7 @@ from rlhf.algo import advantages as adv
 from rlhf.algo.kl import KLController, kl_per_token
 from rlhf.algo.own_functions import ObjectiveError, own_advantages
 from rlhf.config.ppo import PPOAlgoConfig
+from rlhf.config.reward import FLOAT32_MAX
 from rlhf.config.sections import AlgoConfig
 from rlhf.config.teacher import TeacherConfig
 from rlhf.processes.code import load_function
@@ -43,7 +44,7 @@ def penalize_kl(
     kl = kl_per_token(old, ref, estimator=algo.kl_estimator).numpy()
     unknown = batch.per_rollout(np.where(rows_to_compute, 0, 1)) > 0
     rewards = np.where(unknown, np.nan, batch.rewards - algo.kl_coef * sum_over_responses(batch, kl))
-    return np.where(np.isfinite(rewards), rewards, np.nan)
+    return np.where(np.abs(rewards) <= FLOAT32_MAX, rewards, np.nan)
 
 
 def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str, normalize_over: str = "responses") -> np.ndarray:

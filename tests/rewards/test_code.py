@@ -773,9 +773,7 @@ def test_all_tests_of_a_response_have_a_limit_together_after_which_they_fail() -
     assert len(said) == round(9 * (result.value or 0)) + 1
 
 
-@pytest.mark.parametrize(
-    ("limit", "reward"), [("over 3 seconds by the clock", None), ("over 2 CPU seconds", 0.0)]
-)
+@pytest.mark.parametrize(("limit", "reward"), [("over 3 seconds by the clock", None), ("over 2 CPU seconds", 0.0)])
 def test_only_the_limit_that_depends_on_the_load_judges_no_response(
     limit: str, reward: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
