@@ -68,10 +68,9 @@ class Grading:
         reward = None if given is None else given + own
         total = max(own, reward or 0.0, key=abs)
         if problem := self._too_large(ENVIRONMENT_PART, outcome.reward, total, outcome.parts, rollout):
-            return ScoredRollout(
-                dataclasses.replace(rollout, facts={**rollout.facts, "ended_by": CALL_LIMIT, "error": problem}),
-                last_text(rollout), "", environment.failed_reward, {}, CALL_LIMIT,
-            )  # fmt: skip
+            facts = {**rollout.facts, "ended_by": CALL_LIMIT, "error": problem}
+            ended = dataclasses.replace(rollout, finish_reason="stop", facts=facts)
+            return ScoredRollout(ended, last_text(rollout), "", environment.failed_reward, {}, CALL_LIMIT)
         parts |= {f"{ENVIRONMENT_PART}/{name}": value for name, value in outcome.parts.items()}
         return dataclasses.replace(graded, reward=reward, reward_parts=parts)
 
