@@ -69,7 +69,8 @@ class Grading:
         total = max(own, reward or 0.0, key=abs)
         if problem := self._too_large(ENVIRONMENT_PART, outcome.reward, total, outcome.parts, rollout):
             facts = {**rollout.facts, "ended_by": CALL_LIMIT, "error": problem}
-            ended = dataclasses.replace(rollout, finish_reason="stop", facts=facts)
+            over = dataclasses.replace(outcome, status=CALL_LIMIT, error=problem)
+            ended = dataclasses.replace(rollout, finish_reason="stop", facts=facts, outcome=over)
             return ScoredRollout(ended, last_text(rollout), "", environment.failed_reward, {}, CALL_LIMIT)
         parts |= {f"{ENVIRONMENT_PART}/{name}": value for name, value in outcome.parts.items()}
         return dataclasses.replace(graded, reward=reward, reward_parts=parts)

@@ -114,6 +114,13 @@ def breaks_off(request: BaseHTTPRequestHandler) -> None:
     request.close_connection = True
 
 
+@pytest.mark.parametrize("reward", ["1" * 400, "1e400"])
+def test_a_reward_that_no_float_holds_is_one_over_every_bound(reward: str) -> None:
+    with serving(says(reward)) as (url, _):
+        (said,) = play(url)
+    assert said["reward"] == float("inf")
+
+
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
@@ -125,7 +132,6 @@ def breaks_off(request: BaseHTTPRequestHandler) -> None:
         (says("{"), "the answer holds no reward"),
         (says('"1"'), "no finite number"),
         (says("NaN"), "no finite number"),
-        (says("1" * 400), "the answer holds no reward"),
         (says(" " * (2 << 20)), "it has over 1048576 bytes"),
         (hangs_up, "ServerDisconnectedError"),
         (breaks_off, "ClientPayloadError"),
