@@ -121,6 +121,7 @@ class Program:
         finally:
             os.close(printed)
         try:
+            running.begin()
             while not select.select([running], [], [], max(0.0, min(ALIVE_S, deadline - time.monotonic())))[0]:
                 if time.monotonic() > deadline:
                     raise LimitError(f"over {self._timeout_s:g} seconds by the clock (environment.timeout_s)")

@@ -8,7 +8,8 @@ import os
 import resource
 import sys
 import tempfile
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,15 @@ def python_tool(
         if not limit > 0:
             raise ValueError(f"{name}={limit}: the limit must be above 0.")
 
+    limits = [
+        (resource.RLIMIT_AS, memory_mb * MIB),
+        (resource.RLIMIT_CPU, int(seconds) + 1),
+        (resource.RLIMIT_FSIZE, MAX_FILE_MB * MIB),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
+    ]
+    bounds = Bounds(seconds, MAX_PROCESSES, MAX_FOLDER_MB, MAX_FILES, limits)
+    spares: list[_Place] = []  # made while a program runs, so that the next one does not wait for it
+
     async def python(code: str) -> str:
         """
         Run a Python program in a new interpreter.
@@ -53,45 +63,64 @@ def python_tool(
         Returns:
             What the program printed, errors included.
         """
-        folder = Path(tempfile.mkdtemp(prefix="python-tool-"))
+        own = [spares.pop() for spare in spares[:1] if spare.process == os.getpid()]
+        place = own[0] if own else _Place(bounds)
         try:
-            return await _run(code, folder, seconds, memory_mb, max_output_characters)
+            place.begin(code)
+            if not spares:
+                spares.append(_Place(bounds))
+            return await _run(code, place, max_output_characters)
         finally:
-            remove(folder)
+            place.close()
 
+    weakref.finalize(python, _close, spares)
     return python
 
 
-async def _run(code: str, folder: Path, seconds: float, memory_mb: int, max_output_characters: int) -> str:
-    (folder / "main.py").write_bytes(code.encode("utf-8", "backslashreplace"))
-    limits = [
-        (resource.RLIMIT_AS, memory_mb * MIB),
-        (resource.RLIMIT_CPU, int(seconds) + 1),
-        (resource.RLIMIT_FSIZE, MAX_FILE_MB * MIB),
-        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
-    ]
-    bounds = Bounds(seconds, MAX_PROCESSES, MAX_FOLDER_MB, MAX_FILES, limits)
-    variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-    variables |= {"HOME": str(folder), "TMPDIR": str(folder), "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
-    variables |= {"PYTHONIOENCODING": "utf-8:backslashreplace", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    reading, writing = os.pipe()
-    os.set_blocking(reading, False)
-    output = _Output(reading, 4 * max_output_characters)
-    with output:
+def _close(places: Sequence[_Place]) -> None:
+    for place in places:
+        if place.process == os.getpid():
+            place.close()
+
+
+class _Place:
+    """Where a program will run: its folder, the pipe of its output, and the process that becomes its interpreter."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.process, self.folder = os.getpid(), Path(tempfile.mkdtemp(prefix="python-tool-"))
+        folder = str(self.folder)
+        variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+        variables |= {"HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+        variables |= {"PYTHONIOENCODING": "utf-8:backslashreplace", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self.output, writing = os.pipe()
+        os.set_blocking(self.output, False)
         try:
             command = [sys.executable, "-s", "main.py"]
-            running = Command(command, folder, work=folder, variables=variables, bounds=bounds, output=writing)
+            self.running = Command(
+                command, self.folder, work=folder, variables=variables, bounds=bounds, output=writing
+            )
         finally:
             os.close(writing)
-        try:
-            await _readable(running.fileno())
-            status, over = running.ended()
-        finally:
-            running.close()
+
+    def begin(self, code: str) -> None:
+        (self.folder / "main.py").write_bytes(code.encode("utf-8", "backslashreplace"))
+        self.running.begin()
+
+    def close(self) -> None:
+        self.running.close()
+        os.close(self.output)
+        remove(self.folder)
+
+
+async def _run(code: str, place: _Place, max_output_characters: int) -> str:
+    with _Output(place.output, 4 * max_output_characters) as output:
+        await _readable(place.running.fileno())
+        status, over = place.running.ended()
         output.read()  # what is in the pipe already
+    folder = str(place.folder)
     text = output.data.decode("utf-8", "backslashreplace")
-    for place in (str(folder), os.path.realpath(folder)):
-        text = text.replace(f"{place}/", "").replace(place, ".")
+    for path in (folder, os.path.realpath(folder)):
+        text = text.replace(f"{path}/", "").replace(path, ".")
     text = without_places(text, written=code)
     if len(text) > max_output_characters or output.dropped:
         text = f"{text[:max_output_characters]}\n[output cut after {max_output_characters} characters]"
@@ -116,12 +145,12 @@ class _Output:
         self.data, self.dropped = bytearray(), False
         self._reading, self._max_bytes = reading, max_bytes
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Output:
         asyncio.get_running_loop().add_reader(self._reading, self.read)
+        return self
 
     def __exit__(self, *_: object) -> None:
         asyncio.get_running_loop().remove_reader(self._reading)
-        os.close(self._reading)
 
     def read(self) -> None:
         """Read what is there."""

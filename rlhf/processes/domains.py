@@ -61,7 +61,7 @@ class RefusedError(OSError):
 
 
 class Command:
-    """A command that runs in a domain; it can be read (`fileno`) once it has ended.
+    """A command in a domain, confined already, that runs once it is told to `begin`; it can be read when it has ended.
 
     Args:
         folder: the only one that it writes to.
@@ -87,7 +87,8 @@ class Command:
                 hard = resource.getrlimit(kind)[1]
                 limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
                 resource.setrlimit(kind, (limit, limit))
-            os.execvpe(command[0], [*command], variables)
+            if warden.recv(1):
+                os.execvpe(command[0], [*command], variables)
 
         with theirs:
             self._warden = os.fork()
@@ -96,6 +97,10 @@ class Command:
                     theirs.sendall(
                         json.dumps(_guard(theirs, caller, folder, str(work), bounds, output, become)).encode()
                     )
+
+    def begin(self) -> None:
+        with contextlib.suppress(OSError):  # it was refused
+            self._socket.send(b"b")
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -107,7 +112,7 @@ class Command:
             RefusedError: it was not started, and why.
         """
         said = b""
-        while more := self._socket.recv(1 << 16):
+        while not said.endswith(b"}") and (more := self._socket.recv(1 << 16)):
             said += more
         told = json.loads(said or b'{"refused": "what guards it was killed"}')
         if "refused" in told:
@@ -143,9 +148,8 @@ def _guard(
 ) -> dict[str, Any]:
     """Run what `become` becomes, to its end; what is told of it."""
     signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.setsid()
     adopt_orphans()
@@ -164,6 +168,10 @@ def _guard(
                 theirs.sendall(f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace"))
     close_descriptors([leash.fileno(), ours.fileno()])
     problem, listeners = b"", list[int]()
+    if leash.recv(1):
+        ours.send(b"b")
+    else:
+        ours.shutdown(socket.SHUT_WR)
     while (more := socket.recv_fds(ours, 1000, 1))[0]:  # it ends when the command begins
         problem, listeners = problem + more[0].lstrip(b"\0"), listeners + more[1]
     if problem:
@@ -305,6 +313,7 @@ def main(folder: str, readable: str, *command: str) -> None:
     variables = {name: value for name, value in os.environ.items() if name not in ("RLHF_ROW", "RLHF_REWARD")}
     reach: dict[str, Any] = {"readable": json.loads(readable), "network": True}  # as the caller's
     running = Command(command, Path(folder), work=os.getcwd(), variables=variables, **reach)
+    running.begin()
     try:
         status, _ = running.ended()
     except RefusedError as error:

@@ -76,11 +76,11 @@ HOW = ("works", "crashes", "dies", "hangs", "forks", "leaves others", "writes ha
 ENDS = {
     "works": ("ok", ""),
     "crashes": ("environment_failed", "no such thing"),
-    "dies": ("environment_failed", "status -9"),
+    "dies": ("call_limit", "signal 9"),
     "hangs": ("call_limit", "environment.timeout_s"),
     "forks": ("call_limit", "processes"),
     "leaves others": ("ok", ""),
-    "writes half": ("environment_failed", "holds no reward"),
+    "writes half": ("call_limit", "holds no reward"),
     "leaves none": ("ok", ""),
 }
 
