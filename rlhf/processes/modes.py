@@ -15,7 +15,7 @@ import fcntl
 import os
 import platform
 import struct
-from typing import NamedTuple
+from collections.abc import Callable
 
 from rlhf.processes.confinement import NUMBERS
 
@@ -27,89 +27,66 @@ MAX_PATH = PAGE = 4096
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class _Form(NamedTuple):
-    """Which argument of a call is what; -1: it has none."""
-
-    folder: int = -1  # a descriptor of a folder, or of the file where there is no path
-    path: int = -1
-    mode: int = -1
-    times: int = -1
-    flags: int = -1
-    unit: str = ""  # of the times: seconds, with micro- or nanoseconds
-
-
+# Which argument is the folder (the file, where no path is given), the path, the mode, the times, the flags.
 FORMS = {
-    "chmod": _Form(path=0, mode=1),
-    "fchmod": _Form(folder=0, mode=1),
-    "fchmodat": _Form(folder=0, path=1, mode=2),
-    "fchmodat2": _Form(folder=0, path=1, mode=2, flags=3),
-    "utime": _Form(path=0, times=1, unit="s"),
-    "utimes": _Form(path=0, times=1, unit="us"),
-    "futimesat": _Form(folder=0, path=1, times=2, unit="us"),
-    "utimensat": _Form(folder=0, path=1, times=2, flags=3, unit="ns"),
+    "chmod": (None, 0, 1, None, None),
+    "fchmod": (0, None, 1, None, None),
+    "fchmodat": (0, 1, 2, None, None),
+    "fchmodat2": (0, 1, 2, None, 3),
+    "utimensat": (0, 1, None, 2, 3),
 }
 
 
 def answer_call(listener: int, folder: str) -> None:
     """Make the next call that waits at a listener, if it is for something in the folder, whose path has no links."""
-    call = bytearray(80)
-    try:
-        fcntl.ioctl(listener, RECEIVE, call)
-    except OSError:
-        return  # its process has ended
-    number_of_call, pid, _, number, _, _, *arguments = struct.unpack("=QIIiIQ6Q", call)
-    problem = 0
-    try:
-        names = {number: name for name, number in NUMBERS[platform.machine()].items()}
-        _make(listener, number_of_call, pid, FORMS[names[number]], arguments, folder)
-    except OSError as error:
-        problem = error.errno or errno.EACCES
+    asked = bytearray(80)
     with contextlib.suppress(OSError):  # its process has ended
-        fcntl.ioctl(listener, SEND, struct.pack("=QqiI", number_of_call, 0, -problem, 0))
+        fcntl.ioctl(listener, RECEIVE, asked)
+        number, pid, _, call, _, _, *arguments = struct.unpack("=QIIiIQ6Q", asked)
+        problem = 0
+        try:
+            name = next(name for name in FORMS if NUMBERS[platform.machine()].get(name) == call)
+            form = [None if place is None else arguments[place] for place in FORMS[name]]
+            _make(folder, lambda: fcntl.ioctl(listener, IS_VALID, struct.pack("=Q", number)), pid, *form)
+        except OSError as error:
+            problem = error.errno or errno.EACCES
+        fcntl.ioctl(listener, SEND, struct.pack("=QqiI", number, 0, -problem, 0))
 
 
-def _make(listener: int, number: int, pid: int, form: _Form, arguments: list[int], folder: str) -> None:
-    """Make a call of a process; OSError where it must not, or cannot."""
-    base = ctypes.c_int(arguments[form.folder]).value if form.folder >= 0 else AT_FDCWD
-    flags = arguments[form.flags] if form.flags >= 0 else 0
-    path = b""
-    if form.path >= 0 and arguments[form.path]:
-        path = _memory(pid, arguments[form.path], MAX_PATH).partition(b"\0")[0]
-        if not path and not flags & AT_EMPTY_PATH:
-            raise FileNotFoundError(errno.ENOENT, "")
-    times = _times(pid, arguments[form.times], form.unit) if form.times >= 0 else None
-    start = os.open(f"/proc/{pid}/{'cwd' if base == AT_FDCWD else f'fd/{base}'}", os.O_PATH | os.O_CLOEXEC)
+def _make(
+    folder: str, check: Callable[[], object], pid: int,
+    start: int | None, path: int | None, mode: int | None, times: int | None, flags: int | None,
+) -> None:  # fmt: skip
+    """Make a call of a process, whose path and times are addresses; OSError where it must not, or cannot.
+
+    Args:
+        check: OSError if the process has ended, so that what was read was not its own.
+    """
+    name = _memory(pid, path, MAX_PATH).partition(b"\0")[0] if path else b""
+    if path and not (name or (flags or 0) & AT_EMPTY_PATH):
+        raise FileNotFoundError(errno.ENOENT, "")
+    new_times = _memory(pid, times, 32) if times else None
+    base = AT_FDCWD if start is None else ctypes.c_int(start).value
+    opened = os.open(f"/proc/{pid}/{'cwd' if base == AT_FDCWD else f'fd/{base}'}", os.O_PATH | os.O_CLOEXEC)
     try:
-        fcntl.ioctl(listener, IS_VALID, struct.pack("=Q", number))  # it has not ended, so this was about itself
-        if path.startswith((b"/proc/self/", b"/proc/thread-self/")):
-            path = f"/proc/{pid}/".encode() + path.split(b"/", 3)[3]
-        no_link = os.O_NOFOLLOW if flags & AT_SYMLINK_NOFOLLOW else 0
-        file = os.open(path, os.O_PATH | os.O_CLOEXEC | no_link, dir_fd=start) if path else os.dup(start)
+        check()
+        if name.startswith((b"/proc/self/", b"/proc/thread-self/")):
+            name = f"/proc/{pid}/".encode() + name.split(b"/", 3)[3]
+        no_link = os.O_NOFOLLOW if (flags or 0) & AT_SYMLINK_NOFOLLOW else 0
+        file = os.open(name, os.O_PATH | os.O_CLOEXEC | no_link, dir_fd=opened) if name else os.dup(opened)
     finally:
-        os.close(start)
+        os.close(opened)
     try:
         own = f"/proc/self/fd/{file}"
         place = os.readlink(own)
         if not f"{place}/".startswith(f"{folder}/"):
             raise PermissionError(errno.EACCES, "")
-        if form.mode >= 0:  # the folder itself stays open for whoever works in it or reads what is left
-            os.chmod(own, arguments[form.mode] & MODE_BITS | (0o700 if place == folder else 0))
-        elif _libc.utimensat(file, b"", times, AT_EMPTY_PATH) != 0:
+        if mode is not None:  # the folder itself stays open for whoever works in it or reads what is left
+            os.chmod(own, mode & MODE_BITS | (0o700 if place == folder else 0))
+        elif _libc.utimensat(file, b"", new_times, AT_EMPTY_PATH) != 0:
             raise OSError(ctypes.get_errno(), "")
     finally:
         os.close(file)
-
-
-def _times(pid: int, address: int, unit: str) -> bytes | None:
-    """Two `timespec`, as the call names them; None: now."""
-    if not address:
-        return None
-    if unit == "s":
-        first, second = struct.unpack("=qq", _memory(pid, address, 16))
-        return struct.pack("=4q", first, 0, second, 0)
-    first, a, second, b = struct.unpack("=4q", _memory(pid, address, 32))
-    scale = 1000 if unit == "us" else 1
-    return struct.pack("=4q", first, a * scale, second, b * scale)
 
 
 def _memory(pid: int, address: int, size: int) -> bytes:
