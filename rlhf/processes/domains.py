@@ -168,10 +168,9 @@ def _guard(
                 theirs.sendall(f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace"))
     close_descriptors([leash.fileno(), ours.fileno()])
     problem, listeners = b"", list[int]()
-    if leash.recv(1):
-        ours.send(b"b")
-    else:
-        ours.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(OSError):  # it was refused
+        ours.send(leash.recv(1))
+    ours.shutdown(socket.SHUT_WR)
     while (more := socket.recv_fds(ours, 1000, 1))[0]:  # it ends when the command begins
         problem, listeners = problem + more[0].lstrip(b"\0"), listeners + more[1]
     if problem:

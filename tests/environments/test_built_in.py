@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import Seen, all_processes
 from waiting import eventually
 
 from rlhf.environments.calculator import compute
@@ -101,6 +104,63 @@ def test_time_and_memory_end_a_program_and_all_that_it_started() -> None:
         "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)"
     ))  # fmt: skip
     eventually(lambda: not is_running(pid))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("import os\nwhile True:\n    os.fork()", "it has over 32 processes"),
+        ("import os\nfor _ in range(40):\n    if os.fork() == 0: os.setsid(); break", "it has over 32 processes"),
+        ("for n in range(9): open(str(n), 'wb').write(bytes(60_000_000))", "its files have over 256 MiB"),
+        (
+            "import os\nkept = [open(str(n), 'wb') for n in range(9)]\n"
+            "for n, file in enumerate(kept): os.unlink(str(n)); file.write(bytes(60_000_000))",
+            "its files have over 256 MiB",
+        ),
+        ("for n in range(5000): open(str(n), 'w')", "it has over 4096 files"),
+        ("import os\nfor _ in range(400): os.mkdir('d' * 99); os.chdir('d' * 99)", "its files cannot be seen"),
+    ],
+)
+def test_a_program_over_a_bound_is_stopped_and_leaves_nothing(
+    code: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run(f"{code}\nimport time; time.sleep(60)").endswith(f"[stopped because {says}]")
+    gc.collect()  # the tool had a place for the next program
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.slow
+def test_what_a_program_started_ends_with_the_process_that_called_the_tool(tmp_path: Path) -> None:
+    sleeps = "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        os.setsid()\n"
+    sleeps += "        os.execlp('sleep', 'sleep', '98765')\nimport time; time.sleep(60)"
+    script = (
+        f"import asyncio\nfrom rlhf.environments.python_tool import python_tool\nasyncio.run(python_tool()({sleeps!r}))"
+    )
+
+    def sleepers() -> list[Seen]:
+        return [process for process in all_processes().values() if process.command.endswith("sleep 98765")]
+
+    caller = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert eventually(lambda: bool(sleepers()))
+    caller.kill()
+    caller.wait()
+    assert eventually(lambda: not sleepers())
+
+
+def test_a_program_is_refused_where_no_further_domain_can_be_made() -> None:
+    script = """
+import asyncio
+from rlhf.environments.python_tool import python_tool
+from rlhf.processes.confinement import scope_signals
+while scope_signals():  # Linux nests 16 layers
+    pass
+print(asyncio.run(python_tool()("print(1)")))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == ""
+    assert "it cannot run in a domain of its own: ConfinementError" in done.stderr
 
 
 def test_a_program_runs_where_the_limits_are_lower_than_its_own() -> None:
