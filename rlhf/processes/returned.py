@@ -38,7 +38,7 @@ def read_returned(value: Any, *, finite: bool = False) -> Returned:
         raise ValueError(f"returned a mapping with {sorted(map(str, value))}, without score")
     score = _checked(value["score"], "score", finite)
     further = {_loggable(str(name)): item for name, item in value.items() if name != "score"}
-    others = {name: item for name, item in further.items() if _number(item) is None}
+    others = {name: item for name, item in further.items() if as_number(item) is None}
     numbers = {name: _checked(item, name, finite) for name, item in further.items() if name not in others}
     return Returned(score, numbers, others)
 
@@ -50,7 +50,7 @@ def _loggable(name: str) -> str:
 
 def _checked(value: Any, key: str, finite: bool) -> Any:
     """The value as a float; None stays None."""
-    number = _number(value)
+    number = as_number(value)
     if value is None or (number is not None and (math.isfinite(number) if finite else not math.isnan(number))):
         return number
     if number is not None and math.isinf(number) and not isinstance(value, float):
@@ -59,7 +59,7 @@ def _checked(value: Any, key: str, finite: bool) -> Any:
     raise (TypeError if number is None else ValueError)(f"returned {shown[:MAX_SHOWN]}, no finite number")
 
 
-def _number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """The value as a float; None if it is no number. Text is none, even if it looks like one."""
     try:
         return None if isinstance(value, str | bytes) else float(value)

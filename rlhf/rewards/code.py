@@ -26,7 +26,7 @@ from rlhf.config.reward import WALL_PER_CPU, CodeOptions
 from rlhf.processes.channel import Channel
 from rlhf.processes.forkers import BOOT, PACKAGE
 from rlhf.processes.outside import Stopwatch
-from rlhf.rewards.code_blocks import imports, program
+from rlhf.rewards.code_blocks import MAX_CHARACTERS, imports, program
 from rlhf.rewards.code_tests import FORMS, CallTest, ProgramTest, Tests, read_tests
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, UNSCORABLE, Grade
 
@@ -49,7 +49,7 @@ class NotStartedError(Exception):
 
 
 def code_reward(
-    response: str,
+    response: str | None,
     columns: dict[str, Any],
     options: CodeOptions,
     wall_seconds: float = 10.0,
@@ -58,13 +58,19 @@ def code_reward(
     """1 if the code in the response passes the tests of the row, or the fraction of the tests that it passes.
 
     Args:
+        response: None: 1 if the tests can be read.
         wall_seconds: that all tests together may take, without starts of processes and waiting for a core.
         say_alive: called before each test, which has limits of its own.
     """
     try:
-        tests = _tests(columns, options)
-    except ValueError as error:
-        return Grade(None, BAD_GOLD, detail=str(error))
+        if columns.get(options.tests) is None:
+            raise ValueError(f"there is no column {options.tests!r}. Set `tests` to the column that has the tests.")
+        tests = read_tests(columns[options.tests], str(columns.get(options.function) or ""), options.tolerance)
+    except (ValueError, TypeError, AttributeError) as error:
+        other = f"the tests have parts of another kind ({error}). {FORMS}."
+        return Grade(None, BAD_GOLD, detail=str(error) if isinstance(error, ValueError) else other)
+    if response is None:
+        return Grade(1.0)
     code = find_code(response, tests, whole=options.whole_response)
     if code is None:
         return Grade(0.0, NO_ANSWER)
@@ -76,29 +82,11 @@ def code_reward(
     return Grade(fraction if options.mode == "fraction" else float(fraction == 1), extracted=code, detail=problem)
 
 
-def check_tests(columns: dict[str, Any], options: CodeOptions) -> Grade:
-    """1 if the tests of a row can be read; else bad_gold, with the reason."""
-    try:
-        _tests(columns, options)
-    except ValueError as error:
-        return Grade(None, BAD_GOLD, detail=str(error))
-    return Grade(1.0)
-
-
-def _tests(columns: dict[str, Any], options: CodeOptions) -> Tests:
-    if columns.get(options.tests) is None:
-        raise ValueError(f"there is no column {options.tests!r}. Set `tests` to the column that has the tests.")
-    try:
-        return read_tests(columns[options.tests], str(columns.get(options.function) or ""), options.tolerance)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"the tests have parts of another kind ({error}). {FORMS}.") from None
-
-
 def find_code(answer: str, tests: Tests, *, whole: bool) -> str | None:
     """The program in an answer; without a block of Python, the whole answer if `whole`."""
     if (code := program(answer, tests)) is not None:
         return code
-    return answer if whole and answer.strip() else None
+    return answer if whole and answer.strip() and len(answer) <= MAX_CHARACTERS else None
 
 
 def _passed(

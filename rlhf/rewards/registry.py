@@ -20,7 +20,7 @@ from rlhf.processes.attributes import EnvironmentView
 from rlhf.processes.code import import_problem, load_module
 from rlhf.processes.raised import place_of, said_by
 from rlhf.processes.returned import read_returned
-from rlhf.rewards.code import check_tests, code_reward
+from rlhf.rewards.code import code_reward
 from rlhf.rewards.grade import ANSWER_CLASSES, FAILED, NOT_JUDGED, OK, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.math import check_gold, math_reward, says_the_same
 from rlhf.rewards.refusal import refusing_side_effects
@@ -70,7 +70,7 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]]) -> Grade:
         if name not in OF_WHOLE_RESPONSE:
             job["response"] = answer_of(job["response"], **job["thoughts"]) or ""
         if name == "code":  # it starts processes
-            return check_tests(job["columns"], options) if job.get("check") else REWARDS[name](job, options)
+            return REWARDS[name]({**job, "response": None} if job.get("check") else job, options)
         with refusing_side_effects():
             jobs = [{**job, "answer": answer} for answer in alternatives(job["answer"])]
             if not job.get("check"):

@@ -18,15 +18,7 @@ from typing import Any, NamedTuple
 from rlhf.answers.thoughts import Marks, opens_thought
 from rlhf.config.data import USUAL_COLUMNS
 from rlhf.config.printing import to_stderr
-from rlhf.config.reward import (
-    ENVIRONMENT_PART,
-    MODEL_PART,
-    VERIFIERS,
-    CodeOptions,
-    RewardConfig,
-    RewardPart,
-    RubricOptions,
-)
+from rlhf.config.reward import VERIFIERS, CodeOptions, RewardConfig, RewardPart, RubricOptions
 from rlhf.processes.confinement import NOT_ALONE, Grants
 from rlhf.rewards.grade import (
     ANSWER_CLASSES,
@@ -306,13 +298,14 @@ class Scorer:
     def new_errors(self) -> list[str]:
         """Errors of user functions, environments and reward models that were not returned before, a few of each."""
         messages = []
-        calls = {part.name: f"{self._calls(part)} calls" for part in self.config.all_parts if part.is_judged_outside}
-        for name in (*calls, ENVIRONMENT_PART, MODEL_PART):
+        calls = {part.name: part.is_judged_outside and self._calls(part) for part in self.config.all_parts}
+        for name, errors in self._errors.items():
             reported = self._reported[name]
-            for error, count in self._errors[name].most_common():
+            for error, count in errors.most_common() if calls.get(name, True) else ():
                 if error not in reported and len(reported) < MAX_ERRORS_SHOWN:
                     reported.add(error)
-                    messages.append(f"reward {name}: {count} of {calls.get(name, 'its rewards')} failed with {error}")
+                    of = f"of {calls[name]} calls" if name in calls else "of its rewards"
+                    messages.append(f"reward {name}: {count} {of} failed with {error}")
         return messages
 
     def note(self, name: str, error: str) -> None:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from rlhf.config.printing import as_utf8
+from rlhf.processes.returned import as_number
 
 OF_TRL = {"completions", "completion_ids", "environments", "trainer_state", "log_extra", "log_metric"}
 NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
@@ -123,16 +124,10 @@ def _rewards(function: Callable[..., Any], result: Any, expected: int) -> list[f
 
 
 def _number(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, str | bytes):
-        raise ValueError(f"{name} returned text in its list, not a number.")
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} returned {type(value).__name__} in its list, not a number.") from None
-    except OverflowError:
-        number = math.inf
+    number = math.nan if value is None else as_number(value)
+    if number is None:
+        kind = "text" if isinstance(value, str | bytes) else type(value).__name__
+        raise ValueError(f"{name} returned {kind} in its list, not a number.")
     if math.isinf(number):
         raise ValueError(f"{name} returned {number}.")
     return None if math.isnan(number) else number  # TRL's own form of None

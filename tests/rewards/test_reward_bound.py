@@ -37,7 +37,7 @@ def of_trl(completions, log_metric, **_):
     log_metric("large", 1e308)
     return [eval(each[-1]["content"]) for each in completions]
 """
-SOURCES = {
+SOURCES: dict[str, list[dict[str, Any]]] = {
     "one": [{"name": "one"}],
     "waiting": [{"name": "waiting"}],
     "together": [{"name": "together", "group": True}],
@@ -189,7 +189,7 @@ def graded_by(tmp_path: Path, given: float | None, outcome: Outcome | None = Non
     model = RewardModelClient([score], weight=2.0) if "score" in sections else None
     scorer = SimpleNamespace(score_group=score_group, note=lambda *args: noted.append(args))
     grading = Grading.__new__(Grading)
-    grading.reward_model, grading._marks = model, None
+    grading.reward_model, grading._marks = model, ()
     grading._config, grading._scorer = config, cast(Any, scorer)
     rollout = replace(rollout_of([1, 2]), facts={"ended_by": "answer"}, outcome=outcome or Outcome())
     (sample,) = asyncio.run(grading(prompt("p"), [rollout], cast(Any, None), trains=True))
