@@ -38,6 +38,7 @@ PARTS = {"gcs_server": "control service", "raylet": "node manager"}  # nothing w
 LOOK_EVERY_S = 0.5
 END_S = 5.0  # for the other threads of a process whose first one has ended
 CONTROL_PATIENCE_S = 30.0  # a joined cluster may start its control service again
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 VARIABLES = {
     "RAY_worker_niceness": "0",  # by default 15: any other process would starve the actors
     "RAY_task_events_report_interval_ms": "0",  # a record of calls for Ray's dashboard, which is off: 0.2 MB per step
@@ -47,6 +48,14 @@ VARIABLES = {
 
 class RayLostError(ClusterError, ResumableError):
     """The Ray cluster that a run had joined is gone: the run cannot start it again."""
+
+
+def spare_loopback() -> None:
+    """Have no connection to this machine ask a proxy of the environment, in this process and all that it starts."""
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):  # gRPC, and so Ray, reads the last one instead if it is set
+        given = os.environ.get(name) or os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        if given != "*" or name == "no_grpc_proxy":  # only gRPC does not know that `*` is every host
+            os.environ[name] = ",".join(dict.fromkeys([*filter(None, given.split(",")), *LOOPBACK]))
 
 
 class RaySession:
@@ -60,6 +69,7 @@ class RaySession:
         self.temp: str | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._watched: dict[str, psutil.Process] = {}  # of PARTS, those on this machine
+        spare_loopback()  # before environments start: their processes get these variables too
         self._folder = Path.cwd()  # asked before Ray starts: another node may then remove it, see `compare_nodes`
 
     def start(self, address: str | None) -> None:

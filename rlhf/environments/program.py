@@ -34,7 +34,10 @@ MAX_REWARD_BYTES, SHOWN_BYTES = 1 << 20, 1000  # of the reward file; of the outp
 MAX_OUTPUT_BYTES = 64 << 20
 SHELL_SIGNAL = 128  # a shell ends with this plus the number of the signal that ended its command
 MAX_FILES, MAX_FILE_BYTES = 32, 64 << 10
-KEPT = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+KEPT = (
+    "PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "no_proxy",
+    "NO_PROXY",
+)  # fmt: skip
 
 
 class LimitError(Exception):

@@ -37,11 +37,10 @@ from rlhf.processes.outside import prctl
 # The environment variables that a program needs to start; a grant names more.
 KEPT_VARIABLES = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE",
+    "no_proxy", "NO_PROXY",
 )  # fmt: skip
 CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
-NETWORK_VARIABLES = (  # with `network: true`
-    "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", *CERTIFICATES,
-)  # fmt: skip
+NETWORK_VARIABLES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", *CERTIFICATES)  # with `network: true`
 FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix/store", "/etc")
 SYSTEM = (  # /etc/resolv.conf may be a link to elsewhere
     "/etc/resolv.conf", "/run/systemd/resolve", "/var/lib/ca-certificates", "/sys/devices/system", "/sys/fs/cgroup",

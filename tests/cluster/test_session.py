@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from urllib.request import proxy_bypass_environment
 
 import psutil
 import pytest
@@ -59,6 +60,25 @@ def test_after_some_tries_one_message_says_why(monkeypatch: pytest.MonkeyPatch, 
 def test_any_other_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(PermissionError):
         start(monkeypatch, tmp_path, [PermissionError("no")])
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [({}, []), ({"no_proxy": ".here,10.0.0.1"}, [".here", "10.0.0.1"]), ({"NO_PROXY": ".here"}, [".here"])],
+)
+def test_this_machine_asks_no_proxy_for_itself_and_the_users_own_exceptions_stay(
+    given: dict[str, str], kept: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxies = {"http_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
+    monkeypatch.setattr(os, "environ", {**proxies, **given})
+    for _ in range(2):  # a second run in the same program adds nothing
+        RaySession()
+        names = ("no_proxy", "NO_PROXY", "no_grpc_proxy")
+        here = ",".join([*kept, "127.0.0.1", "localhost", "::1"])
+        assert os.environ == {**proxies, **dict.fromkeys(names, here)}
+    monkeypatch.setattr(os, "environ", {"no_proxy": "*"})
+    RaySession()
+    assert proxy_bypass_environment("judge.example")
 
 
 def test_a_part_of_ray_that_is_dying_thread_by_thread_is_lost() -> None:

@@ -61,9 +61,11 @@ def run(tmp_path: Path, source: str, *, times: int = 1, **keys: Any) -> list[Any
         return asyncio.run(together(opened))
 
 
-def test_a_program_gets_its_row_and_leaves_its_reward(tmp_path: Path) -> None:
+def test_a_program_gets_its_row_and_leaves_its_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     source = REWARD + (
         "row = json.load(open(os.environ['RLHF_ROW']))\n"
+        "os.environ['no_proxy']\n"  # a proxy that `env` names is not for the endpoint
         "names = ['OPENAI_BASE_URL', 'OPENAI_API_KEY', 'ANTHROPIC_BASE_URL', 'ANTHROPIC_API_KEY', 'RLHF_SEED']\n"
         "facts = {name: os.environ[name] for name in names}\n"
         "json.dump({'score': row['number'], 'speed': 0.5, 'facts': facts}, left)\n"
