@@ -130,7 +130,7 @@ def _output(path: str | None) -> Iterator[TextIO | None]:
 def _reward_config(options: argparse.Namespace) -> RewardConfig:
     part: dict[str, Any] = {"name": options.reward}
     if options.reward.startswith("{"):
-        part = resolved(parse_override(f"--reward={options.reward}"))["--reward"]
+        part = resolved(parse_override(f"--reward={options.reward}"), "--reward")["--reward"]
     if options.reward == "math":
         part["mode"] = "strict" if options.strict else "lenient"
     part["weight"] = 1.0  # as in evaluations: the value of a part is the one before its weight

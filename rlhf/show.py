@@ -93,15 +93,23 @@ def _fits(row: Row, options: argparse.Namespace) -> bool:
 
 def _picture(group: Sequence[Row]) -> Panel:
     first = group[0]
-    blocks = [Text(printable(conversation(first)))]
+    blocks = [_text(conversation(first))]
     if first["answer"]:
-        blocks.append(Text(f"gold answer: {printable(first['answer'])}", style="bold"))
+        blocks.append(_text(f"gold answer: {first['answer']}", "bold"))
     for row in group:
         _, color = shown_reward(row["reward"])
-        blocks += [Text(f"\n{_head(row)}", style=color), *map(_block, response_blocks(row))]
-    return Panel(
-        Group(*blocks), title=Text(f"step {first['step']}, {printable(first['prompt_id'])}"), title_align="left"
-    )
+        blocks += [_text(f"\n{_in_one_line(_head(row))}", color), *map(_block, response_blocks(row))]
+    title = _in_one_line(f"step {first['step']}, {first['prompt_id']}")
+    return Panel(Group(*blocks), title=_text(title), title_align="left")
+
+
+def _text(text: str, style: str = "") -> Text:
+    """A text of a rollout for the terminal, without control characters; every field goes through here."""
+    return Text(printable(text), style=style)
+
+
+def _in_one_line(text: str) -> str:
+    return text.replace("\n", r"\n").replace("\t", r"\t")
 
 
 def _block(block: tuple[str, str]) -> Text:
@@ -109,7 +117,7 @@ def _block(block: tuple[str, str]) -> Text:
     kind, text = block
     of_model = {"text": ("", ""), "thought": ("", "italic"), "call": ("-> ", "cyan")}
     prefix, style = of_model.get(kind, (f"{kind} ", "dim"))
-    return Text(printable(f"{prefix}{text}"), style=style)
+    return _text(f"{prefix}{text}", style)
 
 
 def _head(row: Row) -> str:
@@ -117,13 +125,13 @@ def _head(row: Row) -> str:
     reward, _ = shown_reward(row["reward"])
     parts = row["reward_parts"]
     if parts and list(parts.values()) != [row["reward"]]:  # else the only part is the reward
-        reward += f" ({', '.join(f'{printable(name)} {shown_reward(value)[0]}' for name, value in parts.items())})"
-    cells = [f"sample {row['sample']}: reward {reward}", f"advantage {row['advantage']:.3g}", row["status"]]
-    cells += [row["finish_reason"], f"{row['response_tokens']} tokens"]
+        reward += f" ({', '.join(f'{name} {shown_reward(value)[0]}' for name, value in parts.items())})"
+    cells = [f"sample {row['sample']}: reward {reward}", f"advantage {row['advantage']:.3g}", str(row["status"])]
+    cells += [str(row["finish_reason"]), f"{row['response_tokens']} tokens"]
     if calls := row.get("facts", {}).get("calls"):
-        cells.append(f"requests: {', '.join(f'{count} {printable(kind)}' for kind, count in calls.items())}")
+        cells.append(f"requests: {', '.join(f'{count} {kind}' for kind, count in calls.items())}")
     if row["extracted"] or states_no_answer(row):
-        cells.append(f"extracted {printable(row['extracted']) or 'nothing'}")
+        cells.append(f"extracted {row['extracted'] or 'nothing'}")
     return ", ".join(cells)
 
 

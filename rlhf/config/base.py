@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import stat
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -74,6 +76,21 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
+
+
+MISSING = "there is no such file"
+KINDS = {
+    stat.S_IFDIR: "it is a folder", stat.S_IFIFO: "it is a pipe", stat.S_IFSOCK: "it is a socket",
+    stat.S_IFCHR: "it is a device", stat.S_IFBLK: "it is a device",
+}  # fmt: skip
+
+
+def no_file(path: Path) -> str:
+    """Why there is no file to read at a path, which may have the name of a pipe, say; "" if there is one."""
+    try:
+        return KINDS.get(stat.S_IFMT(path.stat().st_mode), "")
+    except (OSError, ValueError) as error:  # ValueError: of a null byte in a name
+        return MISSING if isinstance(error, FileNotFoundError | NotADirectoryError) else reason(error)
 
 
 class OwnOr:

@@ -8,10 +8,12 @@ from typing import Any
 from rlhf.config.cli import PROGRAMS
 from rlhf.config.load import validated
 from rlhf.config.program import TrainingProgramConfig
+from rlhf.config.references import from_environment
 
 
 def config_of_any_program(values: dict[str, Any]) -> TrainingProgramConfig | None:
-    """The config as the program reads it that accepts all its keys; None if none does, as in another version."""
+    """The config as the program reads it that accepts these stored values; None if none does, as in another version."""
+    values = from_environment(values)
     for program in PROGRAMS.values():
         with contextlib.suppress(ValueError):
             if program.config is not None:
@@ -20,12 +22,24 @@ def config_of_any_program(values: dict[str, Any]) -> TrainingProgramConfig | Non
 
 
 def changed_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a whole config that differ from the defaults of its program; they load to the same config.
+    """The stored values of a whole config that differ from the defaults of its program; they load to the same config.
 
     For a config of another version: all values except null.
     """
     config = config_of_any_program(values)
-    return _without_nulls(values) if config is None else config.model_dump(mode="json", exclude_defaults=True)
+    if config is None:
+        return _without_nulls(values)
+    changed: dict[str, Any] = _as_stored(config.model_dump(mode="json", exclude_defaults=True), values)
+    return changed
+
+
+def _as_stored(changed: Any, stored: Any) -> Any:
+    """The part of the stored values that has the keys of the changed ones."""
+    if isinstance(changed, dict) and isinstance(stored, dict):
+        return {name: _as_stored(value, stored.get(name, value)) for name, value in changed.items()}
+    if isinstance(changed, list) and isinstance(stored, list) and len(changed) == len(stored):
+        return [_as_stored(*pair) for pair in zip(changed, stored, strict=True)]
+    return stored
 
 
 def _without_nulls(values: Any) -> Any:

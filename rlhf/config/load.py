@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,17 +13,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf.config.base import Section, first_line, suggest
+from rlhf.config.base import Section, first_line, no_file, suggest
 from rlhf.config.describe import Key, describe_keys
+from rlhf.config.limit import limited
 from rlhf.config.printing import as_utf8
 from rlhf.config.program import TrainingProgramConfig
+from rlhf.config.references import nodes, note_references, variables
 from rlhf.config.secrets import HIDDEN, remember, with_references
 
 if TYPE_CHECKING:
+    import yaml
     from pydantic_core import ErrorDetails
 
 C = TypeVar("C", bound=TrainingProgramConfig)
 S = TypeVar("S", bound=Section)
+
+MAX_YAML, MAX_DEPTH = 2**18, 50  # characters, with each alias written out, and levels
 
 # Our keys -> their names in TRL (one word) and verl (the end of a path); of several keys, the first that a program has.
 _NAMES_ELSEWHERE = {
@@ -155,12 +163,14 @@ def load_config(
         check: further problems of a config, such as a missing file.
         complete: adds values for keys that the schema requires and the program does not read.
     """
-    values = resolved(read_values(files, overrides))
-    remember(values)
+    written = read_values(files, overrides)
+    values = resolved(written, f"--config {' '.join(files)}")
+    remember(values, variables(written))
     if unknown := [f"{key}={value}" for key, value in flat_keys(values).items() if HIDDEN in str(value)]:
         reason = "a secret stood here, which is stored nowhere. Set an environment variable to it, and write"
         raise ValueError("\n".join(f"{given}: {reason} ${{oc.env:VARIABLE}} in its place." for given in unknown))
     config = validated(schema, schema.completed(complete(values)))
+    note_references(written, values, config.model_dump(mode="json"))
     if problems := [*contradictions(config), *check(config)]:
         raise ValueError("\n".join(problems))
     return config
@@ -183,13 +193,20 @@ def wrong_keys(schema: type[Section], values: dict[str, Any]) -> set[str]:
     return set()
 
 
-def resolved(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with what `${...}` stands for: another key, or a variable of the environment."""
+def resolved(values: dict[str, Any], given_by: str) -> dict[str, Any]:
+    """The values with what `${...}` stands for: another key, or a variable of the environment.
+
+    Args:
+        given_by: the files or the flag, for the message about references that multiply without end.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    if not any(isinstance(value, str) and "${" in value for _, value in nodes(values)):
+        return values
     try:
-        return OmegaConf.to_container(OmegaConf.create(values), resolve=True)  # type: ignore[return-value]
+        with limited(f"{given_by}: to follow the references ${{...}} {{}}. Write values in place of some."):
+            return OmegaConf.to_container(OmegaConf.create(values), resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         raise ValueError(
             f"{error.full_key}: {first_line(error)}. In a value, ${{...}} stands for another key; write \\${{...}} "
@@ -199,23 +216,23 @@ def resolved(values: dict[str, Any]) -> dict[str, Any]:
 
 def resolved_yaml(config: Section) -> str:
     """The whole config with every default, as YAML that loads to the same config; secrets are left out."""
-    return as_yaml(json.loads(config.model_dump_json()))
+    return as_yaml(with_references(json.loads(config.model_dump_json())))
 
 
 def as_yaml(values: dict[str, Any]) -> str:
-    """The values of a config as YAML that loads to the same values; secrets are left out."""
+    """Values in stored form as YAML."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(with_references(values)))
+    return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
 def stored_values(file: Path) -> dict[str, Any]:
-    """The values of a file that `resolved_yaml` wrote, for a reader who needs no secrets: they may be gone by now."""
-    from omegaconf import OmegaConf
+    """The values of a file that `resolved_yaml` wrote, in stored form: variables may not be set by now.
 
-    text = re.sub(r"(?<!\\)\$\{oc\.env:[^}]*\}", HIDDEN, file.read_text())
-    values: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
-    return values
+    Raises:
+        ValueError: the file holds no config.
+    """
+    return _read(str(file), of=str(file))
 
 
 def flat_keys(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -228,20 +245,41 @@ def flat_keys(values: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for part in flat for key, value in part.items()}
 
 
-def _read(file: str) -> dict[str, Any]:
+def _read(file: str, *, of: str = "") -> dict[str, Any]:
+    """The values of a YAML file; `of`: its name in messages, if that is not --config."""
     from omegaconf import OmegaConf
 
-    path = Path(file)
-    if not path.is_file():
-        remedy = "Give the path of a YAML file; `rlhf configs` lists some."
-        raise ValueError(f"--config {file}: there is no such file. {remedy}")
+    named, remedy = of or f"--config {file}", "" if of else " Give the path of a YAML file; `rlhf configs` lists some."
+    if problem := no_file(Path(file)):
+        raise ValueError(f"{named}: {problem}.{remedy}")
     try:
-        content: Any = OmegaConf.to_container(OmegaConf.load(path))
+        _check_yaml(text := Path(file).read_text("utf-8"))
+        content: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+        json.dumps(content)
     except Exception as error:  # the YAML parser raises many types, all about the file
-        raise ValueError(f"--config {file}: not readable as YAML: {error}") from error
+        raise ValueError(f"{named}: not readable as YAML: {error}") from error
     if isinstance(content, dict):
         return content
-    raise ValueError(f"--config {file}: holds a {type(content).__name__}. Write sections, such as `run:`, with keys.")
+    raise ValueError(f"{named}: holds a {type(content).__name__}. Write sections, such as `run:`, with keys.")
+
+
+def _check_yaml(text: str) -> None:
+    """Raise a ValueError for a text that is too long or too deep to be part of a config, also by its aliases."""
+    import yaml
+
+    node = yaml.compose(text, Loader=yaml.SafeLoader) if len(text) <= MAX_YAML else None
+    if len(text) > MAX_YAML or (node and _length(node, {}, 0) > MAX_YAML):
+        raise ValueError(f"longer than {MAX_YAML:,} characters, or deeper than {MAX_DEPTH} levels, aliases written out")
+
+
+def _length(node: yaml.Node, known: dict[int, float], depth: int) -> float:
+    """Characters and values below a node, where an alias counts as what it stands for; infinite in itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf  # until it is known
+        below = itertools.chain(*node.value) if node.id == "mapping" else node.value
+        parts = len(below) if isinstance(below, str) else sum(_length(child, known, depth + 1) for child in below)
+        known[id(node)] = 1 + parts if depth <= MAX_DEPTH else math.inf
+    return known[id(node)]
 
 
 def parse_override(override: str) -> dict[str, Any]:
@@ -249,11 +287,13 @@ def parse_override(override: str) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    key, separator, _ = override.partition("=")
-    if not separator or not key or any(not part for part in key.split(".")):
+    key, separator, text = override.partition("=")
+    if not separator or not key or any(not part for part in key.split(".")) or key.count(".") > MAX_DEPTH:
         raise ValueError(f"{override!r}: not an override. Write section.key=value, such as run.steps=10.")
     try:
+        _check_yaml(text)
         values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+        json.dumps(values)
     except OmegaConfBaseException as error:
         raise ValueError(f"{override!r}: {first_line(error)}") from error
     except Exception as error:  # the YAML parser, about the value

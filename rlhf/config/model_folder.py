@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rlhf.config.base import MISSING, first_line, no_file
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 AGAIN = "Download or save it again; if it is a Git LFS pointer, run `git lfs pull` there."
@@ -39,14 +41,15 @@ def local_model_folder(path: str) -> Path:
 
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no such file. ValueError, which names the file, if it is not one."""
-    if not file.is_file():
+    if (problem := no_file(file)) == MISSING:
         return {}
+    content: Any = {}
     try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}). Download or save the model again.") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is no JSON object. Download or save the model again.")
+        content = {} if problem else json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        problem = f"it is not JSON ({first_line(error)})"
+    if problem or not isinstance(content, dict):
+        raise ValueError(f"{file}: {problem or 'it holds no JSON object'}. {AGAIN}")
     return content
 
 

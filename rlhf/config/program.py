@@ -11,7 +11,7 @@ from pydantic import ValidationInfo, model_validator
 from rlhf.config import sections
 from rlhf.config.base import Section
 from rlhf.config.roles import ROLES, Role, Training, engine
-from rlhf.config.secrets import hidden
+from rlhf.config.secrets import hidden, with_references
 
 if TYPE_CHECKING:
     from rlhf.config.data import DatasetsConfig
@@ -162,6 +162,11 @@ class TrainingProgramConfig(Section):
     def shown(self) -> dict[str, Any]:
         """The resolved config as JSON, without secrets."""
         values: dict[str, Any] = hidden(self.model_dump(mode="json"))
+        return values
+
+    def stored(self) -> dict[str, Any]:
+        """The stored form of the config, for every file."""
+        values: dict[str, Any] = with_references(self.model_dump(mode="json"))
         return values
 
 

@@ -12,10 +12,11 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from rlhf.config.printing import WrappedStream
+from rlhf.config.references import Reference, with_written
 
 HIDDEN = "<secret>"
 # A word of a name; TOKEN is not a word of TOKENIZERS_PARALLELISM. The value of a name ending in _FILE is no secret.
@@ -39,27 +40,40 @@ IN_ADDRESS = re.compile(
     re.IGNORECASE,
 )
 
+DEFAULT = re.compile(r"(\$\{oc\.env:\w+),[^${}]*\}")  # of a variable that is not set
+
 _of_config: set[str] = set()
+_variables: set[str] = set()
 
 
 def is_secret_name(name: str) -> bool:
     return NAME.match(name) is not None and not PLAIN_NAME.fullmatch(name)
 
 
-def remember(values: Any) -> None:
-    """Keep the secrets of a config until this program ends, so that `hide` knows them."""
+def remember(values: Any, variables: Collection[str] = ()) -> None:
+    """Keep the secrets of a config, and the variables it names, until this program ends, so that `hide` knows them."""
     secrets: list[str] = []
     _replaced(
         values, lambda text: secrets.extend(found[2] or found[4] for found in IN_ADDRESS.finditer(text)), secrets.append
     )
     _of_config.update(text for text in secrets if len(text) >= MIN_LENGTH)
+    _variables.update(variables)
 
 
 def hide(text: str) -> str:
-    """The text with `<secret>` in place of every known secret, and of the password in every address."""
-    for secret in sorted({*_of_config, *_of_environment()}, key=len, reverse=True):
-        text = text.replace(secret, HIDDEN)
+    """The text with `<secret>` in place of every known secret, and of the password in every address.
+
+    The value of another variable that the config names becomes a reference to it, unless it is a path.
+    """
+    shown = {value: f"${{oc.env:{name}}}" for name in _variables if _is_told(value := os.environ.get(name, ""))}
+    shown |= dict.fromkeys({*_of_config, *_of_environment()}, HIDDEN)
+    for value in sorted(shown, key=len, reverse=True):
+        text = text.replace(value, shown[value])
     return _hide_in_addresses(text)
+
+
+def _is_told(value: str) -> bool:
+    return len(value) >= MIN_LENGTH and not value.startswith(("/", "~", "."))
 
 
 def hidden(values: Any) -> Any:
@@ -68,7 +82,10 @@ def hidden(values: Any) -> Any:
 
 
 def with_references(values: Any) -> Any:
-    """A config for a YAML file: `${oc.env:NAME}` in place of a secret of the environment, `<secret>` of any other."""
+    """The stored form of a whole config: a reference where a value, or a secret, is of the environment.
+
+    `<secret>` stands for any other secret, and for the default of a reference to one.
+    """
     variables = {value: name for name, value in sorted(os.environ.items(), reverse=True)}
 
     def refer(text: str) -> str:
@@ -82,7 +99,7 @@ def with_references(values: Any) -> Any:
             return f"${{oc.env:{variables[text]}}}"
         return refer(text) if any(secret in text for secret in _of_environment()) else HIDDEN
 
-    return _replaced(values, refer, refer_or_hide)
+    return _replaced(with_written(values), refer, refer_or_hide)
 
 
 @contextlib.contextmanager
@@ -104,7 +121,7 @@ class _Hiding(WrappedStream):
 def _hide_in_addresses(text: str) -> str:
     def replacement(found: re.Match[str]) -> str:
         kept, secret = (found[1], found[2]) if found[2] else (found[3], found[4])
-        return kept + (secret if secret.startswith("${oc.env:") else HIDDEN)
+        return kept + (DEFAULT.sub(r"\1}", secret) if secret.startswith("${oc.env:") else HIDDEN)
 
     return IN_ADDRESS.sub(replacement, text) if "://" in text else text
 
@@ -122,6 +139,8 @@ def _replaced(values: Any, text: Callable[[str], Any], secret: Callable[[str], A
         }
     if isinstance(values, list | tuple):
         return [_replaced(value, text, secret) for value in values]
+    if isinstance(values, Reference):
+        return _hide_in_addresses(DEFAULT.sub(r"\1}", values) if text == secret else str(values))
     return text(values) if isinstance(values, str) and values else values
 
 

@@ -36,15 +36,37 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".msgpack", ".h5")
 SAVE_AGAIN = "Download or save the model again, with save_pretrained of transformers."
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # the number of experts
+SIZES = {
+    "vocab_size", "hidden_size", "n_embd", "num_attention_heads", "n_head", "num_hidden_layers", "n_layer", "head_dim",
+    "num_key_value_heads", "intermediate_size", "max_position_embeddings", "decoder_sparse_step", "qk_rope_head_dim",
+    "qk_nope_head_dim", "kv_lora_rank", "full_attention_interval", "attn_layer_period", "attn_layer_offset",
+    "moe_intermediate_size", "num_experts_per_tok", *EXPERT_KEYS,
+}  # fmt: skip
+MAX_SIZE, MAX_LAYERS = 2**32, 10_000
 USUAL_MODEL_TYPES = (  # known without a look
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "olmo2", "phi3", "smollm3",
 )  # fmt: skip
 
 
 def local_model_config(path: str) -> dict[str, Any] | None:
-    """config.json of a local model or of a model in the hub's cache; None if it is in neither."""
+    """config.json of a local model or of a model in the hub's cache; None if it is in neither.
+
+    Raises:
+        ValueError: it is no such file, or has something else in place of a size.
+    """
     file = local_model_folder(path) / "config.json"
-    return read_json(file) if file.is_file() else None
+    if not file.exists():
+        return None
+    config = read_json(file)
+    for values in (config, config.get("text_config", {})):
+        if not isinstance(values, dict):
+            raise ValueError(f"{file}: text_config={values!r:.80} is no object. {SAVE_AGAIN}")
+        for key in SIZES & values.keys():
+            size = values[key]
+            most = MAX_LAYERS if key in ("num_hidden_layers", "n_layer") else MAX_SIZE
+            if not (size is None or (type(size) is int and 0 <= size <= most)):
+                raise ValueError(f"{file}: {key}={size!r:.80} is not a whole number from 0 to {most:,}. {SAVE_AGAIN}")
+    return config
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -102,12 +124,12 @@ def lacks_chat_template(path: str) -> bool:
 def chat_template_text(folder: Path) -> str:
     """All chat templates of a tokenizer, one after another; mistral's own format has no text of one."""
     in_settings = read_json(folder / "tokenizer_config.json").get("chat_template") or ""
-    files = "".join(file.read_text() for file in _files(folder, CHAT_TEMPLATE_FILES))
+    files = "".join(file.read_text(errors="replace") for file in _files(folder, CHAT_TEMPLATE_FILES))
     return f"{in_settings}{files}"  # several are a list
 
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    return sorted({file for pattern in patterns for file in folder.glob(pattern)})
+    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
 
 
 def reward_template(config: RewardModelConfig) -> NamedTemplate:

@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import chain, starmap
 from pathlib import Path
-from typing import Any, Generic, NamedTuple
+from typing import Any, BinaryIO, Generic, NamedTuple
 
+from rlhf.config.base import MISSING, no_file
 from rlhf.config.data import FILE_SUFFIXES, OTHER_SUFFIXES, DatasetConfig, DatasetsConfig, S, SourceConfig
 from rlhf.config.model_folder import looks_local
 from rlhf.data.messages import WITH_IMAGES, without_nulls
@@ -86,9 +87,9 @@ def check_source(source: DatasetConfig, key: str) -> None:
                 f"would be read. Move the others away, or name files: {key}=[FILE, FILE]."
             )
         return
-    if not path.exists():
-        where = "" if path.is_absolute() else f" under {Path.cwd()}"
-        raise ValueError(f"{key}={source.path}: there is no such file{where}. Correct the path, or make the file.")
+    if problem := no_file(path):
+        where = f" under {Path.cwd()}" if problem == MISSING and not path.is_absolute() else ""
+        raise ValueError(f"{key}={source.path}: {problem}{where}. Correct the path, or make the file.")
     if path.suffix not in FILE_SUFFIXES:
         raise ValueError(
             f"{key}={source.path}: cannot tell how to read a {path.suffix or 'nameless'} file. "
@@ -195,16 +196,16 @@ class Source(Generic[S]):
                     yield self._row(number, columns)
             return
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, (line, size) in enumerate(_lines(file), start=1):
                 if line.strip():
                     with self.leave_out():
-                        yield self._row(number, self._parse_line(line, number))
+                        yield self._row(number, self._parse_line(line, size, number))
 
-    def _parse_line(self, line: bytes, number: int) -> Any:
+    def _parse_line(self, line: bytes, size: int, number: int) -> Any:
         where = self._name(number, "line")
-        if len(line) > MAX_ROW_BYTES:
+        if size > MAX_ROW_BYTES:
             raise ValueError(
-                f"{where} has {len(line):,} bytes, and a row may have {MAX_ROW_BYTES:,}. Is a line end missing? "
+                f"{where} has {size:,} bytes, and a row may have {MAX_ROW_BYTES:,}. Is a line end missing? "
                 "Correct or remove it."
             )
         return _parse(line.removesuffix(b"\n").removeprefix(BYTE_ORDER_MARK), where, first_line=number)
@@ -277,6 +278,16 @@ def _json_list(path: Path) -> bytes | None:
     return content if content.lstrip().startswith(b"[") else None
 
 
+def _lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """The lines of a file with their lengths; of one that is longer than a row may be, only the beginning is kept."""
+    while line := file.readline(MAX_ROW_BYTES + 1):
+        size, rest = len(line), line
+        while len(rest) > MAX_ROW_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_ROW_BYTES + 1)
+            size += len(rest)
+        yield line, size
+
+
 def _parse(content: bytes, where: str, *, first_line: int = 1) -> Any:
     """What JSON holds. Raises ValueError: it is not JSON, or nests too deep for a parser."""
     try:
@@ -311,4 +322,4 @@ def count_rows(source: DatasetConfig) -> int | None:
     if (content := _json_list(path)) is not None:
         return len(_parse(content, "it"))
     with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
+        return sum(1 for line, _ in _lines(file) if line.strip())

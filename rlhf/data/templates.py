@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from rlhf.answers.thoughts import Marks, marks_in
+from rlhf.config.base import no_file
 from rlhf.config.data import PLAIN, TemplateName, is_template_file
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.limit import limited
 from rlhf.config.printing import as_utf8
 from rlhf.data.control_tokens import MARK, control_tokens, split, without_marks
 from rlhf.data.forms import MAX_STRUCTURES, Conversation, Form, find_form, left_out_message, lost_texts, unwritten
@@ -26,6 +28,8 @@ from rlhf.data.model_files import reward_template
 from rlhf.types import Prompt
 
 STAND_IN = "Zq0x"  # for a text of the assistant, to see what a template writes around it
+MAX_TEXT = 2**26  # characters of a rendered conversation, more than any row has
+MAX_SOURCE_BYTES = 2**22  # of a template file; the longest of a published model has 50 kB
 ROWS_PER_BATCH = 1024  # keeps the tokenizer's threads busy with little memory
 
 CHATML = (
@@ -254,12 +258,16 @@ def chat_template(template: TemplateName) -> str | None:
         return CHAT_TEMPLATES.get(template)
     try:
         return _read_template(Path(template).absolute())
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"data.template={template}: the file cannot be read ({error}). Correct the path.") from None
 
 
 @lru_cache
 def _read_template(path: Path) -> str:
+    if problem := no_file(path):
+        raise ValueError(problem)
+    if (size := path.stat().st_size) > MAX_SOURCE_BYTES:
+        raise ValueError(f"it has {size:,} bytes, and a template at most {MAX_SOURCE_BYTES:,}")
     return path.read_text(encoding="utf-8")
 
 
@@ -322,20 +330,28 @@ def chat_text(
         ValueError: the model has no chat template, or its template refuses these messages.
     """
     check_has_template(template, tokenizer, key)
-    from jinja2.exceptions import TemplateError
-
     options = {"chat_template": chat_template(template), "tokenize": False, **options}
     try:
-        return tokenizer.apply_chat_template(list(messages), **options)
-    except (TemplateError, TypeError, KeyError, AttributeError) as error:  # templates raise the first for some roles
+        with limited(_endless(key, template, tokenizer)):
+            text = tokenizer.apply_chat_template(list(messages), **options)
+        if isinstance(text, str) and len(text) > MAX_TEXT:
+            raise ValueError(f"it writes {len(text):,} characters")
+        return text
+    except Exception as error:  # a template is a program: of any type, such as TemplateError for some roles
         roles = [message["role"] for message in messages]
         remedy = (
             "Unset data.system_prompt if the model knows no system role, or choose" if "system" in roles else "Choose"
         )
         raise ValueError(
-            f"{key}={template}: the chat template refuses messages with the roles {', '.join(roles)} ({error}). "
-            f"{remedy} another template."
+            f"{key}={template}: the chat template refuses messages with the roles {', '.join(roles)} "
+            f"({str(error) or type(error).__name__}). {remedy} another template."
         ) from error
+
+
+def _endless(key: str, template: TemplateName, tokenizer: Any) -> str:
+    """What `limited` says of a template."""
+    of_model = f" of {tokenizer.name_or_path}" if template == "model" else ""
+    return f"{key}={template}: the chat template{of_model} {{}}. Correct it, or choose another one with {key}."
 
 
 def tagged_ids(
@@ -351,7 +367,8 @@ def tagged_ids(
     text = chat_text(messages, template, tokenizer, key, **options)
     source = tokenizer.get_chat_template(chat_template(template), tools=options["tools"])
     arguments = {**tokenizer.special_tokens_map, **options, "return_assistant_tokens_mask": True}
-    rendered: Any = render_jinja_template([list(messages)], chat_template=source, **arguments)
+    with limited(_endless(key, template, tokenizer)):
+        rendered: Any = render_jinja_template([list(messages)], chat_template=source, **arguments)
     spans = rendered[1][0]
     ids, characters = _encode_pieces(text, tokenizer, with_places=True)
     bounds = [[len(without_marks(text[:place])) for place in span] for span in spans]

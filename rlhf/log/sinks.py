@@ -312,7 +312,7 @@ def on_training_data(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def evaluation_table(title: str, by_column: Mapping[str, Mapping[str, float]]) -> Table:
     """Evaluations side by side, with their intervals: before and after training, or of several models."""
-    table = Table(Column("metric", overflow="fold"), title=title)
+    table = Table(Column("metric", overflow="fold"), title=escape(printable(title)))
     for column in by_column:
         table.add_column(escape(printable(column)), justify="right", overflow="fold")
 

@@ -153,7 +153,7 @@ def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> Mode
         shape = _sizes(kind, config, stored)
     except KeyError as error:
         raise ValueError(f"config.json has no {error.args[0]}.") from None
-    except TypeError as error:
+    except (TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"config.json has a size that is no number ({error}).") from None
     counted, active = _count(stored, shape, _is_tied(config, stored)) if stored else _formula(shape, config)
     return replace(shape, parameters=counted, active_parameters=active)

@@ -20,13 +20,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-import yaml
-
 from rlhf.config.base import Section, reason
 from rlhf.config.data import DatasetConfig
 from rlhf.config.load import resolved_yaml, stored_values
 from rlhf.config.printing import as_utf8
 from rlhf.config.program import TrainingProgramConfig
+from rlhf.config.references import from_environment
 from rlhf.data.read import is_same_data
 from rlhf.log.patient_files import NEW, PatientFiles
 from rlhf.log.sinks import SUMMARY, read_summary
@@ -347,7 +346,7 @@ class RunFolder:
         file = checkpoint / STATE_FILE
         try:
             return RunState.from_json(file.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}: not a state that this version reads ({' '.join(str(error).split())}).") from None
 
     # --- results ---
@@ -456,7 +455,7 @@ def trained_on(source: DatasetConfig, path: str) -> Path | None:
     while (folder := next(_runs_around(path), None)) is not None and folder not in seen:
         seen.add(folder)
         try:
-            values = stored_values(folder / CONFIG)
+            values = from_environment(stored_values(folder / CONFIG))
             below = Path(values["run"]["dir"]).parts
             started_in = Path(*folder.parts[: -len(below)]) if folder.parts[-len(below) :] == below else Path.cwd()
             for named in values["data"]["train"]:
@@ -464,7 +463,7 @@ def trained_on(source: DatasetConfig, path: str) -> Path | None:
                 if is_same_data(source, trained, started_in):
                     return folder / CONFIG
             path = str(started_in / values["model"]["path"])
-        except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):  # of another version
+        except (OSError, ValueError, LookupError, TypeError):  # of another version
             return None
     return None
 
@@ -472,6 +471,6 @@ def trained_on(source: DatasetConfig, path: str) -> Path | None:
 def _stored_date(folder: Path) -> datetime.date | None:
     """`data.date` of the run in a folder; None if there is no run, or it began before there was this key."""
     for file in (folder / RESUMED_CONFIG, folder / CONFIG):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
-            return datetime.date.fromisoformat(stored_values(file)["data"]["date"])
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            return datetime.date.fromisoformat(from_environment(stored_values(file))["data"]["date"])
     return None

@@ -13,6 +13,7 @@ from rlhf.config.changed import changed_values, config_of_any_program
 from rlhf.config.load import as_yaml
 from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.config.printing import as_utf8
+from rlhf.config.references import from_environment
 from rlhf.config.secrets import hide
 from rlhf.config.sections import UNRESTRICTED, LoraConfig
 from rlhf.log.panels import metric_title
@@ -32,16 +33,16 @@ def model_card(state: RunState, *, merged: bool = False) -> str:
     """Markdown with the hub's front matter; `merged`: an adapter was added to the weights of its base."""
     config = state.config
     is_adapter = bool(config["model"].get("lora")) and not merged
-    base, program = state.base or config["model"]["path"], state.program
+    base, program = state.base or config["model"]["path"], state.program  # it may be a reference
     task = "text-classification" if program == "reward_model" else "text-generation"
     head = [
         f"library_name: {'peft' if is_adapter else 'transformers'}",
         f"pipeline_tag: {task}",
         f"tags: [rlhf, {program}]",
     ]
-    if not looks_local(base):
+    if state.base and not looks_local(base):
         head.append(f"base_model: {base}")
-    stated = _license(base)
+    stated = _license(from_environment(base))
     head += [f"{key}: {value}" for key, value in stated.items()]
     named = stated.get("license_name") or stated.get("license") or "its folder does not name it"
     sources = state.stream.get("sources", {})
@@ -71,7 +72,7 @@ def _license(base: str) -> dict[str, str]:
     _, *rest = readme.read_text(errors="replace").split("---\n") if readme.is_file() else [""]
     try:
         values = yaml.safe_load(rest[0]) if rest else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         values = None
     return {key: str(values[key]) for key in LICENSE_KEYS if key in values} if isinstance(values, dict) else {}
 
@@ -96,7 +97,7 @@ def _usage(state: RunState, base: str, *, is_adapter: bool) -> str:
     served = "vllm serve FOLDER"
     with_transformers = "With transformers:"
     if is_adapter:
-        rank = LoraConfig(rank=state.config["model"]["lora"]["rank"]).slot_rank
+        rank = LoraConfig(rank=from_environment(state.config["model"]["lora"]["rank"])).slot_rank
         served = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules adapter=FOLDER"
         with_transformers = "This is an adapter: transformers loads it onto its base where `peft` is installed."
     on_cpu = served.replace(

@@ -15,6 +15,7 @@ from rlhf.config.cli import NothingToDoError
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import short_value
 from rlhf.config.program import TrainingProgramConfig
+from rlhf.config.references import from_environment
 from rlhf.config.reward import GRANTS
 from rlhf.config.secrets import hidden
 from rlhf.data.model_files import model_fingerprint
@@ -132,12 +133,16 @@ def check_resumed_state(config: TrainingProgramConfig, path: Path, state: RunSta
         )
     before, now = state.updates or config.update_plan, config.update_plan
     changes = [(key, before[key], now.get(key)) for key in before if before[key] != now.get(key)]
-    deterministic = config.run.deterministic and state.config.get("run", {}).get("deterministic", False)
+    began_with = from_environment(state.config)
+    deterministic = config.run.deterministic and began_with.get("run", {}).get("deterministic", False)
     plan = before.keys()  # a null in these keys stands for the value of another key
+    written = [key for key, *_ in changed_keys(state.config, config.stored())]  # else a validator changed the value
     changes += [
         change
-        for change in changed_keys(hidden(state.config), config.shown())
-        if change[0] not in plan and not is_free(change[0], deterministic=deterministic)
+        for change in changed_keys(hidden(began_with), config.shown())
+        if change[0] not in plan
+        and any(f"{change[0]}.".startswith(f"{key}.") for key in written)
+        and not is_free(change[0], deterministic=deterministic)
     ]
     problems = [
         f"{key}={short_value(now)}: the run began with {short_value(before)}. Resume with {key}={short_value(before)}, "
@@ -151,7 +156,7 @@ def check_resumed_state(config: TrainingProgramConfig, path: Path, state: RunSta
 
 def resume_warnings(config: TrainingProgramConfig, state: RunState) -> Iterator[str]:
     """What goes on along another curve: a schedule, since it spans the whole run, and evaluations by another metric."""
-    steps, before = config.steps, state.config.get("run", {}).get("steps", config.steps)
+    steps, before = config.steps, from_environment(state.config).get("run", {}).get("steps", config.steps)
     for role, training in config.trained_roles():
         schedule = training.section.schedule
         if steps != before and (schedule.name != "constant" or schedule.warmup_fraction):

@@ -267,12 +267,13 @@ class Run(Generic[C]):
         self.state.updates_taken, self.state.updates_skipped = counts[0]
         if not self.state.models:
             self.state.models = await asyncio.to_thread(model_fingerprints, self.config)
+        stored, path = self.config.stored(), self.config.model.path
         return replace(
             self.state,
             step=step,
             program=self.config.program,
-            config=self.config.shown(),
-            base=full_name(self.config.model.path),
+            config=stored,
+            base=full_name(path) if stored["model"]["path"] == path else "",
             code=await asyncio.to_thread(code_state),
             updates=self.config.update_plan,
             wandb_run_id=self.log.wandb_run_id,
@@ -318,8 +319,10 @@ class Run(Generic[C]):
         exported = self.folder.model.with_suffix(PARTIAL)
         shutil.rmtree(exported, ignore_errors=True)
         try:
-            failures = await self.cluster.learners.call("try_export", str(exported.resolve()), self.config.model.path)
-            why = next(filter(None, failures), "")
+            results = await self.cluster.learners.call("try_export", str(exported.resolve()), self.config.model.path)
+            why = next((failure for failure, _ in results if failure), "")
+            for warning in filter(None, (warning for _, warning in results)):
+                self.log.warn(f"{self.folder.model}: {warning}")
             if not why:
                 (exported / "README.md").write_text(model_card(await self._state_after(steps)))
                 shutil.rmtree(self.folder.model, ignore_errors=True)  # of an earlier end, before run.steps grew

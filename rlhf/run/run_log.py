@@ -56,7 +56,7 @@ class RunLog:
         resume_step = self._first_step if folder.restored is not None else None
         self._sinks.append(sinks.JsonlSink(folder.metrics, self.files, resume_step=resume_step))
         exit_stack.push(self._write_what_waits)
-        logging, resolved = self._config.logging, self._config.shown()
+        logging, resolved = self._config.logging, self._config.stored()
         if logging.wandb.mode != "disabled":
             from rlhf.log.wandb_sink import WandbSink  # imports wandb
 

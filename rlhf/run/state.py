@@ -25,7 +25,7 @@ class RunState:
     Attributes:
         step: completed training steps.
         program: that wrote it, such as grpo.
-        config: the resolved config.
+        config: the stored form of the config (see `references`).
         models: fingerprints of the parts of each start model, by role.
         rewards: fingerprints of the files of the code of each user function, by the function's name.
         environments: the same of the classes and functions that rollouts act on.
@@ -40,7 +40,7 @@ class RunState:
         evaluations: metrics by training step. seconds: by phase of the run.
         kl_controller: `coef`, the coefficient of the KL in PPO; empty in GRPO.
         reward_scale: mean and std of the reward model's scores over responses of the start policy, if it was measured.
-        base: the start model, by its name on the hub or its whole path.
+        base: the start model, by its name on the hub or its whole path; "" if it comes from the environment.
         example: the first prompt, as messages, or as text where the chat template did not write it.
     """
 
@@ -89,7 +89,8 @@ class RunState:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """The state that `to_json` wrote; ValueError if a key is missing, is unknown or has another type."""
-        if missing := [f.name for f in fields(cls) if f.name not in json.loads(text)]:
+        state = json.loads(text)
+        if missing := [f.name for f in fields(cls) if f.name not in state] if isinstance(state, dict) else ["all keys"]:
             raise ValueError(f"it lacks {', '.join(missing)}")
         return TypeAdapter(cls).validate_json(text)
 

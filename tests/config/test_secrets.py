@@ -102,7 +102,7 @@ def test_what_is_stored_can_be_read_when_the_variable_is_gone(tmp_path: Path, mo
     saved = tmp_path / "config.yaml"
     saved.write_text(resolved_yaml(config))
     monkeypatch.delenv("FAKE_JUDGE_KEY")
-    assert stored_values(saved)["reward"]["parts"][0]["options"] == {"key": HIDDEN}
+    assert stored_values(saved)["reward"]["parts"][0]["options"] == {"key": "${oc.env:FAKE_JUDGE_KEY}"}
 
 
 def test_a_run_may_go_on_with_another_key() -> None:

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import subprocess
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -400,6 +401,36 @@ def test_groups_are_shown_newest_first_and_control_characters_are_spelled(
     assert text.count("sample ") == 12
     assert "onerror=boom()>\\u001b[2J\\u202e" in text
     assert shown(run, capsys, "--step", "2", "-n", "9").count("─ step 2, ") == 2
+
+
+def test_no_field_of_a_rollout_reaches_the_terminal_with_its_control_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    controls = "\x07\x1b[2J\x7f\x85\x9b1m\u200e\u202e\u2066\u2069\ufeff\U000e0041\r"
+
+    def hostile(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: hostile(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [*map(hostile, value)]
+        return f"{value}{controls}" if isinstance(value, str) and value != "assistant" else value
+
+    call = {"function": {"name": "calculator", "arguments": '{"a": 1}'}}
+    more = {
+        "facts": {"calls": {f"call{controls}": 1}}, "reward_parts": {f"math{controls}": 1.0, "more": 0.5},
+        "context": [{"role": "system", "content": "Be brief."}],
+        "turns": [
+            {"role": "assistant", "content": "text", "reasoning_content": "thought", "tool_calls": [call]},
+            {"role": "tool", "name": "calculator", "content": "1"},
+        ],
+    }  # fmt: skip
+    run = read_run(write_run(tmp_path / "run", steps=1))
+    (file,) = run.rollout_files().values()
+    rows = [json.loads(line) | more for line in file.read_text().splitlines()]
+    file.write_text("".join(f"{json.dumps(hostile(row))}\n" for row in rows))
+    text = shown(run, capsys, "-n", "9")
+    assert text.count("\\u001b") > 8 * 10  # in ten fields of each response
+    assert sorted({char for char in text if unicodedata.category(char)[0] == "C"} - {"\n"}) == []
 
 
 def test_the_conversation_and_the_parts_of_the_reward_are_shown_and_answers_where_there_are_any(

@@ -155,7 +155,7 @@ def test_an_export_that_fails_names_the_checkpoint_that_has_the_weights_and_the_
     call = FakeLearners.call
 
     async def refused(self: Any, method: str, *arguments: Any, **options: Any) -> list[Any]:
-        return ["ValueError: no"] if method == "try_export" else await call(self, method, *arguments, **options)
+        return [("ValueError: no", "")] if method == "try_export" else await call(self, method, *arguments, **options)
 
     folder = Path(config.run.dir)
     with monkeypatch.context() as patch:

@@ -1,0 +1,146 @@
+"""Values of a config that come from the environment: the program gets the value, every file the reference to it.
+
+A config that was written has its stored form: `${oc.env:NAME}`, also in the middle of a text, stands for a variable,
+and `\\${` for these two characters of a text. A reference to a key that is a reference itself is written as the latter.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlhf.config.base import with_home
+
+Path = tuple[str, ...]
+
+VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*['\"]?(\w+)")
+# A reference that is not followed, but written again; the mark stands for its `$`.
+_WRITTEN = re.compile(r"(?<!\\)\$\{\s*(oc\.(?:env|decode|create))\s*:")
+_MARK = "\x01"
+_PLAIN_ARGUMENT = re.compile(rf"[\w./%@+-]+|{_MARK}\{{.*\}}")
+
+_references: dict[Path, tuple[Any, str]] = {}  # by their path in a whole config: the value, and its stored form
+
+
+class Reference(str):
+    """A text in stored form."""
+
+
+def nodes(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Each value of a config with its path, sections and lists before what they hold."""
+    yield path, values
+    items = values.items() if isinstance(values, Mapping) else enumerate(values) if isinstance(values, list) else ()
+    for name, value in items:
+        yield from nodes(value, (*path, str(name)))
+
+
+def note_references(written: dict[str, Any], resolved: dict[str, Any], config: dict[str, Any]) -> None:
+    """Keep what comes from the environment until this program ends, or reads the same value from elsewhere.
+
+    Args:
+        written: the values as the user wrote them. resolved: the same, as they are read.
+        config: all values of the config, in their long forms.
+    """
+    values, places = dict(nodes(resolved)), dict(nodes(config))
+    for path in [path for path, (value, _) in _references.items() if places.get(path) == value]:
+        del _references[path]
+    for path, text in _from_environment(written):
+        for place in _places(path, values.get(path), places):
+            _references[place] = places[place], text
+
+
+def variables(values: Any) -> set[str]:
+    """The names of the variables to which values refer."""
+    return {name for _, text in nodes(values) if isinstance(text, str) for name in VARIABLE.findall(text)}
+
+
+def with_written(values: Any, path: Path = ()) -> Any:
+    """The values of a whole config, with a `Reference` for each that comes from the environment."""
+    value, text = _references.get(path, (None, ""))
+    if text and value == values:
+        return Reference(text)
+    if isinstance(values, Mapping):
+        return {name: with_written(value, (*path, str(name))) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [with_written(value, (*path, str(number))) for number, value in enumerate(values)]
+    return values
+
+
+def from_environment(values: Any) -> Any:
+    """The values of a stored form; a reference to a variable that is not set stays text."""
+    if isinstance(values, Mapping):
+        return {name: from_environment(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [*map(from_environment, values)]
+    if not isinstance(values, str) or "${" not in values:
+        return values
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_container(OmegaConf.create({"value": values}), resolve=True)["value"]  # type: ignore
+    except OmegaConfBaseException:
+        return values
+
+
+def _from_environment(written: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    """Path and stored form of each value that comes from the environment."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not variables(written):
+        return
+    OmegaConf.register_new_resolver("rlhf.written", _written_again, replace=True)
+    config = OmegaConf.create(_marked(written))
+    for path, text in nodes(written):
+        if not isinstance(text, str) or "${" not in text:
+            continue
+        try:
+            found: Any = config
+            for name in path:
+                found = found[int(name) if OmegaConf.is_list(found) else name]
+            found = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+        except OmegaConfBaseException:  # a variable has the name of a key
+            found = text.replace("$", _MARK)
+        for below, value in nodes(found):
+            if isinstance(value, str) and VARIABLE.search(stored := value.replace("${", r"\${").replace(_MARK, "$")):
+                yield (*path, *below), stored
+
+
+def _marked(values: Any) -> Any:
+    if isinstance(values, Mapping):
+        return {name: _marked(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [*map(_marked, values)]
+    return _WRITTEN.sub(r"${rlhf.written:'\1',", values) if isinstance(values, str) else values
+
+
+def _written_again(name: str, *arguments: Any) -> str:
+    def text(argument: Any) -> str:
+        if argument is None or not isinstance(argument, str):
+            return {None: "null", True: "true", False: "false"}.get(argument, str(argument))
+        quoted = argument.replace("\\", r"\\").replace("'", r"\'")
+        return argument if _PLAIN_ARGUMENT.fullmatch(argument) else f"'{quoted}'"
+
+    return f"{_MARK}{{{name}:{','.join(map(text, arguments))}}}"
+
+
+def _places(path: Path, value: Any, places: Mapping[Path, Any]) -> Sequence[Path]:
+    """Where a config has a value that was written at a path, which may be a short form."""
+    here, composite = places.get(path), isinstance(value, dict | list)
+    if path in places and (type(here) is type(value) or not (composite or isinstance(here, dict | list))):
+        return [path]
+    below = [place for place in places if _leads_to(path, place) and places[place] in (value, _expanded(value))]
+    return below or ([path] if path in places and composite else [])
+
+
+def _leads_to(path: Path, place: Path) -> bool:
+    """Whether a place has all names of a path, in their order."""
+    names = iter(place)
+    return all(name in names for name in path)
+
+
+def _expanded(value: Any) -> Any:
+    return with_home(value) if isinstance(value, str) and os.environ.get("HOME") else value
