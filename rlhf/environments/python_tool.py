@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import resource
 import sys
@@ -18,7 +17,6 @@ from rlhf.processes.domains import Bounds, Command, remove
 
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
 MIB = 1 << 20
-READ_BYTES = 1 << 16
 MAX_FILE_MB, MAX_OPEN_FILES = 64, 256  # of a process
 MAX_FOLDER_MB, MAX_FILES, MAX_PROCESSES = 256, 4096, 32  # of a program
 
@@ -84,23 +82,17 @@ def _close(places: Sequence[_Place]) -> None:
 
 
 class _Place:
-    """Where a program will run: its folder, the pipe of its output, and the process that becomes its interpreter."""
+    """Where a program will run: its folder, the file of its output, and the process that becomes its interpreter."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.process, self.folder = os.getpid(), Path(tempfile.mkdtemp(prefix="python-tool-"))
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the place
         folder = str(self.folder)
         variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         variables |= {"HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
         variables |= {"PYTHONIOENCODING": "utf-8:backslashreplace", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self.output, writing = os.pipe()
-        os.set_blocking(self.output, False)
-        try:
-            command = [sys.executable, "-s", "main.py"]
-            self.running = Command(
-                command, self.folder, work=folder, variables=variables, bounds=bounds, output=writing
-            )
-        finally:
-            os.close(writing)
+        how: dict[str, Any] = {"work": folder, "variables": variables, "bounds": bounds}
+        self.running = Command([sys.executable, "-s", "main.py"], self.folder, output=self.output.fileno(), **how)
 
     def begin(self, code: str) -> None:
         (self.folder / "main.py").write_bytes(code.encode("utf-8", "backslashreplace"))
@@ -108,55 +100,26 @@ class _Place:
 
     def close(self) -> None:
         self.running.close()
-        os.close(self.output)
+        self.output.close()
         remove(self.folder)
 
 
 async def _run(code: str, place: _Place, max_output_characters: int) -> str:
-    with _Output(place.output, 4 * max_output_characters) as output:
-        await _readable(place.running.fileno())
-        status, over = place.running.ended()
-        output.read()  # what is in the pipe already
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(place.running.fileno(), ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(place.running.fileno())
+    status, over = place.running.ended()
+    printed = os.pread(place.output.fileno(), 4 * max_output_characters + 1, 0)
     folder = str(place.folder)
-    text = output.data.decode("utf-8", "backslashreplace")
+    text = printed.decode("utf-8", "backslashreplace")
     for path in (folder, os.path.realpath(folder)):
         text = text.replace(f"{path}/", "").replace(path, ".")
     text = without_places(text, written=code)
-    if len(text) > max_output_characters or output.dropped:
+    if len(text) > max_output_characters:
         text = f"{text[:max_output_characters]}\n[output cut after {max_output_characters} characters]"
     if over or status < 0:
         return f"{text}\n[{f'stopped {over}' if over else f'ended by signal {-status}'}]".lstrip("\n")
     return text or (f"[exit status {status}]" if status else "")
-
-
-async def _readable(fd: int) -> None:
-    loop, said = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(fd, said.set)
-    try:
-        await said.wait()
-    finally:
-        loop.remove_reader(fd)
-
-
-class _Output:
-    """What comes out of a pipe, up to a number of bytes; the rest is read and dropped, so that no program blocks."""
-
-    def __init__(self, reading: int, max_bytes: int) -> None:
-        self.data, self.dropped = bytearray(), False
-        self._reading, self._max_bytes = reading, max_bytes
-
-    def __enter__(self) -> _Output:
-        asyncio.get_running_loop().add_reader(self._reading, self.read)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        asyncio.get_running_loop().remove_reader(self._reading)
-
-    def read(self) -> None:
-        """Read what is there."""
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._reading, READ_BYTES):
-                room = self._max_bytes - len(self.data)
-                self.dropped |= len(data) > room
-                self.data += data[:room]
-            asyncio.get_running_loop().remove_reader(self._reading)  # the end: a closed pipe is always ready

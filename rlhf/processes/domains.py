@@ -94,9 +94,11 @@ class Command:
             self._warden = os.fork()
             if self._warden == 0:
                 with _ending():
-                    theirs.sendall(
-                        json.dumps(_guard(theirs, caller, folder, str(work), bounds, output, become)).encode()
-                    )
+                    try:
+                        told = _guard(theirs, caller, folder, str(work), bounds, output, become)
+                    except Exception as error:
+                        told = {"refused": f"{type(error).__name__}: {error}"}
+                    theirs.sendall(json.dumps(told).encode())
 
     def begin(self) -> None:
         with contextlib.suppress(OSError):  # it was refused
@@ -157,6 +159,7 @@ def _guard(
         assert fd is not None
         os.dup2(fd, target)
     is_scoped = scope_signals()
+    _kill_below(is_scoped)  # it fails here, not later, where an older kernel hides them
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
@@ -170,9 +173,10 @@ def _guard(
     problem, listeners = b"", list[int]()
     with contextlib.suppress(OSError):  # it was refused
         ours.send(leash.recv(1))
-    ours.shutdown(socket.SHUT_WR)
-    while (more := socket.recv_fds(ours, 1000, 1))[0]:  # it ends when the command begins
-        problem, listeners = problem + more[0].lstrip(b"\0"), listeners + more[1]
+        ours.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(ConnectionResetError):  # it has not read that
+        while (more := socket.recv_fds(ours, 1000, 1))[0]:  # it ends when the command begins
+            problem, listeners = problem + more[0].lstrip(b"\0"), listeners + more[1]
     if problem:
         os.waitpid(child, 0)
         return {"refused": problem.decode("utf-8", "replace")}
