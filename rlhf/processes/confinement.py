@@ -206,7 +206,8 @@ class Grants(NamedTuple):
         """
         _make_temporary(folder)
         others = [os.environ.get(name, "") for name in CERTIFICATES]
-        others += [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *self.readable]
+        libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+        others += [*(path for path in libraries if os.path.isabs(path)), *self.readable]
         port = 0 if self.network else self.port
         coarse = [*FOLDERS, *SYSTEM, *INTERPRETER, *_packages()]  # Landlock's layers intersect
         _held[:] = [Domain([*coarse, *others, *self.files], network=self.network, port=port)]
@@ -377,7 +378,7 @@ class Domain:
         if level >= MODEL:
             self._handled |= READ_DIR
             self._readable |= READ_DIR
-            self._writable = self._handled & ~(MAKE_DEVICES | IOCTL_DEV)
+            self._writable = self._handled & ~MAKE_DEVICES
         self._rules = [*_rules(readable, self._readable), *_rules(writable, self._writable)] if self.abi else []
         has_seccomp = platform.machine() in NUMBERS and prctl(PR_GET_SECCOMP, 0, 0, 0, 0) >= 0
         self._modes, self.filters = ALLOW if modes else REFUSE, dict[int, bytes]()

@@ -34,7 +34,7 @@ pytestmark = [
 ]
 USER = 54321  # that nobody is
 WHO = ["root", "user"] if os.geteuid() == 0 else ["user"]
-CALLERS = ["domain", "python", "code", "program", "shell"]
+CALLERS = ["python", "code", "program", "shell"]
 GROUPS = (
     "files", "folder", "process", "descriptors", "signals", "daemon", "network", "IPC", "privileges", "devices",
     "limits",
@@ -54,7 +54,7 @@ MAY_BE_CLOSED = {
     "network: listen, MPTCP", "network: raw", "network: packets", "IPC: keys", "IPC: POSIX messages",
     "privileges: a user namespace", "privileges: clone a user namespace", "privileges: a mount namespace",
     "privileges: mount", "privileges: the name of the machine", "privileges: io_uring", "privileges: measurements",
-    "privileges: faults of memory", "privileges: clone3", "privileges: calls of 32 bits",
+    "privileges: faults of memory", "privileges: personality", "privileges: clone3", "privileges: calls of 32 bits",
     "privileges: a control group", "privileges: a setting of the kernel", "privileges: addresses of the kernel",
     "devices: a character device", "devices: a block device",
     "devices: the kernel's log", "devices: a terminal", "limits: above the hard one", "limits: core files",
@@ -127,8 +127,6 @@ def test_without_a_domain_each_door_is_open(who: str, group: str) -> None:
 @pytest.mark.parametrize("caller", CALLERS)
 @pytest.mark.parametrize("group", GROUPS)
 def test_each_door_is_closed(who: str, caller: str, group: str) -> None:
-    if caller == "domain" and group == "daemon":
-        pytest.skip("its caller ends it")
     assert "in" not in of_group(who, caller, group).values()
 
 
