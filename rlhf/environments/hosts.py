@@ -26,6 +26,7 @@ from typing import Any
 from rlhf.config.environment import EnvironmentConfig
 from rlhf.config.printing import to_stderr
 from rlhf.environments.program import named_files
+from rlhf.environments.python_tool import MAX_PROCESSES
 from rlhf.environments.sessions import Sessions
 from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.processes.confinement import Grants
@@ -104,7 +105,7 @@ class Hosts(Workers, Sessions):
         RuntimeError: the processes did not start in time.
     """
 
-    shared_processes = 8 * SHARED  # that the tools of all sessions in one process may start
+    shared_processes = (MAX_PROCESSES + 4) * SHARED  # so that calls of `python`, each in its bound, do not exceed it
     end_s = 2.0  # for the `close()` of the instances
 
     def __init__(

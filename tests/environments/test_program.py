@@ -231,6 +231,21 @@ json.dump({"score": 0, **tried}, open(os.environ["RLHF_REWARD"], "w"))
 """
 
 
+def test_a_program_and_its_commands_use_what_is_granted(tmp_path: Path) -> None:
+    granted = tmp_path / "granted"
+    granted.mkdir()
+    (granted / "tool.py").write_text("print(open(__file__).read()[:5])")
+    source = REWARD + (
+        f"import subprocess, sys\nopen({str(granted / 'made')!r}, 'w').write('x'); os.chmod('.', 0o755)\n"
+        f"command = [os.environ['RLHF_CONFINED'], sys.executable, {str(granted / 'tool.py')!r}]\n"
+        "said = subprocess.run(command, capture_output=True, text=True)\n"
+        "json.dump({'score': 1, 'facts': {'said': said.stdout, 'errors': said.stderr}}, left)"
+    )
+    (ended,) = run(tmp_path / "granted", source, files=[str(granted)])
+    assert ended.facts == {"said": "print\n", "errors": ""}
+    assert (granted / "made").exists()
+
+
 def test_a_program_reaches_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
     secret = tmp_path / "secret" / "key"
     secret.parent.mkdir()
