@@ -86,7 +86,7 @@ class HttpClient:
             parts = urlsplit(address)
             credentials, _, host = parts.netloc.rpartition("@")
             self._url = URL(parts._replace(netloc=host).geturl())
-        if self._url.scheme not in ("http", "https") or not self._url.host:
+        if self._url.scheme not in ("http", "https") or not self._url.raw_host:
             raise ValueError(f"{section}{name}={hide(address)}: it is no address. Write such as http://HOST:8000/v1.")
         self.name = hide(f"{section}{name}={self._url}")
         authorization = f"Basic {base64.b64encode(unquote(credentials).encode()).decode()}" if credentials else ""
