@@ -81,12 +81,13 @@ class HttpClient:
         self._section, self._timeout_s, self._retries, self._retry_on = section, timeout_s, retries, retry_on
         self._places = asyncio.Semaphore(at_once)
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        credentials, self._url = "", URL()
+        credentials, is_address = "", False
         with contextlib.suppress(ValueError):
             parts = urlsplit(address)
             credentials, _, host = parts.netloc.rpartition("@")
             self._url = URL(parts._replace(netloc=host).geturl())
-        if self._url.scheme not in ("http", "https") or not self._url.raw_host:
+            is_address = self._url.scheme in ("http", "https") and bool(self._url.host)
+        if not is_address:
             raise ValueError(f"{section}{name}={hide(address)}: it is no address. Write such as http://HOST:8000/v1.")
         self.name = hide(f"{section}{name}={self._url}")
         authorization = f"Basic {base64.b64encode(unquote(credentials).encode()).decode()}" if credentials else ""

@@ -278,7 +278,7 @@ def test_who_is_busy_is_asked_again_when_it_says_and_who_refuses_is_not(
 
 @pytest.mark.parametrize(
     "address", ["", "judge", "localhost:8000/v1", "ftp://h", "http://", "http://:80", "http://h:99999", "http://[::1",
-                f"http://me:{KEY}@h:x/"],
+                "http://xn--/",                f"http://me:{KEY}@h:x/"],
 )  # fmt: skip
 def test_an_address_that_is_none_is_refused_before_anything_is_asked(address: str) -> None:
     with pytest.raises(ValueError, match=r"^a\.b=.*: it is no address\. ") as refused:
