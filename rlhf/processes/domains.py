@@ -36,6 +36,7 @@ from rlhf.processes.outside import KILL_S, adopt_orphans, die_with_parent, kill_
 
 LOOK_S, LOOK_FRACTION = 0.02, 0.05  # between looks at what a command uses; share of the time that they may take
 PARENT_S = 1.0  # between looks whether the caller is there, if code of the user has copied its end of the socket
+THREADS = 16  # on average of a process
 BLOCK, MIB = 512, 1 << 20  # of `st_blocks`, bytes
 
 
@@ -218,6 +219,8 @@ def _watch(
 def _exceeded(folder: Path, bounds: Bounds, below: Sequence[int]) -> str:
     if len(below) > bounds.processes:
         return f"it has over {bounds.processes:g} processes"
+    if sum(map(_threads, below)) > THREADS * bounds.processes:
+        return f"it has over {THREADS * bounds.processes:g} threads"
     blocks = count = 0
     try:
         for entry in _files(folder, below):
@@ -272,6 +275,12 @@ def _may_signal(pid: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def _threads(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return os.stat(f"/proc/{pid}/task").st_nlink - 2  # a folder for each
+    return 0
 
 
 def _below() -> list[int]:

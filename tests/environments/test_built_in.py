@@ -112,6 +112,11 @@ def test_time_and_memory_end_a_program_and_all_that_it_started() -> None:
     [
         ("import os\nwhile True:\n    os.fork()", "it has over 32 processes"),
         ("import os\nfor _ in range(40):\n    if os.fork() == 0: os.setsid(); break", "it has over 32 processes"),
+        (
+            "import threading, time\nthreading.stack_size(65536)\n"
+            "for _ in range(600): threading.Thread(target=time.sleep, args=(60,)).start()",
+            "it has over 512 threads",
+        ),
         ("for n in range(9): open(str(n), 'wb').write(bytes(60_000_000))", "its files have over 256 MiB"),
         (
             "import os\nkept = [open(str(n), 'wb') for n in range(9)]\n"
