@@ -29,7 +29,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from rlhf.environments import seeding
@@ -390,7 +390,8 @@ def named_by(function: Callable[..., Any], *others: Callable[..., Any]) -> set[s
         elif inspect.isfunction(each := inspect.unwrap(each)) and each not in seen:
             seen.append(each)
             used = (each.__globals__.get(name) for name in _names_in(each.__code__))
-            waiting += [each.__code__, *(one for one in used if getattr(one, "__module__", "") == each.__module__)]
+            of_code = (one for one in used if isinstance(one, type | FunctionType))
+            waiting += [each.__code__, *(one for one in of_code if one.__module__ == each.__module__)]
     return {name.lower() for name in found}
 
 
