@@ -144,6 +144,7 @@ class FakeScorer:
         self.config = config
         self.sources: dict[str, Any] = {}
         self.processes: dict[str, int] = {}
+        self.noted: list[str] = []
 
     def close(self) -> None:
         pass
@@ -157,8 +158,12 @@ class FakeScorer:
     def counters_excluding(self, prompts: Any) -> dict[str, int]:
         return {}
 
+    def note(self, name: str, error: str) -> None:
+        self.noted.append(f"reward {name}: {error}")
+
     def new_errors(self) -> list[str]:
-        return []
+        noted, self.noted = self.noted, []
+        return noted
 
     def why_none(self, part: Any) -> str:
         return "it returned None each time"
