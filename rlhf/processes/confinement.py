@@ -383,7 +383,7 @@ class Domain:
         has_seccomp = platform.machine() in NUMBERS and prctl(PR_GET_SECCOMP, 0, 0, 0, 0) >= 0
         self._modes, self.filters = ALLOW if modes else REFUSE, dict[int, bytes]()
         if has_seccomp and level != FILES:
-            self.filters = _filters(level, network=network, port=port, abi=self.abi)
+            self.filters = _filters(level, network=network, port=port, modes=modes, abi=self.abi)
 
     def enter(
         self, readable: Sequence[str] = (), writable: Sequence[str] = (), listener_to: socket.socket | None = None
@@ -451,7 +451,7 @@ def _drop_capabilities(kept: int) -> None:
     _done("capset", _libc.capset(head, struct.pack("=6I", low[0] & kept, low[1] & kept, 0, 0, 0, 0)))
 
 
-def _filters(level: int, *, network: bool, port: int, abi: int) -> dict[int, bytes]:
+def _filters(level: int, *, network: bool, port: int, modes: bool, abi: int) -> dict[int, bytes]:
     """Filters of system calls, by what becomes of those for modes and times.
 
     Args:
@@ -490,10 +490,8 @@ def _filters(level: int, *, network: bool, port: int, abi: int) -> dict[int, byt
         checks["clone"].append((0, CLONE_THREAD, CLONE_THREAD, True))
     actions = {**dict.fromkeys(refused, REFUSE), **dict.fromkeys(absent, ABSENT)}
     newest = NEWEST if level >= MODEL else WORD
-    return {
-        of_modes: _assembled(actions | dict.fromkeys(MODES, of_modes), checks, newest)
-        for of_modes in (REFUSE, ASK, ALLOW)
-    }
+    found = (REFUSE, ASK, ALLOW) if level == MODEL else (ALLOW,) if modes else (REFUSE,)
+    return {action: _assembled(actions | dict.fromkeys(MODES, action), checks, newest) for action in found}
 
 
 def _assembled(actions: Mapping[str, int], checks: Mapping[str, Sequence[Check]], newest: int) -> bytes:
