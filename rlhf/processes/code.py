@@ -7,6 +7,7 @@ are not.
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import importlib
@@ -38,6 +39,8 @@ def load_module(name: str) -> Any:
     full = os.path.realpath(module_name)
     if full in sys.modules:
         return sys.modules[full]
+    if os.path.exists(full) and not os.path.isfile(full):  # to read a pipe would wait for its writer
+        raise FileNotFoundError(errno.ENOENT, "no file, but a folder, pipe or device", full)
     spec = importlib.util.spec_from_file_location(full, module_name)
     assert spec is not None
     assert spec.loader is not None

@@ -13,6 +13,7 @@ from rlhf.config.load import read_values, resolved, stored_values
 from rlhf.config.model_folder import read_json
 from rlhf.data.model_files import local_model_config
 from rlhf.data.templates import chat_template
+from rlhf.processes.code import load_function
 from rlhf.run.folder import RunFolder
 
 
@@ -106,3 +107,9 @@ def test_a_size_of_a_model_is_a_number_that_a_model_can_have(text: str, tmp_path
     with pytest.raises(ValueError, match=r"is (not a whole number from 0 to|no object)") as refused:
         local_model_config(str(tmp_path))
     assert str(refused.value).startswith(f"{file}: ")
+
+
+def test_a_pipe_in_place_of_a_users_code_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(file := tmp_path / "rewards.py")
+    with pytest.raises(ValueError, match=r"no file, but a folder, pipe or device: .*rewards\.py'\. Correct the path"):
+        load_function(f"{file}:grade")
