@@ -226,7 +226,7 @@ class Source(Generic[S]):
             batches = parquet.ParquetFile(path).iter_batches(batch_size=PARQUET_ROWS)
             rows = chain.from_iterable(batch.to_pylist() for batch in batches)
             yield from starmap(Row, enumerate(map(_of_table, rows), start=1))
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{self.key}={self.path}: it cannot be read as Parquet ({error}). Write the file anew."
             ) from error
