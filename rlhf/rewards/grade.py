@@ -19,7 +19,7 @@ NO_ANSWER = "no_answer"  # the response states no answer in the requested form
 BAD_GOLD = "bad_gold"  # the gold answer of the row cannot be compared with anything
 UNSCORABLE = "unscorable"  # a user function returned None
 NOT_JUDGED = "not_judged"  # a function in TRL's signature returned None: others judge
-FAILED = "failed"  # an exception, or a user function returned something that is not a number
+FAILED = "failed"  # an exception, or a user function returned no number, or one that is too large
 
 ANSWER_CLASSES = "answer_classes"  # the name of the job that tells which answers say the same
 WITH_EQUALITY = ("math", "gsm8k", "multiple_choice", "exact", "f1")  # parts of the reward that can compare two answers
