@@ -5,7 +5,8 @@
          └── Branches.turn ── answer ──>
 
 A rollout has a key of its own while it lasts. What its program asks is sampled to the end and recorded, whether or not
-its client still waits. If the process dies, its rollouts fail, and the next one starts it again at the same address.
+its client still waits. If the process dies, or answers nothing, its rollouts fail, and the next one starts it again at
+the same address.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from rlhf.data.messages import read_request
 from rlhf.environments.branches import Branches, TooLongError
 from rlhf.environments.turns import FailedError
 from rlhf.processes.channel import MAX_BYTES
-from rlhf.rollout.chat import BACKLOG, ENDED
+from rlhf.processes.output import OutputPipe, PrintedLines
+from rlhf.rollout.chat import BACKLOG, ENDED, MAX_CONNECTIONS
 from rlhf.types import Outcome
 
-RENDERED_CHARS_PER_TOKEN = 16  # of a request that is rendered at all; rendering holds up the driver
+PING_S, MAX_PINGS = 5.0, 4  # a process that says nothing for so long is pinged; so many in vain: it hangs
+MAX_IGNORED = 64  # names of keys that are told in a run
+FULL = {"full": True}  # the answer to a conversation that is too long
 
 Run = Callable[[Mapping[str, str]], Awaitable[Outcome]]
 
@@ -54,6 +58,7 @@ class Endpoint:
             }
         }
         self._say, self._start_s = say, config.cluster.start_deadline_s
+        self._printed = PrintedLines("endpoint", [""], say)
         try:
             self._listening = socket.create_server((config.environment.endpoint_host, 0), backlog=BACKLOG)
         except OSError as error:
@@ -77,7 +82,7 @@ class Endpoint:
         key = f"sk-{secrets.token_hex(24)}"
         self._branches[key] = branches
         lost = self._lost[key] = asyncio.get_running_loop().create_future()
-        self._send({"open": key})
+        self._send({"open": key, "most_tokens": branches.limits.max_sequence_tokens})
         program = asyncio.ensure_future(run({"url": f"http://{self.host}:{self.port}", "key": key}))
         try:
             await asyncio.wait({program, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -91,14 +96,17 @@ class Endpoint:
     async def _start(self) -> None:
         """Start the process, and wait until it serves."""
         ours, theirs = socket.socketpair()
-        fds = [theirs.fileno(), self._listening.fileno()]
-        with theirs:
+        fds, output = [theirs.fileno(), self._listening.fileno()], OutputPipe(self._printed)
+        with theirs, open(output.pipe, "wb") as pipe:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rlhf.rollout.endpoint", *map(str, fds)],
                 pass_fds=fds,
                 stdin=subprocess.PIPE,
+                stdout=pipe,
+                stderr=pipe,
                 start_new_session=True,  # Ctrl-C is for the driver alone
             )
+        asyncio.get_running_loop().add_reader(output, output.read)
         assert self._process.stdin is not None
         with self._process.stdin as stdin, contextlib.suppress(BrokenPipeError):
             stdin.write(json.dumps(self._plan).encode())
@@ -109,33 +117,53 @@ class Endpoint:
                 ready = await asyncio.wait_for(reader.readline(), self._start_s)
         finally:
             if not ready:
-                self._end(self._process, self._writer)
+                self._end(self._process, self._writer, output)
         if not ready:
             raise FailedError(
                 f"the endpoint has not started within cluster.start_deadline_s={self._start_s:g} s, or has ended; its "
                 "own messages are above"
             )
-        self._begin(self._serve(reader, self._process, self._writer))
+        self._begin(self._serve(reader, self._process, self._writer, output))
 
     async def _serve(
-        self, reader: asyncio.StreamReader, process: subprocess.Popen[bytes], writer: asyncio.StreamWriter
+        self,
+        reader: asyncio.StreamReader,
+        process: subprocess.Popen[bytes],
+        writer: asyncio.StreamWriter,
+        output: OutputPipe,
     ) -> None:
-        """Answer until the process ends."""
+        """Answer until the process ends, or hangs."""
+        pings = 0  # since it said something
         try:
-            with contextlib.suppress(ConnectionError):
-                while line := await reader.readline():
-                    self._begin(self._answer(json.loads(line)))
+            while pings <= MAX_PINGS:
+                try:
+                    async with asyncio.timeout(PING_S):
+                        line = await reader.readline()
+                except TimeoutError:
+                    pings += 1
+                    self._send({"ping": pings})
+                    continue
+                if not line:
+                    break
+                pings = 0
+                if "ask" in (request := json.loads(line)):
+                    self._begin(self._answer(request))
+        except ConnectionError:
+            pass
         finally:
-            self._end(process, writer)
+            self._end(process, writer, output)
+            why = f"answered nothing for {pings * PING_S:g} s" if pings > MAX_PINGS else "ended"
             for key in list(self._lost):
-                self._lose(key, FailedError("the process of the endpoint has ended"))
+                self._lose(key, FailedError(f"the process of the endpoint has {why}"))
 
     @staticmethod
-    def _end(process: subprocess.Popen[bytes], writer: asyncio.StreamWriter) -> None:
+    def _end(process: subprocess.Popen[bytes], writer: asyncio.StreamWriter, output: OutputPipe) -> None:
         """See a process dead, so that the next rollout starts another one."""
         process.kill()
         process.wait()
         writer.close()
+        asyncio.get_running_loop().remove_reader(output)
+        output.close()
 
     def _lose(self, key: str, error: Exception) -> None:
         """End a rollout with an error, which `play` raises."""
@@ -156,15 +184,14 @@ class Endpoint:
         if branches is None:
             return _refused(ENDED)
         self._tell_ignored(request["ignored"])
-        most, tools = branches.limits.max_sequence_tokens, request["tools"]
-        full = f"This model's maximum context length is {most} tokens. Please reduce the length of the messages."
+        if len(branches.answering) >= MAX_CONNECTIONS:
+            return _refused(f"over {MAX_CONNECTIONS} turns are asked for at once")
+        tools = request["tools"]
         try:
             messages = read_request(request["messages"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # a client may write anything, a hundred thousand levels of a call's arguments too
             return _refused(f"a message cannot be read: {error}")
         try:
-            if len(json.dumps([messages, tools], ensure_ascii=False)) > RENDERED_CHARS_PER_TOKEN * most:
-                return _refused(full, full_context=True)
             if request["counts"]:
                 return {"prompt_tokens": branches.count(messages, tools)}
             turn = await branches.turn(
@@ -176,9 +203,9 @@ class Endpoint:
                 }
             )
         except FailedError as error:  # the program may go on
-            return _refused(full, full_context=True) if isinstance(error, TooLongError) else _refused(str(error))
+            return FULL if isinstance(error, TooLongError) else _refused(str(error))
         if turn.completion is None:
-            return _refused(full, full_context=True)
+            return FULL
         completion, prompt_ids = turn.completion, turn.prompt_ids
         return {
             "message": turn.message,
@@ -189,7 +216,7 @@ class Endpoint:
         }
 
     def _tell_ignored(self, names: list[str]) -> None:
-        new = sorted({*names} - self._ignored)
+        new = sorted({*names} - self._ignored)[: MAX_IGNORED - len(self._ignored)]
         self._ignored |= {*new}
         if new:
             self._say(f"environment: requests of programs name {', '.join(new)}, which the run decides: ignored.")
@@ -216,5 +243,5 @@ class Endpoint:
             self._process.wait()
 
 
-def _refused(why: str, *, full_context: bool = False) -> dict[str, Any]:
-    return {"refused": why, "full_context": full_context}
+def _refused(why: str) -> dict[str, Any]:
+    return {"refused": why}

@@ -7,6 +7,7 @@ the driver reads (`data.messages.read_request`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -16,8 +17,13 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 COUNT_TOKENS, MODELS = "/v1/messages/count_tokens", "/v1/models"
 ROUTES = {*(("POST", path) for path in (CHAT, RESPONSES, MESSAGES, COUNT_TOKENS)), ("GET", MODELS)}
 
-MAX_BODY_BYTES = 8 << 20  # 128,000 tokens of text are 0.5 MB, with every character escaped 3 MB
+MAX_BODY_BYTES = 4 << 20  # 128,000 tokens of text are 0.5 MB, with every character escaped 3 MB
 MAX_OBJECTS = 20_000  # of a body: hundreds of thousands of tiny messages would hold up everybody for seconds
+MAX_VALUES, MAX_PARTS, MAX_DEPTH = 100_000, 8000, 100  # of the same once it is read: values, objects and lists, levels
+MAX_SHOWN = 100  # characters of what a client sent, in a message
+NAME_OF_KEY = re.compile(r"[\w.-]{1,64}", re.ASCII)  # what is shown of keys that are ignored
+MAX_CONNECTIONS = 128  # of a rollout at once, and requests that are answered at once
+STRANGER_S, MAX_STRANGERS = 5.0, 256  # that a connection has for its first key; such connections
 
 # Keys that the app is given; it validates them. Every other key is ignored, or refused.
 KEPT = {
@@ -75,10 +81,28 @@ def message_of(body: bytes) -> str:
         return "the request cannot be answered"
 
 
-def check_size(size: int) -> None:
-    """Raise RefusedError for a body of so many bytes if it is too long."""
-    if size > MAX_BODY_BYTES:
-        raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has over {MAX_BODY_BYTES} bytes")
+def check_size(size: int, most: int = MAX_BODY_BYTES, what: str = "bytes") -> None:
+    """Raise RefusedError for a body that has more than `most` of something."""
+    if size > most:
+        raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has over {most} {what}")
+
+
+def check_values(body: Any) -> None:
+    """Raise RefusedError if a body has more values or levels than the app understands in a part of a second."""
+    values, parts, level = 0, 0, [body]
+    for _ in range(MAX_DEPTH):
+        check_size(values := values + sum(map(len, level)), MAX_VALUES, "values")
+        inner = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [part for each in inner for part in each if isinstance(part, dict | list)]
+        check_size(parts := parts + len(level), MAX_PARTS, "objects or lists")
+    if level:
+        raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has over {MAX_DEPTH} levels")
+
+
+def full_context(most: int) -> RefusedError:
+    """A conversation has more than `most` tokens, in words that clients know."""
+    text = f"This model's maximum context length is {most} tokens. Please reduce the length of the messages."
+    return RefusedError(HTTPStatus.BAD_REQUEST, text, full_context=True)
 
 
 def asked_of(path: str, body: bytes, model: str) -> Asked:
@@ -89,28 +113,31 @@ def asked_of(path: str, body: bytes, model: str) -> Asked:
     """
     if path == MODELS:
         return Asked(path, {}, None, False, ())
-    if max(body.count(b"{"), body.count(b"[")) > MAX_OBJECTS:
-        raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has over {MAX_OBJECTS} objects or lists")
+    check_size(max(body.count(b"{"), body.count(b"[")), MAX_OBJECTS, "objects or lists")
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
         raise RefusedError(HTTPStatus.BAD_REQUEST, "the body is no JSON object")
+    check_values(values)
     if why := _changes(values):
         raise RefusedError(HTTPStatus.BAD_REQUEST, f"{why}: {CHANGES}.")
     choice = values.get("tool_choice")
     may_call = "none" not in (choice, choice.get("type") if isinstance(choice, dict) else None)
     limits = [values[name] for name in LIMITS if values.get(name) is not None]
     if any(type(limit) is not int or limit < 1 for limit in limits):
-        raise RefusedError(HTTPStatus.BAD_REQUEST, f"{limits}: the most tokens of a turn are a whole number from 1 on.")
+        raise RefusedError(
+            HTTPStatus.BAD_REQUEST,
+            f"{str(limits)[:MAX_SHOWN]}: the most tokens of a turn are a whole number from 1 on.",
+        )
     kept, given = KEPT[path], {name for name, value in values.items() if value is not None}
     return Asked(
         path,
         {name: values[name] for name in kept & given} | {"model": model},
         min(limits, default=None),
         may_call,
-        tuple(sorted(name[:64] for name in given - kept - SILENT))[:64],
+        tuple(sorted(name for name in given - kept - SILENT if NAME_OF_KEY.fullmatch(name)))[:64],
     )
 
 
@@ -120,7 +147,7 @@ def _changes(values: Mapping[str, Any]) -> str:
     form = form or (text.get("format") if isinstance(text, dict) else None)
     forced = choice.get("type", "") if isinstance(choice, dict) else choice
     if forced not in (None, "auto", "none"):
-        return f"tool_choice={str(forced)[:100]}"
+        return f"tool_choice={str(forced)[:MAX_SHOWN]}"
     if isinstance(form, dict) and form.get("type") != "text":
         return "a response format"
     if values.get("n") not in (None, 1):

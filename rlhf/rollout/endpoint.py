@@ -8,9 +8,9 @@ It is a process of its own, which the driver starts (`environments/endpoint.py`)
 connection holds up neither the driver nor an engine. The turn is sampled before the app answers, so a client that asks
 for a stream gets it in a few events, one that goes away loses only its answer, and an engine that dies costs time.
 
-The driver sends {"open": token}, {"close": token} and answers {"answer": number, ...}; it gets {"ready": true} and
-{"ask": number, "session": token, "messages", "tools", "parses_calls", "max_tokens", "counts", "ignored",
-"wants_ids"}.
+The driver sends {"open": token, "most_tokens"}, {"close": token}, {"ping": number}, which it gets back, and answers
+{"answer": number, ...}; it gets {"ready": true} and {"ask": number, "session": token, "messages", "tools",
+"parses_calls", "max_tokens", "counts", "ignored", "wants_ids"}.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import itertools
 import json
 import logging
 import os
+import resource
 import socket
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,12 +33,16 @@ from http import HTTPStatus
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig
+from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall, FunctionCall
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.logprobs import Logprob
@@ -54,17 +59,34 @@ from rlhf.rollout.chat import (
     BACKLOG,
     COUNT_TOKENS,
     ENDED,
+    MAX_BODY_BYTES,
+    MAX_CONNECTIONS,
+    MAX_SHOWN,
+    MAX_STRANGERS,
     ROUTES,
+    STRANGER_S,
     Asked,
     RefusedError,
     asked_of,
     check_size,
+    full_context,
     message_of,
 )
 
 KEEP_ALIVE_S = 600.0  # an idle connection of an agent that works meanwhile
 REMEMBERED = 10_000  # tokens of ended rollouts: a late request is told that its rollout has ended
 NAME = "policy"  # of the model, whatever name a client uses
+BODY_S = 60.0  # that a body may take to arrive
+MAX_HEADER_BYTES, MAX_HEADERS = 64 << 10, 256  # of a request
+MAX_SENT_BYTES = 2 * MAX_BODY_BYTES  # of a body with its sizes of chunks, and trailers
+READ_BYTES, STRANGER_BYTES, ACCEPTED = (
+    16 << 10,
+    4 << 10,
+    32,
+)  # of one connection, and connections, before it is the turn of others
+CLOSED = {HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
+SPARE_FDS = 256  # of the process itself
+RENDERED_CHARS_PER_TOKEN = 16  # of a request that is rendered at all; rendering holds up the driver
 
 Scope = MutableMapping[str, Any]
 
@@ -74,10 +96,26 @@ class _Request:
     """One request while the app answers it."""
 
     token: str
+    client: _Client
     asked: Asked
+    read: Callable[[], None]  # lets the client's next body be read
     turn: dict[str, Any] | None = None  # what the driver has answered
     refused: RefusedError | None = None
     deltas: deque[DeltaMessage] = field(default_factory=deque)
+
+
+@dataclass(eq=False)
+class _Client:
+    """Whom connections belong to: a rollout, or everybody who has sent no key yet.
+
+    Attributes:
+        connections: the one that was used longest ago is the first.
+        reading: held while a body is read, and understood.
+    """
+
+    most_tokens: int = 0
+    connections: dict[_Connection, None] = field(default_factory=dict)
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 _current: ContextVar[_Request] = ContextVar("request")
@@ -87,26 +125,48 @@ class Driver:
     """The socket to the driver.
 
     Attributes:
-        tokens: of open rollouts. ended: of those that have ended.
+        clients: open rollouts by their tokens. ended: tokens of those that have ended.
+        strangers: connections without a token; the oldest is closed for one too many.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self.tokens: set[str] = set()
+        self.clients: dict[str, _Client] = {}
         self.ended: deque[str] = deque(maxlen=REMEMBERED)
+        self.strangers = _Client()
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        self._writer.write(json.dumps(message, default=_plain).encode() + b"\n")
+    def meet(self, connection: _Connection) -> None:
+        """Give a connection a few seconds to send a key."""
+        connection.move(self.strangers)
+        connection.timer = asyncio.get_running_loop().call_later(STRANGER_S, connection.end)
+        if len(self.strangers.connections) > MAX_STRANGERS:
+            next(iter(self.strangers.connections)).end()
 
-    async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def admit(self, connection: _Connection, client: _Client) -> None:
+        """Let a rollout have this connection, in place of an idle one if it has many; RefusedError if none is idle."""
+        fds = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - MAX_STRANGERS - SPARE_FDS
+        if connection.owner is not client and len(client.connections) >= min(MAX_CONNECTIONS, fds // len(self.clients)):
+            if (idle := next((each for each in client.connections if each.is_idle), None)) is None:
+                raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, "this key has too many requests at once")
+            idle.end()
+        connection.move(client)
+
+    def send(self, message: Mapping[str, Any], most_chars: int | None = None) -> bool:
+        """Send a message if it has no more characters; whether it was sent."""
+        text = json.dumps(message, default=_plain, ensure_ascii=False)
+        if fits := most_chars is None or len(text) <= most_chars:
+            self._writer.write(text.encode(errors="surrogatepass") + b"\n")
+        return fits
+
+    async def ask(self, request: Mapping[str, Any], most_tokens: int) -> dict[str, Any]:
         """The driver's answer; it samples to the end even if nobody waits any more."""
         number = next(self._numbers)
         future = self._asked[number] = asyncio.get_running_loop().create_future()
-        self.send({"ask": number, **request})
         try:
-            return await future
+            fits = self.send({"ask": number, **request}, RENDERED_CHARS_PER_TOKEN * most_tokens)
+            return await future if fits else {"full": True}
         finally:
             del self._asked[number]
 
@@ -115,10 +175,13 @@ class Driver:
         while line := await self._reader.readline():
             message = json.loads(line)
             if "open" in message:
-                self.tokens.add(message["open"])
+                self.clients[message["open"]] = _Client(message["most_tokens"])
             elif "close" in message:
-                self.tokens.discard(message["close"])
                 self.ended.append(message["close"])
+                for connection in list(self.clients.pop(message["close"]).connections):
+                    self.meet(connection)
+            elif "ping" in message:
+                self.send(message)
             elif (future := self._asked.get(message["answer"])) and not future.done():
                 future.set_result(message)
 
@@ -128,25 +191,101 @@ def _plain(value: Any) -> Any:
     return value.model_dump() if hasattr(value, "model_dump") else list(value)
 
 
+class _Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
+    """A connection of uvicorn, of which little is read at a time: nobody waits long for what another sends.
+
+    Attributes:
+        timer: closes a stranger's.
+    """
+
+    owner: _Client | None = None
+    timer: asyncio.TimerHandle | None = None
+    _read, _left = (
+        bytearray(READ_BYTES),
+        MAX_HEADER_BYTES,
+    )  # _left: bytes that the rest of a header, or a body, may have
+
+    @property
+    def guard(self) -> Guard:
+        guard: Any = self.app
+        return guard
+
+    @property
+    def is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def move(self, client: _Client | None) -> None:
+        """Belong to this client from now on."""
+        if self.owner is not None:
+            self.owner.connections.pop(self)
+        if self.timer is not None:
+            self.timer.cancel()
+        self.owner = client
+        if client is not None:
+            client.connections[self] = None
+
+    def end(self) -> None:
+        self.move(None)
+        self.transport.abort()
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.guard.driver.meet(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.move(None)
+        super().connection_lost(exc)
+
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        return self._read[: STRANGER_BYTES if self.owner is self.guard.driver.strangers else READ_BYTES]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._left -= nbytes
+        self.data_received(bytes(self._read[:nbytes]))
+        if self._left < 0 and not self.transport.is_closing():
+            self.send_400_response(f"the header has over {MAX_HEADER_BYTES} bytes, or the body over {MAX_SENT_BYTES}")
+
+    def on_message_begin(self) -> None:
+        if not self.is_idle:
+            raise ValueError("a request before the answer to the last one")
+        self._left = MAX_HEADER_BYTES
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) == MAX_HEADERS:
+            raise ValueError("too many headers")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._left = MAX_SENT_BYTES
+        scope: Any = self.scope
+        scope["connection"] = self
+        super().on_headers_complete()
+        self.flow.pause_reading()  # until it is the turn of its body
+
+
 class Guard:
     """Lets through what belongs to an open rollout, and is small enough to be read."""
 
     def __init__(self, app: Any, driver: Driver) -> None:
-        self._app, self._driver = app, driver
+        self._app, self.driver = app, driver
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return
-        try:
-            token = self._token(scope)
-            body = await _body(scope, receive)
-            asked = asked_of(scope["path"], body, NAME)
-        except RefusedError as error:
-            await _answer(error, scope["path"], send)
-            return
-        request = _Request(token, asked)
+        with contextlib.ExitStack() as held:
+            try:
+                token, client = self._client(scope)
+                await client.reading.acquire()
+                held.callback(client.reading.release)
+                asked = asked_of(scope["path"], await _body(scope, receive), NAME)
+            except RefusedError as error:
+                await _answer(error, scope, send)
+                return
+            await self._answer(_Request(token, client, asked, held.close), scope, receive, send)
+
+    async def _answer(self, request: _Request, scope: Scope, receive: Any, send: Any) -> None:
+        """Have the app answer."""
         _current.set(request)
-        sent = json.dumps(asked.body).encode()
+        sent = json.dumps(request.asked.body).encode()
         scope["headers"] = [(b"content-type", b"application/json"), (b"content-length", str(len(sent)).encode())]
         waiting = deque([{"type": "http.request", "body": sent, "more_body": False}])
 
@@ -164,20 +303,23 @@ class Guard:
             elif not message.get("more_body"):
                 status = HTTPStatus(failed[0])
                 error = request.refused or RefusedError(status, message_of(message.get("body", b"")))
-                await _answer(error, scope["path"], send)
+                await _answer(error, scope, send)
 
         await self._app(scope, receive_body, send_as_api)
 
-    def _token(self, scope: Scope) -> str:
-        """The token of an open rollout; raises RefusedError."""
-        if (scope["method"], scope["path"]) not in ROUTES:
-            raise RefusedError(HTTPStatus.NOT_FOUND, f"{scope['method']} {scope['path']} is not served here")
+    def _client(self, scope: Scope) -> tuple[str, _Client]:
+        """The token of an open rollout, which has the connection from now on; raises RefusedError."""
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        if (scope["method"], scope["path"]) not in ROUTES or headers.get(b"upgrade", "").lower() == "websocket":
+            raise RefusedError(
+                HTTPStatus.NOT_FOUND, f"{scope['method']} {scope['path'][:MAX_SHOWN]} is not served here"
+            )
         token = headers.get(b"x-api-key") or headers.get(b"authorization", "").removeprefix("Bearer ").strip()
-        if token in self._driver.tokens:
-            return token
-        reason = ENDED if token in self._driver.ended else "no rollout has this key"
-        raise RefusedError(HTTPStatus.UNAUTHORIZED, reason)
+        if (client := self.driver.clients.get(token)) is None:
+            reason = ENDED if token in self.driver.ended else "no rollout has this key"
+            raise RefusedError(HTTPStatus.UNAUTHORIZED, reason)
+        self.driver.admit(scope["connection"], client)
+        return token, client
 
 
 async def _body(scope: Scope, receive: Any) -> bytes:
@@ -185,20 +327,24 @@ async def _body(scope: Scope, receive: Any) -> bytes:
     announced = dict(scope["headers"]).get(b"content-length", b"0")
     check_size(int(announced) if announced.isdigit() else 0)
     body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise RefusedError(HTTPStatus.BAD_REQUEST, "the client has gone")
-        body += message.get("body", b"")
-        check_size(len(body))
-        if not message.get("more_body"):
-            return bytes(body)
+    try:
+        async with asyncio.timeout(BODY_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise RefusedError(HTTPStatus.BAD_REQUEST, "the client has gone")
+                body += message.get("body", b"")
+                check_size(len(body))
+                if not message.get("more_body"):
+                    return bytes(body)
+    except TimeoutError:
+        raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, f"the body has not arrived within {BODY_S:g} s") from None
 
 
-async def _answer(error: RefusedError, path: str, send: Any) -> None:
-    body = json.dumps(error.body(path)).encode()
+async def _answer(error: RefusedError, scope: Scope, send: Any) -> None:
+    body = json.dumps(error.body(scope["path"])).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+    if error.status in CLOSED or b"transfer-encoding" in dict(scope["headers"]):  # the rest would have to be read
         headers.append((b"connection", b"close"))
     with contextlib.suppress(OSError):
         await send({"type": "http.response.start", "status": int(error.status), "headers": headers})
@@ -210,6 +356,7 @@ async def _prompt(
 ) -> tuple[list[Any], list[Any]]:
     """In place of the app's rendering: have the turn after these messages sampled. They have the form of chats here."""
     current, asked = _current.get(), _current.get().asked
+    current.read()
     try:
         turn = await driver.ask(
             {
@@ -221,10 +368,13 @@ async def _prompt(
                 "counts": asked.path == COUNT_TOKENS,
                 "wants_ids": bool(asked.body.get("return_token_ids")),
                 "ignored": asked.ignored,
-            }
+            },
+            current.client.most_tokens,
         )
+        if "full" in turn:
+            raise full_context(current.client.most_tokens)
         if "refused" in turn:
-            raise RefusedError(HTTPStatus.BAD_REQUEST, turn["refused"], full_context=turn["full_context"])
+            raise RefusedError(HTTPStatus.BAD_REQUEST, turn["refused"])
     except RefusedError as error:
         current.refused = error
         raise VLLMValidationError(error.message) from None
@@ -304,6 +454,15 @@ def _deltas(message: Mapping[str, Any]) -> Iterator[DeltaMessage]:
         yield DeltaMessage(tool_calls=[DeltaToolCall(id=call["id"], type="function", index=number, function=function)])
 
 
+def _fail_fast(schema: Any) -> None:
+    """Have the validation stop at the first wrong item of a list: an item of responses alone has 233 errors."""
+    if isinstance(schema, dict) and schema.get("type") == "list":
+        schema["fail_fast"] = True
+    for part in schema.values() if isinstance(schema, dict) else schema:
+        if isinstance(part, dict | list | tuple):
+            _fail_fast(part)
+
+
 async def app_of(plan: Mapping[str, Any], driver: Driver) -> Guard:
     """vLLM's app for this model, with the driver in place of its engine.
 
@@ -317,6 +476,8 @@ async def app_of(plan: Mapping[str, Any], driver: Driver) -> Guard:
     hf_config: Any = model_config.hf_config
     hf_config.model_type = NAME  # of gpt_oss the app would write prompts itself, with today's date
     engine: Any = _Sampled(VllmConfig(model_config=model_config))
+    for form in (ChatCompletionRequest, ResponsesRequest, AnthropicMessagesRequest, AnthropicCountTokensRequest):
+        _fail_fast(form.__pydantic_core_schema__)
     app = build_app(args, ("generate",), engine.model_config)
     await init_app_state(engine, app.state, args, ("generate",))
     state = app.state
@@ -339,10 +500,12 @@ async def _serve(plan: Mapping[str, Any], control: socket.socket, listening: soc
     driver = Driver(*await asyncio.open_unix_connection(sock=control, limit=MAX_BYTES))
     guard: Any = await app_of(plan, driver)
     config = uvicorn.Config(
-        guard, log_level="critical", access_log=False, lifespan="off", backlog=BACKLOG,
-        timeout_keep_alive=int(KEEP_ALIVE_S),
+        guard, http=_Connection, ws="none", log_level="critical", access_log=False, proxy_headers=False,
+        lifespan="off", backlog=ACCEPTED, timeout_keep_alive=int(KEEP_ALIVE_S),
     )  # fmt: skip
     server = asyncio.ensure_future(_Server(config).serve(sockets=[listening]))
+    await asyncio.sleep(0)
+    listening.listen(BACKLOG)  # uvicorn's backlog is also how many it accepts in a row
     driver.send({"ready": True})
     heard = asyncio.ensure_future(driver.serve())
     await asyncio.wait({server, heard}, return_when=asyncio.FIRST_COMPLETED)
@@ -354,6 +517,8 @@ def main() -> None:
     Arguments: the socket to the driver, and the one that listens; the plan of `app_of` comes by standard input.
     """
     die_with_parent(9)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     control, listening = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     asyncio.run(_serve(json.load(sys.stdin), control, listening))
     os._exit(0)

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from rlhf.environments.service import Service
 from rlhf.environments.sessions import outcome_of
 from rlhf.environments.turns import Limits
 from rlhf.quickstart import write_quickstart
+from rlhf.rollout.chat import MAX_CONNECTIONS, MAX_STRANGERS, STRANGER_S
 from rlhf.rollout.requests import Completion
 from rlhf.types import Outcome, Prompt, Rollout, VersionSpan
 
@@ -134,7 +136,7 @@ def started(folder: Path, **model: Any) -> Iterator[World]:
     endpoint = Endpoint(config, print)
     dialogue = Dialogue(tokenizer, stop_ids=stop_token_ids(config.model.path, tokenizer))
     world = World(endpoint, loop, tokenizer, dialogue)
-    world.played(lambda url, key: post(url, key, "/v1/chat/completions", messages=[USER]), [])  # outlives each test
+    world.played(chats, [])  # outlives each test
     yield world
     endpoint.close()
     loop.call_soon_threadsafe(loop.stop)
@@ -143,6 +145,10 @@ def started(folder: Path, **model: Any) -> Iterator[World]:
 
 def post(url: str, key: str, path: str, **values: Any) -> httpx.Response:
     return httpx.post(f"{url}{path}", json=values, headers={"Authorization": f"Bearer {key}"}, timeout=120)
+
+
+def chats(url: str, key: str) -> httpx.Response:
+    return post(url, key, "/v1/chat/completions", messages=[USER])
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -238,7 +244,7 @@ def test_the_responses_api_goes_on_too(world: World) -> None:
 
 
 def test_a_control_token_in_what_a_user_says_is_text(world: World) -> None:
-    rollout, _ = world.played(lambda url, key: post(url, key, "/v1/chat/completions", messages=[USER]), [said("3")])
+    rollout, _ = world.played(chats, [said("3")])
     said_ids = rollout.sequences[0].token_ids[~rollout.sequences[0].response_mask]
     plain = world.dialogue.prompt([{"role": "user", "content": "What is 1 + 2? "}])
     eos = world.tokenizer.eos_token_id
@@ -271,7 +277,7 @@ def test_a_request_without_a_key_with_another_or_after_the_end_is_refused(world:
 )
 def test_other_routes_of_the_app_are_not_served(world: World, path: str) -> None:
     def act(url: str, key: str) -> Any:
-        post(url, key, "/v1/chat/completions", messages=[USER])
+        chats(url, key)
         return [httpx.request(how, f"{url}{path}", headers={"x-api-key": key}).status_code for how in ("GET", "POST")]
 
     assert world.played(act, [])[1] == [404, 404]
@@ -405,6 +411,133 @@ def test_malformed_requests_and_idle_connections_hold_up_nobody(world: World) ->
     assert sorted(waits)[-3] < 1.0
 
 
+def connected(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=STACK_WAIT_S)
+
+
+def head(key: str, *lines: str, first: str = "POST /v1/chat/completions HTTP/1.1") -> bytes:
+    return "\r\n".join((first, "host: x", f"authorization: Bearer {key}", *lines, "", "")).encode()
+
+
+def answered(client: socket.socket, sent: bytes = b"", *, chunks: bytes = b"") -> bytes:
+    """What comes until the connection is closed; `chunks` are sent again and again meanwhile."""
+    client.sendall(sent)
+    with contextlib.suppress(OSError):
+        while chunks:
+            client.sendall(chunks)
+    came = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := client.recv(1 << 16):
+            came += more
+    return came
+
+
+BODY = json.dumps({"messages": [USER]}).encode()
+LENGTH, CLOSES, CHUNKED = f"content-length: {len(BODY)}", "connection: close", "transfer-encoding: chunked"
+SOCKET = ("connection: upgrade", "upgrade: websocket", "sec-websocket-version: 13", "sec-websocket-key: eA==", CLOSES)
+
+
+@pytest.mark.parametrize(
+    ("sent", "chunks", "statuses"),
+    [
+        (lambda key: head(key, LENGTH, CLOSES) + BODY, b"", [200]),
+        (lambda key: head(key, LENGTH, first="POST /v1/chat/completions HTTP/1.0") + BODY, b"", [200]),
+        (lambda key: head(key, LENGTH, CLOSES, "expect: 100-continue") + BODY, b"", [100, 200]),
+        (lambda key: head(key, CHUNKED, CLOSES) + b"1\r\n{\r\n1\r\n}\r\n0\r\n\r\n", b"", [400]),
+        (lambda key: head(key, *SOCKET, first="GET /v1/realtime HTTP/1.1"), b"", [404]),
+        (lambda key: head(key, *SOCKET, first="GET /v1/models HTTP/1.1"), b"", [404]),
+        (lambda key: head(key, "x: " + "x" * 100_000, LENGTH) + BODY, b"", [400]),
+        (lambda key: head(key)[:-2], b"x: " + b"x" * 997, [400]),  # until it is closed
+        (lambda key: head(key, *["x: 1"] * 300, LENGTH) + BODY, b"", [400]),
+        (lambda key: head(key, CHUNKED), b"3e8\r\n" + b"x" * 1000 + b"\r\n", [413]),
+        (lambda key: head(key, CHUNKED), b"1\r\nx\r\n" * 10_000, [400]),
+        (lambda key: head(key, CHUNKED) + b"0\r\n", b"x: 1\r\n" * 1000, [400]),
+        (lambda key: head(key, CHUNKED) + b"1;", b"x" * 10_000, [400]),
+        (lambda key: head("sk-wrong", CHUNKED), b"1\r\nx\r\n" * 10_000, [401]),
+        (lambda key: head(key, LENGTH) + BODY + head(key, LENGTH) + BODY, b"", [400]),
+        (lambda key: head(key, first="CONNECT example.com:80 HTTP/1.1"), b"", [400]),
+        (lambda key: b"\x16\x03\x01" + b"\0" * 500, b"", [400]),
+    ],
+    ids=["http/1.1", "http/1.0", "100-continue", "chunks", "websocket", "websocket at a route", "long header",
+         "endless header", "many headers", "endless chunks", "endless small chunks", "endless trailers", "endless extension",
+         "wrong key", "pipeline", "connect", "tls"],
+)  # fmt: skip
+def test_a_connection_gets_what_http_allows_and_no_more(
+    world: World, sent: Callable[[str], bytes], chunks: bytes, statuses: list[int]
+) -> None:
+    def act(url: str, key: str) -> bytes:
+        post(url, key, "/v1/messages", messages=[USER], max_tokens=3)
+        with connected(url) as client:
+            return answered(client, sent(key), chunks=chunks)
+
+    came = world.played(act, [])[1]
+    found = [int(status) for status in re.findall(rb"^HTTP/1.1 (\d+)", came, re.MULTILINE)]
+    assert found == statuses or (chunks and not came)  # what was sent after the answer may have reset the connection
+
+
+def test_the_oldest_of_many_connections_without_a_key_is_closed(world: World) -> None:
+    def act(url: str, key: str) -> None:
+        chats(url, key)
+        with contextlib.ExitStack() as opened:
+            used = opened.enter_context(httpx.Client(headers={"x-api-key": key}))
+            assert used.get(f"{url}/v1/models").status_code == 200
+            strangers = [opened.enter_context(connected(url)) for _ in range(MAX_STRANGERS + 1)]
+            assert answered(strangers[0]) == b""
+            strangers[-1].sendall(head(key, LENGTH) + BODY)  # within its own seconds
+            assert b"200 OK" in strangers[-1].recv(1 << 16)
+            assert used.get(f"{url}/v1/models").status_code == 200
+
+    world.played(act, [])
+
+
+def test_a_key_has_a_bound_of_its_own_on_connections_and_the_idle_ones_make_room(world: World) -> None:
+    def act(url: str, key: str) -> None:
+        chats(url, key)
+        with contextlib.ExitStack() as opened:
+            clients = [opened.enter_context(connected(url)) for _ in range(MAX_CONNECTIONS + 1)]
+            for client in clients:
+                client.sendall(head(key, first="GET /v1/models HTTP/1.1"))
+                assert b"200 OK" in client.recv(1 << 16)
+            assert answered(clients[0]) == b""
+            for client in clients[1:]:
+                client.sendall(head(key, LENGTH))  # a body that does not come
+            assert b"429" in answered(connected(url), head(key, LENGTH) + BODY)
+
+    other: list[int] = []
+
+    def meanwhile(url: str, key: str) -> None:
+        world.played(act, [])
+        other.append(chats(url, key).status_code)
+
+    world.played(meanwhile, [])
+    assert other == [200]
+
+
+def test_thousands_of_wrong_messages_are_refused_at_the_first(world: World) -> None:
+    """An item has 233 errors, and the app would write each of them."""
+
+    def act(url: str, key: str) -> tuple[int, float]:
+        post(url, key, "/v1/responses", input="q")
+        began = time.monotonic()
+        status = post(url, key, "/v1/responses", input=[{"a": 1}] * 7000).status_code
+        return status, time.monotonic() - began
+
+    status, seconds = world.played(act, [])[1]
+    assert status == 400
+    assert seconds < 5.0
+
+
+def test_a_call_with_arguments_of_a_thousand_levels_costs_nothing_but_its_answer(world: World) -> None:
+    call = {**CALLS[0], "function": {"name": "f", "arguments": "[" * 2000 + "]" * 2000}}
+
+    def act(url: str, key: str) -> int:
+        chats(url, key)
+        return post(url, key, "/v1/chat/completions", messages=[{**CALL, "tool_calls": [call]}, USER]).status_code
+
+    assert world.played(act, [])[1] >= 400
+
+
 def test_many_conversations_at_once_stay_apart(world: World) -> None:
     def act_of(number: int) -> Callable[[str, str], None]:
         def act(url: str, key: str) -> None:
@@ -425,7 +558,7 @@ def test_many_conversations_at_once_stay_apart(world: World) -> None:
 
 def test_an_endpoint_that_dies_costs_its_rollouts_and_is_started_again(world: World) -> None:
     def kills(url: str, key: str) -> None:
-        post(url, key, "/v1/chat/completions", messages=[USER])
+        chats(url, key)
         assert world.endpoint._process is not None
         world.endpoint._process.kill()
         time.sleep(1.0)
@@ -434,6 +567,123 @@ def test_an_endpoint_that_dies_costs_its_rollouts_and_is_started_again(world: Wo
         world.played(kills, [])
     assert world.played(lambda url, key: post(url, key, "/v1/messages", messages=[USER], max_tokens=3), [])[0].facts
     world.endpoint.close()  # its new process was started by this test, which is the last
+
+
+@pytest.mark.faults
+def test_a_connection_without_a_key_ends_after_seconds_and_one_with_a_key_lives_on(world: World) -> None:
+    def act(url: str, key: str) -> list[float]:
+        chats(url, key)
+        with connected(url) as used, ThreadPoolExecutor(4) as pool:
+            used.sendall(head(key, first="GET /v1/models HTTP/1.1"))
+            assert b"200 OK" in used.recv(1 << 16)
+
+            def seconds(sent: bytes, chunk: bytes = b"") -> float:
+                began = time.monotonic()
+                with connected(url) as client, contextlib.suppress(OSError):
+                    client.sendall(sent)
+                    client.settimeout(0.5)
+                    while time.monotonic() - began < 60:
+                        with contextlib.suppress(TimeoutError):
+                            if not client.recv(1 << 16):
+                                break
+                            continue
+                        client.sendall(chunk)
+                return time.monotonic() - began
+
+            wrong = head("sk-wrong", LENGTH)
+            ended = list(pool.map(seconds, (b"", head(key)[:-2], wrong, wrong + BODY), (b"", b"x: 1\r\n", b"x", b"")))
+            used.sendall(head(key, first="GET /v1/models HTTP/1.1"))
+            assert b"200 OK" in used.recv(1 << 16)
+            return ended
+
+    for seconds in world.played(act, [])[1]:
+        assert STRANGER_S - 0.5 < seconds < STRANGER_S + 5
+
+
+FLOOD = """
+import socket, sys, threading, time
+
+host, port, head, chunk = sys.argv[1], int(sys.argv[2]), sys.argv[3].encode(), sys.argv[4].encode()
+
+def flood():
+    while True:
+        try:
+            with socket.create_connection((host, port)) as client:
+                client.sendall(head.replace(b"\\n", b"\\r\\n"))
+                while chunk:
+                    client.sendall(chunk.replace(b"\\n", b"\\r\\n") * 5000)
+                client.recv(1)
+        except OSError:
+            time.sleep(0.01)
+
+for _ in range(400):
+    threading.Thread(target=flood, daemon=True).start()
+time.sleep(600)
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("lines", "chunk"),
+    [
+        ("", ""),
+        ("POST / HTTP/1.1\nx: ", "x"),
+        ("POST / HTTP/1.1\n", "a:b\n"),
+        ("POST / HTTP/1.1\ntransfer-encoding: chunked\n\n", "1\nx\n"),
+        ("", "GET / HTTP/1.1\n\n"),
+        ("POST /v1/messages HTTP/1.1\nx-api-key: KEY\ntransfer-encoding: chunked\n\n", "1\nx\n"),
+        ("GET /v1/models HTTP/1.1\nx-api-key: KEY\n\n", "GET /v1/models HTTP/1.1\nx-api-key: KEY\n\n"),
+    ],
+    ids=["idle", "header", "headers", "body", "requests", "bodies with a key", "requests with a key"],
+)
+def test_400_connections_of_a_rollout_delay_no_other_by_a_second(world: World, lines: str, chunk: str) -> None:
+    waits: list[float] = []
+
+    def honest(url: str, key: str) -> None:
+        for _ in range(20):
+            began = time.monotonic()
+            with connected(url) as client:
+                assert b"200 OK" in answered(client, head(key, LENGTH, CLOSES) + BODY)
+            waits.append(time.monotonic() - began)
+            time.sleep(0.1)
+
+    def hostile(url: str, key: str) -> None:
+        chats(url, key)
+        host, port = url.removeprefix("http://").split(":")
+        command = [sys.executable, "-S", "-c", FLOOD, host, port, lines.replace("KEY", key), chunk.replace("KEY", key)]
+        with subprocess.Popen(command) as process:
+            try:
+                time.sleep(1.0)
+                world.played(honest, [])
+            finally:
+                process.kill()
+
+    world.played(hostile, [])
+    assert sorted(waits)[-3] < 1.0, sorted(waits)
+
+
+@pytest.mark.faults
+def test_an_endpoint_that_is_stopped_costs_its_rollouts_and_is_started_again(tmp_path: Path) -> None:
+    urls = []
+
+    def stops(url: str, key: str) -> None:
+        urls.append(url)
+        chats(url, key)
+        os.kill(own.endpoint.pid or 0, signal.SIGSTOP)
+        with contextlib.suppress(httpx.TransportError):
+            chats(url, key)
+
+    async def run(where: Mapping[str, str]) -> Outcome:
+        await asyncio.to_thread(stops, where["url"], where["key"])
+        return Outcome(reward=1.0)
+
+    with started(tmp_path) as own:
+        rollout = own.run(run, [])
+        assert rollout.outcome is not None
+        assert rollout.outcome.status == "environment_failed"
+        assert "answered nothing for 25 s" in rollout.facts["error"]
+        urls.append(own.played(lambda url, key: (url, chats(url, key))[0], [])[1])
+        assert urls[0] == urls[1]
 
 
 @pytest.mark.faults

@@ -82,6 +82,40 @@ def test_many_tiny_messages_and_long_bodies_are_refused_before_they_are_read() -
         check_size(MAX_BODY_BYTES + 1)
 
 
+@pytest.mark.parametrize(
+    ("body", "most"),
+    [
+        (b'{"messages": [' + b"1," * 1_000_000 + b"1]}", "100000 values"),
+        (b"{" + b",".join(b'"k%d":1' % number for number in range(200_000)) + b"}", "100000 values"),
+        (b'{"messages": [' + b"{}," * 9000 + b"{}]}", "8000 objects or lists"),
+        (b'{"tools": ' + b'{"a": ' * 150 + b"1" + b"}" * 150 + b"}", "100 levels"),
+    ],
+    ids=["numbers", "keys", "messages", "levels"],
+)
+def test_a_body_of_many_parts_is_refused_before_the_app_validates_it(body: bytes, most: str) -> None:
+    with pytest.raises(RefusedError, match=f"over {most}") as refused:
+        asked_of(CHAT, body, "policy")
+    assert refused.value.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+
+
+def test_a_long_conversation_with_calls_is_read() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{" * 5 + "}" * 5}}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "3"}] * 1000
+    assert len(asked(messages=turns).body["messages"]) == 2000
+
+
+def test_names_of_ignored_keys_can_be_shown_and_messages_are_short() -> None:
+    names = {"top_k", "x" * 65, "\x1b[31m", "a\nb", "\u202e", "", *(f"k{number:03}" for number in range(200))}
+    sent: dict[str, Any] = dict.fromkeys(names, 1)
+    ignored = asked(messages=[USER], **sent).ignored
+    assert set(ignored) < {"top_k", *(f"k{number:03}" for number in range(200))}
+    assert len(ignored) == 64
+    for values in ({"max_tokens": ["x" * 1_000_000]}, {"tool_choice": "x" * 1_000_000}):
+        with pytest.raises(RefusedError) as refused:
+            asked(messages=[USER], **values)
+        assert len(refused.value.message) < 300
+
+
 def test_an_error_has_the_form_of_its_api() -> None:
     full = RefusedError(HTTPStatus.BAD_REQUEST, "too long", full_context=True)
     assert full.body(CHAT)["error"]["code"] == "context_length_exceeded"
