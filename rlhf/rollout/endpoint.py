@@ -200,10 +200,8 @@ class _Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     owner: _Client | None = None
     timer: asyncio.TimerHandle | None = None
-    _read, _left = (
-        bytearray(READ_BYTES),
-        MAX_HEADER_BYTES,
-    )  # _left: bytes that the rest of a header, or a body, may have
+    _read = memoryview(bytearray(READ_BYTES))
+    _left = MAX_HEADER_BYTES  # that the rest of a header, or of a body, may have
 
     @property
     def guard(self) -> Guard:

@@ -460,8 +460,8 @@ SOCKET = ("connection: upgrade", "upgrade: websocket", "sec-websocket-version: 1
         (lambda key: b"\x16\x03\x01" + b"\0" * 500, b"", [400]),
     ],
     ids=["http/1.1", "http/1.0", "100-continue", "chunks", "websocket", "websocket at a route", "long header",
-         "endless header", "many headers", "endless chunks", "endless small chunks", "endless trailers", "endless extension",
-         "wrong key", "pipeline", "connect", "tls"],
+         "endless header", "many headers", "endless chunks", "endless small chunks", "endless trailers",
+         "endless extension", "wrong key", "pipeline", "connect", "tls"],
 )  # fmt: skip
 def test_a_connection_gets_what_http_allows_and_no_more(
     world: World, sent: Callable[[str], bytes], chunks: bytes, statuses: list[int]
