@@ -146,6 +146,8 @@ class Driver:
 
     def admit(self, connection: _Connection, client: _Client) -> None:
         """Let a rollout have this connection, in place of an idle one if it has many; RefusedError if none is idle."""
+        if connection.transport.is_closing():
+            raise RefusedError(HTTPStatus.BAD_REQUEST, "the client has gone")
         fds = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - MAX_STRANGERS - SPARE_FDS
         if connection.owner is not client and len(client.connections) >= min(MAX_CONNECTIONS, fds // len(self.clients)):
             if (idle := next((each for each in client.connections if each.is_idle), None)) is None:
@@ -501,12 +503,14 @@ async def _serve(plan: Mapping[str, Any], control: socket.socket, listening: soc
         guard, http=_Connection, ws="none", log_level="critical", access_log=False, proxy_headers=False,
         lifespan="off", backlog=ACCEPTED, timeout_keep_alive=int(KEEP_ALIVE_S),
     )  # fmt: skip
-    server = asyncio.ensure_future(_Server(config).serve(sockets=[listening]))
-    await asyncio.sleep(0)
+    server = _Server(config)
+    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
     listening.listen(BACKLOG)  # uvicorn's backlog is also how many it accepts in a row
     driver.send({"ready": True})
     heard = asyncio.ensure_future(driver.serve())
-    await asyncio.wait({server, heard}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({serving, heard}, return_when=asyncio.FIRST_COMPLETED)
 
 
 def main() -> None:
