@@ -40,13 +40,13 @@ from rlhf.environments.python_tool import python_tool
 from rlhf.environments.schema import fits, json_schema
 from rlhf.processes import attributes
 from rlhf.processes.code import import_problem, load_module
-from rlhf.processes.returned import read_returned
+from rlhf.processes.returned import printable, read_returned
 
 # name -> what makes the tool, from options
 BUILT_IN: dict[str, Callable[..., Callable[..., Any]]] = {"calculator": lambda: calculator, "python": python_tool}
 NOT_TOOLS = ("reset", "get_reward", "close")
 TRACEBACK = "Traceback (most recent call last)"
-MAX_CHARACTERS = 100_000  # of one answer: some 25,000 tokens
+MAX_CHARACTERS = 100_000  # of one answer, some 25,000 tokens: a longer one is cut visibly
 MAX_FAULT = 1000  # characters of an error that the user is told
 
 
@@ -71,7 +71,6 @@ class Environment:
         *,
         options: Mapping[str, Any] | None = None,
         tools: Sequence[str] = (),
-        max_characters: int = MAX_CHARACTERS,
     ) -> None:
         """Import everything and check it.
 
@@ -83,20 +82,18 @@ class Environment:
                 `python`; None for functions alone.
             options: arguments for the class, or for the built-in tool.
             tools: functions by the same kinds of names; they do not belong to the class.
-            max_characters: of one answer; longer ones are cut visibly.
 
         Raises:
             ValueError: naming what cannot be imported, made or offered to a model, and why.
         """
-        self.max_characters = max_characters
         self._functions: dict[str, Callable[..., Any]] = {}
         self._factory: Callable[[], Any] | None = None
         self._idle: list[Any] = []
         for tool in tools:
-            self._add(_tool(tool, {}, f"tools: {tool!r}"), f"tools: {tool!r}")
+            self._add(tool, {}, f"tools: {tool!r}")
         label = f"environment name={name!r}"
         if name in BUILT_IN:
-            self._add(_tool(name, options or {}, label), label)
+            self._add(name, options or {}, label)
         self.name, self.has_reward, self._declares_done, self.named = "", False, False, set[str]()
         self.tools = [_schema(function) for function in self._functions.values()]
         waits: dict[str, bool] = {}
@@ -111,7 +108,8 @@ class Environment:
         self.blocking = tuple(name for name in waits if not waits[name] and name != "close")
         self.coroutines = tuple(name for name in waits if waits[name])
 
-    def _add(self, function: Callable[..., Any], label: str) -> None:
+    def _add(self, tool: str, options: Mapping[str, Any], label: str) -> None:
+        function = _tool(tool, options, label)
         if getattr(function, "__name__", None) in (None, *self._functions):
             raise ValueError(f"{label}: a tool needs a name of its own. Use a function made by `def`.")
         self._functions[function.__name__] = function
@@ -359,14 +357,14 @@ class Episode:
             result = without_places(result, written=written)
         if isinstance(result, list):
             with contextlib.suppress(TypeError, ValueError, RecursionError):
-                if len(as_json := json.dumps(result)) <= self._environment.max_characters:
+                if len(as_json := json.dumps(result)) <= MAX_CHARACTERS:
                     return _printable_json(json.loads(as_json))
         return self._text(result)
 
     def _text(self, result: Any) -> str:
-        text, limit = str(result), self._environment.max_characters
-        cut = len(text) - limit
-        return printable(text if cut <= 0 else f"{text[:limit]}\n[{cut} more characters were cut]")
+        text = str(result)
+        cut = len(text) - MAX_CHARACTERS
+        return printable(text if cut <= 0 else f"{text[:MAX_CHARACTERS]}\n[{cut} more characters were cut]")
 
 
 def named_by(function: Callable[..., Any], *others: Callable[..., Any]) -> set[str]:
@@ -408,11 +406,6 @@ def content_text(content: Any) -> str:
     if blocks and all(isinstance(block, dict) and isinstance(block.get("text"), str) for block in blocks):
         return "".join(block["text"] for block in blocks)
     return str(content)
-
-
-def printable(text: str) -> str:
-    """Text that can be written as UTF-8: lone surrogates, which stand for invalid bytes, become \\udc80."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _printable_json(value: Any) -> Any:

@@ -200,8 +200,7 @@ class Hosts(Workers, Sessions):
         if seat is None:  # it has asked nothing
             return
         broken = broken or bool(seat.asked)  # it was cancelled in the middle of a call
-        for _, future in seat.asked.values():
-            self._resolve(future, FailedError("the session has ended"))
+        self._lose(seat, FailedError("the session has ended"))
         if seat in self._waiting:
             self._waiting.remove(seat)
         worker = seat.worker
@@ -288,21 +287,20 @@ class Hosts(Workers, Sessions):
         asking = [seat for seat in seats if seat.asked]
         for seat in seats:
             do = next((do for do, _ in seat.asked.values()), "between calls")
-            if over_limit and _is_of_model(do, seat) and len(asking) == 1:
-                seat.lost = CallLimitError(detail)
-            else:
-                seat.lost = FailedError(f"{do}: {detail}")
-            for _, future in seat.asked.values():
-                self._resolve(future, seat.lost)
-            seat.asked.clear()
+            of_model = over_limit and _is_of_model(do, seat) and len(asking) == 1
+            self._lose(seat, CallLimitError(detail) if of_model else FailedError(f"{do}: {detail}"))
         worker.work.clear()
 
     def on_end(self, reason: str) -> None:
         for seat in self._seats.values():
-            seat.lost = FailedError(reason or "the environments were closed")
-            for _, future in seat.asked.values():
-                self._resolve(future, seat.lost)
-            seat.asked.clear()
+            self._lose(seat, FailedError(reason or "the environments were closed"))
+
+    def _lose(self, seat: _Seat, error: Exception) -> None:
+        """End a session with an error, which all that it has asked and will ask gets."""
+        seat.lost = error
+        for _, future in seat.asked.values():
+            self._resolve(future, error)
+        seat.asked.clear()
 
     def _resolve(self, future: asyncio.Future[Any], value: Any) -> None:
         """Give a future its value or exception, in its loop."""

@@ -23,13 +23,13 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf.environments import seeding
-from rlhf.environments.contract import BUILT_IN, Environment, named_by, printable
+from rlhf.environments.contract import BUILT_IN, Environment, named_by
 from rlhf.environments.program import LimitError, Program
 from rlhf.processes import attributes
 from rlhf.processes.channel import Channel
 from rlhf.processes.code import load_module
 from rlhf.processes.raised import place_of, said_by
-from rlhf.processes.returned import read_returned
+from rlhf.processes.returned import printable, read_returned
 
 ALIVE_S = 1.0  # between signs of life of the event loop
 MAX_ERROR = 2000  # characters of an error

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -67,18 +67,19 @@ class StartedEnvironments(Environments):
             port = endpoint.port if endpoint else 0
             self.hosts = Hosts(config.environment, config.tools, say=say, port=port, answers=answer_columns(config))
             opened.callback(self.hosts.close)
-            parts = config.environment.parts.items()
-            asked = {
-                value: Service(part, config.environment.processes) for value, part in parts if part.name == SERVICE
+            self.hosts.services = {
+                value: Service(part, config.environment.processes).play
+                for value, part in config.environment.parts.items()
+                if part.name == SERVICE
             }
-            self.hosts.services = {value: service.play for value, service in asked.items()}
-            self.tools = _all_tools(self.hosts.about)
+            tools = {tool["function"]["name"]: tool for each in self.hosts.about.values() for tool in each["tools"]}
+            self.tools = [*tools.values()]  # one for each name
             self._check(config)
             data = config.data
             stops = stop_token_ids(config.model.path, tokenizer)
             dialogue = Dialogue(tokenizer, data.template, data.template_arguments, stop_ids=stops)
             tool_parser = _tool_parser(config, tokenizer, must_call=bool(self.tools))
-            self.warnings = (*dialogue.check(self.tools), *self._unconfined())
+            self.warnings = (*dialogue.check(self.tools), *self.hosts.warnings)
             opened.pop_all()
         marks = marks_of(tokenizer, data.template)
         parsing = Parsing(tool_parser, tuple(self.tools), data.chat_template_kwargs, marks)
@@ -102,10 +103,6 @@ class StartedEnvironments(Environments):
                     f"reward=[]: {where} has no get_reward, so nothing would judge its rollouts. Add the method, or "
                     "name a reward, such as [{name: math}]."
                 )
-
-    def _unconfined(self) -> Iterator[str]:
-        for name in self.hosts.unconfined:
-            yield f"environment: this kernel cannot keep environments from your {name} (docs/security.md)."
 
     async def first_prompt(self, prompt: Prompt) -> Prompt:
         """A prompt as the model will get it, from a session that is opened and closed for that.
@@ -207,12 +204,6 @@ def answer_columns(config: GRPOConfig) -> list[str]:
     names += [options.get("tests", CodeOptions().tests) for name, options in graded if name == "code"]
     names += [options.get("criteria_column") for name, options in graded if name == "rubric"]
     return sorted({part for name in filter(None, names) for part in (name.lower(), name.lower().partition(".")[0])})
-
-
-def _all_tools(about: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The schemas of the tools of all environments, one for each name."""
-    tools = {tool["function"]["name"]: tool for each in about.values() for tool in each["tools"]}
-    return list(tools.values())
 
 
 def _tool_parser(config: GRPOConfig, tokenizer: Any, *, must_call: bool) -> str | None:

@@ -33,8 +33,6 @@ from rlhf.types import Outcome, Prompt, Rollout, TokenSequence
 Message = dict[str, Any]
 
 CALL_LIMIT, FAILED = "call_limit", "environment_failed"  # statuses of an outcome besides `ok`
-
-
 MAX_CHARS_PER_TOKEN = 128  # the longest tokens are runs of so many spaces
 
 
@@ -192,7 +190,8 @@ async def _turns(
         completion = await generate(log.token_ids, max_tokens=budget, turn=played.turns, recorded=log.recorded)
         log.add_sampled(completion)
         played.turns += 1
-        message = _message(completion)
+        assert completion.message is not None, "an engine parses the turns of a rollout with an environment"
+        message = dict(completion.message)
         played.messages.append(message)
         if completion.finish_reason != "stop":
             return played.end_cut(completion.finish_reason, budget, limits)
@@ -228,12 +227,6 @@ def check_size(messages: Sequence[Mapping[str, Any]], *, most: int, key: str) ->
     size = sum(len(text) for texts in blocks for text in texts)
     if size > most * MAX_CHARS_PER_TOKEN:
         raise FailedError(f"{key}={most}: messages of {size:,} characters cannot fit so many tokens. Shorten them.")
-
-
-def _message(completion: Completion) -> Message:
-    message = completion.message
-    assert message is not None, "an engine parses the turns of a rollout with an environment"
-    return dict(message)
 
 
 def unsampled(prompt: Prompt) -> TokenSequence:

@@ -37,15 +37,15 @@ def read_returned(value: Any, *, finite: bool = False) -> Returned:
     if "score" not in value:
         raise ValueError(f"returned a mapping with {sorted(map(str, value))}, without score")
     score = _checked(value["score"], "score", finite)
-    further = {_loggable(str(name)): item for name, item in value.items() if name != "score"}
+    further = {printable(str(name)): item for name, item in value.items() if name != "score"}
     others = {name: item for name, item in further.items() if as_number(item) is None}
     numbers = {name: _checked(item, name, finite) for name, item in further.items() if name not in others}
     return Returned(score, numbers, others)
 
 
-def _loggable(name: str) -> str:
-    """The name with lone surrogates escaped: files and servers of metrics take UTF-8 alone."""
-    return name.encode("utf-8", "backslashreplace").decode()
+def printable(text: str) -> str:
+    """Text that can be written as UTF-8: lone surrogates, which stand for invalid bytes, become \\udc80."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _checked(value: Any, key: str, finite: bool) -> Any:

@@ -191,6 +191,12 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def warnings(self) -> list[str]:
+        """What this kernel cannot keep the workers from."""
+        of_workers = f"{self._noun}: this kernel cannot keep {self._noun}s"
+        return [f"{of_workers} from your {name} (docs/security.md)." for name in self.unconfined]
+
     def free(self) -> list[Worker]:
         """Workers that can do work."""
         every = list(self._workers.values())

@@ -101,10 +101,7 @@ class Scorer:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What this kernel cannot keep the grading processes from."""
-        reached = dict.fromkeys(name for pool in self._pools.values() for name in pool.unconfined)
-        return tuple(
-            f"reward: this kernel cannot keep rewards from your {name} (docs/security.md)." for name in reached
-        )
+        return tuple(dict.fromkeys(warning for pool in self._pools.values() for warning in pool.warnings))
 
     @property
     def sources(self) -> dict[str, dict[str, str]]:
