@@ -81,7 +81,7 @@ ENDS = {
     "forks": ("call_limit", "processes"),
     "leaves others": ("ok", ""),
     "writes half": ("call_limit", "holds no reward"),
-    "leaves none": ("ok", ""),
+    "leaves none": ("not_judged", ""),  # no part of the reward judges it either
 }
 
 
