@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlhf.config.environment import KINDS
+from rlhf.data.dialogue import Dialogue
 from rlhf.data.messages import joined, read_message
 from rlhf.environments.turns import (
     CALL_LIMIT,
@@ -42,7 +43,6 @@ from rlhf.environments.turns import (
     Message,
     NextTurn,
     Played,
-    Templates,
     check_size,
     failed_rollout,
     unsampled,
@@ -104,7 +104,7 @@ class Branches:
     """
 
     generate: NextTurn
-    templates: Templates
+    templates: Dialogue
     limits: Limits
     trained: Collection[str]
     played: Played = field(default_factory=lambda: Played(offers_tools=False))
@@ -315,7 +315,7 @@ async def play_coroutine(
     play: Play,
     *,
     generate: NextTurn,
-    templates: Templates,
+    templates: Dialogue,
     limits: Limits,
     trained: Collection[str] = KINDS,
 ) -> Rollout:

@@ -177,11 +177,6 @@ class Episode:
         self._seeds: Mapping[str, int] | None = None
         self._calls = 0
 
-    @property
-    def tools(self) -> list[dict[str, Any]]:
-        """The schemas of what the model may call."""
-        return self._environment.tools
-
     async def reset(self, row: Mapping[str, Any], seeds: Mapping[str, int] | None = None) -> dict[str, Any]:
         """Start the rollout.
 
@@ -336,7 +331,7 @@ class Episode:
             return self._error(error, written), error
 
     def _fault(self, asked: _Asked, error: BaseException) -> Fault | None:
-        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self._environment.tools}
         fit = asked.tool in schemas and fits(schemas[asked.tool], asked.arguments)
         fault = fault_of(error, asked.tool, asked.arguments, fit=fit)
         return fault and fault._replace(said=printable(fault.said)[:MAX_FAULT])

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from rlhf.answers.thoughts import opens_thought
 from rlhf.config.grpo import GRPOConfig
+from rlhf.data.dialogue import Dialogue
 from rlhf.environments.branches import Play, play_coroutine
 from rlhf.environments.endpoint import Endpoint
+from rlhf.environments.nodes import Spread
+from rlhf.environments.sessions import HostedSession, Sessions
 from rlhf.environments.turns import (
     FAILED,
     CallLimitError,
@@ -23,8 +26,6 @@ from rlhf.environments.turns import (
     Message,
     NextTurn,
     Played,
-    Session,
-    Templates,
     check_size,
     failed_rollout,
     play_turns,
@@ -43,29 +44,6 @@ IS_BROKEN = (
 END_TOKENS = 64  # last tokens of a prompt in which a thought may be opened
 
 
-class OpenSession(Session, Protocol):
-    """A session that was opened, with what its reset said; `plays` if a coroutine drives the rollout instead."""
-
-    plays: bool
-    is_program: bool
-    opening: list[Message] | None  # messages that the reset made; None: those of the row
-    text: str  # of the reset, added to the last user message
-
-    async def play(self, answer: Any) -> Any: ...
-
-    async def run(self, endpoint: Mapping[str, str]) -> Any: ...
-
-    async def close(self) -> None: ...
-
-
-class Hosts(Protocol):
-    """Opens sessions; see `environments.hosts`."""
-
-    def open(self, row: Mapping[str, Any], seeds: Mapping[str, int]) -> Awaitable[OpenSession]:
-        """Wait for a process, and reset the environment of this row; raises CallLimitError or FailedError."""
-        ...
-
-
 class Environments:
     """The `play` of a Sampler whose rollouts have an environment or tools.
 
@@ -78,8 +56,8 @@ class Environments:
     def __init__(
         self,
         config: GRPOConfig,
-        hosts: Hosts,
-        templates: Templates,
+        hosts: Spread,
+        templates: Dialogue,
         parsing: Parsing,
         tokenizer: Any,
         endpoint: Endpoint | None = None,
@@ -130,7 +108,7 @@ class Environments:
         finally:
             await session.close()
 
-    def _play(self, session: OpenSession) -> Play:
+    def _play(self, session: HostedSession) -> Play:
         """The rollout of a coroutine, or of a program behind the endpoint."""
         if (endpoint := self._endpoint) is not None and session.is_program:
             return lambda branches: endpoint.play(branches, session.run)
@@ -141,7 +119,7 @@ class Environments:
         key = f"{self._config.run.seed}/{prompt.epoch}/{prompt.id}"
         return {"group": int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest()), "sample": sample}
 
-    def opened_prompt(self, prompt: Prompt, session: OpenSession) -> Prompt:
+    def opened_prompt(self, prompt: Prompt, session: HostedSession) -> Prompt:
         """The prompt with the session's tools and what its reset said; FailedError if it cannot be used."""
         messages = opened_messages(prompt, session.opening, session.text, self._config)
         check_size(messages, most=self._config.data.max_prompt_tokens, key="data.max_prompt_tokens")
@@ -176,7 +154,7 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
 
 
 async def answered_at_once(
-    hosts: Hosts, prompt: Prompt, text: str, config: GRPOConfig
+    hosts: Sessions, prompt: Prompt, text: str, config: GRPOConfig
 ) -> tuple[Prompt, Rollout] | None:
     """A prompt after reset, and the rollout of a model that answers it with this text and calls no tool.
 

@@ -34,10 +34,6 @@ ARGUMENT = re.compile(r"\s*(\w+):\s*(.*)", re.DOTALL)
 CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
-class SchemaError(ValueError):
-    """The function cannot be offered to a model as it is written."""
-
-
 def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """The schema that a chat template gets for a tool.
 
@@ -46,19 +42,18 @@ def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
             describes each of them.
 
     Raises:
-        SchemaError: with what is missing, or which hint has no JSON schema.
-        json.JSONDecodeError: `(choices: ...)` at the end of an argument's description is not JSON.
+        ValueError: with what is missing, which hint has no JSON schema, or that `(choices: ...)` is not JSON.
     """
     name = getattr(function, "__name__", "operation")
     docstring = (inspect.getdoc(function) or "").strip()
     if not docstring:
-        raise SchemaError(f"{name} has no docstring. It tells the model what the tool does: write one.")
+        raise ValueError(f"{name} has no docstring. It tells the model what the tool does: write one.")
     parameters = _parameters(function, name)
     returned = parameters["properties"].pop("return", None)
     described = _arguments(docstring)
     for argument, schema in parameters["properties"].items():
         if argument not in described:
-            raise SchemaError(
+            raise ValueError(
                 f"{name}: the docstring does not describe {argument}. Add `{argument}: ...` under `Args:`."
             )
         text = described[argument]
@@ -82,7 +77,7 @@ def _parameters(function: Callable[..., Any], name: str) -> dict[str, Any]:
         hints.pop(signature.pop(0).name, None)
     for parameter in signature:
         if parameter.annotation is inspect.Parameter.empty:
-            raise SchemaError(f"{name}: argument {parameter.name} has no type hint. Add one, such as `: str`.")
+            raise ValueError(f"{name}: argument {parameter.name} has no type hint. Add one, such as `: str`.")
     schema: dict[str, Any] = {"type": "object", "properties": {key: _of_hint(hint) for key, hint in hints.items()}}
     if required := [p.name for p in signature if p.default is inspect.Parameter.empty]:
         schema["required"] = required
@@ -104,12 +99,12 @@ def _of_hint(hint: Any) -> dict[str, Any]:
         if not arguments:
             return {"type": "array"}
         if len(arguments) == 1 or ... in arguments:
-            raise SchemaError(f"{hint} has no JSON schema. Use list[...] for several values of one type.")
+            raise ValueError(f"{hint} has no JSON schema. Use list[...] for several values of one type.")
         return {"type": "array", "prefixItems": [_of_hint(argument) for argument in arguments]}
     if origin is dict:
         values = {"additionalProperties": _of_hint(arguments[1])} if len(arguments) == 2 else {}
         return {"type": "object", **values}
-    raise SchemaError(f"{hint} has no JSON schema. Use int, float, str, bool, list, dict, Literal, or a union of them.")
+    raise ValueError(f"{hint} has no JSON schema. Use int, float, str, bool, list, dict, Literal, or a union of them.")
 
 
 def _of_union(arguments: tuple[Any, ...]) -> dict[str, Any]:
@@ -126,7 +121,7 @@ def _of_union(arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 def _of_literal(values: tuple[Any, ...]) -> dict[str, Any]:
     if not all(type(value) in (int, float, str, bool, type(None)) for value in values):
-        raise SchemaError(f"Literal{list(values)}: a value is neither number, text, bool nor None.")
+        raise ValueError(f"Literal{list(values)}: a value is neither number, text, bool nor None.")
     names = list(dict.fromkeys(BASIC[type(value)]["type"] for value in values))
     return {"type": names[0] if len(names) == 1 else names, "enum": list(values)}
 

@@ -164,7 +164,13 @@ class Sessions:
 
 
 class HostedSession:
-    """A session in a process of a node; see `turns.Session`."""
+    """A rollout's environment, in a process of a node; every method raises CallLimitError or FailedError.
+
+    Attributes:
+        plays: a coroutine or program drives the rollout, in place of the model's calls.
+        opening: messages that the reset has made; None: those of the row.
+        text: of the reset, added to the last user message.
+    """
 
     def __init__(self, hosts: Sessions, number: int, about: Mapping[str, Any], start: dict[str, Any]) -> None:
         self.number, self.plays, self.is_program = number, bool(about["plays"]), bool(about["program"])

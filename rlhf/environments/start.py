@@ -44,7 +44,7 @@ MAY_BE_SOUND = (
 OF_BROKEN_CODE = re.compile(r"name '\w+' is not defined|No module named|cannot import name|object has no attribute")
 
 
-class StartedEnvironments(Environments):
+class StartedEnvironments(Environments, contextlib.AbstractContextManager["StartedEnvironments"]):
     """The `play` of a sampler with its processes on this node; a context that ends them.
 
     Args:
@@ -188,9 +188,6 @@ class StartedEnvironments(Environments):
         self.hosts.close()
         if self._endpoint is not None:
             self._endpoint.close()
-
-    def __enter__(self) -> StartedEnvironments:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

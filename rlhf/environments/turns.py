@@ -21,14 +21,18 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from rlhf.data.dialogue import Dialogue
 from rlhf.environments.faults import Fault
 from rlhf.rollout.requests import Completion
 from rlhf.rollout.token_log import TokenLog
 from rlhf.types import Outcome, Prompt, Rollout, TokenSequence
+
+if TYPE_CHECKING:
+    from rlhf.environments.sessions import HostedSession
 
 Message = dict[str, Any]
 
@@ -52,28 +56,6 @@ class Answers:
     done: bool = False
     errors: int = 0  # calls that could not be made
     faults: tuple[Fault, ...] = ()  # errors for which the model may not be to blame
-
-
-class Session(Protocol):
-    """One rollout's environment, after its reset; every method raises CallLimitError or FailedError."""
-
-    tools: list[dict[str, Any]]  # their schemas
-
-    async def call(self, calls: Sequence[Mapping[str, Any]]) -> Answers: ...
-
-    async def finish(self) -> Outcome: ...
-
-
-class Templates(Protocol):
-    """Messages -> ids; see `data.dialogue.Dialogue`."""
-
-    def prompt(self, messages: Sequence[Message], tools: Any = None) -> np.ndarray: ...
-
-    def suffix(self, messages: Sequence[Message], tools: Any = None, *, after: int | None = None) -> np.ndarray: ...
-
-    def fit(self, messages: Sequence[Message], room: int, tools: Any = None, *, after: int | None = None) -> Any: ...
-
-    def can_go_on(self, token_ids: np.ndarray) -> bool: ...
 
 
 class NextTurn(Protocol):
@@ -164,7 +146,7 @@ class Played:
 
 
 async def play_turns(
-    prompt: Prompt, sample: int, session: Session, *, generate: NextTurn, templates: Templates, limits: Limits
+    prompt: Prompt, sample: int, session: HostedSession, *, generate: NextTurn, templates: Dialogue, limits: Limits
 ) -> Rollout:
     """Play a rollout from a prompt that already has what `reset` said. What fails is in its outcome, never raised."""
     log, played = TokenLog(prompt.token_ids), Played()
@@ -181,7 +163,7 @@ async def play_turns(
 
 
 async def _turns(
-    log: TokenLog, played: Played, session: Session, generate: NextTurn, templates: Templates, limits: Limits
+    log: TokenLog, played: Played, session: HostedSession, generate: NextTurn, templates: Dialogue, limits: Limits
 ) -> None:
     """Continue the log until the rollout ends."""
     while True:

@@ -27,12 +27,7 @@ from rlhf.processes.channel import Channel
 from rlhf.processes.code import loaded_sources
 from rlhf.processes.confinement import Grants
 from rlhf.processes.output import WorkerStdout, redirect_output
-from rlhf.processes.outside import (
-    adopt_orphans,
-    children_of,
-    die_with_parent,
-    kill_children,
-)
+from rlhf.processes.outside import adopt_orphans, children_of, die_with_parent, kill_children
 
 RETRY_S = 0.1  # between attempts to kill processes that do not die at once
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 from rlhf.config.reward import WALL_PER_CPU, CodeOptions
 from rlhf.processes.channel import Channel
@@ -140,7 +140,7 @@ def _check_call(solution: Solution, test: CallTest) -> None:
         raise WrongError(f"{test.call[:80]} has another value")
 
 
-class Solution:
+class Solution(contextlib.AbstractContextManager["Solution"]):
     """A confined process with the code of a response; every test has limits of its own.
 
     Args:
@@ -187,9 +187,6 @@ class Solution:
         if (first := self._read_line(ours.fileno())) != {"ready": True}:
             raise WrongError(str(first.get("unconfined")))
         self._watch.stop()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.ended = True

@@ -12,6 +12,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ class BadGold(NamedTuple):
     reason: str
 
 
-class Scorer:
+class Scorer(AbstractContextManager["Scorer"]):
     """Scores responses in processes that can be killed; `counters` counts the outcomes by `part/status`.
 
     Args:
@@ -121,9 +122,6 @@ class Scorer:
         for rubric in self._rubrics.values():
             rubric.close()
 
-    def __enter__(self) -> Scorer:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -152,8 +150,9 @@ class Scorer:
         if any(map(self._is_of_trl, parts)):
             of_trl = [about | _of_trl(rollout) for about, rollout in zip(metadata, rollouts, strict=True)]
         futures = [
-            self._submit(part, self._jobs(part, texts, prompt, of_trl if self._is_of_trl(part) else metadata, marks))
+            self._submit(part, self._jobs(part, texts, prompt.answer, prompt.columns, about, marks))
             for part in parts
+            for about in [of_trl if self._is_of_trl(part) else metadata]
         ]
         columns = [_of_each([await asyncio.wrap_future(future) for future in many], len(texts)) for many in futures]
         before = self.counters.copy()
@@ -198,7 +197,7 @@ class Scorer:
                 for about, text in zip(metadata, texts, strict=True):
                     turns = ({"role": "assistant", "content": text},)
                     about |= _of_turns(prompt, replace(rollout, turns=turns)) | of_trl
-            (future,) = self._submit(part, self._jobs(part, texts, prompt, metadata))
+            (future,) = self._submit(part, self._jobs(part, texts, prompt.answer, prompt.columns, metadata))
             grades = [self._within_bound([part], [grade], prompt.id)[0] for grade in _of_each([future.result()], 1)]
             failed = [grade for grade in grades if grade.status in FAILURES]
             if failed or all(grade.value is None for grade in grades):
@@ -220,10 +219,7 @@ class Scorer:
             ([text], gold if isinstance(gold, str) else json.dumps(list(gold)), row, [_no_metadata(text, row)])
             for text, gold, row in zip(responses, golds, columns or [{}] * len(golds), strict=True)
         ]
-        return [
-            self._submit(part, [job for row in rows for job in _jobs(part, *row, together=self._is_of_trl(part))])
-            for part in self.config.parts
-        ]
+        return [self._submit(part, [j for row in rows for j in self._jobs(part, *row)]) for part in self.config.parts]
 
     def graded_batch(self, batches: Sequence[Sequence[Future[Grade]]], *, first_row: int = 0) -> list[Grade]:
         """Wait for the results of `submit_batch`, in order. An error names the row on which a user function failed."""
@@ -243,7 +239,7 @@ class Scorer:
         bad = []
         while some := list(itertools.islice(asked, MAX_CHECKS_AT_ONCE)):
             jobs = [
-                {**_jobs(part, [""], prompt.answer, prompt.columns, [_no_metadata("", {})])[0], "check": True}
+                {**self._jobs(part, [""], prompt.answer, prompt.columns, [_no_metadata("", {})])[0], "check": True}
                 for prompt, part in some
                 if part.name != "rubric"
             ]
@@ -319,11 +315,19 @@ class Scorer:
         self,
         part: RewardPart,
         texts: Sequence[str],
-        prompt: Prompt,
+        answer: str,
+        columns: dict[str, Any],
         metadata: Sequence[dict[str, Any]],
         marks: Marks | None = None,
     ) -> list[dict[str, Any]]:
-        return _jobs(part, texts, prompt.answer, prompt.columns, metadata, marks, together=self._is_of_trl(part))
+        """What has to be computed for the responses to one prompt by one part: a job for each, or one for all."""
+        job = {"name": part.name, "options": part.options, "answer": answer}
+        if part.group or self._is_of_trl(part):
+            return [{**job, "columns": columns, "metadata": metadata, "responses": texts}]
+        if part.name == "format":
+            texts = [_with_thought(text, about) for text, about in zip(texts, metadata, strict=True)]
+        pairs = zip(texts, metadata, strict=True)
+        return [{**job, "response": text, **_known(part, columns, about, marks)} for text, about in pairs]
 
     def _calls(self, part: RewardPart, statuses: Sequence[str] = STATUSES) -> int:
         return sum(self.counters[f"{part.name}/{status}"] for status in statuses)
@@ -409,26 +413,6 @@ def _value(part: RewardPart, grade: Grade) -> float | None:
     if grade.value is None and not part.is_judged_outside and grade.status in (NO_ANSWER, TIMEOUT, DIED, FAILED):
         return 0.0
     return None if grade.status in (UNSCORABLE, NOT_JUDGED, FAILED, BAD_GOLD) else grade.value
-
-
-def _jobs(
-    part: RewardPart,
-    texts: Sequence[str],
-    answer: str,
-    columns: dict[str, Any],
-    metadata: Sequence[dict[str, Any]],
-    marks: Marks | None = None,
-    *,
-    together: bool = False,
-) -> list[dict[str, Any]]:
-    """What the pool has to compute for the responses to one prompt by one part: a job for each, or one for all."""
-    job = {"name": part.name, "options": part.options, "answer": answer}
-    if part.group or together:
-        return [{**job, "columns": columns, "metadata": metadata, "responses": texts}]
-    if part.name == "format":
-        texts = [_with_thought(text, about) for text, about in zip(texts, metadata, strict=True)]
-    pairs = zip(texts, metadata, strict=True)
-    return [{**job, "response": text, **_known(part, columns, about, marks)} for text, about in pairs]
 
 
 def _with_thought(text: str, metadata: dict[str, Any]) -> str:

@@ -28,12 +28,10 @@ class Judged(NamedTuple):
     Attributes:
         rewards: one per rollout; None where the function does not judge.
         metrics: name -> the values that the function logged by `log_metric`.
-        extra: column -> the values that it logged by `log_extra`, one per rollout.
     """
 
     rewards: list[float | None]
     metrics: dict[str, list[float]]
-    extra: dict[str, list[Any]]
 
 
 def takes_a_group_as_trl_does(function: Callable[..., Any]) -> bool:
@@ -75,9 +73,8 @@ async def judge(
     completion_ids: Sequence[Sequence[int]],
     rows: Sequence[Mapping[str, Any]],
     environments: Sequence[Any] | None = None,
-    trainer_state: Mapping[str, Any] | None = None,
 ) -> Judged:
-    """Call a function for a group, as TRL calls it for a batch.
+    """Call a function for a group, as TRL calls it for a batch; `trainer_state` is empty, `log_extra` keeps nothing.
 
     Args:
         prompts: of each rollout, messages (with what `reset` has added) or text.
@@ -85,20 +82,17 @@ async def judge(
         completion_ids: the ids after the prompt, those of the environment too.
         rows: of each rollout, the columns of its row.
         environments: of each rollout, its instance or an `EnvironmentView`; None if there are none.
-        trainer_state: attributes of `trainer_state`, such as global_step and max_steps.
 
     Raises:
         ValueError: the function returned another number of rewards, or what is no number.
         Exception: whatever the function raises.
     """
     metrics: dict[str, list[float]] = {}
-    extra: dict[str, list[Any]] = {}
     columns = [name for name in rows[0] if name not in NOT_COLUMNS]
     given: dict[str, Any] = {name: [row[name] for row in rows] for name in columns}
     given |= {"prompts": list(prompts), "completions": list(completions)}
     given["completion_ids"] = [list(ids) for ids in completion_ids]
-    given["trainer_state"] = SimpleNamespace(**(trainer_state or {}))
-    given["log_extra"] = lambda column, values: extra.setdefault(column, []).extend(values)
+    given |= {"trainer_state": SimpleNamespace(), "log_extra": lambda column, values: None}
     given["log_metric"] = lambda name, value: metrics.setdefault(as_utf8(str(name)), []).append(float(value))
     if environments is not None:
         given["environments"] = list(environments)
@@ -108,7 +102,7 @@ async def judge(
     result = function(**given)
     if inspect.isawaitable(result):
         result = await result
-    return Judged(_rewards(function, result, len(prompts)), metrics, extra)
+    return Judged(_rewards(function, result, len(prompts)), metrics)
 
 
 def _rewards(function: Callable[..., Any], result: Any, expected: int) -> list[float | None]:
