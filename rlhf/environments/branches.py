@@ -25,9 +25,9 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -58,10 +58,8 @@ class TooLongError(FailedError):
     """A context is longer than a sequence may be."""
 
 
-class Play(Protocol):
-    """Runs the coroutine or program to its end; `branches` has the turns that it asks for. Raises as a session does."""
-
-    def __call__(self, branches: Branches) -> Awaitable[Outcome]: ...
+# Runs the coroutine or program, which asks for the turns, to its end; raises as a session does.
+Play = Callable[["Branches"], Awaitable[Outcome]]
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,9 @@ from rlhf.processes.returned import printable, read_returned
 ALIVE_S = 1.0  # between signs of life of the event loop
 MAX_ERROR = 2000  # characters of an error
 
-PROGRAM, SERVICE = "program", "service"  # a service is asked by the driver
+PROGRAM, SERVICE = "program", "service"
 Play = Callable[..., Awaitable[Any]]
+Kind = Environment | Program | Play | None  # None: a service, which the driver asks
 
 
 def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -49,7 +50,7 @@ def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         The environments, with the limit of a call; and of each {"tools", "rewards", "blocking", "plays", "program",
         "withheld"}: the columns that its rows leave out are those with answers that its code does not name.
     """
-    environments: dict[str, Environment | Program | Play | None] = {}
+    environments: dict[str, Kind] = {}
     for value, part in hello["environments"].items():
         if part["name"] == SERVICE:
             environments[value] = None
@@ -66,13 +67,8 @@ def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if play is not None:
             seeding.import_numpy()
         environments[value] = play or _environment(part, hello["tools"])
-    about = {
-        value: {
-            **_about(environment),
-            "withheld": _withheld(environment, hello["environments"][value], hello["answers"]),
-        }
-        for value, environment in environments.items()
-    }
+    parts, answers = hello["environments"], hello["answers"]
+    about = {value: _about(environment, parts[value], answers) for value, environment in environments.items()}
     return {"environments": environments, "wall_seconds": hello["wall_seconds"]}, about
 
 
@@ -94,32 +90,26 @@ def _coroutine(name: str | None) -> Play | None:
     return None
 
 
-async def _close(environments: Mapping[str, Environment | Program | Play | None]) -> None:
+async def _close(environments: Mapping[str, Kind]) -> None:
     """Close every instance that no session has."""
     for environment in environments.values():
         if isinstance(environment, Environment):
             await environment.close()
 
 
-def _about(environment: Environment | Program | Play | None) -> dict[str, Any]:
-    if environment is None or isinstance(environment, Program):
-        return {"tools": [], "rewards": True, "blocking": True, "plays": True, "program": True}
+def _about(environment: Kind, part: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:
+    """What the driver is told of an environment, see `load`."""
+    about = {"tools": [], "rewards": True, "blocking": True, "plays": True, "program": True}
+    named = set[str]()
     if isinstance(environment, Environment):
-        told = {"tools": environment.tools, "rewards": environment.has_reward, "blocking": bool(environment.blocking)}
-        return {**told, "plays": False, "program": False}
-    return {"tools": [], "rewards": True, "blocking": False, "plays": True, "program": False}
-
-
-def _withheld(
-    environment: Environment | Program | Play | None, part: Mapping[str, Any], answers: Sequence[str]
-) -> list[str]:
-    if environment is None or part["gives_answer"]:  # a service is the user's own
-        return []
-    if isinstance(environment, Environment):
+        about |= {"tools": environment.tools, "rewards": environment.has_reward, "blocking": bool(environment.blocking)}
+        about |= {"plays": False, "program": False}
         named = environment.named
-    else:
-        named = set() if isinstance(environment, Program) else named_by(environment)
-    return [column for column in answers if column not in named]
+    elif environment is not None and not isinstance(environment, Program):
+        about |= {"blocking": False, "program": False}
+        named = named_by(environment)
+    given = environment is None or part["gives_answer"]  # a service is the user's own
+    return {**about, "withheld": [] if given else [column for column in answers if column not in named]}
 
 
 def serve(channel: Channel, loaded: dict[str, Any]) -> None:
@@ -141,9 +131,7 @@ def serve(channel: Channel, loaded: dict[str, Any]) -> None:
 class Server:
     """The sessions of one process."""
 
-    def __init__(
-        self, channel: Channel, environments: Mapping[str, Environment | Program | Play | None], wall_seconds: float
-    ) -> None:
+    def __init__(self, channel: Channel, environments: Mapping[str, Kind], wall_seconds: float) -> None:
         self._channel, self._environments, self._wall_seconds = channel, environments, wall_seconds
         self._sessions: dict[int, Any] = {}  # the episode of each
         self._tasks: dict[int, set[asyncio.Task[None]]] = {}  # by session

@@ -78,7 +78,11 @@ class StartedEnvironments(Environments, contextlib.AbstractContextManager["Start
             data = config.data
             stops = stop_token_ids(config.model.path, tokenizer)
             dialogue = Dialogue(tokenizer, data.template, data.template_arguments, stop_ids=stops)
-            tool_parser = _tool_parser(config, tokenizer, must_call=bool(self.tools))
+            tool_parser = None
+            with (
+                contextlib.nullcontext() if self.tools else contextlib.suppress(ValueError)
+            ):  # coroutines may have none
+                tool_parser = tool_parser_of(template_source(data.template, tokenizer), config.rollout.tool_parser)
             self.warnings = (*dialogue.check(self.tools), *self.hosts.warnings)
             opened.pop_all()
         marks = marks_of(tokenizer, data.template)
@@ -201,13 +205,3 @@ def answer_columns(config: GRPOConfig) -> list[str]:
     names += [options.get("tests", CodeOptions().tests) for name, options in graded if name == "code"]
     names += [options.get("criteria_column") for name, options in graded if name == "rubric"]
     return sorted({part for name in filter(None, names) for part in (name.lower(), name.lower().partition(".")[0])})
-
-
-def _tool_parser(config: GRPOConfig, tokenizer: Any, *, must_call: bool) -> str | None:
-    """The parser of the calls in the model's turns; a coroutine may do without calls."""
-    try:
-        return tool_parser_of(template_source(config.data.template, tokenizer), config.rollout.tool_parser)
-    except ValueError:
-        if must_call:
-            raise
-        return None

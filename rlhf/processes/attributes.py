@@ -54,27 +54,22 @@ def as_json(value: Any) -> Any:
         return as_json(value.tolist())
     if isinstance(value, int) and int.bit_length(value) > MAX_BITS:
         return {"@int": int.__format__(value, "x")}
-    if value is None or isinstance(value, bool | int | float | str):
-        return _plain(value)
+    if value is None:
+        return None
+    for kind in (bool, int, float, str):  # without the subclass: an enumeration of numbers or text is its value
+        if isinstance(value, kind):
+            return kind.__str__(value) if kind is str else kind(value)
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("@") for key in value):
             return {str(key): as_json(item) for key, item in value.items()}
         return {"@dict": [[as_json(key), as_json(item)] for key, item in value.items()]}
     if isinstance(value, list):
         return [as_json(item) for item in value]
-    for tag, kind in SEQUENCES.items():
-        if isinstance(value, kind):
+    for tag, sequence in SEQUENCES.items():
+        if isinstance(value, sequence):
             items = value if isinstance(value, tuple) else sorted(value, key=repr)
             return {tag: [as_json(item) for item in items]}
     raise TypeError(f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot be written as JSON")
-
-
-def _plain(value: Any) -> Any:
-    """Without the subclass: an enumeration of numbers or text is its value."""
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind.__str__(value) if kind is str else kind(value)
-    return None
 
 
 def from_json(value: Any) -> Any:

@@ -124,11 +124,14 @@ class Keeper:
         adopt_orphans()
 
     def _reap_workers(self) -> None:
-        ended = [pid for pid in _reap() if pid in self._numbers]
-        gone = [self._numbers.pop(pid) for pid in ended]
+        ended = []
+        with contextlib.suppress(ChildProcessError):
+            while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+                ended.append(pid)
+        gone = {pid: self._numbers.pop(pid) for pid in ended if pid in self._numbers}
         if gone or self._orphans:
             self._orphans = not kill_children(spared=self._numbers.keys() | self._own)
-        for pid, number in zip(ended, gone, strict=True):
+        for pid, number in gone.items():
             shutil.rmtree(self._folder / str(pid), ignore_errors=True)
             self._control.send({"gone": number})
 
@@ -137,14 +140,6 @@ class Keeper:
         kill_children(spared=())
         shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(0)
-
-
-def _reap() -> list[int]:
-    pids = []
-    with contextlib.suppress(ChildProcessError):
-        while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
-            pids.append(pid)
-    return pids
 
 
 # --- the workers ---

@@ -269,17 +269,15 @@ def _asserts(source: str, function: str) -> Tests:
 
 def _tests_of(node: ast.stmt, function: str) -> Iterator[CallTest]:
     match node:
-        case ast.Import() | ast.ImportFrom() | ast.Pass() | ast.Expr(ast.Constant()):
+        case ast.Import() | ast.ImportFrom() | ast.Pass() | ast.Expr(ast.Constant() | ast.Call(ast.Name("check"))):
             return
-        case ast.Expr(ast.Call(ast.Name("check"))) | ast.Assign([ast.Name("METADATA")]):
+        case ast.Assign([ast.Name("METADATA")]) | ast.Assert(ast.Constant(True)):
             return
         case ast.FunctionDef("check", ast.arguments(args=[ast.arg(candidate)])):
             if not function.isidentifier():
                 raise ValueError(f"`check` gets {function!r}, no name. Name the column that has it as `function`.")
             for statement in node.body:
                 yield from _tests_of(_Renamed(candidate, function).visit(statement), function)
-        case ast.Assert(ast.Constant(True)):
-            return
         case ast.Assert(test):
             yield _test(test)
         case _:
@@ -306,10 +304,11 @@ def _test(test: ast.expr) -> CallTest:
     """The test of `assert test`: a call, and the literal that never leaves the grader."""
     match test:
         case ast.Compare(left, [ast.Eq() | ast.Is() as operator], [right]):
-            asked, known = (right, left) if _is_literal(left) else (left, right)
-            wanted = _literal(known, test)
+            asked, literal = (right, left) if _is_literal(left) else (left, right)
+            wanted = _literal(literal, test)
             call = _direct_call(asked, test) if isinstance(wanted, bool) else _asked(asked, test)
-            return _equals(call, wanted, isinstance(operator, ast.Is))
+            known, is_same = _said(wanted), isinstance(operator, ast.Is)
+            return CallTest(call, lambda value: value is wanted if is_same else _same(value, known), _longest(known))
         case ast.Compare(
             ast.Call(ast.Name("abs") | ast.Attribute(attr="fabs"), [ast.BinOp(left, ast.Sub(), right)]),
             [ast.Lt() | ast.LtE()],
@@ -326,11 +325,6 @@ def _test(test: ast.expr) -> CallTest:
         case ast.Call():
             return CallTest(f"not {_direct_call(test, test)}", lambda value: value is False)
     raise _refused(test)
-
-
-def _equals(call: str, wanted: Any, is_same: bool) -> CallTest:
-    known = _said(wanted)
-    return CallTest(call, lambda value: value is wanted if is_same else _same(value, known), _longest(known))
 
 
 def _close(call: str, wanted: Any, *, rel_tol: Any = 1e-9, abs_tol: Any = 0.0) -> CallTest:

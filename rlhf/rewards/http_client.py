@@ -23,7 +23,7 @@ from yarl import URL
 
 from rlhf.config.printing import printable
 from rlhf.config.secrets import hide, remember
-from rlhf.rewards.patience import LaterError, patiently
+from rlhf.rewards.patience import patiently
 
 CONNECT_S, FIRST_WAIT_S = 30.0, 0.5  # for a connection; before the second try
 MAX_RETRY_AFTER_S = 60.0  # that a server may ask to wait
@@ -39,8 +39,10 @@ class RequestError(RuntimeError):
     """A request has failed, and would fail again."""
 
 
-class PassingError(RequestError, LaterError):
-    """A request has failed, but another try may succeed."""
+class PassingError(RequestError):
+    """A request has failed, but another try may succeed, after `wait_s` at the earliest."""
+
+    wait_s = 0.0
 
 
 class UnconnectedError(PassingError):

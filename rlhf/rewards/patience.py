@@ -11,12 +11,6 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class LaterError(Exception):
-    """A failure after which `patiently` waits so long at least."""
-
-    wait_s = 0.0
-
-
 class RateLimit:
     """At most `per_second` calls per second, spread evenly, in one worker: workers do not know of each other."""
 
@@ -39,6 +33,8 @@ async def patiently(
 ) -> T:
     """The result of `await call()`, retried after an exception; the wait doubles, plus a random part of up to half.
 
+    After an exception that has a `wait_s` it waits so long at least.
+
     Args:
         retries: further tries after the first one; the last exception is raised.
         limit: the rate limit to wait for before every try.
@@ -51,6 +47,6 @@ async def patiently(
         except retry_on as error:
             if attempt == retries:
                 raise
-            least_s = error.wait_s if isinstance(error, LaterError) else 0.0
+            least_s = getattr(error, "wait_s", 0.0)
         await asyncio.sleep(max(least_s, first_wait_s * 2**attempt * random.uniform(1, 1.5)))
     raise AssertionError("unreachable")
