@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 LIMIT_S, LIMIT_BYTES = 20.0, 2 * 2**30  # of one piece of work; the memory is what the process grows by meanwhile
 LOOK_S, GRACE_S = 0.1, 1.0
@@ -61,15 +61,15 @@ def _start_watcher() -> mmap.mmap:
     )
     shared = mmap.mmap(memory, SIZE)
     os.close(memory)
-    threading.Thread(target=_exit_when_told, args=(watcher, shared), name="limit", daemon=True).start()
+    from rlhf.config.printing import say  # now: the thread has little time
+
+    threading.Thread(target=_exit_when_told, args=(watcher, shared, say), name="limit", daemon=True).start()
     return shared
 
 
-def _exit_when_told(watcher: subprocess.Popen[bytes], shared: mmap.mmap) -> None:
+def _exit_when_told(watcher: subprocess.Popen[bytes], shared: mmap.mmap, say: Callable[..., None]) -> None:
     assert watcher.stdout is not None
     if text := os.read(watcher.stdout.fileno(), SIZE):
-        from rlhf.config.printing import say
-
         shared[SAID] = 1
         say(text.decode(), file=sys.stderr)
         os._exit(2)  # USER_ERROR of the programs
@@ -93,7 +93,7 @@ def _watch(parent: int, memory: mmap.mmap, resident: int) -> None:
         if began != since:
             since, told, before = began, 0.0, resident
         now, resident = time.monotonic(), _resident(parent)
-        if not began:
+        if not (began and length):  # nothing is watched, or the header, whose last part this is, is being written
             continue
         late = now - began > limit_s
         if not late and resident - before <= limit_bytes:

@@ -119,8 +119,8 @@ def _marked(values: Any) -> Any:
 
 def _written_again(name: str, *arguments: Any) -> str:
     def text(argument: Any) -> str:
-        if argument is None or not isinstance(argument, str):
-            return {None: "null", True: "true", False: "false"}.get(argument, str(argument))
+        if not isinstance(argument, str):
+            return {"None": "null", "True": "true", "False": "false"}.get(str(argument), str(argument))
         quoted = argument.replace("\\", r"\\").replace("'", r"\'")
         return argument if _PLAIN_ARGUMENT.fullmatch(argument) else f"'{quoted}'"
 

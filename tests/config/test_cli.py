@@ -109,7 +109,6 @@ def test_help_imports_nothing_heavy() -> None:
     assert output.splitlines()[-1] == "[]"
 
 
-@pytest.mark.slow
 # --- flags and overrides ---
 
 

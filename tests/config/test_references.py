@@ -38,6 +38,8 @@ WRITTEN: dict[str, tuple[str, str, str]] = {  # what is given; the key that has 
                                  "${oc.env:MODEL}-${oc.env:NAME}"),
     "a default": (PART.format("d: '${oc.env:UNSET,a default}'"), "reward.parts.0.options.d",
                   "${oc.env:UNSET,'a default'}"),
+    "a default that is a number": (PART.format("d: '${oc.env:UNSET,1}'"), "reward.parts.0.options.d",
+                                   "${oc.env:UNSET,1}"),
     "a default from a variable": (PART.format("d: '${oc.env:UNSET,${oc.env:PIN}}'"), "reward.parts.0.options.d",
                                   "${oc.env:UNSET,${oc.env:PIN}}"),
     "a number": ("learner.optimizer.lr=${oc.decode:${oc.env:RATE}}", "learner.optimizer.lr",
