@@ -176,7 +176,8 @@ class Branches:
         self.calls |= {call["id"]: self._call(call) for call in message.get("tool_calls") or ()}
         if completion.finish_reason != "stop" and len(completion.token_ids) != asked:  # else as the coroutine wanted it
             self.played.end_cut(completion.finish_reason, budget, self.limits)
-        self.played.messages += [*map(_with_text, _new_messages(messages)), message]
+        before = max((i for i, each in enumerate(messages) if each["role"] == "assistant"), default=-1)
+        self.played.messages += [*map(_with_text, messages[before + 1 :]), message]  # since the model's last turn
         if "token_ids" in request:
             self.contexts.append(_Context(log, len(log.token_ids), None))
         elif self.templates.can_go_on(completion.token_ids):  # messages can be joined here
@@ -256,17 +257,13 @@ class Branches:
         self.kinds[kind] += 1
         self.asked.add(asked)
         if context is None or context.continued:
-            return self._new_log(token_ids, kind)
+            log = TokenLog(token_ids.astype(np.int32))
+            self.logs += [log] if kind in self.trained else []
+            return log
         context.continued = True
         if len(more):
             context.log.add_said(more)
         return context.log
-
-    def _new_log(self, token_ids: np.ndarray, kind: str) -> TokenLog:
-        log = TokenLog(token_ids.astype(np.int32))
-        if kind in self.trained:
-            self.logs.append(log)
-        return log
 
     def _ids(self, request: Mapping[str, Any]) -> np.ndarray:
         if "token_ids" in request:
@@ -380,9 +377,3 @@ def _parsed(arguments: Any) -> Any:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
         return arguments
-
-
-def _new_messages(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The messages of a request since the model's last turn."""
-    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-    return messages[last + 1 :]

@@ -185,9 +185,6 @@ class Episode:
             seeds: {"group": a number of the group's position in the stream, "sample": number in the group}; without
                 them nothing is seeded. All members of a group get the same state here, and their own in later calls.
 
-        Returns:
-            {"messages": the whole prompt or None, "text": what belongs at the end of the last user message or None}
-
         Raises:
             whatever `reset` of the class raises, and TypeError for what it may not return.
         """

@@ -9,7 +9,6 @@ import random
 import sys
 import types
 from collections.abc import Awaitable, Generator
-from types import TracebackType
 from typing import Any
 
 
@@ -46,9 +45,7 @@ class RandomState:
         elif numpy_random:
             numpy_random.set_state(numpy_inside)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         numpy_random = sys.modules.get("numpy.random")
         self._inside = (random.getstate(), numpy_random and numpy_random.get_state())
         outside, numpy_outside = self._outside

@@ -131,10 +131,7 @@ class StartedEnvironments(Environments, contextlib.AbstractContextManager["Start
         """Warnings about tools that fail for arguments made from their schemas, unless `environment.try_tools` is off.
 
         Each tool has a session of its own, which is reset with the first row of its environment, and closed. Tools are
-        tried one after another, because a server may accept only one session at a time.
-
-        Args:
-            prompts: by source.
+        tried one after another, because a server may accept only one session at a time. `prompts` are by source.
         """
         config, first = self._config.environment, dict[str, Prompt]()
         if not config.try_tools:

@@ -33,11 +33,7 @@ RETRY_S = 0.1  # between attempts to kill processes that do not die at once
 
 
 def main(fd: str) -> None:
-    """Keep workers; the description of `Workers` comes by standard input.
-
-    Args:
-        fd: the keeper's end of the control socket.
-    """
+    """Keep workers as the socket `fd` commands; the description of `Workers` comes by standard input."""
     die_with_parent(signal.SIGTERM)
     plan = json.load(sys.stdin)
     sys.path[:] = [*plan["path"], *(entry for entry in sys.path if entry not in ("", *plan["path"]))]

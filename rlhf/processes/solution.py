@@ -31,11 +31,7 @@ READABLE = (*(folder for folder in FOLDERS if folder != "/etc"), *SYSTEM, sys.pr
 
 
 def main(fd: str) -> None:
-    """Answer the grader.
-
-    Args:
-        fd: the process's end of the socket to the grader.
-    """
+    """Answer the grader at the other end of the socket `fd`."""
     die_with_parent(KILL)
     channel = Channel(socket.socket(fileno=int(fd)))
     domain = Domain(READABLE, level=ALONE)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 OK = "ok"  # graded, right or wrong
 NO_ANSWER = "no_answer"  # the response states no answer in the requested form
 BAD_GOLD = "bad_gold"  # the gold answer of the row cannot be compared with anything
-UNSCORABLE = "unscorable"  # a user function returned None
+UNSCORABLE = "unscorable"  # nothing judged it: a function returned None, no process started, a budget is used up
 NOT_JUDGED = "not_judged"  # a function in TRL's signature returned None: others judge
 FAILED = "failed"  # an exception, or a user function returned no number, or one that is too large
 

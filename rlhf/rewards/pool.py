@@ -124,7 +124,7 @@ class Pool(Workers):
             worker.work.pop(reply["number"]).future.set_result(grade)
         if not worker.work:
             worker.watch.stop()
-        elif worker.kind or _runs_code(worker):  # no call that waits blocks the others; the next test begins
+        elif worker.kind or _runs_code(worker):  # calls do not block each other, or a test begins
             worker.watch.start(worker.pid)
 
     def on_gone(self, worker: Worker, why: str, detail: str) -> None:

@@ -134,10 +134,7 @@ def as_if_answered(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_user_function(part: dict[str, Any]) -> Callable[..., Any]:
-    """Import `module:function` or `path/to/file.py:function`, and check that it can be called.
-
-    Args:
-        part: name, options and group of a RewardPart.
+    """Import the function of a `RewardPart`, and check that it can be called.
 
     Raises:
         ValueError: with the reason.

@@ -17,10 +17,7 @@ def length_reward(response_length: int, options: LengthOptions) -> float:
     """0 within the bounds; -1 where they are passed by the buffer or more, linear in between.
 
     The soft punishment of overlong responses (DAPO, arXiv:2503.14476, eq. 13) with L_max = max_tokens and L_cache =
-    buffer_tokens: it begins at L_max - L_cache. Below min_tokens its mirror image holds.
-
-    Args:
-        response_length: sampled tokens, |y|.
+    buffer_tokens: it begins at L_max - L_cache. Below min_tokens its mirror image holds. Sampled tokens are counted.
     """
     short, long = options.min_tokens - response_length, 0
     if options.max_tokens is not None:
