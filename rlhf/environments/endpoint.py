@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from rlhf.config.grpo import GRPOConfig
@@ -111,27 +112,22 @@ class Endpoint:
         with self._process.stdin as stdin, contextlib.suppress(BrokenPipeError):
             stdin.write(json.dumps(self._plan).encode())
         reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_BYTES)
+        end = partial(self._end, self._process, self._writer, output)
         ready = b""
         try:
             with contextlib.suppress(TimeoutError, ConnectionError):
                 ready = await asyncio.wait_for(reader.readline(), self._start_s)
         finally:
             if not ready:
-                self._end(self._process, self._writer, output)
+                end()
         if not ready:
             raise FailedError(
                 f"the endpoint has not started within cluster.start_deadline_s={self._start_s:g} s, or has ended; its "
                 "own messages are above"
             )
-        self._begin(self._serve(reader, self._process, self._writer, output))
+        self._begin(self._serve(reader, end))
 
-    async def _serve(
-        self,
-        reader: asyncio.StreamReader,
-        process: subprocess.Popen[bytes],
-        writer: asyncio.StreamWriter,
-        output: OutputPipe,
-    ) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, end: Callable[[], None]) -> None:
         """Answer until the process ends, or hangs."""
         pings = 0  # since it said something
         try:
@@ -151,7 +147,7 @@ class Endpoint:
         except ConnectionError:
             pass
         finally:
-            self._end(process, writer, output)
+            end()
             why = f"answered nothing for {pings * PING_S:g} s" if pings > MAX_PINGS else "ended"
             for key in list(self._lost):
                 self._lose(key, FailedError(f"the process of the endpoint has {why}"))
@@ -175,22 +171,22 @@ class Endpoint:
             answer = await self._answered(request)
         except Exception as error:  # of the engines, or the run
             self._lose(request["session"], error)
-            answer = _refused(ENDED)
+            answer = {"refused": ENDED}
         self._send({"answer": request["ask"], **answer})
 
     async def _answered(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The turn that a program asks for, or what is wrong with its request."""
         branches = self._branches.get(request["session"])
         if branches is None:
-            return _refused(ENDED)
+            return {"refused": ENDED}
         self._tell_ignored(request["ignored"])
         if len(branches.answering) >= MAX_CONNECTIONS:
-            return _refused(f"over {MAX_CONNECTIONS} turns are asked for at once")
+            return {"refused": f"over {MAX_CONNECTIONS} turns are asked for at once"}
         tools = request["tools"]
         try:
             messages = read_request(request["messages"])
         except Exception as error:  # a client may write anything, a hundred thousand levels of a call's arguments too
-            return _refused(f"a message cannot be read: {error}")
+            return {"refused": f"a message cannot be read: {error}"}
         try:
             if request["counts"]:
                 return {"prompt_tokens": branches.count(messages, tools)}
@@ -203,7 +199,7 @@ class Endpoint:
                 }
             )
         except FailedError as error:  # the program may go on
-            return FULL if isinstance(error, TooLongError) else _refused(str(error))
+            return FULL if isinstance(error, TooLongError) else {"refused": str(error)}
         if turn.completion is None:
             return FULL
         completion, prompt_ids = turn.completion, turn.prompt_ids
@@ -241,7 +237,3 @@ class Endpoint:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-
-
-def _refused(why: str) -> dict[str, Any]:
-    return {"refused": why}

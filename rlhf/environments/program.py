@@ -78,7 +78,7 @@ class Program:
         """The program's outcome.
 
         Raises:
-            LimitError: it took too long, printed too much, died of a signal, or left too many files or no reward.
+            LimitError: it took too long, printed too much, died of a signal, or left too many files or a bad reward.
             ValueError: it ended with a status other than 0.
             RefusedError: it could not be started.
         """

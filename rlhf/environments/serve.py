@@ -43,8 +43,8 @@ def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Make the environments, by the value of the column that chooses them; raises ValueError for a bad one.
 
     Args:
-        hello: {"environments": {value: {"name", "options", "gives_answer"}}, "tools": names, "wall_seconds": of one
-            call, "answers": columns that hold answers, in lower case}
+        hello: {"environments": {value: {"name", "options", "gives_answer", "program": arguments of `Program`}},
+            "tools": names, "wall_seconds": of one call, "answers": columns that hold answers, in lower case}
 
     Returns:
         The environments, with the limit of a call; and of each {"tools", "rewards", "blocking", "plays", "program",

@@ -79,11 +79,8 @@ NAME = "policy"  # of the model, whatever name a client uses
 BODY_S = 60.0  # that a body may take to arrive
 MAX_HEADER_BYTES, MAX_HEADERS = 64 << 10, 256  # of a request
 MAX_SENT_BYTES = 2 * MAX_BODY_BYTES  # of a body with its sizes of chunks, and trailers
-READ_BYTES, STRANGER_BYTES, ACCEPTED = (
-    16 << 10,
-    4 << 10,
-    32,
-)  # of one connection, and connections, before it is the turn of others
+READ_BYTES, STRANGER_BYTES = 16 << 10, 4 << 10  # of one connection, before it is the turn of others
+ACCEPTED = 32  # connections, before it is the turn of others
 CLOSED = {HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
 SPARE_FDS = 256  # of the process itself
 RENDERED_CHARS_PER_TOKEN = 16  # of a request that is rendered at all; rendering holds up the driver
@@ -149,7 +146,8 @@ class Driver:
         if connection.transport.is_closing():
             raise RefusedError(HTTPStatus.BAD_REQUEST, "the client has gone")
         fds = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - MAX_STRANGERS - SPARE_FDS
-        if connection.owner is not client and len(client.connections) >= min(MAX_CONNECTIONS, fds // len(self.clients)):
+        most = min(MAX_CONNECTIONS, max(1, fds // len(self.clients)))
+        if connection.owner is not client and len(client.connections) >= most:
             if (idle := next((each for each in client.connections if each.is_idle), None)) is None:
                 raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, "this key has too many requests at once")
             idle.end()
