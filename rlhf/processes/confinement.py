@@ -63,6 +63,8 @@ PR_SET_NO_NEW_PRIVS, PR_GET_SECCOMP = 38, 21
 PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, CAPABILITY_VERSION = 24, 47, 4, 0x20080522
 LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050000 | 13, 0x00050000 | 38  # with EACCES, with ENOSYS
+# does nothing; with EPERM and EOPNOTSUPP, after which copies go on without an owner and without attributes
+IDLE, NOT_OWNER, UNSUPPORTED = 0x00050000, 0x00050000 | 1, 0x00050000 | 95
 ASK, NEW_LISTENER, SET_FILTER = 0x7FC00000, 1 << 3, 1  # a listener decides
 X32 = 0x40000000  # another numbering of the calls
 NEWEST = 470  # the last call that was looked at; what came later is absent for code that a model wrote
@@ -111,7 +113,8 @@ def _from(first: str, last: str) -> tuple[str, ...]:
     return tuple(names[names.index(first) : names.index(last) + 1])
 
 
-OWNERS, MODES = _from("chown", "ioprio_set"), _from("chmod", "utimensat")
+OWNERS, ATTRIBUTES = _from("chown", "fchownat"), _from("setxattr", "removexattrat")
+MODES = _from("chmod", "utimensat")
 SCHEDULERS = _from("sched_setaffinity", "setpriority")
 MACHINE = _from("unshare", "open_by_handle_at")  # of those that need a capability this is all that is left
 OTHERS = _from("ptrace", "memfd_secret")  # other processes, and what is shared with them or outlives its maker
@@ -276,11 +279,12 @@ def close_descriptors(kept: Iterable[int]) -> None:
 def scope_signals() -> bool:
     """Have the signals of this process reach itself and those below it alone; False before Linux 6.12."""
     prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    ruleset = _call(CREATE_RULESET, struct.pack("=QQQ", 0, 0, SIGNALS), 24, 0)
+    ruleset = _call(CREATE_RULESET, struct.pack("=QQQ", REFER, 0, SIGNALS), 24, 0)
     if ruleset < 0:
         return False
-    is_scoped = _call(RESTRICT_SELF, ruleset, 0) == 0
-    os.close(ruleset)
+    rules = [*_rules(["/"], REFER), struct.pack("=Qi", 0, ruleset)]  # without one no layer lets files change folders
+    is_scoped = _call(ADD_RULE, ruleset, PATH_BENEATH, rules[0], 0) == _call(RESTRICT_SELF, ruleset, 0) == 0
+    _close(rules)
     return is_scoped
 
 
@@ -458,7 +462,7 @@ def _filters(level: int, *, network: bool, port: int, modes: bool, abi: int) -> 
         abi: of Landlock, for which they stand in: up to 2 it lets read-only files be emptied, and up to 5 others be
             sent signals.
     """
-    refused = [*OWNERS, *MACHINE, "io_uring_setup"]
+    refused = [*MACHINE, "io_uring_setup", "file_setattr", "ioprio_set"]
     absent = ["clone3", "utime", "utimes", "futimesat"]  # C libraries take those whose arguments a filter can see
     checks: dict[str, list[Check]] = {"clone": [(0, CLONE_NAMESPACES, 0, True)]}
     if level == USER:  # the first argument of these is a process, 0 for this one
@@ -473,6 +477,9 @@ def _filters(level: int, *, network: bool, port: int, modes: bool, abi: int) -> 
         checks |= {name: [(at, MSG_FASTOPEN, 0, True)] for name, at in (("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3))}
         checks["socket"] = [(0, WORD, int(socket.AF_INET), True), stream, tcp]
     if level >= MODEL:
+        for name in OWNERS:  # tar and `cp -p` give their files to the user whose they are
+            at = 2 if name == "fchownat" else 1
+            checks[name] = [(at, WORD, os.geteuid(), True), (at + 1, WORD, os.getegid(), True)]
         refused += [*OTHERS, *(name for name in SCHEDULERS if name != "prlimit64")]
         absent += ["inotify_init", "inotify_init1"]  # they would name the files of others
         checks |= {"prlimit64": [(0, WORD, 0, True)], "personality": [(0, WORD, WORD, True)]}
@@ -489,26 +496,28 @@ def _filters(level: int, *, network: bool, port: int, modes: bool, abi: int) -> 
         refused += [*SIGNALLED, *STARTS, "truncate"]
         checks["clone"].append((0, CLONE_THREAD, CLONE_THREAD, True))
     actions = {**dict.fromkeys(refused, REFUSE), **dict.fromkeys(absent, ABSENT)}
+    actions |= dict.fromkeys(OWNERS, IDLE if level >= MODEL else REFUSE) | dict.fromkeys(ATTRIBUTES, UNSUPPORTED)
     newest = NEWEST if level >= MODEL else WORD
     found = (REFUSE, ASK, ALLOW) if level == MODEL else (ALLOW,) if modes else (REFUSE,)
     return {action: _assembled(actions | dict.fromkeys(MODES, action), checks, newest) for action in found}
 
 
 def _assembled(actions: Mapping[str, int], checks: Mapping[str, Sequence[Check]], newest: int) -> bytes:
-    """A filter; a call is refused unless all its checks hold, and absent if its number is above `newest`."""
-    numbers, refuse, allow = NUMBERS[platform.machine()], (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)
+    """A filter; a call with checks is refused unless they all hold, and absent if its number is above `newest`."""
+    numbers, refuse = NUMBERS[platform.machine()], (RETURN, 0, 0, REFUSE)
     # (operation, steps to skip if true, if false, value)
     steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[platform.machine()]), refuse, (LOAD, 0, 0, 0)]
     steps += [(AT_LEAST, 0, 1, X32), refuse, (AT_LEAST, 0, 1, min(newest + 1, WORD)), (RETURN, 0, 0, ABSENT)]
-    for name in actions.keys() & numbers.keys():
+    for name in (actions.keys() & numbers.keys()) - checks.keys():
         steps += [(EQUAL, 0, 1, numbers[name]), (RETURN, 0, 0, actions[name])]
     for name, of_call in ((name, of_call) for name, of_call in checks.items() if name in numbers):
         steps.append((EQUAL, 0, 4 * len(of_call) + 1, numbers[name]))
         for argument, mask, value, is_that in of_call:
             equal = (EQUAL, int(is_that), int(not is_that), value)
-            steps += [(LOAD, 0, 0, 16 + 8 * argument), (AND, 0, 0, mask), equal, refuse]
-        steps.append(allow)
-    return b"".join(struct.pack("=HBBI", *step) for step in (*steps, allow))
+            unless = (RETURN, 0, 0, NOT_OWNER if name in OWNERS else REFUSE)
+            steps += [(LOAD, 0, 0, 16 + 8 * argument), (AND, 0, 0, mask), equal, unless]
+        steps.append((RETURN, 0, 0, actions.get(name, ALLOW)))
+    return b"".join(struct.pack("=HBBI", *step) for step in (*steps, (RETURN, 0, 0, ALLOW)))
 
 
 def _set_filter(program: bytes, flags: int = 0) -> int:
