@@ -99,7 +99,8 @@ class EnvironmentPart(_Driven):
                 parts = pattern.split("/")
                 inside = ".." not in parts and not [*Path(os.devnull).glob(pattern)]
                 inside = inside and all(part == "**" or "**" not in part for part in parts)
-            except (ValueError, NotImplementedError):  # it is no pattern, or absolute
+                inside = inside and pattern.isprintable()
+            except (ValueError, IndexError, NotImplementedError):  # it is no pattern, or absolute
                 inside = False
             if not inside:
                 raise ValueError(
@@ -201,10 +202,12 @@ class EnvironmentConfig(_Driven):
                 f"environment.name={self.name} with environment.by_name: each row would have two environments. Keep "
                 "one of the keys."
             )
-        if self.options and self.name is None:
-            raise ValueError(
-                f"environment.options={self.options} without environment.name: nothing would get them. Name the class."
-            )
+        for field in ("options", "gives_answer"):
+            if self.name is None and (value := getattr(self, field)):
+                raise ValueError(
+                    f"environment.{field}={value} without environment.name: nothing reads it. Name the class, or set "
+                    "it in environment.by_name."
+                )
         for field, names in FOR_ALONE.items():
             if self.name is None and (value := getattr(self, field)):
                 raise ValueError(

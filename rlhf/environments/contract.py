@@ -29,7 +29,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple
 
 from rlhf.environments import seeding
@@ -40,13 +40,14 @@ from rlhf.environments.python_tool import python_tool
 from rlhf.environments.schema import fits, json_schema
 from rlhf.processes import attributes
 from rlhf.processes.code import import_problem, load_module
-from rlhf.processes.returned import printable, read_returned
+from rlhf.processes.returned import printable, printable_json, read_returned
 
 # name -> what makes the tool, from options
 BUILT_IN: dict[str, Callable[..., Callable[..., Any]]] = {"calculator": lambda: calculator, "python": python_tool}
 NOT_TOOLS = ("reset", "get_reward", "close")
 TRACEBACK = "Traceback (most recent call last)"
 MAX_CHARACTERS = 100_000  # of one answer, some 25,000 tokens: a longer one is cut visibly
+CONTAINERS = tuple | frozenset | list | set | dict | MappingProxyType  # of names, in code
 MAX_FAULT = 1000  # characters of an error that the user is told
 
 
@@ -100,7 +101,7 @@ class Environment:
         if name is not None and name not in BUILT_IN:
             factory = _imported(name, label)
             self._factory = lambda: factory(**(options or {}))
-            waits = self._examine(_class_of(factory, options or {}, label), label)
+            waits = self._examine(_class_of(factory, options or {}, label), options or {}, label)
         offered = [tool["function"]["name"] for tool in self.tools]
         if twice := next((one for one in offered if offered.count(one) > 1), None):
             raise ValueError(f"{label}: two tools have the name {twice!r}. Rename one of them.")
@@ -114,7 +115,7 @@ class Environment:
             raise ValueError(f"{label}: a tool needs a name of its own. Use a function made by `def`.")
         self._functions[function.__name__] = function
 
-    def _examine(self, cls: type, label: str) -> dict[str, bool]:
+    def _examine(self, cls: type, options: Mapping[str, Any], label: str) -> dict[str, bool]:
         """Find what the class has; returns whether each method that a rollout calls is a coroutine."""
         # on the class: `getmembers` of an instance would evaluate its properties
         found = dict(inspect.getmembers(cls, inspect.isfunction))
@@ -126,7 +127,7 @@ class Environment:
         )
         self._declares_done = done_method or ("done" not in found and hasattr(cls, "done"))
         self.name, self.has_reward = cls.__name__, "get_reward" in found
-        self.named = named_by(found["reset"], *found.values())
+        self.named = named_by(found["reset"], cls, options, *found.values())
         for name in self._methods:
             is_static = isinstance(inspect.getattr_static(cls, name), staticmethod)
             self.tools.append(_schema(found[name] if is_static else MethodType(found[name], cls)))
@@ -205,7 +206,7 @@ class Episode:
             return {**nothing, "text": printable(result)}
         if isinstance(result, list) and result and all(isinstance(item, Mapping) for item in result):
             if all(isinstance(item.get("role"), str) and "content" in item for item in result):
-                return {**nothing, "messages": _printable_json(json.loads(json.dumps(result)))}
+                return {**nothing, "messages": printable_json(json.loads(json.dumps(result)))}
             if all(item.get("type") == "text" and isinstance(item.get("text"), str) for item in result):
                 return {**nothing, "text": printable("".join(item["text"] for item in result))}
         raise TypeError(
@@ -297,7 +298,7 @@ class Episode:
         with state:
             given = getattr(self._instance, "facts", None)
             facts = returned.others | dict(given if isinstance(given, Mapping) else {})
-            facts = _printable_json(attributes.plain_json(facts))
+            facts = printable_json(attributes.plain_json(facts))
             said = attributes.said(self._instance)
         return {"reward": returned.score, "parts": returned.numbers, "facts": facts, "attributes": said}
 
@@ -350,7 +351,7 @@ class Episode:
         if isinstance(result, list):
             with contextlib.suppress(TypeError, ValueError, RecursionError):
                 if len(as_json := json.dumps(result)) <= MAX_CHARACTERS:
-                    return _printable_json(json.loads(as_json))
+                    return printable_json(json.loads(as_json))
         return self._text(result)
 
     def _text(self, result: Any) -> str:
@@ -359,29 +360,37 @@ class Episode:
         return printable(text if cut <= 0 else f"{text[:MAX_CHARACTERS]}\n[{cut} more characters were cut]")
 
 
-def named_by(function: Callable[..., Any], *others: Callable[..., Any]) -> set[str]:
-    """The parameters of a function and the texts in its code, and in that of others and what they use of their modules.
+def named_by(function: Callable[..., Any], *others: Any) -> set[str]:
+    """The parameters of a function, and the texts in its code, in others, and in what they use of their modules.
 
     All in lower case. So a column that code reads is known before it runs, but for one whose name it computes.
     """
     found = set(inspect.signature(function).parameters)
     waiting: list[Any] = [function, *others]
-    seen: list[Any] = []
+    seen: dict[int, Any] = {}  # it keeps them, so that no other has the number of one
     while waiting:
         each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen[id(each)] = each
         if isinstance(each, str):
             found.add(each)
-        elif isinstance(each, tuple | frozenset):
-            waiting += each
+        elif isinstance(each, CONTAINERS):
+            waiting += [*each, *(each.values() if isinstance(each, Mapping) else ())]
         elif isinstance(each, CodeType):
             waiting += each.co_consts
-        elif inspect.isclass(each):
-            waiting += filter(inspect.isfunction, vars(each).values())
-        elif inspect.isfunction(each := inspect.unwrap(each)) and each not in seen:
-            seen.append(each)
-            used = (each.__globals__.get(name) for name in _names_in(each.__code__))
+        elif isinstance(each, property):
+            waiting.append(each.fget)
+        elif isinstance(each, staticmethod | classmethod):
+            waiting.append(each.__func__)
+        elif isinstance(each, type):
+            waiting += [vars(base) for base in each.__mro__ if base.__module__ == each.__module__]
+        elif isinstance(each, FunctionType):
+            used = [each.__globals__.get(name) for name in _names_in(each.__code__)]
+            waiting += [inspect.unwrap(each), each.__code__, each.__defaults__, each.__kwdefaults__]
+            waiting += [one for one in used if isinstance(one, str | CONTAINERS)]
             of_code = (one for one in used if isinstance(one, type | FunctionType))
-            waiting += [each.__code__, *(one for one in of_code if one.__module__ == each.__module__)]
+            waiting += [one for one in of_code if one.__module__ == each.__module__]
     return {name.lower() for name in found}
 
 
@@ -398,16 +407,6 @@ def content_text(content: Any) -> str:
     if blocks and all(isinstance(block, dict) and isinstance(block.get("text"), str) for block in blocks):
         return "".join(block["text"] for block in blocks)
     return str(content)
-
-
-def _printable_json(value: Any) -> Any:
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, list):
-        return [_printable_json(item) for item in value]
-    if isinstance(value, dict):
-        return {printable(key): _printable_json(item) for key, item in value.items()}
-    return value
 
 
 def _name(call: Mapping[str, Any]) -> str:

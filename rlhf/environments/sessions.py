@@ -209,8 +209,8 @@ class HostedSession:
             return await self._hosts.ask(self.number, message)
         except (CallLimitError, FailedError) as error:
             self._broken = True
-            missed = re.search(r"KeyError: '(.+?)'", str(error))
-            if missed and missed[1].lower() in self._withheld:
+            missed = re.search(r"(?:Key|Type|Attribute)Error: (.*)", str(error))
+            if missed and any(f"'{column}'" in missed[1].lower() for column in self._withheld):
                 raise type(error)(f"{error}. {LEFT_OUT}") from None
             raise
 

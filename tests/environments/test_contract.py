@@ -612,7 +612,8 @@ class Env:
 # --- who gets the answer ---
 
 READERS = """
-COLUMN = "answer"
+import dataclasses
+COLUMN = ("answer",)[0]
 class Names:
     def reset(self, Answer, **row): pass
 class Reads:
@@ -635,8 +636,28 @@ class Takes:
             answer: Yours.
         '''
         return answer
+class Constant:
+    def reset(self, **row): self.row = row.get(COLUMN)
+class Base:
+    KEY = "Answer"
+    @classmethod
+    def gold(cls, row): return row.get(cls.KEY)
+class Heir(Base):
+    @property
+    def told(self): return self.row["tests"]
+    def reset(self, **row): self.row = self.gold(row)
+@dataclasses.dataclass
+class Row:
+    answer: str
+class Fields:
+    def reset(self, **row): self.row = Row(**row)
+class Default:
+    def reset(self, key="answer", **row): self.row = row.get(key)
+class Option:
+    def __init__(self, key=""): self.key = key
+    def reset(self, **row): self.row = row.get(self.key)
 class Hidden:
-    def reset(self, **row): self.row = row[COLUMN]
+    def reset(self, **row): self.row = row["".join(["ans", "wer"])]
 async def play(row, generate): return float(row["answer"])
 async def keeps(row, generate): return 0.0
 """
@@ -646,6 +667,7 @@ async def keeps(row, generate): return 0.0
     ("name", "withheld"),
     [
         ("Names", ["tests"]), ("Reads", ["tests"]), ("Loops", []), ("Uses", ["tests"]), ("Sub", ["tests"]),
+        ("Constant", ["tests"]), ("Heir", []), ("Fields", ["tests"]), ("Default", ["tests"]), ("Option", ["answer"]),
         ("Takes", ["answer", "tests"]), ("Hidden", ["answer", "tests"]), ("play", ["tests"]),
         ("keeps", ["answer", "tests"]), ("calculator", ["answer", "tests"]), ("program", ["answer", "tests"]),
         ("service", []),
@@ -654,6 +676,7 @@ async def keeps(row, generate): return 0.0
 def test_rows_leave_out_the_answers_that_no_code_names(tmp_path: Path, name: str, withheld: list[str]) -> None:
     (tmp_path / "readers.py").write_text(READERS)
     part: dict[str, Any] = {"name": name if name in BUILT_IN else f"{tmp_path / 'readers.py'}:{name}", "options": {}}
+    part["options"] = {"key": "tests"} if name == "Option" else {}
     part["program"] = {"command": [sys.executable], "timeout_s": None, "env": []}
     hello = {"tools": [], "wall_seconds": 1.0, "answers": ["answer", "tests"]}
     for gives, left_out in ((False, withheld), (True, [])):

@@ -66,10 +66,17 @@ def test_a_group_starts_in_one_state_and_later_calls_have_their_own() -> None:
         assert (text, answers) == asyncio.run(play(opened))[:2]
 
 
-def test_an_answer_that_was_left_out_is_named_where_it_is_missed(tmp_path: Path) -> None:
-    (tmp_path / "game.py").write_text(
-        "NAME = 'answer'\nclass Game:\n    def reset(self, **row): self.facts = {'got': row[NAME], 'all': len(row)}\n"
-    )
+@pytest.mark.parametrize(
+    ("got", "error"),
+    [
+        ("row['swer'.join(['an', ''])]", "KeyError: 'answer'"),
+        ("(lambda answer, **_: answer)(**row)", "TypeError: .* 'answer'"),
+        ("types.SimpleNamespace(**row).answer", "AttributeError: .* 'answer'"),
+    ],
+)
+def test_an_answer_that_was_left_out_is_named_where_it_is_missed(tmp_path: Path, got: str, error: str) -> None:
+    reset = f"def reset(self, **row): self.facts = {{'got': {got}, 'all': len(row)}}"
+    (tmp_path / "game.py").write_text(f"import types\nclass Game:\n    {reset}\n")
 
     async def play(opened: Hosts) -> Any:
         async with session(opened, Answer="5", answer="4", question="2 + 2") as one:
@@ -77,7 +84,7 @@ def test_an_answer_that_was_left_out_is_named_where_it_is_missed(tmp_path: Path)
 
     how: dict[str, Any] = {"name": f"{tmp_path / 'game.py'}:Game"}
     with Hosts(EnvironmentConfig(**how, **LIMITS), say=lambda line: None, answers=["answer"]) as opened:
-        said = r"KeyError: 'answer'\. Rows leave out .* set environment\.gives_answer: true"
+        said = rf"{error}\. Rows leave out .* set environment\.gives_answer: true"
         with pytest.raises(FailedError, match=said):
             asyncio.run(play(opened))
     config = EnvironmentConfig(**how, **LIMITS, gives_answer=True)
