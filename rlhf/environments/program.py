@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.processes.domains import Command, remove, write_launcher
-from rlhf.processes.returned import read_returned
+from rlhf.processes.returned import printable_json, read_returned
 
 TIMEOUT_S = 600.0  # where the config sets none
 ALIVE_S = 1.0  # between signs of life
@@ -141,20 +141,24 @@ def _left(folder: Path, patterns: Sequence[str]) -> dict[str, str]:
     and MAX_FILE_BYTES of each. What cannot be read is left out.
 
     Raises:
-        LimitError: there are more files.
+        LimitError: there are more files, or folders in which none can be looked for.
     """
     texts: dict[str, str] = {}
-    for path in (path for pattern in patterns for path in folder.glob(pattern)):
-        name = str(path.relative_to(folder))
-        if name in texts or not path.is_file() or path.resolve() != folder.resolve() / name:
-            continue
-        if len(texts) == MAX_FILES:
-            raise LimitError(f"the program left over {MAX_FILES} files of environment.returned_files")
-        with (
-            contextlib.suppress(OSError),
-            open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file,
-        ):
-            texts[name] = file.read(MAX_FILE_BYTES).decode("utf-8", "replace")
+    real = folder.parent.resolve() / folder.name  # the program may have put a link in place of the folder itself
+    try:
+        for path in (path for pattern in patterns for path in folder.glob(pattern)):
+            name = str(path.relative_to(folder))
+            if name in texts or not path.is_file() or path.resolve() != real / name:
+                continue
+            if len(texts) == MAX_FILES:
+                raise LimitError(f"the program left over {MAX_FILES} files of environment.returned_files")
+            with (
+                contextlib.suppress(OSError),
+                open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file,
+            ):
+                texts[name] = file.read(MAX_FILE_BYTES).decode("utf-8", "replace")
+    except (OSError, RecursionError) as error:
+        raise LimitError(f"the program left folders that cannot be searched for returned_files: {error}") from None
     return dict(sorted(texts.items()))
 
 
@@ -185,7 +189,7 @@ def reward_in(text: bytes, where: str) -> dict[str, Any]:
         value = json.loads(text)
         facts = (value.pop("facts", None) if isinstance(value, dict) else None) or {}
         said = read_returned(None if value == {} else value)  # facts alone
-        facts = {**said.others, **dict(facts)}
+        facts = printable_json({**said.others, **dict(facts)})
         return {"reward": said.score, "parts": said.numbers, "facts": facts, "attributes": None}
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{where} holds no reward: {str(error).removeprefix('returned ')}") from None

@@ -48,6 +48,17 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def printable_json(value: Any) -> Any:
+    """What `printable` makes of all its texts. Raises RecursionError for what would be too deep to write later."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [printable_json(item) for item in value]
+    if isinstance(value, dict):
+        return {printable(key): printable_json(item) for key, item in value.items()}
+    return value
+
+
 def _checked(value: Any, key: str, finite: bool) -> Any:
     """The value as a float; None stays None."""
     number = as_number(value)

@@ -98,6 +98,11 @@ def test_a_program_gets_its_row_and_leaves_its_reward(tmp_path: Path, monkeypatc
         (REWARD + "left.write('{\"score\": [1]}')", CallLimitError, "the reward file holds no reward"),
         (REWARD + "left.write('{\"reward\": 1}')", CallLimitError, "without score"),
         (REWARD + "left.write('[' * 100000)", CallLimitError, "the reward file holds no reward"),
+        (
+            REWARD + f'left.write(\'{{"score": 1, "facts": {{"a": {"[" * 950 + "]" * 950}}}}}\')',
+            CallLimitError,
+            "recursion",
+        ),
         ("import os; os.mkfifo(os.environ['RLHF_REWARD'])", CallLimitError, "the reward file holds no reward"),
         ("import os; os.symlink('/etc/hostname', os.environ['RLHF_REWARD'])", CallLimitError, "holds no reward"),
         (REWARD + "left.write('2'); left.close(); raise SystemExit(3)", FailedError, "ended with status 3"),
@@ -136,10 +141,23 @@ def test_files_that_are_asked_for_are_returned_as_texts(tmp_path: Path) -> None:
     assert none.files == {}
 
 
-def test_more_files_than_can_be_returned_cost_the_rollout(tmp_path: Path) -> None:
-    (failed,) = run(tmp_path, "for i in range(40): open(f'{i}', 'w')", returned_files=["*"])
+@pytest.mark.parametrize(
+    ("left", "says"),
+    [
+        ("for i in range(40): open(f'{i}', 'w')", "the program left over 32 files of environment.returned_files"),
+        ("for _ in range(20): os.mkdir('x' * 250); os.chdir('x' * 250)", "cannot be searched for returned_files"),
+    ],
+)
+def test_more_files_than_can_be_returned_cost_the_rollout(tmp_path: Path, left: str, says: str) -> None:
+    (failed,) = run(tmp_path, f"import os\n{left}", returned_files=["*", "**/x"])
     assert isinstance(failed, CallLimitError)
-    assert "the program left over 32 files of environment.returned_files" in str(failed)
+    assert says in str(failed)
+
+
+def test_no_file_is_returned_through_a_link_in_place_of_the_folder(tmp_path: Path) -> None:
+    source = "import os; os.rename('../work', '../other'); os.symlink('/etc', '../work')"
+    (ended,) = run(tmp_path, source, returned_files=["host*"])
+    assert ended.files == {}
 
 
 @pytest.mark.parametrize(
