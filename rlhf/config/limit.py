@@ -2,10 +2,13 @@
 
 Such work may hold Python's lock, so that no thread here is certain to run. Another process watches it:
 
-    here ----- shared memory: since when, and what to say -----> watcher
+    here ----- shared memory: what began, and what to say -----> watcher, which looks at /proc
     a thread here says it and exits with status 2         <----- it takes too long
     (unless it does not run)                                     GRACE_S later, or at once if it takes too much
                                                                  memory: says it and kills this process
+
+Time is processor time of the thread that works: none passes while it is stopped, or waits for a processor. Memory is
+what the process has for itself, without files and shared memory.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ import time
 from collections.abc import Callable, Iterator
 
 LIMIT_S, LIMIT_BYTES = 20.0, 2 * 2**30  # of one piece of work; the memory is what the process grows by meanwhile
-LOOK_S, GRACE_S = 0.1, 1.0
-HEAD = struct.Struct("=ddQH")  # since when (0: nothing is watched), both limits, length of the message in bytes
+LOOK_S, GRACE_S, SAYING_S = 0.1, 1.0, 10.0
+# Thread (0: nothing is watched), its time and the process's memory at the start, both limits, bytes of the message. It
+# is not written at once, so the watcher trusts it when two looks have found the same.
+HEAD = struct.Struct("=QddQQH")
 SIZE = mmap.PAGESIZE
 SAID = SIZE - 1  # the place of a byte that is 1 when the message is out
 
@@ -41,21 +46,21 @@ def limited(message: str) -> Iterator[None]:
     """
     global _shared
     with _lock:  # of several threads, since the work is done under Python's lock
-        if _shared is None:
-            _shared = _start_watcher()
+        shared = _shared = _shared or _start_watcher()
         text = message.encode("utf-8", "backslashreplace")[: SAID - HEAD.size]
-        _shared[HEAD.size : HEAD.size + len(text)] = text
-        HEAD.pack_into(_shared, 0, time.monotonic(), LIMIT_S, LIMIT_BYTES, len(text))
+        shared[HEAD.size : HEAD.size + len(text)] = text
+        began, memory = time.thread_time(), _memory(os.getpid())
+        HEAD.pack_into(shared, 0, threading.get_native_id(), began, LIMIT_S, memory, LIMIT_BYTES, len(text))
         try:
             yield
         finally:
-            HEAD.pack_into(_shared, 0, 0.0, 0.0, 0, 0)
+            HEAD.pack_into(shared, 0, 0, 0, 0, 0, 0, 0)
 
 
 def _start_watcher() -> mmap.mmap:
     memory = os.memfd_create("rlhf-limit")
     os.truncate(memory, SIZE)
-    command = [sys.executable, "-I", "-S", __file__, *map(str, (os.getpid(), memory, _resident(os.getpid())))]
+    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(memory)]
     watcher = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory], start_new_session=True
     )
@@ -68,11 +73,14 @@ def _start_watcher() -> mmap.mmap:
 
 
 def _exit_when_told(watcher: subprocess.Popen[bytes], shared: mmap.mmap, say: Callable[..., None]) -> None:
+    global _shared
     assert watcher.stdout is not None
     if text := os.read(watcher.stdout.fileno(), SIZE):
         shared[SAID] = 1
         say(text.decode(), file=sys.stderr)
         os._exit(2)  # USER_ERROR of the programs
+    watcher.wait()
+    _shared = None  # somebody ended it: the next work starts another
 
 
 def _forget() -> None:
@@ -84,36 +92,46 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _watch(parent: int, memory: mmap.mmap, resident: int) -> None:
-    """In the watcher, until the parent has ended, which closes its end of this standard input."""
-    since = told = 0.0
-    before = resident
+def _watch(parent: int, shared: mmap.mmap) -> None:
+    """In the watcher, until the parent has ended: then standard input ends, unless a fork of the parent holds it."""
+    known, told = tuple[float, ...](), 0.0
     while not select.select([0], [], [], LOOK_S)[0] and os.getppid() == parent:
-        began, limit_s, limit_bytes, length = HEAD.unpack_from(memory)
-        if began != since:
-            since, told, before = began, 0.0, resident
-        now, resident = time.monotonic(), _resident(parent)
-        if not (began and length):  # nothing is watched, or the header, whose last part this is, is being written
+        head = HEAD.unpack_from(shared)
+        if head != known or not head[0]:
+            known, told = head, 0.0
             continue
-        late = now - began > limit_s
-        if not late and resident - before <= limit_bytes:
+        thread, began, limit_s, memory, limit_bytes, length = head
+        late = _thread_s(parent, thread) - began > limit_s
+        if not late and _memory(parent) - memory <= limit_bytes:
             continue
         why = f"did not end within {limit_s:g} s" if late else f"took more than {limit_bytes / 2**30:.3g} GiB of memory"
-        text = "error: " + memory[HEAD.size : HEAD.size + length].decode(errors="replace").replace("{}", why)
+        text = "error: " + shared[HEAD.size : HEAD.size + length].decode(errors="replace").replace("{}", why)
         if late and not told:
-            told = now
+            told = time.monotonic()
             os.write(1, text.encode())
-        elif not late or now - told > GRACE_S:
-            os.write(2, b"" if memory[SAID] else f"{text}\n".encode())
+        elif not late or time.monotonic() - told > (SAYING_S if shared[SAID] else GRACE_S):
+            if not shared[SAID] and select.select([], [2], [], GRACE_S)[1]:  # a full pipe is not waited for
+                os.write(2, f"{text}\n".encode())
             os.kill(parent, signal.SIGKILL)
 
 
-def _resident(process: int) -> int:
-    """Bytes of memory that a process has."""
+def _thread_s(process: int, thread: int) -> float:
+    """Processor time of a thread; 0 if it has ended."""
+    try:
+        with open(f"/proc/{process}/task/{thread}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _memory(process: int) -> int:
+    """Bytes of memory that a process has for itself."""
     with open(f"/proc/{process}/statm", "rb") as file:
-        return int(file.read().split()[1]) * mmap.PAGESIZE
+        resident, shared = file.read().split()[1:3]
+    return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
 if __name__ == "__main__":
     with contextlib.suppress(OSError):  # the parent has ended
-        _watch(int(sys.argv[1]), mmap.mmap(int(sys.argv[2]), SIZE), int(sys.argv[3]))
+        _watch(int(sys.argv[1]), mmap.mmap(int(sys.argv[2]), SIZE))

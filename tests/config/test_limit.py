@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+
+from rlhf.config import limit
 
 ENDLESS = {
     "a loop": ("while True: pass", 2, "did not end within 0.4 s"),
@@ -37,19 +42,69 @@ def test_endless_work_ends_the_program_with_its_name_and_the_limit(name: str) ->
     assert time.monotonic() - began < 50
 
 
-def test_work_that_ends_in_time_is_not_touched_and_leaves_no_process_behind() -> None:
-    work = "import os; print(open(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read())"
-    half_written = "limit.HEAD.pack_into(limit._shared, 0, 1.0, 0.0, 0, 0)"
-    after = f"{PROGRAM}\n{half_written}\ntime.sleep(0.8)\nwith limit.limited('again'): pass\nprint('done')"
+THREAD = "import threading; t = threading.Thread(target=lambda: sum(range(5 * 10**7))); t.start(); t.join()"
+HONEST = {
+    "waiting": "import time; time.sleep(1)",
+    "memory of others": "m = __import__('mmap').mmap(-1, 2**28); m.write(bytes(2**28)); time.sleep(0.3); m.close()",
+    "a fork": "os.fork() or os._exit(0)",
+    "another thread's time": THREAD,
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_work_that_is_within_its_limits_is_not_touched(name: str) -> None:
+    work = f"import os; {HONEST[name]}"
+    done = subprocess.run([sys.executable, "-c", PROGRAM, work, "0.4"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_what_is_half_written_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of two pieces of work, as a look between two writes may find them."""
+    shared, told = mmap.mmap(-1, limit.SIZE), list[int]()
+    heads = [(os.getppid(), -1e6 - number, 1.0, 0, 2**60, 0) for number in (1, 2, 1, 3, 3)]
+
+    def look(*_: object) -> tuple[list[int], ...]:
+        if heads:
+            limit.HEAD.pack_into(shared, 0, *heads.pop(0))
+        return [0] * bool(told), [], []
+
+    with monkeypatch.context() as patched:
+        patched.setattr(limit, "select", SimpleNamespace(select=look))
+        patched.setattr(limit, "os", SimpleNamespace(getppid=lambda: 1, write=lambda *_: told.append(len(heads))))
+        patched.setattr(limit, "_thread_s", lambda *_: 0.0)
+        limit._watch(1, shared)
+    assert told == [0]
+
+
+ENDS = {
+    "it is killed": "os.kill(os.getpid(), 9)",
+    "a fork of it goes on": "os.fork() or time.sleep(8)",
+    "a fork of a thread goes on": "threading.Thread(target=lambda: os.fork() or time.sleep(8)).start()",
+    "it has a session of its own": "os.fork() or os.setsid()",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_watcher_ends_with_its_process(name: str) -> None:
+    work = "import os; print(open(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read(), flush=True)"
+    after = f"{PROGRAM}\nimport os, threading\n{ENDS[name]}"
+    with subprocess.Popen([sys.executable, "-c", after, work, "0.4"], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        watcher = program.stdout.readline().strip()
+        assert _is_watcher(watcher)
+        program.wait()
+        deadline = time.monotonic() + 5
+        while _is_watcher(watcher):
+            assert time.monotonic() < deadline, f"process {watcher} is still there"
+            time.sleep(0.05)
+
+
+def test_a_watcher_that_somebody_ends_is_started_again() -> None:
+    children = "open(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read()"
+    work = f"import os\nos.kill(int({children}), 9)\nwhile {children}: time.sleep(0.01)"
+    after = f"{PROGRAM}\nwith limit.limited('again: it {{}}'):\n    while True: pass"
     done = subprocess.run([sys.executable, "-c", after, work, "0.4"], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    watcher, last = done.stdout.split("\n", 1)
-    assert last.strip() == "done"
-    for _ in range(100):
-        if not _is_watcher(watcher.strip()):
-            return
-        time.sleep(0.1)
-    pytest.fail(f"process {watcher} is still there")
+    assert (done.returncode, done.stderr) == (2, "error: again: it did not end within 0.4 s\n")
 
 
 def _is_watcher(process: str) -> bool:
