@@ -41,7 +41,7 @@ KEPT = (
 
 
 class LimitError(Exception):
-    """A program ended in a way that its model can cause: the rollout has a reward for it, so that it is no way out."""
+    """A call is over a limit, or a program ended in a way that its model can cause. The rollout has a reward for it."""
 
 
 def named_files(command: Sequence[str]) -> set[int]:

@@ -90,13 +90,6 @@ def _coroutine(name: str | None) -> Play | None:
     return None
 
 
-async def _close(environments: Mapping[str, Kind]) -> None:
-    """Close every instance that no session has."""
-    for environment in environments.values():
-        if isinstance(environment, Environment):
-            await environment.close()
-
-
 def _about(environment: Kind, part: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:
     """What the driver is told of an environment, see `load`."""
     about = {"tools": [], "rewards": True, "blocking": True, "plays": True, "program": True}
@@ -125,7 +118,9 @@ def serve(channel: Channel, loaded: dict[str, Any]) -> None:
                     server.run_alone(message, loop)
                 else:
                     messages, is_open = loop.run_until_complete(server.run_together([message, *messages]))
-        loop.run_until_complete(_close(loaded["environments"]))
+        for environment in loaded["environments"].values():
+            if isinstance(environment, Environment):
+                loop.run_until_complete(environment.close())
 
 
 class Server:
@@ -231,7 +226,7 @@ class Server:
         try:
             done = _caught(self._done(message))
             result = await (done if wall_seconds is None else _within(wall_seconds, done))
-        except (_OverLimitError, LimitError) as error:
+        except LimitError as error:
             return self._failed(message, str(error), limit=True)
         except _EscapedError as error:
             return self._failed(message, str(error), limit=False)
@@ -302,10 +297,6 @@ class Turn(dict[str, Any]):
         self.token_ids: list[int] = self.pop("token_ids")
 
 
-class _OverLimitError(Exception):
-    """A call has used up its time."""
-
-
 class _EscapedError(Exception):
     """Code raised what is no Exception: SystemExit, or that it has no network."""
 
@@ -329,7 +320,7 @@ async def _within(seconds: float, awaitable: Awaitable[Any]) -> Any:
     task = asyncio.ensure_future(awaitable)
     try:
         if await asyncio.wait({task}, timeout=seconds) == (set(), {task}):
-            raise _OverLimitError(f"over {seconds:g} seconds by the clock")
+            raise LimitError(f"over {seconds:g} seconds by the clock")
         return task.result()
     finally:
         task.cancel()
@@ -355,7 +346,7 @@ class _Quiet:
         try:
             while not (await asyncio.wait({task}, timeout=min(ALIVE_S, self._seconds)))[0]:
                 if not self._asking and time.monotonic() - self._heard > self._seconds:
-                    raise _OverLimitError(f"it has asked for no turn for {self._seconds:g} seconds")
+                    raise LimitError(f"it has asked for no turn for {self._seconds:g} seconds")
             return task.result()
         finally:
             task.cancel()

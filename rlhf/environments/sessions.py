@@ -192,14 +192,10 @@ class HostedSession:
     async def call(self, calls: Sequence[Mapping[str, Any]]) -> Answers:
         said = await self._ask({"do": "call", "calls": list(calls)})
         with _checked("call"):
-            messages = [
-                {**_plain(message), "role": "tool", "name": str(message["name"])} for message in said["answers"]
-            ]
-            faults = tuple(
-                Fault(str(each["tool"]), str(each["said"]), bool(each["is_broken"])) for each in said["faults"]
-            )
+            messages = [{**_plain(each), "role": "tool", "name": str(each["name"])} for each in said["answers"]]
+            faults = [Fault(str(one["tool"]), str(one["said"]), bool(one["is_broken"])) for one in said["faults"]]
             errors = min(int(said["errors"]), len(calls))
-            return Answers(tuple(messages), done=bool(said["done"]), errors=errors, faults=faults[:errors])
+            return Answers(tuple(messages), done=bool(said["done"]), errors=errors, faults=tuple(faults[:errors]))
 
     async def finish(self) -> Outcome:
         return outcome_of(await self._ask({"do": "finish"}))

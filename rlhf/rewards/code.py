@@ -225,16 +225,13 @@ class Solution(contextlib.AbstractContextManager["Solution"]):
 
     def _send(self, message: dict[str, Any]) -> None:
         self._channel.queue(message)
+        hung_up = select.poll()
+        hung_up.register(self._channel.socket, 0)  # hang-ups and errors are always told
         while not self._channel.flush():  # it may be computing, and read nothing
-            if self._process.poll() is not None or self._has_hung_up():
+            if self._process.poll() is not None or hung_up.poll(0):
                 self._fail("the process ended, or reads nothing")
             self._check_time()
             select.select([], [self._channel.socket], [], POLL_S)
-
-    def _has_hung_up(self) -> bool:
-        poller = select.poll()
-        poller.register(self._channel.socket, 0)  # hang-ups and errors are always told
-        return bool(poller.poll(0))
 
     def _fail(self, problem: str) -> None:
         self.ended = True

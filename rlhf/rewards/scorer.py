@@ -301,10 +301,10 @@ class Scorer(AbstractContextManager["Scorer"]):
                     messages.append(f"reward {name}: {count} {of} failed with {error}")
         return messages
 
-    def note(self, name: str, error: str) -> None:
-        """Keep an error of a part that is not graded here, for `new_errors`."""
-        self.counters[f"{name}/{FAILED}"] += 1
-        if len(self._errors[name]) < MAX_ERRORS_KEPT:
+    def note(self, name: str, error: str, status: str = FAILED) -> None:
+        """Count an error of a part, perhaps one that is not graded here, and keep it for `new_errors`."""
+        self.counters[f"{name}/{status}"] += 1
+        if error in self._errors[name] or len(self._errors[name]) < MAX_ERRORS_KEPT:
             self._errors[name][error] += 1
 
     def _is_of_trl(self, part: RewardPart) -> bool:
@@ -370,12 +370,10 @@ class Scorer(AbstractContextManager["Scorer"]):
         return checked
 
     def _count(self, part: RewardPart, grade: Grade, row: str) -> None:
-        self.counters[f"{part.name}/{grade.status}"] += 1
         if grade.status not in FAILURES:
+            self.counters[f"{part.name}/{grade.status}"] += 1
             return
-        error = error_of(grade)
-        if len(self._errors[part.name]) < MAX_ERRORS_KEPT or error in self._errors[part.name]:
-            self._errors[part.name][error] += 1
+        self.note(part.name, error_of(grade), grade.status)
         if not part.is_judged_outside:
             return
         failures, calls = self._calls(part, FAILURES), self._calls(part)

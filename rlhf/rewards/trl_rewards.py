@@ -81,7 +81,7 @@ async def judge(
         completions: message lists from `as_completion` where the prompts are messages, else text.
         completion_ids: the ids after the prompt, those of the environment too.
         rows: of each rollout, the columns of its row.
-        environments: of each rollout, its instance or an `EnvironmentView`; None if there are none.
+        environments: of each rollout an `EnvironmentView`; None if there are none.
 
     Raises:
         ValueError: the function returned another number of rewards, or what is no number.
