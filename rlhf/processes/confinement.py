@@ -69,7 +69,7 @@ ASK, NEW_LISTENER, SET_FILTER = 0x7FC00000, 1 << 3, 1  # a listener decides
 X32 = 0x40000000  # another numbering of the calls
 NEWEST = 470  # the last call that was looked at; what came later is absent for code that a model wrote
 MSG_FASTOPEN = 0x20000000  # a send that connects, which Landlock does not judge
-CLONE_THREAD, CLONE_NAMESPACES = 0x10000, 0x7E020000
+CLONE_FILES, CLONE_THREAD, CLONE_NAMESPACES, CLOSE_RANGE_UNSHARE = 0x400, 0x10000, 0x7E020000, 2
 WORD = 0xFFFFFFFF
 CAP_SETPCAP = 8
 # of the user's own code: DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER for bind mounts of another user; SETPCAP to drop these
@@ -97,7 +97,8 @@ personality 135 92, fcntl 72 25, ioctl 16 29, prctl 157 167,
 kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
 pidfd_send_signal 424 424, truncate 76 45, seccomp 317 277, landlock_create_ruleset 444 444,
 open 2 -, openat 257 56, openat2 437 437,
-fork 57 -, vfork 58 -, execve 59 221, execveat 322 281
+fork 57 -, vfork 58 -, execve 59 221, execveat 322 281,
+setsid 112 157, setpgid 109 154, close_range 436 436
 """
 _TABLE = [entry.split() for entry in _NUMBERS.replace("\n", " ").split(",")]
 NUMBERS = {
@@ -119,12 +120,13 @@ SCHEDULERS = _from("sched_setaffinity", "setpriority")
 MACHINE = _from("unshare", "open_by_handle_at")  # of those that need a capability this is all that is left
 OTHERS = _from("ptrace", "memfd_secret")  # other processes, and what is shared with them or outlives its maker
 SIGNALLED, STARTS = _from("kill", "pidfd_send_signal"), _from("fork", "execveat")
-# Values refused in an argument: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE and F_NOTIFY; FIOSETOWN, SIOCSPGRP,
-# TIOCSTI, TIOCLINUX, FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR and FS_IOC_SET_ENCRYPTION_POLICY; PR_SCHED_CORE
+# Values refused in an argument, under a mask: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE and F_NOTIFY; FIOSETOWN,
+# SIOCSPGRP, TIOCSTI and TIOCLINUX; all of file systems, which change files that are open for reading; PR_SCHED_CORE
 REFUSED_VALUES = {
-    ("fcntl", 1): (8, 10, 15, 1024, 1026),
-    ("ioctl", 1): (0x8901, 0x8902, 0x5412, 0x541C, 0x40086602, 0x401C5820, 0x800C6613),
-    ("prctl", 0): (62,),
+    ("fcntl", 1, WORD): (8, 10, 15, 1024, 1026),
+    ("ioctl", 1, WORD): (0x8901, 0x8902, 0x5412, 0x541C),
+    ("ioctl", 1, 0xFF00): (0x5800, 0x6600, 0x6F00, 0x7600, 0x9400, 0xF500),
+    ("prctl", 0, WORD): (62,),
 }
 
 NO_NETWORK = "this code has no network. If it needs one, set `network: true` next to its name"
@@ -483,14 +485,17 @@ def _filters(level: int, *, network: bool, port: int, modes: bool, abi: int) -> 
         refused += [*OTHERS, *(name for name in SCHEDULERS if name != "prlimit64")]
         absent += ["inotify_init", "inotify_init1"]  # they would name the files of others
         checks |= {"prlimit64": [(0, WORD, 0, True)], "personality": [(0, WORD, WORD, True)]}
-        for (name, at), values in REFUSED_VALUES.items():
-            checks[name] = [(at, WORD, value, False) for value in values]
+        # the threads of a process have the same descriptors, so that who looks sees all
+        checks["clone"].append((0, CLONE_FILES | CLONE_THREAD, CLONE_THREAD, False))
+        checks["close_range"] = [(2, CLOSE_RANGE_UNSHARE, 0, True)]
+        for (name, at, mask), values in REFUSED_VALUES.items():
+            checks[name] = [*checks.get(name, ()), *((at, mask, value, False) for value in values)]
     if level >= MODEL and abi < ABI_TRUNCATE:
         refused, absent = [*refused, "truncate"], [*absent, "openat2"]
         empties = os.O_TRUNC | os.O_ACCMODE, os.O_TRUNC, False
         checks |= {"open": [(1, *empties)], "openat": [(2, *empties)]}
     if level >= MODEL and abi < ABI_SCOPES:
-        refused += SIGNALLED[1:]
+        refused += [*SIGNALLED[1:], "setsid", "setpgid"]  # all that a process starts stays in its group
         checks["kill"] = [(0, WORD, 0, True)]
     if level == ALONE:
         refused += [*SIGNALLED, *STARTS, "truncate"]

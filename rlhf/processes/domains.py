@@ -45,7 +45,7 @@ class Bounds(NamedTuple):
 
     Attributes:
         seconds: by the clock.
-        processes: at the same time; the kernel can tell since Linux 6.12.
+        processes: at the same time, with THREADS of each on average.
         folder_mb, files: size and number of the files in its folder, with those that it has deleted and keeps open.
         limits: (RLIMIT, value) of each of its processes, within those of the caller.
     """
@@ -154,7 +154,8 @@ def _guard(
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    os.setsid()
+    with contextlib.suppress(PermissionError):  # below a domain on an older kernel
+        os.setsid()
     adopt_orphans()
     for target, fd in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)) if output is not None else ():
         assert fd is not None
@@ -181,14 +182,19 @@ def _guard(
     if problem:
         os.waitpid(child, 0)
         return {"refused": problem.decode("utf-8", "replace")}
-    over = _watch([os.pidfd_open(child), leash.fileno()], listeners, caller, folder, work, bounds, is_scoped)
+    group = 0 if is_scoped else child
+    over = _watch([os.pidfd_open(child), leash.fileno()], listeners, caller, folder, work, bounds, group)
+    with contextlib.suppress(PermissionError, ProcessLookupError):
+        if group:  # nothing can leave it
+            os.killpg(group, signal.SIGKILL)
     pid, status = os.waitpid(child, os.WNOHANG)
-    _kill_below(is_scoped)
+    with contextlib.suppress(PermissionError):  # below a domain that has no scope either, which ends what is left
+        _kill_below(is_scoped)
     return {"status": os.waitstatus_to_exitcode(status) if pid else -signal.SIGKILL, "over": over}
 
 
 def _watch(
-    ends: Sequence[int], listeners: Sequence[int], caller: int, folder: Path, work: str, bounds: Bounds, is_scoped: bool
+    ends: Sequence[int], listeners: Sequence[int], caller: int, folder: Path, work: str, bounds: Bounds, group: int
 ) -> str:
     """Wait until the command ends or has to end; the bound that it has exceeded, or ""."""
     waiting, place = select.poll(), os.path.realpath(work)
@@ -211,7 +217,7 @@ def _watch(
         if began >= look:
             if os.getppid() != caller:
                 return ""
-            if looks and (over := _exceeded(folder, bounds, _below() if is_scoped else [])):
+            if looks and (over := _exceeded(folder, bounds, _below(group))):
                 return f"because {over}"
             look = time.monotonic() + max(pause, (time.monotonic() - began) / LOOK_FRACTION)
 
@@ -247,17 +253,24 @@ def _files(folder: Path, below: Sequence[int]) -> Iterator[os.stat_result]:
                 yield os.lstat(os.path.join(place, name))
     deleted: dict[tuple[int, int], os.stat_result] = {}
     for pid in below:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            try:
-                for fd in os.listdir(f"/proc/{pid}/fd"):
-                    with contextlib.suppress(FileNotFoundError):
-                        entry = os.stat(f"/proc/{pid}/fd/{fd}")
+        with contextlib.suppress(ProcessLookupError):
+            try:  # its threads share their descriptors; one that has ended, maybe the first, has none
+                opened = (fds for task in _in(f"/proc/{pid}/task") if (fds := [*_in(f"{task}/fd")]))
+                for fd in next(opened, ()):
+                    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                        entry = os.stat(fd)
                         if stat.S_ISREG(entry.st_mode) and not entry.st_nlink:
                             deleted[entry.st_dev, entry.st_ino] = entry
             except PermissionError:
                 if not _ends(pid):
                     raise
     yield from deleted.values()
+
+
+def _in(folder: str) -> Iterator[str]:
+    """What is in a folder of /proc, now."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        yield from (f"{folder}/{name}" for name in os.listdir(folder))
 
 
 def _ends(pid: int) -> bool:
@@ -283,11 +296,18 @@ def _threads(pid: int) -> int:
     return 0
 
 
-def _below() -> list[int]:
-    """The processes below this one, whose signals reach no others; [] where their names may not be seen."""
+def _below(group: int) -> list[int]:
+    """The processes below this one: its signals reach no others, or they are a group; [] where none can be seen."""
     with contextlib.suppress(PermissionError):
-        return [pid for pid in pids() if pid != os.getpid() and _may_signal(pid)]
+        others = (pid for pid in pids() if pid != os.getpid())
+        return [pid for pid in others if (_group(pid) == group if group else _may_signal(pid))]
     return []
+
+
+def _group(pid: int) -> int:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(pid)
+    return 0
 
 
 def _kill_below(is_scoped: bool) -> None:

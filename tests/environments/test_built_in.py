@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from waiting import eventually
 
 from rlhf.environments.calculator import compute
 from rlhf.environments.python_tool import python_tool
+from rlhf.processes import confinement, domains
+from rlhf.processes.confinement import ABI_SCOPES
 
 
 @pytest.mark.parametrize(
@@ -106,31 +109,48 @@ def test_time_and_memory_end_a_program_and_all_that_it_started() -> None:
     eventually(lambda: not is_running(pid))
 
 
+EXIT = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # of a thread
+DELETED = "kept = [open(str(n), 'wb') for n in range(9)]\nfor n, file in enumerate(kept): os.unlink(str(n)); "
+DELETED += "file.write(bytes(60_000_000))"
+
+
+OVER = [
+    ("import os\nwhile True:\n    os.fork()", "it has over 32 processes"),
+    (
+        "import contextlib, os\nwith contextlib.suppress(OSError):\n"
+        "    for _ in range(40):\n        if os.fork() == 0: os.setsid(); break",
+        "it has over 32 processes",
+    ),
+    (
+        "import threading, time\nthreading.stack_size(65536)\n"
+        "for _ in range(600): threading.Thread(target=time.sleep, args=(60,)).start()",
+        "it has over 512 threads",
+    ),
+    ("for n in range(9): open(str(n), 'wb').write(bytes(60_000_000))", "its files have over 256 MiB"),
+    (f"import os\n{DELETED}", "its files have over 256 MiB"),
+    (
+        f"import os, threading, time\ndef write():\n    time.sleep(0.2)\n    exec({DELETED!r})\n"
+        "    time.sleep(60)\nthreading.Thread(target=write).start()\n"
+        f"import ctypes; ctypes.CDLL(None).syscall({EXIT}, 0)",
+        "its files have over 256 MiB",
+    ),
+    ("for n in range(5000): open(str(n), 'w')", "it has over 4096 files"),
+    ("import os\nfor _ in range(400): os.mkdir('d' * 99); os.chdir('d' * 99)", "its files cannot be seen"),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("code", "says"),
-    [
-        ("import os\nwhile True:\n    os.fork()", "it has over 32 processes"),
-        ("import os\nfor _ in range(40):\n    if os.fork() == 0: os.setsid(); break", "it has over 32 processes"),
-        (
-            "import threading, time\nthreading.stack_size(65536)\n"
-            "for _ in range(600): threading.Thread(target=time.sleep, args=(60,)).start()",
-            "it has over 512 threads",
-        ),
-        ("for n in range(9): open(str(n), 'wb').write(bytes(60_000_000))", "its files have over 256 MiB"),
-        (
-            "import os\nkept = [open(str(n), 'wb') for n in range(9)]\n"
-            "for n, file in enumerate(kept): os.unlink(str(n)); file.write(bytes(60_000_000))",
-            "its files have over 256 MiB",
-        ),
-        ("for n in range(5000): open(str(n), 'w')", "it has over 4096 files"),
-        ("import os\nfor _ in range(400): os.mkdir('d' * 99); os.chdir('d' * 99)", "its files cannot be seen"),
-    ],
+    ("code", "says", "scopes"), [*((*each, True) for each in OVER), *((*each, False) for each in OVER[:3])]
 )
 def test_a_program_over_a_bound_is_stopped_and_leaves_nothing(
-    code: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: str, says: str, scopes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    if not scopes:  # Landlock does not judge signals
+        real = confinement._call
+        monkeypatch.setattr(confinement, "_call", lambda *a: ABI_SCOPES - 1 if a[1:] == (None, 0, 1) else real(*a))
+        monkeypatch.setattr(domains, "scope_signals", lambda: False)
     assert run(f"{code}\nimport time; time.sleep(60)").endswith(f"[stopped because {says}]")
     gc.collect()  # the tool had a place for the next program
     assert not [*tmp_path.iterdir()]

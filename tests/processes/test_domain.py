@@ -48,7 +48,8 @@ ROOT_ALONE = {
     "devices: a character device", "devices: a block device", "devices: the kernel's log",
 }  # fmt: skip
 MAY_BE_CLOSED = {
-    "files: only root may read", "files: attributes", "files: flags", "files: by a handle", "process: migrate_pages",
+    "files: only root may read", "files: attributes", "files: flags", "files: version", "files: integrity",
+    "files: by a handle", "process: migrate_pages",
     "process: trace another", "process: process_vm_readv", "process: pidfd_getfd", "process: kcmp",
     "process: memory of another", "network: TCP of IPv6", "network: TCP by a fast send", "network: listen, IPv6",
     "network: listen, MPTCP", "network: raw", "network: packets", "IPC: keys", "IPC: POSIX messages",
@@ -171,6 +172,8 @@ def test_what_would_be_the_17th_layer_is_refused(tmp_path: Path) -> None:
         (5, lambda fd, file: os.kill(os.getppid(), 0), False),
         (5, lambda fd, file: os.kill(-1, 0), False),
         (5, lambda fd, file: signal.pidfd_send_signal(fd, 0), False),
+        (5, lambda fd, file: os.setsid(), False),
+        (5, lambda fd, file: os.setpgid(0, 0), False),
         (5, lambda fd, file: os.truncate(file, 0), True),
         (2, lambda fd, file: os.truncate(file, 0), False),
         (2, lambda fd, file: os.open(file, os.O_RDONLY | os.O_TRUNC), False),
