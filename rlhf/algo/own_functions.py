@@ -91,7 +91,7 @@ def own_advantages(function: Callable[..., Any], rewards: Tensor, groups: Tensor
     """What an advantage returns; raises an ObjectiveError unless that is a finite number for each rollout."""
     advantages: Tensor = function(rewards.clone(), groups.clone())  # it may compute in place
     _check_shape(advantages, len(groups), "the advantage of each rollout")
-    if not advantages.isfinite().all():
+    if not advantages.float().isfinite().all():  # tokens have it as float32
         raise ObjectiveError(
             f"its advantages are not finite for rewards {rewards.tolist()} of groups {groups.tolist()}"
         )

@@ -127,6 +127,10 @@ def raises(logprobs, **given):
 def nan(rewards, groups):
     return rewards * float("nan")
 
+
+def large(rewards, groups):
+    return rewards.double() * 1e300
+
 def centered(rewards, groups):
     means = torch.zeros(int(groups.max()) + 1, dtype=rewards.dtype)
     means = means.index_reduce(0, groups, rewards, "mean", include_self=False)
@@ -158,8 +162,9 @@ def test_own_advantages_get_the_scorable_rewards_and_their_groups(tmp_path: Path
     rewards = np.array([1.0, 0.0, np.nan, 0.5, 0.0, 1.0])
     assert step_advantages(batch, rewards, f"{file}:centered").tolist() == [1.0, -1.0, 0.0, 0.0, -1.0, 1.0]
     assert not step_advantages(batch, np.full(6, np.nan), f"{file}:centered").any()
-    with pytest.raises(RuntimeError, match=r"algo.advantage=.*:nan: its advantages are not finite"):
-        step_advantages(batch, rewards, f"{file}:nan")
+    for name in ("nan", "large"):
+        with pytest.raises(RuntimeError, match=rf"algo.advantage=.*:{name}: its advantages are not finite"):
+            step_advantages(batch, rewards, f"{file}:{name}")
 
 
 def test_an_own_loss_may_have_a_gradient_where_the_advantage_is_0(tmp_path: Path) -> None:
