@@ -47,7 +47,7 @@ BUILT_IN: dict[str, Callable[..., Callable[..., Any]]] = {"calculator": lambda: 
 NOT_TOOLS = ("reset", "get_reward", "close")
 TRACEBACK = "Traceback (most recent call last)"
 MAX_CHARACTERS = 100_000  # of one answer, some 25,000 tokens: a longer one is cut visibly
-CONTAINERS = tuple | frozenset | list | set | dict | MappingProxyType  # of names, in code
+CONTAINERS, MAX_NAMES = tuple | frozenset | list | set | dict, 256  # of names of columns: a list of words has more
 MAX_FAULT = 1000  # characters of an error that the user is told
 
 
@@ -375,7 +375,7 @@ def named_by(function: Callable[..., Any], *others: Any) -> set[str]:
         seen[id(each)] = each
         if isinstance(each, str):
             found.add(each)
-        elif isinstance(each, CONTAINERS):
+        elif isinstance(each, MappingProxyType) or (isinstance(each, CONTAINERS) and len(each) <= MAX_NAMES):
             waiting += [*each, *(each.values() if isinstance(each, Mapping) else ())]
         elif isinstance(each, CodeType):
             waiting += each.co_consts

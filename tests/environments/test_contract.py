@@ -656,6 +656,16 @@ class Default:
 class Option:
     def __init__(self, key=""): self.key = key
     def reset(self, **row): self.row = row.get(self.key)
+WORDS = {*map(str, range(999)), "answer"}
+class Game:
+    def reset(self, **row): self.row = row
+    def guess(self, word: str) -> bool:
+        '''Guess.
+
+        Args:
+            word: Yours.
+        '''
+        return word in WORDS
 class Hidden:
     def reset(self, **row): self.row = row["".join(["ans", "wer"])]
 async def play(row, generate): return float(row["answer"])
@@ -668,9 +678,9 @@ async def keeps(row, generate): return 0.0
     [
         ("Names", ["tests"]), ("Reads", ["tests"]), ("Loops", []), ("Uses", ["tests"]), ("Sub", ["tests"]),
         ("Constant", ["tests"]), ("Heir", []), ("Fields", ["tests"]), ("Default", ["tests"]), ("Option", ["answer"]),
-        ("Takes", ["answer", "tests"]), ("Hidden", ["answer", "tests"]), ("play", ["tests"]),
-        ("keeps", ["answer", "tests"]), ("calculator", ["answer", "tests"]), ("program", ["answer", "tests"]),
-        ("service", []),
+        ("Game", ["answer", "tests"]), ("Takes", ["answer", "tests"]), ("Hidden", ["answer", "tests"]),
+        ("play", ["tests"]), ("keeps", ["answer", "tests"]), ("calculator", ["answer", "tests"]),
+        ("program", ["answer", "tests"]), ("service", []),
     ],
 )  # fmt: skip
 def test_rows_leave_out_the_answers_that_no_code_names(tmp_path: Path, name: str, withheld: list[str]) -> None:
