@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import platform
+import stat
 import struct
 from collections.abc import Callable
 
@@ -81,8 +82,9 @@ def _make(
         place = os.readlink(own)
         if not f"{place}/".startswith(f"{folder}/"):
             raise PermissionError(errno.EACCES, "")
-        if mode is not None:  # the folder itself stays open for whoever works in it or reads what is left
-            os.chmod(own, mode & MODE_BITS | (0o700 if place == folder else 0))
+        if mode is not None:  # folders stay open for whoever looks what is in them
+            of_folder = 0o500 if stat.S_ISDIR(os.fstat(file).st_mode) else 0
+            os.chmod(own, mode & MODE_BITS | (0o700 if place == folder else of_folder))
         elif _libc.utimensat(file, b"", new_times, AT_EMPTY_PATH) != 0:
             raise OSError(ctypes.get_errno(), "")
     finally:
