@@ -262,13 +262,10 @@ class Episode:
         for (asked, *_), outcome in zip(waiting, outcomes, strict=True):
             if isinstance(outcome, MemoryError):
                 raise outcome
-            raised: BaseException | None
             if isinstance(outcome, BaseException):
-                content, raised = self._error(outcome, asked.written), outcome
-            else:
-                content, raised = outcome
-            errors += [(asked, raised)] if raised is not None else []
-            answers.append((asked.tool, content))
+                errors.append((asked, outcome))
+                outcome = self._error(outcome, asked.written)
+            answers.append((asked.tool, outcome))
         messages = [{"role": "tool", "name": name, "content": content} for name, content in answers]
         faults = [fault._asdict() for asked, error in errors if (fault := self._fault(asked, error))]
         done = self._environment.is_done(self._instance)
@@ -318,15 +315,16 @@ class Episode:
             result = function(**arguments)
         return await seeding.swapped(result, state) if inspect.isawaitable(result) else result
 
-    async def _awaited(self, result: Any, state: Any, written: str) -> tuple[Any, BaseException | None]:
+    async def _awaited(self, result: Any, state: Any, written: str) -> Any:
+        """The content of an answer, or the exception: SystemExit would end the event loop."""
         try:
             value = await seeding.swapped(result, state)
             with state:
-                return self._content(value, written), None
+                return self._content(value, written)
         except (MemoryError, asyncio.CancelledError, GeneratorExit):
             raise
-        except BaseException as error:  # returned: SystemExit would end the event loop
-            return self._error(error, written), error
+        except BaseException as error:
+            return error
 
     def _fault(self, asked: _Asked, error: BaseException) -> Fault | None:
         schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self._environment.tools}
