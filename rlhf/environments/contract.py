@@ -294,8 +294,7 @@ class Episode:
                 raise type(error)(f"{self._environment.name}.get_reward {error}.") from None
         with state:
             given = getattr(self._instance, "facts", None)
-            facts = returned.others | dict(given if isinstance(given, Mapping) else {})
-            facts = printable_json(attributes.plain_json(facts))
+            facts = attributes.plain_json(returned.others | dict(given if isinstance(given, Mapping) else {}))
             said = attributes.said(self._instance)
         return {"reward": returned.score, "parts": returned.numbers, "facts": facts, "attributes": said}
 

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf.processes.returned import printable
+
 MAX_CHARACTERS = 200_000  # of one attribute as JSON
 MAX_REASON = 500  # characters
 MAX_BITS = 10_000  # longer integers are sent in hexadecimal: Python writes at most 4300 decimal digits
@@ -119,12 +121,13 @@ class EnvironmentView:
 
 
 def plain_json(value: Any) -> Any:
-    """JSON without the marks of `as_json`: tuples and sets as lists, keys as text, what cannot be said as text."""
+    """JSON without the marks of `as_json`: tuples and sets as lists, keys and what cannot be said as printable text."""
     if isinstance(value, Mapping):
-        return {str(key): plain_json(item) for key, item in value.items()}
+        return {printable(str(key)): plain_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain_json(item) for item in (value if isinstance(value, list | tuple) else sorted(value, key=repr))]
     try:
-        return from_json(as_json(value))
+        value = from_json(as_json(value))
     except TypeError:
-        return str(value)
+        value = str(value)
+    return printable(value) if isinstance(value, str) else value

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from rlhf.processes.confinement import close_descriptors, enter_domain, scope_signals
 from rlhf.processes.forkers import BOOT, PACKAGE
 from rlhf.processes.modes import answer_call
-from rlhf.processes.outside import KILL_S, adopt_orphans, die_with_parent, kill_children, pids
+from rlhf.processes.outside import KILL_S, adopt_orphans, die_with_parent, kill_children, may_signal, pids
 
 LOOK_S, LOOK_FRACTION = 0.02, 0.05  # between looks at what a command uses; share of the time that they may take
 PARENT_S = 1.0  # between looks whether the caller is there, if code of the user has copied its end of the socket
@@ -282,14 +282,6 @@ def _ends(pid: int) -> bool:
         os.close(ended)
 
 
-def _may_signal(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
-
-
 def _threads(pid: int) -> int:
     with contextlib.suppress(OSError):
         return os.stat(f"/proc/{pid}/task").st_nlink - 2  # a folder for each
@@ -300,7 +292,7 @@ def _below(group: int) -> list[int]:
     """The processes below this one: its signals reach no others, or they are a group; [] where none can be seen."""
     with contextlib.suppress(PermissionError):
         others = (pid for pid in pids() if pid != os.getpid())
-        return [pid for pid in others if (_group(pid) == group if group else _may_signal(pid))]
+        return [pid for pid in others if (_group(pid) == group if group else may_signal(pid))]
     return []
 
 
@@ -312,7 +304,7 @@ def _group(pid: int) -> int:
 
 def _kill_below(is_scoped: bool) -> None:
     """Kill every process below this one."""
-    if not is_scoped or _may_signal(os.getppid()):
+    if not is_scoped or may_signal(os.getppid()):
         kill_children(spared=())
         return
     deadline = time.monotonic() + KILL_S

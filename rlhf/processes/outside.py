@@ -57,9 +57,9 @@ def _parent(pid: int) -> int:
     return 0
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process has not been reaped."""
-    with contextlib.suppress(ProcessLookupError):
+def may_signal(pid: int) -> bool:
+    """Whether there is such a process, which nobody has reaped, and this one may signal it."""
+    with contextlib.suppress(OSError):
         os.kill(pid, 0)
         return True
     return False

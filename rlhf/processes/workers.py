@@ -26,7 +26,7 @@ from rlhf.processes.code import changed_sources
 from rlhf.processes.confinement import Grants, system_files
 from rlhf.processes.forkers import START_S, Forker, KeeperProcess
 from rlhf.processes.output import OutputPipe, PrintedLines
-from rlhf.processes.outside import Stopwatch, count_below, is_running
+from rlhf.processes.outside import Stopwatch, count_below, may_signal
 
 TIMEOUT = "timeout"  # the worker exceeded a limit of time
 DIED = "died"  # it ended, or exceeded another limit
@@ -447,7 +447,7 @@ class Workers:
             with contextlib.suppress(OSError):
                 worker.channel.socket.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + self.end_s
-        while time.monotonic() < deadline and any(is_running(worker.pid) for worker in idle):
+        while time.monotonic() < deadline and any(may_signal(worker.pid) for worker in idle):
             time.sleep(POLL_S)
 
     def _shut_down(self) -> None:

@@ -227,7 +227,7 @@ class NeverScored:
         raise KeyError("score")
 
 
-async def debate(row: dict[str, Any], generate: Any) -> dict[str, float]:
+async def debate(row: dict[str, Any], generate: Any) -> dict[str, Any]:
     """Two turns, and a branch of the second."""
     question = {"role": "user", "content": row.get("question", "q")}
     first = await generate([question])
@@ -237,7 +237,7 @@ async def debate(row: dict[str, Any], generate: Any) -> dict[str, float]:
         sys.exit(3)
     more = [question, first, {"role": "user", "content": "more"}]
     turns = await asyncio.gather(generate(more), generate(more))
-    return {"score": float(len(turns)), "draw": random.random()}
+    return {"score": float(len(turns)), "draw": random.random(), "said": chr(0xD800)}
 
 
 async def add(a: int, b: int) -> int:

@@ -20,7 +20,7 @@ from rlhf.environments import endpoint as endpoint_module
 from rlhf.environments.branches import Branches
 from rlhf.environments.endpoint import Endpoint
 from rlhf.environments.turns import FailedError, Limits
-from rlhf.processes.outside import is_running
+from rlhf.processes.outside import may_signal
 from rlhf.rollout.chat import MAX_CONNECTIONS
 from rlhf.types import Outcome
 
@@ -109,7 +109,7 @@ def test_a_process_that_stops_costs_its_rollouts_and_another_one_serves_at_its_a
     (first, killed), (second, alive) = seen
     assert first == second
     assert killed != alive
-    assert not is_running(killed)
+    assert not may_signal(killed)
 
 
 def test_what_the_process_prints_and_the_keys_that_programs_name_are_bounded(

@@ -395,7 +395,7 @@ def test_a_coroutine_asks_the_driver_for_its_turns() -> None:
 
     with hosts("debate") as opened:
         outcome = asyncio.run(play(opened, question="why"))
-        assert outcome.reward == 2.0
+        assert (outcome.reward, outcome.facts) == (2.0, {"said": "\\ud800"})
         assert asked[1]["messages"] == asked[2]["messages"]
         assert [message["content"] for message in asked[1]["messages"]] == ["why", "turn 1", "more"]
         assert asyncio.run(play(opened)).parts == outcome.parts  # the same seeds

@@ -20,7 +20,7 @@ import pytest
 from waiting import WAIT_S, eventually, wait_full, worker_pids
 
 from rlhf.config.reward import RewardPart
-from rlhf.processes.outside import Stopwatch, children_of, is_running
+from rlhf.processes.outside import Stopwatch, children_of, may_signal
 from rlhf.processes.workers import TIMEOUT
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.pool import Pool
@@ -98,7 +98,7 @@ def test_jobs_for_a_worker_that_has_just_ended_are_computed_by_another(pool: Poo
         """In the thread of the workers, which hears of the end only after it has given out the jobs."""
         first = worker_pids(pool)[0]
         os.kill(first, signal.SIGKILL)
-        assert eventually(lambda: not is_running(first))
+        assert eventually(lambda: not may_signal(first))
         submitted.wait()
 
     pool.call_soon(end_first_worker)
