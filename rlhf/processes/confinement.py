@@ -531,12 +531,6 @@ def _set_filter(program: bytes, flags: int = 0) -> int:
     return _done("seccomp", int(_libc.syscall(NUMBERS[platform.machine()]["seccomp"], SET_FILTER, flags, head)))
 
 
-def forbid_calls(*names: str) -> None:
-    """Have the kernel refuse these system calls from now on."""
-    prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _set_filter(_assembled(dict.fromkeys(names, REFUSE), {}, WORD))
-
-
 def _done(step: str, result: int) -> int:
     if result < 0:
         error = ctypes.get_errno()

@@ -142,10 +142,12 @@ def test_a_start_that_takes_too_long_is_seen_before_the_limit_of_the_response() 
 
 UNCONFINED = """
 from rlhf.config.reward import CodeOptions, RewardConfig
-from rlhf.processes.confinement import forbid_calls
+from rlhf.processes import confinement
 from rlhf.rewards.code import code_reward
 from rlhf.rewards.scorer import Scorer
-forbid_calls("landlock_create_ruleset")
+confinement.prctl(confinement.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+forbidden = {"landlock_create_ruleset": confinement.REFUSE}
+confinement._set_filter(confinement._assembled(forbidden, {}, confinement.WORD))
 result = code_reward("```\\nf = abs\\n```", {"tests": ["assert f(-1) == 1"]}, CodeOptions())
 print(result.value, result.status, result.detail)
 try:

@@ -305,9 +305,11 @@ def test_a_built_in_reward_takes_no_grants() -> None:
 WITHOUT = """
 import os, sys
 from rlhf.config.reward import RewardConfig
-from rlhf.processes.confinement import forbid_calls
+from rlhf.processes import confinement
 from rlhf.rewards.scorer import Scorer
-forbid_calls("landlock_create_ruleset")
+confinement.prctl(confinement.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+forbidden = {"landlock_create_ruleset": confinement.REFUSE}
+confinement._set_filter(confinement._assembled(forbidden, {}, confinement.WORD))
 with Scorer(RewardConfig.model_validate({"parts": ["math"], "workers": 1})) as scorer:
     print(*scorer.warnings)
     print(scorer.graded_batch(scorer.submit_batch([r"\\boxed{5}"], ["5"]))[0].value)
