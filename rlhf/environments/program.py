@@ -86,7 +86,9 @@ class Program:
         try:
             with open(folder / "output.txt", "w+b") as output:
                 status = self._run(message, folder, output, say_alive)
-                output.seek(max(0, output.seek(0, os.SEEK_END) - SHOWN_BYTES))
+                if (size := output.seek(0, os.SEEK_END)) > MAX_OUTPUT_BYTES:
+                    raise LimitError(f"the program printed {size:,} bytes, more than {MAX_OUTPUT_BYTES:,}")
+                output.seek(max(0, size - SHOWN_BYTES))
                 shown = output.read(SHOWN_BYTES).decode("utf-8", "replace").strip() or "it printed nothing"
             if (killed := -status if status < 0 else status - SHELL_SIGNAL) in signal.valid_signals():
                 raise LimitError(f"the program was ended by signal {killed}: {shown}")
@@ -128,8 +130,8 @@ class Program:
             while not select.select([running], [], [], max(0.0, min(ALIVE_S, deadline - time.monotonic())))[0]:
                 if time.monotonic() > deadline:
                     raise LimitError(f"over {self._timeout_s:g} seconds by the clock (environment.timeout_s)")
-                if (size := os.fstat(output.fileno()).st_size) > MAX_OUTPUT_BYTES:
-                    raise LimitError(f"the program printed {size:,} bytes, more than {MAX_OUTPUT_BYTES:,}")
+                if os.fstat(output.fileno()).st_size > MAX_OUTPUT_BYTES:
+                    return 0  # the caller refuses it
                 say_alive()
             return running.ended()[0]
         finally:

@@ -109,6 +109,7 @@ def test_a_program_gets_its_row_and_leaves_its_reward(tmp_path: Path, monkeypatc
         (REWARD + "left.write('2'); left.close(); os.kill(os.getpid(), 9)", CallLimitError, "ended by signal 9"),
         (REWARD + "left.write('2'); left.close(); os._exit(128 + 15)", CallLimitError, "ended by signal 15"),
         ("import sys\nwhile True: sys.stdout.write('x' * 1_000_000)", CallLimitError, "the program printed "),
+        ("import os; os.truncate(1, 1 << 30)", CallLimitError, "the program printed 1,073,741,824 bytes"),
         (
             "import os, time\nfor _ in range(100):\n    if os.fork() == 0: time.sleep(30); os._exit(0)\ntime.sleep(30)",
             CallLimitError,
