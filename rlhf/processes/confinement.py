@@ -21,6 +21,7 @@ import functools
 import importlib.util
 import os
 import platform
+import resource
 import socket
 import stat
 import struct
@@ -47,6 +48,7 @@ SYSTEM = (  # /etc/resolv.conf may be a link to elsewhere
     "/sys/kernel/mm/hugepages", "/sys/kernel/mm/transparent_hugepage", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat",
     *(f"/proc/sys/{name}" for name in ("kernel/osrelease", "kernel/pid_max", "kernel/random", "vm/overcommit_memory")),
 )  # fmt: skip
+MIN_OPEN_FILES = 256  # of a domain below others
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 # linux/landlock.h; the numbers of the calls are the same on every architecture
@@ -265,6 +267,11 @@ def enter_domain(
     with contextlib.suppress(PermissionError):  # it leads a session
         os.setsid()
     domain.enter(readable, [str(folder), *writable], listener_to)
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[
+        0
+    ]  # so many descriptors may be on their way, of all of a user
+    fewer = max(open_files // 2, min(open_files, MIN_OPEN_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (fewer, fewer))
     _held.clear()
     close_descriptors(kept)
 
