@@ -110,7 +110,13 @@ class Environment:
         self.coroutines = tuple(name for name in waits if waits[name])
 
     def _add(self, tool: str, options: Mapping[str, Any], label: str) -> None:
-        function = _tool(tool, options, label)
+        if tool in BUILT_IN:
+            try:
+                function = BUILT_IN[tool](**options)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{label}: {error}") from None
+        else:
+            function = _imported(tool, label)
         if getattr(function, "__name__", None) in (None, *self._functions):
             raise ValueError(f"{label}: a tool needs a name of its own. Use a function made by `def`.")
         self._functions[function.__name__] = function
@@ -455,15 +461,6 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
     except Exception as error:  # a hint may name what is not there
         where = getattr(function, "__qualname__", function)
         raise ValueError(f"The tool {where} cannot be offered to a model: {error}") from error
-
-
-def _tool(name: str, options: Mapping[str, Any], label: str) -> Callable[..., Any]:
-    if name not in BUILT_IN:
-        return _imported(name, label)
-    try:
-        return BUILT_IN[name](**options)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{label}: {error}") from None
 
 
 def _imported(name: str, label: str) -> Callable[..., Any]:

@@ -1,12 +1,13 @@
 """What a process may reach: by default its code, the system's files, a folder of its own, and no network.
 
-Any process may use these three mechanisms on itself. The first two are of Linux and hold for all processes below it:
+Any process may use these mechanisms on itself. All but the last are of Linux and hold for all processes below it:
 
-    Landlock    files: only named files can be opened; no process outside can be examined or sent a signal;
-                network: where a port is granted, only TCP connections to that port
-    seccomp     network: no socket can be made, or with a port only those of TCP; files: owners and attributes cannot be
-                changed; processes: the scheduling and limits of others cannot be changed
-    audit hook  network: the same in Python, with a message that names the remedy
+    Landlock      files: only named files can be opened; no process outside can be examined or sent a signal;
+                  network: where a port is granted, only TCP connections to that port
+    seccomp       network: no socket can be made, or with a port only those of TCP; files: owners and attributes cannot
+                  be changed; processes: the scheduling and limits of others cannot be changed
+    capabilities  none is left, but for those that the user's own code needs for files of another user
+    audit hook    network: the same in Python, with a message that names the remedy
 
 Mechanisms that the kernel lacks are left out and reported. A worker confines itself after it has been forked, before it
 imports other people's code.
