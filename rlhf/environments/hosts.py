@@ -56,11 +56,7 @@ def _is_of_model(do: str, seat: _Seat) -> bool:
 def _home(folder: Path) -> Path:
     """The folder of a program, or that around the `bin` of an interpreter, which also has its packages."""
     around = folder.parent
-    has_packages = (
-        (around / "pyvenv.cfg").exists()
-        or any((around / "lib").glob("python*"))
-        or (around / "lib" / "node_modules").exists()
-    )
+    has_packages = any(any(around.glob(name)) for name in ("pyvenv.cfg", "lib/python*", "lib/node_modules"))
     return around if folder.name == "bin" and around != Path("/") and has_packages else folder
 
 

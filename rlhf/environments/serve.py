@@ -50,34 +50,31 @@ def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         The environments, with the limit of a call; and of each {"tools", "rewards", "blocking", "plays", "program",
         "withheld"}: the columns that its rows leave out are those with answers that its code does not name.
     """
-    environments: dict[str, Kind] = {}
-    for value, part in hello["environments"].items():
-        if part["name"] == SERVICE:
-            environments[value] = None
-            continue
-        if part["name"] == PROGRAM:
-            environments[value] = Program(**part["program"])
-            continue
-        play = _coroutine(part["name"])
-        if play is not None and (part["options"] or hello["tools"]):
-            raise ValueError(
-                f"environment name={part['name']!r}: a coroutine takes no options and no tools: it gets the row, and "
-                "passes tools to `generate`. Remove them."
-            )
-        if play is not None:
-            seeding.import_numpy()
-        environments[value] = play or _environment(part, hello["tools"])
     parts, answers = hello["environments"], hello["answers"]
+    environments = {value: _made(part, hello["tools"]) for value, part in parts.items()}
     about = {value: _about(environment, parts[value], answers) for value, environment in environments.items()}
     return {"environments": environments, "wall_seconds": hello["wall_seconds"]}, about
 
 
-def _environment(part: Mapping[str, Any], tools: Sequence[str]) -> Environment:
-    try:
-        return Environment(part["name"], options=part["options"], tools=tools)
-    except ValueError as error:
-        known = str(error).startswith(("environment", "tools"))
-        raise ValueError(str(error) if known else f"environment name={part['name']!r}: {error}") from None
+def _made(part: Mapping[str, Any], tools: Sequence[str]) -> Kind:
+    name = part["name"]
+    if name == SERVICE:
+        return None
+    if name == PROGRAM:
+        return Program(**part["program"])
+    if (play := _coroutine(name)) is None:
+        try:
+            return Environment(name, options=part["options"], tools=tools)
+        except ValueError as error:
+            known = str(error).startswith(("environment", "tools"))
+            raise ValueError(str(error) if known else f"environment name={name!r}: {error}") from None
+    if part["options"] or tools:
+        raise ValueError(
+            f"environment name={name!r}: a coroutine takes no options and no tools: it gets the row, and passes tools "
+            "to `generate`. Remove them."
+        )
+    seeding.import_numpy()
+    return play
 
 
 def _coroutine(name: str | None) -> Play | None:
