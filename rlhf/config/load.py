@@ -207,6 +207,8 @@ def resolved(values: dict[str, Any], given_by: str) -> dict[str, Any]:
     try:
         with limited(f"{given_by}: to follow the references ${{...}} {{}}. Write values in place of some."):
             return OmegaConf.to_container(OmegaConf.create(values), resolve=True)  # type: ignore[return-value]
+    except RecursionError:
+        raise ValueError(f"{given_by}: a value has too many ${{...}} within another. Write values in place.") from None
     except OmegaConfBaseException as error:
         raise ValueError(
             f"{error.full_key}: {first_line(error)}. In a value, ${{...}} stands for another key; write \\${{...}} "

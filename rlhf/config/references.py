@@ -81,7 +81,7 @@ def from_environment(values: Any) -> Any:
 
     try:
         return OmegaConf.to_container(OmegaConf.create({"value": values}), resolve=True)["value"]  # type: ignore
-    except OmegaConfBaseException:
+    except (OmegaConfBaseException, RecursionError):
         return values
 
 
@@ -119,6 +119,10 @@ def _marked(values: Any) -> Any:
 
 def _written_again(name: str, *arguments: Any) -> str:
     def text(argument: Any) -> str:
+        if isinstance(argument, dict):
+            return f"{{{','.join(f'{text(name)}:{text(value)}' for name, value in argument.items())}}}"
+        if isinstance(argument, list):
+            return f"[{','.join(map(text, argument))}]"
         if not isinstance(argument, str):
             return {"None": "null", "True": "true", "False": "false"}.get(str(argument), str(argument))
         quoted = argument.replace("\\", r"\\").replace("'", r"\'")

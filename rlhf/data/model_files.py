@@ -61,6 +61,8 @@ def local_model_config(path: str) -> dict[str, Any] | None:
     for values in (config, config.get("text_config", {})):
         if not isinstance(values, dict):
             raise ValueError(f"{file}: text_config={values!r:.80} is no object. {SAVE_AGAIN}")
+        if not isinstance(kind := values.get("model_type") or "", str):
+            raise ValueError(f"{file}: model_type={kind!r:.80} is no text. {SAVE_AGAIN}")
         for key in SIZES & values.keys():
             size = values[key]
             most = MAX_LAYERS if key in ("num_hidden_layers", "n_layer") else MAX_SIZE
@@ -159,6 +161,11 @@ def load_tokenizer(model: ModelConfig, *, key: str = "model.path") -> Any:
             f"{key}={model.path}: its tokenizer has no vocabulary, so it would turn texts into nothing. A file of it "
             "is missing: tokenizer.json, or vocab.json with merges.txt, or tokenizer.model. Put it there."
         )
+    template, length = tokenizer.chat_template, tokenizer.model_max_length
+    sources = [*template.values()] if isinstance(template, dict) else [template or ""]
+    if not (all(isinstance(source, str) for source in sources) and isinstance(length, int | float)):
+        given = f"chat_template={template!r:.80} and model_max_length={length!r:.80}, which are no text and number"
+        raise ValueError(f"{key}={model.path}: its tokenizer has {given}. {SAVE_AGAIN}")
     end, rows = tokenizer.eos_token_id, embedding_rows(model.path)
     if end is not None and end >= rows:
         raise ValueError(

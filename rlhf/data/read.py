@@ -299,6 +299,8 @@ def _parse(content: bytes, where: str, *, first_line: int = 1) -> Any:
         problem = f"is not JSON ({error.msg}, {position}). Correct or remove it."
     except RecursionError:
         problem = "has brackets within brackets, too many to be read. Correct or remove it."
+    except ValueError as error:  # a number of thousands of digits
+        problem = f"cannot be read ({error}). Correct or remove it."
     raise ValueError(f"{where} {problem}")
 
 

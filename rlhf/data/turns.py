@@ -37,7 +37,8 @@ def stop_token_ids(path: str, tokenizer: Any) -> frozenset[int]:
     folder = local_model_folder(path)
     file = folder / "generation_config.json"
     values = read_json(file if file.is_file() else folder / "config.json")
-    ids = {**values.get("text_config", {}), **values}.get("eos_token_id")
+    inner = values.get("text_config")
+    ids = {**(inner if isinstance(inner, dict) else {}), **values}.get("eos_token_id")
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return frozenset([*own, *([ids] if isinstance(ids, int) else ids or [])])
 

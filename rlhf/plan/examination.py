@@ -243,7 +243,7 @@ def needed_tokens(folder: Path, template: str) -> dict[str, int]:
     """The added tokens of a tokenizer that have a role or stand in the chat template, with their ids."""
     settings = read_json(folder / "tokenizer_config.json")
     roles = [settings.get(name) for name in NAMED_TOKENS]
-    named = {role.get("content") if isinstance(role, dict) else role for role in roles}
+    named = [role.get("content") if isinstance(role, dict) else role for role in roles]
     text = chat_template_text(folder) if template == "model" else ""
     added = added_tokens(folder)
     return {content: number for content, number in added.items() if content in named or content in text}
@@ -260,13 +260,13 @@ def added_tokens(folder: Path) -> dict[str, int]:
         if (at := text.find('"added_tokens"')) >= 0:  # the rest of the file takes longer to parse
             tokens, _ = json.JSONDecoder().raw_decode(text, text.index("[", at))
             added |= {token["content"]: token["id"] for token in tokens}
+        return {str(content): int(number) for content, number in added.items()}
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not JSON ({error}). Download or save the tokenizer again.") from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"{folder}: the added tokens of its tokenizer cannot be read ({error!r}). Download or save it again."
         ) from None
-    return added
 
 
 # --- what needs one ---

@@ -42,6 +42,8 @@ WRITTEN: dict[str, tuple[str, str, str]] = {  # what is given; the key that has 
                                    "${oc.env:UNSET,1}"),
     "a default from a variable": (PART.format("d: '${oc.env:UNSET,${oc.env:PIN}}'"), "reward.parts.0.options.d",
                                   "${oc.env:UNSET,${oc.env:PIN}}"),
+    "a mapping": (PART.format("d: '${oc.create:{a: [${oc.env:PIN}, 1]}}'"), "reward.parts.0.options.d",
+                  "${oc.create:{a:[${oc.env:PIN},1]}}"),
     "a number": ("learner.optimizer.lr=${oc.decode:${oc.env:RATE}}", "learner.optimizer.lr",
                  "${oc.decode:${oc.env:RATE}}"),
     "a whole list": ("rollout.stop=${oc.decode:${oc.env:STOPS}}", "rollout.stop", "${oc.decode:${oc.env:STOPS}}"),

@@ -129,6 +129,7 @@ def test_a_row_of_60_mb_or_of_100_000_brackets_is_named_with_its_line_at_once_or
     for bad, message in (
         (huge, r"data\.train: line 2 of train\.jsonl\b.*\b60,000,\d+ bytes.*\b33,554,432\b"),
         (nested, r"data\.train: line 2 of train\.jsonl\b.*brackets within brackets"),
+        (f'{{"a": {"9" * 5000}}}', r"data\.train: line 2 of train\.jsonl\b.*cannot be read \(Exceeds the limit"),
         (long, r"data\.train: row 2 of train\.jsonl: `question`.*\b5,000,000\b.*\b4,194,304\b"),
     ):
         (folder / "train.jsonl").write_text(f"{good}\n{bad}\n{good}\n")

@@ -219,9 +219,17 @@ def test_a_reward_model_needs_its_head_although_a_critic_of_the_same_path_does_n
     assert problem.startswith(f"reward_model.path={model}: it has no head score.weight")
 
 
-@pytest.mark.parametrize("token", ["<a>", {"special": True}, None])
-def test_added_tokens_that_cannot_be_read_are_refused(model: Path, token: Any) -> None:
-    change_json(model, "tokenizer_config.json", added_tokens_decoder={"5": token})
+BY_NUMBER = [{"5": token} for token in ("<a>", {"special": True}, None, {"content": []})]
+LISTED = [[{"id": number, "content": "<s>"}] for number in ("x", {}, float("inf"))]
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "tokens"),
+    [("tokenizer_config.json", "added_tokens_decoder", tokens) for tokens in BY_NUMBER]
+    + [("tokenizer.json", "added_tokens", tokens) for tokens in LISTED],
+)
+def test_added_tokens_that_cannot_be_read_are_refused(model: Path, file: str, name: str, tokens: Any) -> None:
+    change_json(model, file, **{name: tokens})
     with pytest.raises(ValueError, match="added tokens of its tokenizer cannot be read"):
         check_files(RunModel("model.path", str(model), template="model"))
 
@@ -423,6 +431,13 @@ def test_a_tokenizer_that_no_code_can_read_or_whose_end_has_no_row_is_refused(mo
     change_json(model, "tokenizer_config.json", eos_token="</nope>")  # transformers adds it
     with pytest.raises(ValueError, match=r"'</nope>' \(eos_token of the tokenizer\), has the id 262, "):
         load_tokenizer(loaded)
+    (model / "chat_template.jinja").unlink()
+    before = (model / "tokenizer_config.json").read_text()
+    for wrong in ({"chat_template": [{"name": "a", "template": 5}]}, {"model_max_length": [1]}):
+        change_json(model, "tokenizer_config.json", **wrong)
+        with pytest.raises(ValueError, match=r"which are no text and number\. Download or save"):
+            load_tokenizer(loaded)
+        (model / "tokenizer_config.json").write_text(before)
     (model / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(ValueError, match=r"its tokenizer cannot be loaded \("):
         load_tokenizer(loaded)
