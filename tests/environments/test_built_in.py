@@ -106,7 +106,7 @@ def test_time_and_memory_end_a_program_and_all_that_it_started() -> None:
         "import subprocess, sys\n"
         "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)"
     ))  # fmt: skip
-    eventually(lambda: not is_running(pid))
+    assert eventually(lambda: not is_running(pid))
 
 
 EXIT = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # of a thread
