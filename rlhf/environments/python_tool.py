@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import sys
@@ -66,7 +67,8 @@ def python_tool(
         try:
             place.begin(code)
             if not spares:
-                spares.append(_Place(bounds))
+                with contextlib.suppress(OSError):  # the next program will say so
+                    spares.append(_Place(bounds))
             return await _run(code, place, max_output_characters)
         finally:
             place.close()

@@ -200,6 +200,14 @@ print(asyncio.run(python_tool(memory_mb=9000)("print(1 + 1)")))
     assert done.stdout == "2\n\n", done.stderr
 
 
+def test_a_program_runs_where_there_is_no_room_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = iter([str(tmp_path)])
+    monkeypatch.setattr("tempfile.mkdtemp", lambda **_: next(made, None) or os.mkdir(tmp_path / "no" / "room"))
+    assert run("print(1)") == "1\n"
+
+
 def test_many_programs_run_at_the_same_time_in_one_process() -> None:
     async def many() -> list[str]:
         tool = python_tool()
