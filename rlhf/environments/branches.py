@@ -22,10 +22,11 @@ Each request is counted by its kind (`calls` of the facts):
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,7 @@ from rlhf.rollout.token_log import TokenLog
 from rlhf.types import Outcome, Prompt, Rollout
 
 MAX_REFUSED = 1000  # turns past a limit that a coroutine may ask for: one that does not look at them never ends
+UNNOTICED_S = 0.005  # of the event loop, for one context
 
 
 class TooLongError(FailedError):
@@ -116,6 +118,7 @@ class Branches:
     calls: dict[str, Any] = field(default_factory=dict)  # those in its turns by id, in a form that compares
     answering: set[asyncio.Task[Any] | None] = field(default_factory=set)
     turn_ended: asyncio.Condition = field(default_factory=asyncio.Condition)
+    read: asyncio.Lock = field(default_factory=asyncio.Lock)
     ended: bool = False
 
     async def answer(self, request: Mapping[str, Any]) -> Message:
@@ -152,21 +155,20 @@ class Branches:
             if not isinstance(asked, int) or asked < 1:
                 raise FailedError(f"`generate` was called with max_tokens={asked!r}, not a whole number from 1 on.")
             most = min(most, asked)
-        async with self.turn_ended:  # those in progress may leave some of what they were promised
-            await self.turn_ended.wait_for(lambda: not self.promised or self._left() >= most)
-        if why := "max_rollout_tokens" if self._left() < 1 else self.played.limit(self.limits):
-            return self._refuse(why)
-        budget = min(most, self._left())
-        try:
-            key = "data.max_prompt_tokens + rollout.max_rollout_tokens"
-            messages = request.get("messages") or ()
-            check_size(messages, most=self.limits.max_sequence_tokens, key=key)
-            units = self._units(messages)
-            log = self._log_of(request, units)
-        except FailedError:
-            raise
-        except Exception as error:  # the context is the coroutine's, and a template may raise anything about it
-            raise FailedError(f"`generate` was called with a context that cannot be read: {error}") from None
+        async with self._reading(most):
+            if why := "max_rollout_tokens" if self._left() < 1 else self.played.limit(self.limits):
+                return self._refuse(why)
+            budget = min(most, self._left())
+            try:
+                key = "data.max_prompt_tokens + rollout.max_rollout_tokens"
+                messages = request.get("messages") or ()
+                check_size(messages, most=self.limits.max_sequence_tokens, key=key)
+                units = self._units(messages)
+                log = self._log_of(request, units)
+            except FailedError:
+                raise
+            except Exception as error:  # the context is the coroutine's, and a template may raise anything about it
+                raise FailedError(f"`generate` was called with a context that cannot be read: {error}") from None
         if log is None:
             return self._refuse("max_rollout_tokens")
         budget = min(budget, self.limits.max_sequence_tokens - len(log))
@@ -203,12 +205,30 @@ class Branches:
                 self.turn_ended.notify_all()
         return completion
 
-    def count(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> int:
-        """Tokens of a conversation, nothing of which is sampled."""
+    @contextlib.asynccontextmanager
+    async def _reading(self, most: int = 0) -> AsyncIterator[None]:
+        """A context is read, when `most` tokens are left; for as long again no other is: it holds up everybody."""
+        await self.read.acquire()
+        began = time.monotonic()
         try:
-            return len(self._ids({"messages": messages, "tools": tools}))
-        except Exception as error:  # a template may raise anything about messages
-            raise FailedError(f"the messages cannot be rendered: {error}") from None
+            async with self.turn_ended:  # those in progress may leave some of what they were promised
+                await self.turn_ended.wait_for(lambda: not self.promised or self._left() >= most)
+            began = time.monotonic()
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            if seconds < UNNOTICED_S:
+                self.read.release()
+            else:
+                asyncio.get_running_loop().call_later(seconds, self.read.release)
+
+    async def count(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> int:
+        """Tokens of a conversation, nothing of which is sampled."""
+        async with self._reading():
+            try:
+                return len(self._ids({"messages": messages, "tools": tools}))
+            except Exception as error:  # a template may raise anything about messages
+                raise FailedError(f"the messages cannot be rendered: {error}") from None
 
     def _left(self) -> int:
         """Tokens of the rollout that are neither sampled nor promised."""

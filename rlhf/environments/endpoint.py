@@ -189,7 +189,7 @@ class Endpoint:
             return {"refused": f"a message cannot be read: {error}"}
         try:
             if request["counts"]:
-                return {"prompt_tokens": branches.count(messages, tools)}
+                return {"prompt_tokens": await branches.count(messages, tools)}
             turn = await branches.turn(
                 {
                     "messages": messages,

@@ -88,9 +88,10 @@ class HttpClient:
             parts = urlsplit(address)
             credentials, _, host = parts.netloc.rpartition("@")
             self._url = URL(parts._replace(netloc=host).geturl())
-            is_address = self._url.scheme in ("http", "https") and bool(self._url.host)
+            is_address = self._url.scheme in ("http", "https") and bool(self._url.host) and not self._url.fragment
         if not is_address:
-            raise ValueError(f"{section}{name}={hide(address)}: it is no address. Write such as http://HOST:8000/v1.")
+            shown = re.sub("//.*@", "//<secret>@", hide(address))  # a password with a "/" is not seen as one
+            raise ValueError(f"{section}{name}={shown}: it is no address. Write such as http://HOST:8000/v1.")
         self.name = hide(f"{section}{name}={self._url}")
         authorization = f"Basic {base64.b64encode(unquote(credentials).encode()).decode()}" if credentials else ""
         if key_variable_name is not None:
@@ -134,6 +135,7 @@ class HttpClient:
         connect_s = min(CONNECT_S, self._timeout_s / 2)  # the first to end: then the server never had the request
         times = aiohttp.ClientTimeout(total=self._timeout_s, connect=connect_s)
         proxy = proxy_of(url)
+        through = f" through the proxy {hide(proxy)}" if proxy else ""
         try:
             async with (
                 aiohttp.ClientSession(timeout=times, auto_decompress=False) as session,
@@ -145,14 +147,14 @@ class HttpClient:
                 text = bytearray()
                 while len(text) <= most_bytes and (more := await reply.content.read(most_bytes + 1 - len(text))):
                     text += more
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            through = f" through the proxy {hide(proxy)}" if proxy else ""
-            raise UnconnectedError(f"{type(error).__name__}{through}: {error}") from None
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.ClientHttpProxyError) as error:
+            raise UnconnectedError(f"{type(error).__name__}{through}: {_start(str(error))}") from None
         except TimeoutError:
-            raise LateError(f"over {self._timeout_s:g} seconds by the clock ({self._section}timeout_s)") from None
+            late = f"over {self._timeout_s:g} seconds by the clock ({self._section}timeout_s){through}"
+            raise LateError(late) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             reason = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
-            raise PassingError(f"{type(error).__name__}: {_start(reason)}") from None
+            raise PassingError(f"{type(error).__name__}{through}: {_start(reason)}") from None
         return _body(reply, bytes(text), most_bytes)
 
 

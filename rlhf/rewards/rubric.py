@@ -60,6 +60,7 @@ class RubricGrader:
         )  # fmt: skip
         self._used = _USED.setdefault(options.model_dump_json(), {"max_requests": 0, "max_tokens": 0})
         self._cache: dict[tuple[str, tuple[float, ...]], asyncio.Task[Grade]] = {}
+        self._places = asyncio.Semaphore(options.requests_at_once)
         self._told = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rubric", daemon=True)
@@ -96,19 +97,24 @@ class RubricGrader:
         task = self._cache.get((body, weights))
         is_cached = task is not None
         if task is None:
-            if over := self._over_budget():
-                return Grade(None, UNSCORABLE, detail=over)
-            self._used["max_requests"] += 1
             if len(self._cache) >= MAX_CACHED:
                 del self._cache[next(iter(self._cache))]
-            asked = self._client.ask(body.encode(), lambda reply: self._read(reply, weights))
-            self._cache[body, weights] = task = self._loop.create_task(asked)
+            self._cache[body, weights] = task = self._loop.create_task(self._ask(body, weights))
         try:
             grade = await asyncio.shield(task)
         except RequestError as error:
             self._cache.pop((body, weights), None)
             return Grade(None, FAILED, detail=str(error))
+        if grade.status == UNSCORABLE:
+            self._cache.pop((body, weights), None)
         return grade._replace(metrics=KNOWN) if is_cached else grade
+
+    async def _ask(self, body: str, weights: Sequence[float]) -> Grade:
+        async with self._places:
+            if over := self._over_budget():
+                return Grade(None, UNSCORABLE, detail=over)
+            self._used["max_requests"] += 1
+            return await self._client.ask(body.encode(), lambda reply: self._read(reply, weights))
 
     def _over_budget(self) -> str:
         """Why nothing more is asked; "" while the budget lasts. Raises RuntimeError if the run is to end."""

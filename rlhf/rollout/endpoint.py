@@ -178,7 +178,8 @@ class Driver:
                 self.clients[message["open"]] = _Client(message["most_tokens"])
             elif "close" in message:
                 self.ended.append(message["close"])
-                for connection in list(self.clients.pop(message["close"]).connections):
+                # the rollout may have begun with a process before this one
+                for connection in list(self.clients.pop(message["close"], _Client()).connections):
                     self.meet(connection)
             elif "ping" in message:
                 self.send(message)

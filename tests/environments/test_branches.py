@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from documented import check_documented
 from fake_environments import Script, Templates, prompt, text
 
 from rlhf.config.environment import KINDS
-from rlhf.environments.branches import play_coroutine
+from rlhf.environments.branches import Branches, play_coroutine
 from rlhf.environments.turns import FailedError, Limits
 from rlhf.rollout.requests import Completion
 from rlhf.run.rollout_log import environment_metrics
@@ -461,3 +462,24 @@ def test_tools_that_a_program_does_not_offer_are_not_called() -> None:
     how: Any = {"generate": Offered(["one", "two"]), "templates": Templates(), "limits": ROOMY}
     asyncio.run(play_coroutine(prompt(), 0, lambda branches: coroutine(branches.answer), **how))
     assert offers == [{"offered": []}, {}]
+
+
+def test_contexts_of_a_rollout_that_take_long_to_read_hold_up_no_other_rollout() -> None:
+    class Long(Templates):
+        def prompt(self, *arguments: Any, **how: Any) -> Any:
+            time.sleep(0.05)
+            return super().prompt(*arguments, **how)
+
+    async def ticks() -> tuple[int, int]:
+        nothing: Any = None
+        hostile = Branches(nothing, Long(), ROOMY, ())
+        counts = [asyncio.ensure_future(hostile.count([USER], [])) for _ in range(8)]
+        began, ticked = time.monotonic(), 0
+        while not all(task.done() for task in counts):
+            await asyncio.sleep(0.01)
+            ticked += 1
+        return ticked, round((time.monotonic() - began) / 0.05)
+
+    ticked, periods = asyncio.run(ticks())
+    assert periods >= 15  # eight that read, and seven for others
+    assert ticked >= 14

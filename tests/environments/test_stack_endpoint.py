@@ -272,6 +272,12 @@ def test_a_request_without_a_key_with_another_or_after_the_end_is_refused(world:
         assert why in answer.json()["error"]["message"]
 
 
+def test_the_end_of_a_rollout_of_an_earlier_process_ends_no_later_one(world: World) -> None:
+    world.loop.call_soon_threadsafe(world.endpoint._send, {"close": "sk-earlier"})
+    assert world.played(chats, [])[1].status_code == 200
+    assert world.played(chats, [])[1].status_code == 200
+
+
 @pytest.mark.parametrize(
     "path", ["/metrics", "/docs", "/openapi.json", "/v1/completions", "/tokenize", "/scale_elastic_ep", "/"]
 )

@@ -258,6 +258,12 @@ def test_a_proxy_of_the_environment_is_asked_for_other_machines_alone(
     assert [host for host in ELSEWHERE if proxy_of(URL(f"http://{host}:81/"))] == ["notlocalhost", "[2001:db8::1]"]
     monkeypatch.setenv("https_proxy", "proxy:3128")
     assert proxy_of(URL("https://judge.test/")) == "http://proxy:3128"
+    with serving(with_length(b"", status="407 Who?")) as (proxy, _):
+        monkeypatch.setenv("https_proxy", f"http://user:{KEY}@127.0.0.1:{proxy}")
+        client = HttpClient("a.", "b", "https://judge.test/", timeout_s=TIMEOUT_S, retries=0, at_once=1)
+        _, message = raised(lambda: client.ask(None, bytes))
+    assert f"through the proxy http://user:<secret>@127.0.0.1:{proxy}: 407, message='Who?'" in message
+    assert KEY not in message
 
 
 @pytest.mark.parametrize(
@@ -280,7 +286,8 @@ def test_who_is_busy_is_asked_again_when_it_says_and_who_refuses_is_not(
 
 @pytest.mark.parametrize(
     "address", ["", "judge", "localhost:8000/v1", "ftp://h", "http://", "http://:80", "http://h:99999", "http://[::1",
-                "http://xn--/",                f"http://me:{KEY}@h:x/"],
+                "http://xn--/", f"http://me:{KEY}@h:x/",
+                *(f"http://me:{mark}{KEY}@h/" for mark in ("a/", "a?", "a#", "#"))],
 )  # fmt: skip
 def test_an_address_that_is_none_is_refused_before_anything_is_asked(address: str) -> None:
     with pytest.raises(ValueError, match=r"^a\.b=.*: it is no address\. ") as refused:

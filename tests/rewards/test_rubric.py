@@ -71,20 +71,20 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
 
 
 def graded(
-    endpoint: Endpoint, responses: list[str], *, columns: Any = None, said: Any = None, **keys: Any
+    endpoint: Endpoint, responses: list[str], *, columns: Any = None, said: Any = None, waits: bool = True, **keys: Any
 ) -> list[Any]:
-    """The grades, or the errors, of responses that are graded one after another."""
+    """The grades, or the errors, of responses; `waits`: each is graded before the next one."""
     criteria = {} if "criteria_column" in keys else {"criteria": CRITERIA}
     options = RubricOptions.model_validate({"url": endpoint.url, "model": "judge", **criteria, **keys})
     grader = RubricGrader(options, [].append if said is None else said.append)
     metadata = {"messages": [{"role": "user", "content": "Greet me."}], "in_thought": False}
     job = {"answer": "", "columns": columns or {}, "metadata": metadata}
     try:
-        results = []
-        for response in responses:
-            (future,) = grader.submit_many([{**job, "response": response}])
-            results.append(future.exception(timeout=WAIT_S) or future.result())
-        return results
+        jobs = [{**job, "response": response} for response in responses]
+        parts = [[one] for one in jobs] if waits else [jobs]
+        return [
+            future.exception(timeout=WAIT_S) or future.result() for part in parts for future in grader.submit_many(part)
+        ]
     finally:
         grader.close()
 
@@ -225,6 +225,13 @@ def test_at_the_budget_the_run_ends_by_name_or_responses_are_unscorable(endpoint
     assert graded(endpoint, ["e"], over_budget="unscorable", **bound)[0].status == "unscorable", (
         "as if a run starts again"
     )
+
+
+def test_what_waits_for_a_place_when_the_budget_is_used_up_is_not_asked(endpoint: Endpoint) -> None:
+    options: Any = {"max_tokens": 200, "over_budget": "unscorable", "requests_at_once": 1}
+    grades = graded(endpoint, list("abcdefgh"), waits=False, **options)
+    assert [grade.status for grade in grades] == ["ok"] * 2 + ["unscorable"] * 6
+    assert len(endpoint.asked) == 2
 
 
 def test_a_key_comes_from_the_environment_of_the_run(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
