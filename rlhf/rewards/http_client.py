@@ -185,7 +185,11 @@ def proxy_of(url: URL) -> str | None:
     """The proxy that the environment names for an address; None for this machine, also by its name."""
     host = (url.raw_host or "").rstrip(".").lower()
     with contextlib.suppress(OSError, ValueError):  # 127.1 is an address too; a name is not looked up
-        host = str(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][4][0])
+        family, *_, address = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0]
+        host = str(address[0])
+        with socket.socket(family) as trial:
+            trial.bind(address)  # only to an own address
+            return None
     if HERE.fullmatch(host) or host == socket.gethostname().lower() or proxy_bypass(url.authority):
         return None
     proxy = getproxies().get(url.scheme)
