@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from rlhf.processes.confinement import close_descriptors, enter_domain, scope_signals
 from rlhf.processes.forkers import BOOT, PACKAGE
 from rlhf.processes.modes import answer_call
-from rlhf.processes.outside import KILL_S, adopt_orphans, die_with_parent, kill_children, may_signal, pids
+from rlhf.processes.outside import KILL_S, adopt_orphans, die_with_parent, kill_children, may_signal, pids, threads_of
 
 LOOK_S, LOOK_FRACTION = 0.02, 0.05  # between looks at what a command uses; share of the time that they may take
 PARENT_S = 1.0  # between looks whether the caller is there, if code of the user has copied its end of the socket
@@ -225,7 +225,7 @@ def _watch(
 def _exceeded(folder: Path, bounds: Bounds, below: Sequence[int]) -> str:
     if len(below) > bounds.processes:
         return f"it has over {bounds.processes:g} processes"
-    if sum(map(_threads, below)) > THREADS * bounds.processes:
+    if sum(map(threads_of, below)) > THREADS * bounds.processes:
         return f"it has over {THREADS * bounds.processes:g} threads"
     blocks = count = 0
     try:
@@ -280,12 +280,6 @@ def _ends(pid: int) -> bool:
         return bool(select.select([ended], [], [], 1.0)[0])
     finally:
         os.close(ended)
-
-
-def _threads(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        return os.stat(f"/proc/{pid}/task").st_nlink - 2  # a folder for each
-    return 0
 
 
 def _below(group: int) -> list[int]:

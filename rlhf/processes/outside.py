@@ -65,6 +65,13 @@ def may_signal(pid: int) -> bool:
     return False
 
 
+def threads_of(pid: int) -> int:
+    """How many threads a process has; numbers of processes and threads are for the whole machine."""
+    with contextlib.suppress(OSError):
+        return os.stat(f"/proc/{pid}/task").st_nlink - 2  # a folder for each
+    return 0
+
+
 def count_below(pid: int, limit: int) -> int:
     """How many processes are below a process; counting stops above the limit."""
     count, frontier = 0, {pid}

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 from rlhf.config.reward import WALL_PER_CPU, CodeOptions
 from rlhf.processes.channel import Channel
 from rlhf.processes.forkers import BOOT, PACKAGE
-from rlhf.processes.outside import Stopwatch
+from rlhf.processes.outside import Stopwatch, threads_of
 from rlhf.rewards.code_blocks import MAX_CHARACTERS, imports, program
 from rlhf.rewards.code_tests import FORMS, CallTest, ProgramTest, Tests, read_tests
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, UNSCORABLE, Grade
@@ -34,6 +34,7 @@ MAX_ANSWER_BYTES = 1 << 22  # of one result, and of what a program prints
 READ_BYTES = 1 << 16
 START_S = 5.0  # for a Python interpreter, next to other jobs; less than `reward.wall_seconds`
 POLL_S, PAUSE_S = 0.02, 0.001
+MAX_THREADS = 512
 
 
 class WrongError(Exception):
@@ -241,6 +242,8 @@ class Solution(contextlib.AbstractContextManager["Solution"]):
         if self._watch.running and (limit := self._watch.exceeded(**self._limits)):
             self.ended = True
             raise LateError(limit)
+        if threads_of(self._process.pid) > MAX_THREADS:
+            self._fail(f"over {MAX_THREADS} threads")
 
     def _read_line(self, fd: int, max_bytes: int = MAX_ANSWER_BYTES) -> Any:
         while b"\n" not in self._rest:

@@ -268,6 +268,8 @@ ATTEMPTS = {
     "inspect": "import inspect\ndef square(x):\n    return [f.frame.f_locals for f in inspect.stack()][-1].get('expected')",
     "atexit": "import atexit, os\natexit.register(os._exit, 0)\ndef square(x): 0",
     "a thread": "import threading, os\nthreading.Timer(0.05, os._exit, [0]).start()\ndef square(x):\n    while True: pass",
+    "thousands of threads": "import _thread, time, threading\nthreading.stack_size(32768)\nn = 0\n"
+    "while n < 600: n += 1; _thread.start_new_thread(time.sleep, (60,))\ntime.sleep(0.5)\ndef square(x): return x * x",
     "a signal handler": "import signal, os\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0))\nsignal.setitimer(signal.ITIMER_REAL, 0.05)\n"
     "def square(x):\n    while True: pass",
     "a fork": "import os\nif os.fork() == 0:\n    os._exit(0)\ndef square(x): 0",
