@@ -24,6 +24,7 @@ MAX_SHOWN = 100  # characters of what a client sent, in a message
 NAME_OF_KEY = re.compile(r"[\w.-]{1,64}", re.ASCII)  # what is shown of keys that are ignored
 MAX_CONNECTIONS = 128  # of a rollout at once, and requests that are answered at once
 STRANGER_S, MAX_STRANGERS = 5.0, 256  # that a connection has for its first key; such connections
+CONNECTING = 8  # more of them for each rollout, since many may begin at once
 
 # Keys that the app is given; it validates them. Every other key is ignored, or refused.
 KEPT = {

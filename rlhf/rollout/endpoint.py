@@ -57,6 +57,7 @@ from rlhf.processes.channel import MAX_BYTES
 from rlhf.processes.outside import die_with_parent
 from rlhf.rollout.chat import (
     BACKLOG,
+    CONNECTING,
     COUNT_TOKENS,
     ENDED,
     MAX_BODY_BYTES,
@@ -138,16 +139,20 @@ class Driver:
         """Give a connection a few seconds to send a key."""
         connection.move(self.strangers)
         connection.timer = asyncio.get_running_loop().call_later(STRANGER_S, connection.end)
-        if len(self.strangers.connections) > MAX_STRANGERS:
+        if len(self.strangers.connections) > self._shares()[0]:
             next(iter(self.strangers.connections)).end()
+
+    def _shares(self) -> tuple[int, int]:
+        """The most connections of strangers, more where many rollouts may begin at once, and of each rollout."""
+        fds, rollouts = resource.getrlimit(resource.RLIMIT_NOFILE)[0], max(1, len(self.clients))
+        strangers = max(MAX_STRANGERS, min(MAX_STRANGERS + CONNECTING * rollouts, fds // 4))
+        return strangers, min(MAX_CONNECTIONS, max(1, (fds - strangers - SPARE_FDS) // rollouts))
 
     def admit(self, connection: _Connection, client: _Client) -> None:
         """Let a rollout have this connection, in place of an idle one if it has many; RefusedError if none is idle."""
         if connection.transport.is_closing():
             raise RefusedError(HTTPStatus.BAD_REQUEST, "the client has gone")
-        fds = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - MAX_STRANGERS - SPARE_FDS
-        most = min(MAX_CONNECTIONS, max(1, fds // len(self.clients)))
-        if connection.owner is not client and len(client.connections) >= most:
+        if connection.owner is not client and len(client.connections) >= self._shares()[1]:
             if (idle := next((each for each in client.connections if each.is_idle), None)) is None:
                 raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, "this key has too many requests at once")
             idle.end()

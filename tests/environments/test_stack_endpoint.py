@@ -36,7 +36,7 @@ from rlhf.environments.service import Service
 from rlhf.environments.sessions import outcome_of
 from rlhf.environments.turns import Limits
 from rlhf.quickstart import write_quickstart
-from rlhf.rollout.chat import MAX_CONNECTIONS, MAX_STRANGERS, STRANGER_S
+from rlhf.rollout.chat import CONNECTING, MAX_CONNECTIONS, MAX_STRANGERS, STRANGER_S
 from rlhf.rollout.requests import Completion
 from rlhf.types import Outcome, Prompt, Rollout, VersionSpan
 
@@ -488,13 +488,33 @@ def test_the_oldest_of_many_connections_without_a_key_is_closed(world: World) ->
         with contextlib.ExitStack() as opened:
             used = opened.enter_context(httpx.Client(headers={"x-api-key": key}))
             assert used.get(f"{url}/v1/models").status_code == 200
-            strangers = [opened.enter_context(connected(url)) for _ in range(MAX_STRANGERS + 1)]
+            strangers = [opened.enter_context(connected(url)) for _ in range(MAX_STRANGERS + CONNECTING + 1)]
             assert answered(strangers[0]) == b""
             strangers[-1].sendall(head(key, LENGTH) + BODY)  # within its own seconds
             assert b"200 OK" in strangers[-1].recv(1 << 16)
             assert used.get(f"{url}/v1/models").status_code == 200
 
     world.played(act, [])
+
+
+def test_rollouts_that_all_connect_before_one_sends_its_key_are_served(world: World) -> None:
+    count, connected_all = MAX_STRANGERS // CONNECTING + 8, asyncio.Barrier(MAX_STRANGERS // CONNECTING + 8)
+    answers: list[bytes] = []
+
+    async def run(where: Mapping[str, str]) -> Outcome:
+        host, port = where["url"].removeprefix("http://").split(":")
+        opened = [await asyncio.open_connection(host, int(port)) for _ in range(CONNECTING)]
+        await connected_all.wait()
+        for reader, writer in opened:
+            with contextlib.suppress(ConnectionError):
+                writer.write(head(where["key"], CLOSES, first="GET /v1/models HTTP/1.1"))
+                answers.append(await reader.read())
+            writer.close()
+        return Outcome(reward=1.0)
+
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(lambda _: world.run(run, []), range(count)))
+    assert sum(b"200 OK" in answer for answer in answers) == count * CONNECTING
 
 
 def test_a_key_has_a_bound_of_its_own_on_connections_and_the_idle_ones_make_room(world: World) -> None:
