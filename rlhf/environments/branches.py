@@ -52,6 +52,7 @@ from rlhf.rollout.requests import Completion
 from rlhf.rollout.token_log import TokenLog
 from rlhf.types import Outcome, Prompt, Rollout
 
+MAX_RENDERED = 1000  # new messages of a request
 MAX_REFUSED = 1000  # turns past a limit that a coroutine may ask for: one that does not look at them never ends
 UNNOTICED_S = 0.005  # of the event loop, for one context
 
@@ -261,7 +262,8 @@ class Branches:
             more = np.asarray(request["token_ids"][context.length :], np.int32)
         else:
             after = int(context.log.token_ids[context.length - 1])
-            more = self.templates.suffix(said, request.get("tools"), after=after) if said else np.empty(0, np.int32)
+            tools = request.get("tools")
+            more = self.templates.suffix(_few(said), tools, after=after) if said else np.empty(0, np.int32)
         if (context is None and not len(more)) or ((more < 0) | (more >= self.limits.vocabulary)).any():
             raise FailedError("`generate` was called with no tokens, or with ids that the tokenizer does not have.")
         token_ids = more if context is None else np.concatenate([context.log.token_ids[: context.length], more])
@@ -288,7 +290,7 @@ class Branches:
     def _ids(self, request: Mapping[str, Any]) -> np.ndarray:
         if "token_ids" in request:
             return np.asarray(request["token_ids"], np.int32)
-        return self.templates.prompt(list(map(_with_text, request["messages"])), request.get("tools"))
+        return self.templates.prompt(list(map(_with_text, _few(request["messages"]))), request.get("tools"))
 
     def _kind(self, context: _Context | None, texts: tuple[str, ...]) -> str:
         """What a request is to those before it; see above."""
@@ -375,6 +377,13 @@ def _with_text(message: Mapping[str, Any]) -> Message:
     read = read_message(message)
     content = read["content"]
     return read if isinstance(content, str) else {**read, "content": joined(content, read["role"])}
+
+
+def _few(messages: list[Any]) -> list[Any]:
+    """Messages that are rendered at once; some templates (Gemma 4's) take the square of their number."""
+    if len(messages) > MAX_RENDERED:
+        raise FailedError(f"a request has {len(messages)} new messages, and at most {MAX_RENDERED} are taken at once.")
+    return messages
 
 
 def _said_after(

@@ -259,6 +259,21 @@ def test_a_coroutine_that_ignores_a_limit_for_ever_is_ended() -> None:
     assert "finish_reason" in rollout.facts["error"]
 
 
+def test_more_new_messages_than_a_template_writes_in_a_short_time_are_refused() -> None:
+    many, short = [USER] * 1000, Limits(50, 100_000)
+
+    async def coroutine(answer: Answer) -> Outcome:
+        for asked in ([*many, USER], [USER, said("one"), *many, USER]):
+            with pytest.raises(FailedError, match="new messages, and at most 1000"):
+                await answer({"messages": asked})
+        await answer({"messages": many})
+        await answer({"messages": [*many, said("one"), *many]})
+        return Outcome(reward=1.0)
+
+    rollout, _ = play(coroutine, ["one", "two"], short)
+    assert rollout.outcome == Outcome(reward=1.0)
+
+
 def test_a_coroutine_that_fails_before_its_first_turn_needs_no_prompt() -> None:
     async def fails(_: Answer) -> Outcome:
         raise FailedError("play: ValueError: no")
