@@ -210,7 +210,7 @@ class Branches:
     async def _reading(self, most: int = 0) -> AsyncIterator[None]:
         """A context is read, when `most` tokens are left; for as long again no other is: it holds up everybody."""
         await self.read.acquire()
-        began = time.monotonic()
+        began = float("inf")  # waiting for tokens, which may be cancelled, holds up nobody
         try:
             async with self.turn_ended:  # those in progress may leave some of what they were promised
                 await self.turn_ended.wait_for(lambda: not self.promised or self._left() >= most)
