@@ -25,7 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf.processes.domains import Command, remove, write_launcher
+from rlhf.processes.domains import Command, write_launcher
+from rlhf.processes.outside import remove
 from rlhf.processes.returned import printable_json, read_returned
 
 TIMEOUT_S = 600.0  # where the config sets none

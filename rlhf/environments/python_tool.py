@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.environments.places import without_places
-from rlhf.processes.domains import Bounds, Command, remove
+from rlhf.processes.domains import Bounds, Command
+from rlhf.processes.outside import remove
 
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
 MIB = 1 << 20

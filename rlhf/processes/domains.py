@@ -18,11 +18,9 @@ import os
 import resource
 import select
 import shlex
-import shutil
 import signal
 import socket
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -308,15 +306,6 @@ def _kill_below(is_scoped: bool) -> None:
                 os.kill(-1, signal.SIGKILL)  # all at once, so that none can outrun it; it reaches those below alone
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 time.sleep(0.0005)
-
-
-def remove(folder: Path) -> None:
-    """Remove a folder that a command has left, also with folders in it that are deep or without permissions."""
-    with contextlib.suppress(RecursionError):
-        shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        script = 'chmod -R u+rwx "$1"; rm -rf "$1"'
-        subprocess.run(["/bin/sh", "-c", script, "sh", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 def write_launcher(file: Path, folder: Path, readable: Sequence[str]) -> None:

@@ -14,7 +14,6 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -27,7 +26,7 @@ from rlhf.processes.channel import Channel
 from rlhf.processes.code import loaded_sources
 from rlhf.processes.confinement import Grants
 from rlhf.processes.output import WorkerStdout, redirect_output
-from rlhf.processes.outside import adopt_orphans, children_of, die_with_parent, kill_children
+from rlhf.processes.outside import adopt_orphans, children_of, die_with_parent, kill_children, remove
 
 RETRY_S = 0.1  # between attempts to kill processes that do not die at once
 
@@ -128,13 +127,13 @@ class Keeper:
         if gone or self._orphans:
             self._orphans = not kill_children(spared=self._numbers.keys() | self._own)
         for pid, number in gone.items():
-            shutil.rmtree(self._folder / str(pid), ignore_errors=True)
+            remove(self._folder / str(pid))
             self._control.send({"gone": number})
 
     def _end(self) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         kill_children(spared=())
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove(self._folder)
         os._exit(0)
 
 

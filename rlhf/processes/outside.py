@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -142,3 +144,12 @@ class Stopwatch:
             return int(Path(f"/proc/{self._pid}/schedstat").read_text().split()[1]) / 1e9
         except (OSError, IndexError, ValueError):  # it is gone, or the kernel has no CONFIG_SCHEDSTATS
             return 0.0
+
+
+def remove(folder: str | Path) -> None:
+    """Remove a folder that a command has left, also with folders in it that are deep or without permissions."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):
+        script = 'chmod -R u+rwx "$1"; rm -rf "$1"'
+        subprocess.run(["/bin/sh", "-c", script, "sh", folder], stderr=subprocess.DEVNULL, check=False)

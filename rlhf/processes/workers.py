@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import shutil
 import socket
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from rlhf.processes.code import changed_sources
 from rlhf.processes.confinement import Grants, system_files
 from rlhf.processes.forkers import START_S, Forker, KeeperProcess
 from rlhf.processes.output import OutputPipe, PrintedLines
-from rlhf.processes.outside import Stopwatch, count_below, may_signal
+from rlhf.processes.outside import Stopwatch, count_below, may_signal, remove
 
 TIMEOUT = "timeout"  # the worker exceeded a limit of time
 DIED = "died"  # it ended, or exceeded another limit
@@ -460,7 +459,7 @@ class Workers:
         for worker in self._workers.values():
             self._close(worker)
         self._printed.end_window()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove(self._folder)
         self._selector.close()
         self._wake_read.close()
         self._wake_write.close()

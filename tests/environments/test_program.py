@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import socket
 import sys
@@ -219,6 +220,27 @@ def test_what_a_program_leaves_running_ends_with_its_rollout(tmp_path: Path) -> 
     with hosts(tmp_path, source) as opened:
         assert asyncio.run(outcome(opened)) == Outcome()
         assert eventually(lambda: not any("agent.py" in each.command for each in below_keeper(opened)))
+
+
+def test_a_folder_of_any_depth_is_removed_with_its_process(tmp_path: Path) -> None:
+    source = "import json, os, time\ntime.sleep(60 * json.load(open(os.environ['RLHF_ROW']))['minutes'])"
+
+    async def play(opened: Hosts) -> Any:
+        cut = asyncio.ensure_future(outcome(opened, minutes=1))
+        while not (made := [*Path(opened._folder).glob("**/program-*/work")]):
+            await asyncio.sleep(0.05)
+        folder = os.open(made[0], os.O_RDONLY)
+        for _ in range(1100):
+            os.mkdir("x", dir_fd=folder)
+            above, folder = folder, os.open("x", os.O_RDONLY, dir_fd=folder)
+            os.close(above)
+        os.close(folder)
+        cut.cancel()
+        return await outcome(opened, minutes=0)
+
+    with hosts(tmp_path, source) as opened:
+        assert asyncio.run(play(opened)) == Outcome()
+        assert eventually(lambda: not [*Path(opened._folder).glob("*/*/program-*")])
 
 
 def below_keeper(opened: Hosts) -> list[Any]:
