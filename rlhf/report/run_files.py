@@ -68,7 +68,7 @@ class RunFiles:
 
     def rollout_files(self) -> dict[int, Path]:
         """The file of each training step whose rollouts were written, by step."""
-        files = sorted(self.path.glob("rollouts/step-*.jsonl"))
+        files = sorted(file for file in self.path.glob("rollouts/step-*.jsonl") if file.is_file())
         return {int(file.stem[5:]): file for file in files if file.stem[5:].isdecimal()}
 
     def planned_learning_rates(self) -> dict[int, float]:

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import gzip
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -516,3 +517,9 @@ def test_a_filter_that_nothing_fits_and_a_step_that_is_not_there_say_which_steps
         show.main([path, "--contains", "nowhere"])
     with pytest.raises(ValueError, match=r"--step 9: .*\b1 to 4\b"):
         show.main([path, "--step", "9"])
+
+
+def test_a_pipe_among_the_rollouts_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    os.mkfifo(tmp_path / "rollouts" / "step-1.jsonl")
+    assert RunFiles(tmp_path, tmp_path / "config.yaml", {}, []).rollout_files() == {}
