@@ -66,7 +66,11 @@ def local_model_config(path: str) -> dict[str, Any] | None:
         for key in SIZES & values.keys():
             size = values[key]
             most = MAX_LAYERS if key in ("num_hidden_layers", "n_layer") else MAX_SIZE
-            if not (size is None or (type(size) is int and 0 <= size <= most)):
+            by_layer = size if isinstance(size, list) else [size]  # Gemma 3n has a size for each
+            if not all(
+                each is None or (type(each) in (int, float) and 0 <= each <= most and each % 1 == 0)
+                for each in by_layer
+            ):
                 raise ValueError(f"{file}: {key}={size!r:.80} is not a whole number from 0 to {most:,}. {SAVE_AGAIN}")
     return config
 

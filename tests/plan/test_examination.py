@@ -21,7 +21,7 @@ from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.sections import ModelConfig
 from rlhf.config.supervised import SFTConfig
 from rlhf.data.load import load_prompts
-from rlhf.data.model_files import embedding_rows, load_tokenizer
+from rlhf.data.model_files import embedding_rows, load_tokenizer, local_model_config
 from rlhf.learner.policy_model import load_policy
 from rlhf.learner.value_model import load_scalar_transformer
 from rlhf.plan.examination import RunModel, check_class, check_files, model_problems
@@ -291,6 +291,15 @@ def test_a_size_that_is_no_number_is_one_message(key: str, model: Path) -> None:
     for program in ("grpo", "ppo", "sft", "evaluate"):
         (problem,) = problems_of(program, model)
         assert f"{model / 'config.json'}: {key}='two' is not a whole number" in problem
+
+
+def test_a_size_may_stand_once_for_each_layer_or_as_a_whole_float(model: Path) -> None:
+    change_json(model, "config.json", intermediate_size=[64, 64], max_position_embeddings=1200.0)
+    assert local_model_config(str(model)) is not None
+    for size in ([64, "64"], 64.5, [-1]):
+        change_json(model, "config.json", intermediate_size=size)
+        with pytest.raises(ValueError, match="is not a whole number"):
+            local_model_config(str(model))
 
 
 def test_rows_that_need_a_token_without_a_row_are_named(model: Path) -> None:
