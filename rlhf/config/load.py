@@ -164,7 +164,7 @@ def load_config(
         complete: adds values for keys that the schema requires and the program does not read.
     """
     written = read_values(files, overrides)
-    values = resolved(written, f"--config {' '.join(files)}")
+    values = resolved(written, f"--config {' '.join(map(str, files))}")
     remember(values, variables(written))
     if unknown := [f"{key}={value}" for key, value in flat_keys(values).items() if HIDDEN in str(value)]:
         reason = "a secret stood here, which is stored nowhere. Set an environment variable to it, and write"

@@ -66,7 +66,8 @@ def local_model_config(path: str) -> dict[str, Any] | None:
         for key in SIZES & values.keys():
             size = values[key]
             most = MAX_LAYERS if key in ("num_hidden_layers", "n_layer") else MAX_SIZE
-            by_layer = size if isinstance(size, list) else [size]  # Gemma 3n has a size for each
+            each_layer = isinstance(size, list) and key.endswith("intermediate_size")  # as in Gemma 3n
+            by_layer = size if each_layer else [size]
             if not all(
                 each is None or (type(each) in (int, float) and 0 <= each <= most and each % 1 == 0)
                 for each in by_layer

@@ -150,6 +150,6 @@ def remove(folder: str | Path) -> None:
     """Remove a folder that a command has left, also with folders in it that are deep or without permissions."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
-    if os.path.lexists(folder):
+    if os.path.isdir(folder) and not os.path.islink(folder):
         script = 'chmod -R u+rwx "$1"; rm -rf "$1"'
         subprocess.run(["/bin/sh", "-c", script, "sh", folder], stderr=subprocess.DEVNULL, check=False)
