@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 READS = "import sys; log = open(sys.argv[1]); input()"
 # a worker of the cluster, and a process below it that no longer has the mark
 PARENT = (
-    "import subprocess, sys; log = open(sys.argv[1], 'a')\nsubprocess.run([sys.executable, '-c', 'input()'], env={})"
+    "import subprocess, sys; log = open(sys.argv[1], 'a')\n"
+    "subprocess.run([sys.executable, '-c', 'input()'], env={}); input()"  # it lives on if its child is killed first
 )
 # a driver that has the folder open, starts the guard, closes its input and lives on
 DRIVER = (
