@@ -16,6 +16,8 @@ from rlhf.data.templates import chat_template
 from rlhf.processes.code import load_function
 from rlhf.run.folder import RunFolder
 
+pytestmark = pytest.mark.slow
+
 
 def _bomb(entry: str) -> str:
     """Ten levels, each of which names the one before it ten times."""

@@ -13,6 +13,8 @@ import pytest
 
 from rlhf.config import limit
 
+pytestmark = pytest.mark.slow
+
 ENDLESS = {
     "a loop": ("while True: pass", 2, "did not end within 0.4 s"),
     "a call that holds Python's lock": (

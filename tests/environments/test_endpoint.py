@@ -24,6 +24,8 @@ from rlhf.processes.outside import may_signal
 from rlhf.rollout.chat import MAX_CONNECTIONS
 from rlhf.types import Outcome
 
+pytestmark = pytest.mark.slow
+
 # In place of vLLM's app: it answers pings, asks what the test says when a rollout begins, and prints the answers.
 PROCESS = """
 import json, os, socket, sys

@@ -36,6 +36,8 @@ from rlhf.rewards.model_client import endpoint_scorer
 from rlhf.rewards.rubric import RubricGrader
 from rlhf.run.teachers import Server
 
+pytestmark = pytest.mark.slow
+
 KEY = "sk-0123456789abcdef"
 BASIC = base64.b64encode(f"me:{KEY}".encode()).decode()
 TIMEOUT_S = 60.0
