@@ -6,13 +6,13 @@ import asyncio
 import base64
 import contextlib
 import gzip
-import itertools
 import json
 import re
 import socket
 import socketserver
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -279,8 +279,13 @@ def test_who_is_busy_is_asked_again_when_it_says_and_who_refuses_is_not(
     status: int, later: str, least_s: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_client, "MAX_RETRY_AFTER_S", 0.2)
-    busy, first = with_length(b"", f"Retry-After: {later}", status=f"{status} X"), itertools.count()
-    with serving(lambda out, path: busy(out, path) if next(first) < 5 else good(out, path)) as (port, _):
+    busy, tries = with_length(b"", f"Retry-After: {later}", status=f"{status} X"), Counter[str]()
+
+    def answer(out: Any, path: str) -> None:
+        tries[path] += 1
+        (busy if tries[path] == 1 else good)(out, path)
+
+    with serving(answer) as (port, _):
         began = time.monotonic()
         results = asked(f"127.0.0.1:{port}", tmp_path, 5)
         assert time.monotonic() - began >= (least_s or 0)
