@@ -268,9 +268,7 @@ def enter_domain(
     with contextlib.suppress(PermissionError):  # it leads a session
         os.setsid()
     domain.enter(readable, [str(folder), *writable], listener_to)
-    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[
-        0
-    ]  # so many descriptors may be on their way, of all of a user
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # all of a user may have so many on their way
     fewer = max(open_files // 2, min(open_files, MIN_OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (fewer, fewer))
     _held.clear()
@@ -441,10 +439,14 @@ class Domain:
 def _rules(paths: Iterable[str], rights: int) -> Iterator[bytes]:
     """Rules of Landlock; each has an open descriptor."""
     for path in dict.fromkeys(paths):
-        with contextlib.suppress(OSError):  # it is not on this machine
+        try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            of_this = rights if stat.S_ISDIR(os.fstat(fd).st_mode) else rights & OF_FILES
-            yield struct.pack("=Qi", of_this, fd)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise ConfinementError(error.errno, f"open: {error.strerror}. The code was not run") from None
+            continue  # it is not on this machine
+        of_this = rights if stat.S_ISDIR(os.fstat(fd).st_mode) else rights & OF_FILES
+        yield struct.pack("=Qi", of_this, fd)
 
 
 def _close(rules: Iterable[bytes]) -> None:

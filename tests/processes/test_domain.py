@@ -8,6 +8,7 @@ import errno
 import functools
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -163,6 +164,17 @@ def test_what_would_be_the_17th_layer_is_refused(tmp_path: Path) -> None:
 
     assert in_fork(lambda: enter_domain(tmp_path)) == ""
     assert in_fork(nest).startswith(f"ConfinementError {errno.E2BIG}: ")
+
+
+def test_no_rule_is_left_out_for_want_of_a_descriptor(tmp_path: Path) -> None:
+    def crowded(most: int) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        enter_domain(tmp_path, kept=range(3, most))
+        (tmp_path / "own").touch()
+
+    enough = max(map(int, os.listdir("/proc/self/fd"))) + 80
+    ends = {in_fork(lambda most=most: crowded(most)).partition(":")[0] for most in range(16, enough)}  # type: ignore[misc]
+    assert ends == {f"ConfinementError {errno.EMFILE}", ""}
 
 
 @pytest.mark.parametrize(
