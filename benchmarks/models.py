@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rlhf.check.resources import GPU, local_resources
 from rlhf.config.grpo import GRPOConfig
-from rlhf.plan.resources import GPU, local_resources
 
 FOLDER = Path("runs/benchmarks/models")
 

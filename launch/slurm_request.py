@@ -10,12 +10,12 @@ import math
 import sys
 from collections.abc import Sequence
 
+from rlhf.check.report import example_layout
+from rlhf.check.resources import count_gpus
 from rlhf.config.cli import PROGRAMS
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.program import TrainingProgramConfig
-from rlhf.plan.report import example_layout
-from rlhf.plan.resources import count_gpus
 
 CPUS_PER_GPU = 8  # vLLM has three processes per engine; grading, packing and an optimizer in host memory take the rest
 GPUS_PER_NODE = 8  # of a program without engines, whose config does not say

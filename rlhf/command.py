@@ -33,7 +33,7 @@ OTHERS = {
     "configs": "list the configs; copy one; schema for editors",
     "completion": "completion for a shell",
 }
-PACKAGES = ("doctor", "report")
+PACKAGES = ("report",)
 SHELLS = ("bash", "zsh", "tcsh")
 
 # Keys end in "=", after which bash must not put a space.

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf.check.start_checks import evaluation_problems, input_problems
 from rlhf.config import cli
 from rlhf.config.base import with_home
 from rlhf.config.grpo import GRPOConfig
@@ -32,7 +33,6 @@ from rlhf.config.printing import say, to_stderr, waiting
 from rlhf.config.reward import MODEL_PART
 from rlhf.config.sections import UNRESTRICTED
 from rlhf.data.read import config_sources
-from rlhf.plan.start_checks import evaluation_problems, input_problems
 
 if TYPE_CHECKING:
     from rlhf.types import RolloutGroup

@@ -22,11 +22,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rlhf.check.report import printed
+from rlhf.check.start_checks import start_problems
 from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.printing import waiting
-from rlhf.plan.report import printed
-from rlhf.plan.start_checks import start_problems
 
 if TYPE_CHECKING:
     from rlhf.run.rollout_loop import RolloutLoop

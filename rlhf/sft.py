@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rlhf.check.report import printed
+from rlhf.check.start_checks import run_problems
 from rlhf.config import cli
 from rlhf.config.printing import say, waiting
 from rlhf.config.supervised import SFTConfig
-from rlhf.plan.report import printed
-from rlhf.plan.start_checks import run_problems
 
 if TYPE_CHECKING:
     from rlhf.data.conversations import TrainEval

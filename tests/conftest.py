@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, settings
 from processes import Watch
 from waiting import STACK_WAIT_S
 
-from rlhf.plan.resources import visible_gpus
+from rlhf.check.resources import visible_gpus
 
 # A shell starts its background jobs with SIGINT ignored, nohup with SIGHUP, and children inherit that: tests of these
 # signals would wait for ever.

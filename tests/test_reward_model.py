@@ -19,6 +19,7 @@ import pytest
 import torch
 from worlds import ALONE, make_ppo_config, rollout_of
 
+from rlhf.check.start_checks import input_problems
 from rlhf.config.data import TemplateName
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward import MODEL_PART
@@ -28,7 +29,6 @@ from rlhf.data.model_files import load_tokenizer, reward_template
 from rlhf.data.templates import reward_input
 from rlhf.learner.reward_scorer import recorded_normalization
 from rlhf.learner.reward_trainer import pair_loss, pair_metrics
-from rlhf.plan.start_checks import input_problems
 from rlhf.reward_model import main
 from rlhf.rewards.model_client import RewardModelClient, endpoint_scorer
 from rlhf.run.prompts import read_data

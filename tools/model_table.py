@@ -198,8 +198,8 @@ def stack_result(model_type: str, folder: Path) -> dict[str, Any]:
 
 def check_export(folder: Path, start: Path) -> None:
     """The exported model has the tensors of the start model, and those are what transformers wants."""
+    from rlhf.check.model_shape import stored_tensors
     from rlhf.learner.text_model import language_model
-    from rlhf.plan.model_shape import stored_tensors
 
     _, kind = language_model(str(folder), trust_remote_code=False)
     _, report = kind.from_pretrained(folder, output_loading_info=True)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rlhf.check.memory import GIB, engine_memory, kv_cache, learner_memory, total
+from rlhf.check.model_shape import ModelShape, model_shape
 from rlhf.config.grpo import GRPOConfig
-from rlhf.plan.memory import GIB, engine_memory, kv_cache, learner_memory, total
-from rlhf.plan.model_shape import ModelShape, model_shape
 
 GPUS_PER_NODE = 8
 GPUS = (8, 16, 32, 64, 128)

@@ -13,12 +13,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlhf.check.resources import GPU
 from rlhf.cluster.actors import ActorGroup, ClusterError, HostedActor, HostedAsyncActor, Location, wait_for
 from rlhf.cluster.rank_group import RankGroup
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import ENGINE, Role
 from rlhf.config.sections import LearnersConfig
-from rlhf.plan.resources import GPU
 from rlhf.weights.cpu_kernels import EQUAL_ROWS
 
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}  # torch's settings of its memory; the user's stay

@@ -21,6 +21,8 @@ from typing import Any, cast
 import ray
 from ray.util.placement_group import remove_placement_group
 
+from rlhf.check.memory import check_shared_gpus
+from rlhf.check.resources import check_resources
 from rlhf.cluster.actor_start import create, create_guest, environment_of, new_actor, shared_cores, shared_gpus
 from rlhf.cluster.actors import ActorGroup
 from rlhf.cluster.environment_nodes import HOST, EnvironmentNodes
@@ -33,8 +35,6 @@ from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, Role
 from rlhf.environments.nodes import Spread
 from rlhf.log.clock import Watch
-from rlhf.plan.memory import check_shared_gpus
-from rlhf.plan.resources import check_resources
 from rlhf.types import World
 
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import psutil
 import ray
 
+from rlhf.check.memory import GIB
 from rlhf.cluster.actors import ActorGroup
 from rlhf.cluster.node_report import call_on_node, nvidia_smi
-from rlhf.plan.memory import GIB
 
 PERIOD_S = 5.0
 ANSWER_S = 30.0  # for a node; one that is gone is noticed by Ray

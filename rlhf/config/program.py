@@ -32,7 +32,7 @@ class TrainingProgramConfig(Section):
 
     program: ClassVar[str]
     hosted_learner: ClassVar[str]
-    planned_learner: ClassVar[str] = "rlhf.plan.memory:learner_memory"
+    planned_learner: ClassVar[str] = "rlhf.check.memory:learner_memory"
     scalar_learner: ClassVar[bool] = False
     sequences_per_example: ClassVar[int] = 1
 

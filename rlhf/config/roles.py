@@ -67,7 +67,7 @@ class Role:
         count: actors of the role, over all nodes.
         cpus, gpus: what each actor reserves; 0 GPUs on CPU, or if it shares the GPUs of the learners.
         hosted: module and class that an actor hosts; it is constructed with the config and its `World`.
-        memory: module and function that estimates the memory of one actor (`plan/memory.py`).
+        memory: module and function that estimates the memory of one actor (`check/memory.py`).
         training: None if the role is not trained.
         guest: shares the GPUs of the learners where they are shared at all (`cluster.placement`).
         scalar: its model gives one number per token, not logits.
@@ -109,7 +109,7 @@ def critic(config: Any) -> Role | None:
     gpus = 0 if cluster.placement == "colocated" else _gpus(config)
     return Role(
         CRITIC, "critic", key, model, cluster.learners, cluster.cpus_per_learner, gpus,
-        hosted="rlhf.learner.critic:Critic", memory="rlhf.plan.memory:critic_memory",
+        hosted="rlhf.learner.critic:Critic", memory="rlhf.check.memory:critic_memory",
         training=config.critic_training, guest=True, scalar=True,
     )  # fmt: skip
 
@@ -121,7 +121,7 @@ def reward_model(config: Any) -> Role | None:
         return None
     return Role(
         REWARD_MODEL, "reward_model", "reward_model.path", model.path, model.replicas, config.cluster.cpus_per_learner,
-        _gpus(config), hosted="rlhf.learner.reward_scorer:RewardScorer", memory="rlhf.plan.memory:reward_model_memory",
+        _gpus(config), hosted="rlhf.learner.reward_scorer:RewardScorer", memory="rlhf.check.memory:reward_model_memory",
         scalar=True, reads="rlhf.data.templates:reward_input",
     )  # fmt: skip
 
@@ -135,7 +135,7 @@ def engine(config: Any, *, shares_gpus: bool = True) -> Role | None:
     return Role(
         ENGINE, "rollout", "model.path", config.model.path, cluster.engines, cluster.cpus_per_engine,
         0 if shares else _gpus(config) * cluster.tensor_parallel, hosted="rlhf.rollout.engine:RolloutEngine",
-        memory="rlhf.plan.memory:engine_memory", guest=True, coroutines=True,
+        memory="rlhf.check.memory:engine_memory", guest=True, coroutines=True,
         reads="rlhf.data.adapted_layers:adapted_layers",
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from rlhf.check.start_checks import dtype_warnings, rate_warnings
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.cluster import Cluster
 from rlhf.cluster.heartbeat import Heartbeat
@@ -25,7 +26,6 @@ from rlhf.log.clock import Clock
 from rlhf.log.diagnosis import Diagnosis
 from rlhf.log.panels import metric_title
 from rlhf.log.sinks import NO_DETAILS, TRAINED_SHARE, Details, evaluation_table
-from rlhf.plan.start_checks import dtype_warnings, rate_warnings
 from rlhf.run.checkpoint_files import PARTIAL
 from rlhf.run.checkpoint_mirror import Mirror
 from rlhf.run.checkpoint_saver import CheckpointSaver

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhf.algo.packing import FILLER_TOKENS
+from rlhf.check.model_shape import shape_at
 from rlhf.config.cards import peak_tflops
 from rlhf.config.grpo import GRPOConfig
-from rlhf.plan.model_shape import shape_at
 from rlhf.types import Minibatch, StepBatch
 
 

@@ -14,7 +14,7 @@ from worlds import make_config, make_groups
 
 from rlhf.algo.losses import policy_loss
 from rlhf.algo.own_functions import check_advantage, check_policy_loss
-from rlhf.plan.start_checks import own_function_problems
+from rlhf.check.start_checks import own_function_problems
 from rlhf.step.advantages import step_advantages
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import rows_with_gradient

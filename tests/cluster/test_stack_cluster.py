@@ -173,7 +173,7 @@ def test_a_node_that_dies_in_the_middle_ends_the_run_with_one_message_and_the_do
         print("kill 0", file=cluster.stdin, flush=True)
         assert cluster.stdout.readline() == "killed\n"
         # Asked at once: Ray lists the node as alive until it has missed five health checks.
-        command = [sys.executable, "-m", "rlhf.doctor.nodes", cluster_nodes["address"], str(STACK_WAIT_S)]
+        command = [sys.executable, "-m", "rlhf.check.doctor.nodes", cluster_nodes["address"], str(STACK_WAIT_S)]
         asked = subprocess.run(command, capture_output=True, text=True, check=True)
         answers = json.loads(asked.stdout.splitlines()[-1])
         (lost,) = [name for name, answer in answers.items() if "installed" not in answer]

@@ -16,9 +16,9 @@ from waiting import WAIT_S
 from worlds import make_config, make_ppo_config
 
 from rlhf import evaluate, grpo
+from rlhf.check.start_checks import start_problems
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import resolved_yaml
-from rlhf.plan.start_checks import start_problems
 from rlhf.run.folder import RunFolder
 from rlhf.run.prompts import read_data
 from rlhf.run.run import Run

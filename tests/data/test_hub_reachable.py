@@ -13,11 +13,11 @@ import pytest
 from huggingface_hub import constants
 from worlds import make_config
 
+from rlhf.check.start_checks import input_problems
 from rlhf.config.data import SourceConfig
 from rlhf.data.model_files import hub_silence
 from rlhf.data.read import Source
 from rlhf.log import reachable
-from rlhf.plan.start_checks import input_problems
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from worlds import make_config, make_ppo_config
 
+from rlhf.check.start_checks import start_problems
 from rlhf.config.grpo import GRPOConfig
 from rlhf.data.model_files import load_tokenizer
 from rlhf.data.vocabulary import check_stored_vocabulary, check_vocabularies, check_vocabulary, stored_vocabulary
-from rlhf.plan.start_checks import start_problems
 
 Change = Callable[[dict[str, Any]], Any]
 

@@ -34,7 +34,7 @@ CASES = {  # module and flags, rows, sections of the config
     "the plan": (["rlhf.grpo", "--plan"], "prompts", {"rollout": ROLLOUT, "reward": ["math"]}),
     "ppo": (["rlhf.ppo"], "prompts", {"rollout": ROLLOUT, "reward": ["math"]}),
     "evaluate": (["rlhf.evaluate"], "prompts", {"rollout": ROLLOUT, "reward": ["math"]}),
-    "doctor": (["rlhf.doctor.__main__"], "prompts", {"rollout": ROLLOUT, "reward": ["math"]}),
+    "doctor": (["rlhf.doctor"], "prompts", {"rollout": ROLLOUT, "reward": ["math"]}),
     "sft": (["rlhf.sft"], "conversations", {}),
     "reward model": (["rlhf.reward_model"], "pairs", {}),
 }

@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from rlhf.check.examination import RunModel, check_files
+from rlhf.check.model_shape import NOT_LOADED as NOT_COUNTED
+from rlhf.check.model_shape import read_shape
 from rlhf.config.sections import LoraConfig, ModelConfig
 from rlhf.data.adapted_layers import adapted_layers
 from rlhf.learner import hub_format
 from rlhf.learner.hub_format import empty_model, frozen_tensors, model_tensors, write_model, write_model_config
 from rlhf.learner.policy_model import load_policy
 from rlhf.learner.value_model import load_scalar_transformer
-from rlhf.plan.examination import RunModel, check_files
-from rlhf.plan.model_shape import NOT_LOADED as NOT_COUNTED
-from rlhf.plan.model_shape import read_shape
 
 FILE = "model.safetensors"
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from worlds import make_config, make_groups
 
-from rlhf.plan.model_shape import model_shape
+from rlhf.check.model_shape import model_shape
 from rlhf.run.speed import LearnerSpeed
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs

@@ -22,7 +22,7 @@ from model_families import write_family
 from waiting import STACK_WAIT_S, free_port
 from worlds import make_config, run_world
 
-from rlhf.plan.model_shape import read_shape
+from rlhf.check.model_shape import read_shape
 from rlhf.types import World
 from rlhf.weights.client import EngineClient
 from rlhf.weights.transfer import BACKEND, RECEIVERS, WORKER_EXTENSION, Rendezvous, make_sender

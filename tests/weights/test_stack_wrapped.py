@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from test_stack_families import Engine, prepare_for_vllm
 from worlds import run_world
 
-from rlhf.plan.model_shape import NOT_LOADED as NOT_TRAINED
+from rlhf.check.model_shape import NOT_LOADED as NOT_TRAINED
 from rlhf.types import World
 from tools.model_table import make_sequences, packed, stack_result
 

@@ -1,0 +1,141 @@
+"""Checks of this machine that start nothing: versions, what a run refuses at its start, wandb."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from functools import partial
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from rlhf.check.doctor.runner import Finding, Patient, Status
+from rlhf.check.memory import GIB
+from rlhf.check.resources import joins_a_cluster
+from rlhf.check.start_checks import existing_folder, run_bytes, start_problems
+from rlhf.cluster.node_report import plugin_is_installed
+from rlhf.data.load import load_prompts
+from rlhf.data.model_files import embedding_rows, load_tokenizer
+from rlhf.environments.start import StartedEnvironments
+from rlhf.run.threads import in_thread
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+DISTRIBUTION = "rlhf"
+BUILDS = ("cpu", "gpu")  # extras, one of which is installed: vLLM for this kind of machine
+
+RAY_FULL_FRACTION = 0.95  # Ray refuses objects if the disk of its folder is fuller
+PROMPTS_PER_SOURCE = 8  # for the checks that need prompts
+SET_UP = "make setup (make setup-gpu on GPUs), in a new environment if need be"
+
+
+# --- versions ---
+
+
+async def check_versions(_: Patient) -> Finding:
+    """Compare installed versions with the ranges of pyproject.toml, as the metadata of the package holds them."""
+    from packaging.requirements import Requirement
+
+    requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
+    needed = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+    extras = [[r for r in requirements if r.marker and r.marker.evaluate({"extra": build})] for build in BUILDS]
+    builds = [extra for extra in extras if extra]  # vLLM is the first requirement of each
+    engine = [r for build in builds if _version(build[0].name) for r in build]
+    problems = [problem for requirement in needed + engine if (problem := _misfit(requirement))]
+    if not engine:
+        problems.append(f"neither {' nor '.join(sorted(build[0].name for build in builds))} is installed")
+    if not plugin_is_installed():
+        problems.append(
+            "the plug-in of the package for vLLM is not installed (a copy of the code is not enough, nor is an older "
+            "installation)"
+        )
+    if problems:
+        return Finding("fail", "\n".join(problems), SET_UP)
+    return Finding("ok", f"{len(needed + engine)} packages fit pyproject.toml, plug-in installed")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _misfit(requirement: Requirement) -> str:
+    """A sentence about a package that is missing or out of its range; "" if it fits."""
+    version = _version(requirement.name)
+    if version is None:
+        return f"{requirement.name} is not installed ({requirement.specifier})"
+    if not requirement.specifier.contains(version, prereleases=True):
+        return f"{requirement.name} {version} is not in {requirement.specifier}"
+    return ""
+
+
+# --- what a run refuses ---
+
+
+async def check_config(patient: Patient) -> Finding:
+    """What a run checks before it starts: data, models, functions of the user, run folder and disk, cores and GPUs.
+
+    Later checks use the first prompts.
+    """
+    config = patient.config
+    problems = await in_thread(start_problems, config)
+    try:
+        tokenizer = await in_thread(load_tokenizer, config.model)
+        vocab_size = embedding_rows(config.model.path)
+        load = partial(load_prompts, config.data, "train", tokenizer, vocab_size=vocab_size, acts=config.acts)
+        prompts = (await in_thread(load)).prompts
+        patient.rows = [prompt for rows in prompts.values() for prompt in rows[:PROMPTS_PER_SOURCE]]
+        patient.prompts = patient.rows
+        if config.acts and not problems:
+            with await in_thread(StartedEnvironments, config, tokenizer) as environments:
+                patient.prompts = await asyncio.gather(*map(environments.first_prompt, patient.rows))
+                if warnings := await environments.try_tools(prompts):
+                    return Finding("warn", "\n".join(warnings), "repair the tools")
+    except (OSError, ValueError) as error:
+        problems = problems or [str(error)]
+    if problems:
+        return Finding("fail", "\n".join(problems), "as the message says; in a container see docker/README.md")
+    existing, need = existing_folder(config), run_bytes(config)
+    text = f"a tokenizer of {len(tokenizer):,}; prompts: "
+    text += ", ".join(f"{source} {len(rows):,}" for source, rows in prompts.items())
+    text += f"; {shutil.disk_usage(existing).free / GIB:.1f} GiB free on {existing}"
+    text += "" if need is None else f", the run writes up to {need / GIB:.1f}"
+    temp = shutil.disk_usage(tempfile.gettempdir())
+    if not joins_a_cluster(config) and temp.free < (1 - RAY_FULL_FRACTION) * temp.total:
+        text += f"; {tempfile.gettempdir()}, where Ray writes, is {1 - temp.free / temp.total:.0%} full"
+        return Finding("warn", text, "free space there, or set TMPDIR to another short path")
+    return Finding("ok", text)
+
+
+# --- wandb ---
+
+
+async def check_wandb(patient: Patient) -> Finding:
+    """Whether metrics will reach wandb, if the config asks for it."""
+    mode = patient.config.logging.wandb.mode
+    if mode in ("disabled", "offline"):
+        return Finding("ok", f"logging.wandb.mode={mode}")
+    has_key, url, problem = await in_thread(_ask_wandb)
+    if not has_key:
+        status: Status = "ok" if mode == "auto" else "fail"
+        text = f"logging.wandb.mode={mode}, and no API key was found: `wandb sync` uploads the run later"
+        return Finding(status, text, "" if mode == "auto" else "`wandb login`, or logging.wandb.mode=offline")
+    if problem:
+        remedy = "open the network to it, or set logging.wandb.mode=offline"
+        return Finding("warn", f"{url} is not reached ({problem}): a run would keep its metrics offline", remedy)
+    return Finding("ok", f"an API key was found and {url} is reached")
+
+
+def _ask_wandb() -> tuple[bool, str, str]:
+    """What a run asks at its start: whether there is an API key, and if so, the server and why it does not answer."""
+    import wandb
+
+    from rlhf.log.wandb_sink import has_wandb_key, server_problem
+
+    try:
+        return (True, *server_problem()) if has_wandb_key() else (False, "", "")
+    finally:
+        wandb.teardown()  # it has started a process

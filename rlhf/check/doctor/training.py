@@ -1,0 +1,334 @@
+"""Checks of the run's engines and learners: start, transfer, agreement, and what a step does, its speed and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+
+from rlhf.check.doctor.runner import Finding, NotCheckedError, Patient, slowest_of
+from rlhf.check.memory import GIB, learner_memory, total
+from rlhf.check.model_shape import shape_at
+from rlhf.check.resources import counted
+from rlhf.check.start_checks import existing_folder, run_folder_problems
+from rlhf.config.cards import peak_tflops
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.library_options import changes_numbers
+from rlhf.log.reductions import merge_metrics
+from rlhf.rollout.requests import SamplingSettings
+from rlhf.rollout.sampler import to_rollout
+from rlhf.step.batch import broadcast_to_tokens, make_batch
+from rlhf.step.minibatches import plan_epochs
+from rlhf.types import (
+    PolicyTargets,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    ScoredRollout,
+    StepBatch,
+    TokenSequence,
+    VersionSpan,
+)
+
+if TYPE_CHECKING:
+    from rlhf.cluster.engines import Engines
+
+HEADS = (8, 2, 64)  # heads, key heads, width of a head; for models whose sizes are not known
+VOCABULARY, HIDDEN = 32_768, 1024
+SAMPLES, RESPONSE_TOKENS = 4, 64  # of each prompt of the examined step
+CYCLES = 2
+MICROBATCHES = 3  # the first warms up, and the end of the last is not seen
+LONGEST_ON_CPU, BUDGET_ON_CPU = 256, 512  # tokens of a sequence and of a microbatch
+SAMPLED_ON_CPU, SAMPLED_TOKENS = (16, 32), 512  # sequences, tokens of each
+PEAK_FACTOR = 1.25  # times --plan's estimate: a peak above it shows that the estimate is wrong
+SLOW_GPU = 0.1  # of a product: a GPU that computes so much slower than the median holds up all others
+LITTLE_MEMORY = 0.05  # of the host's memory
+
+
+# --- start and agreement ---
+
+
+async def check_start(patient: Patient) -> Finding:
+    """Start Ray, engines and learners of the config; later checks use them."""
+    from rlhf.cluster.cluster import Cluster
+    from rlhf.cluster.engines import Engines
+
+    config, _ = patient.config.cluster, patient.prompts  # without prompts nothing could be done with what starts
+    cluster = Cluster(patient.config, compare_nodes=False)  # `check_nodes` has done so
+    await patient.at_end.enter_async_context(cluster)
+    patient.engines = await patient.at_end.enter_async_context(Engines(cluster, patient.config))
+    started = ", ".join(counted(role.count, role.name) for role in patient.config.roles())
+    return Finding("ok", f"{started} on {config.device}")
+
+
+async def check_agreement(patient: Patient) -> Finding:
+    """The canary of a run: engines and learners agree on log-probs, also after all weights were perturbed."""
+    from rlhf.cluster.canary import Canary
+
+    config = patient.config
+    canary = Canary(
+        patient.engines, patient.prompts, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens,
+        noise_seed=config.noise_seed, own_options=changes_numbers(config.rollout.engine),
+        return_support=bool(config.rollout.restriction),
+    )  # fmt: skip
+    await canary.measure_noise()
+    metrics = await canary.check_start(0)
+    difference, patient.canary = metrics["sync/canary_difference"], canary
+    return Finding(
+        "ok",
+        f"{config.model.dtype}: mean |log-prob difference| {difference:.2g}, tolerance {canary.tolerance:.2g}; "
+        "engines followed weights that were all perturbed, and back",
+    )
+
+
+# --- kernels ---
+
+
+async def check_kernels(patient: Patient) -> Finding:
+    """The kernels of every learner, forward and backward, against float32.
+
+    Packed attention of the model's sizes with shared beginnings, the fused head at its vocabulary, and tiny packed
+    models (dense, gated delta rule, Mamba 2, short convolution) against single sequences.
+    """
+    from rlhf.check.doctor import on_rank
+
+    engines, dtype = patient.engines, patient.config.model.dtype
+    shape = shape_at(patient.config.model.path)
+    heads = HEADS if shape is None else (shape.heads, shape.kv_heads, shape.head_dim)
+    head = (VOCABULARY, HIDDEN) if shape is None else (shape.vocabulary, shape.hidden)
+    cases: dict[str, tuple[Callable[..., float], tuple[int | str, ...]]] = {
+        f"attention ({heads[0]} heads of {heads[2]}, {heads[1]} for keys)": (on_rank.attention_error, heads),
+        f"head (vocabulary {head[0]:,}, hidden {head[1]:,})": (on_rank.head_error, head),
+        **{kind: (on_rank.model_error, (kind,)) for kind in on_rank.TINY_MODELS},
+    }
+    await engines.sleep_if_colocated()
+    errors = {}
+    for text, (function, sizes) in cases.items():
+        by_rank = await engines.learners.call("apply", function, *sizes, dtype)
+        errors[text] = max(by_rank, key=lambda error: math.inf if math.isnan(error) else error)
+    bound = on_rank.TOLERANCE[dtype]
+    text = f"{dtype} against float32, relative errors, tolerance {bound:g}: "
+    text += ", ".join(f"{name} {error:.2g}" for name, error in errors.items())
+    if not all(error <= bound for error in errors.values()):
+        remedy = "make setup-gpu; a kernel of another build or version computes something else here"
+        return Finding("fail", text, remedy, errors)
+    return Finding("ok", text, numbers=errors)
+
+
+# --- updates ---
+
+
+def _targets(batch: StepBatch, old: np.ndarray) -> PolicyTargets:
+    advantages = np.where(np.arange(len(batch.rewards)) % 2, -1.0, 1.0)
+    return PolicyTargets(broadcast_to_tokens(batch, advantages), old, None)
+
+
+def _batch(rollouts: list[Rollout]) -> StepBatch:
+    samples = tuple(ScoredRollout(rollout, "", "", 0.0, {}, "ok") for rollout in rollouts)
+    prompt = Prompt("doctor", 0, rollouts[0].sequences[0].token_ids[:1], (), "", "doctor")
+    return make_batch([RolloutGroup(prompt, samples)], mask_truncated=False)
+
+
+async def _sample(engines: Engines, prompts: Sequence[Prompt], settings: SamplingSettings) -> list[list[Rollout]]:
+    """SAMPLES rollouts of each prompt, over all engines."""
+
+    async def sample(prompt: Prompt) -> list[Rollout]:
+        completions = await engines.generate(prompt.token_ids, settings, samples=SAMPLES, what=prompt.id)
+        return [to_rollout(prompt, sample, completion) for sample, completion in enumerate(completions)]
+
+    return list(await asyncio.gather(*map(sample, prompts)))
+
+
+async def check_update(patient: Patient) -> Finding:
+    """On sampled rollouts every ratio is exactly 1 before the update, and a learning rate of 0 moves nothing.
+
+    Where the engine's policy is the old one, the ratio has the engine's rounding and is not judged.
+    """
+    from rlhf.check.doctor import on_rank
+
+    engines, config = patient.engines, patient.config
+    length = min(RESPONSE_TOKENS, config.rollout.max_response_tokens)
+    settings = SamplingSettings(config.rollout.temperature, length, **config.rollout.restriction)
+    batch = _batch([rollout for group in await _sample(engines, patient.prompts, settings) for rollout in group])
+    await engines.sleep_if_colocated()
+    await engines.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
+    (old,) = await engines.learners.compute("apply", on_rank.old_logprobs)
+    assert old is not None
+    patient.targets = _targets(batch, old)
+    by_rank = await engines.learners.call("apply", on_rank.update, patient.targets, 0.0)
+    metrics = {name: m.value() for name, m in merge_metrics([updated.metrics for updated in by_rank]).items()}
+    ratio, kl, engine_kl = (metrics[f"policy/{name}"] for name in ("ratio_max", "kl_old", "engine_kl"))
+    text = f"{len(batch.rewards)} rollouts: largest ratio {ratio:.9g}, KL to the engines {engine_kl:.2g}"
+    if config.algo.old_policy == "learner" and (ratio != 1.0 or kl != 0.0):
+        remedy = "the same microbatch gives other log-probs in a second pass: a kernel is not deterministic forward"
+        return Finding("fail", f"{text}, KL to the old policy {kl:.2g}, before any update", remedy)
+    if moved := by_rank[0].moved:
+        remedy = "an update must not change weights by itself: is a buffer of the model updated in its forward?"
+        return Finding("fail", f"{text}; a learning rate of 0 moves {', '.join(moved[:3])}", remedy)
+    return Finding("ok", f"{text}; a learning rate of 0 moves no bit", numbers={"policy/engine_kl": engine_kl})
+
+
+async def check_cycle(patient: Patient) -> Finding:
+    """Twice as in a step: sleep, update, wake, send, canary; with the free memory after each."""
+    from rlhf.check.doctor import on_rank
+
+    engines, config, canary, targets = patient.engines, patient.config, patient.canary, patient.targets
+    lr = config.learner.optimizer.lr
+
+    async def free() -> str:
+        return f"{min(await engines.learners.call('apply', on_rank.free_bytes)) / GIB:.1f}"
+
+    lines, moved = [], ()
+    for cycle in range(1, CYCLES + 1):
+        await engines.sleep_if_colocated()
+        asleep = await free()
+        (updated, *_) = await engines.learners.call("apply", on_rank.update, targets, lr)
+        moved, after_update = updated.moved, await free()
+        await engines.send_weights(cycle)
+        difference = (await canary.check(cycle))["sync/canary_difference"]
+        lines.append(
+            f"{cycle}: GiB free {asleep} before the update, {after_update} after it, {await free()} after the send; "
+            f"{len(moved)} of {updated.tensors} tensors moved; canary {difference:.2g}"
+        )
+    sleeps = "engines slept" if config.cluster.placement == "colocated" else "no sleep: cluster.placement=separate"
+    text = "\n".join([f"{sleeps}; update at {lr:g}, {engines.transport}, canary", *lines])
+    if lr and not moved:
+        return Finding("fail", text, f"updates at learner.optimizer.lr={lr:g} do not reach the model's weights")
+    return Finding("ok", text)
+
+
+# --- speed and memory of a microbatch ---
+
+
+def _full_microbatches(config: GRPOConfig, ids: np.ndarray) -> tuple[GRPOConfig, list[Rollout]]:
+    """Full microbatches of the longest sequences for every learner, drawn at random from these tokens.
+
+    Returns:
+        The config with microbatches of that size, all in one minibatch; and the rollouts.
+    """
+    budget, longest = config.learner.max_tokens_per_microbatch, config.max_sequence_tokens
+    if config.cluster.device == "cpu":
+        budget, longest = min(budget, BUDGET_ON_CPU), min(longest, LONGEST_ON_CPU)
+    longest = min(longest, budget)
+    learner = config.learner.model_copy(update={"max_tokens_per_microbatch": budget, "minibatches_per_epoch": 1})
+    prompt = max(1, longest - config.rollout.longest)
+    mask, zeros = np.arange(longest) >= prompt, np.zeros(longest, np.float32)
+    rng, rollouts = np.random.default_rng(0), []
+    for sample in range(MICROBATCHES * config.cluster.learners * (budget // longest)):
+        tokens = rng.choice(ids, longest).astype(np.int32)
+        sequence = TokenSequence(tokens, mask, zeros, (VersionSpan(prompt, longest, 0),))
+        rollouts.append(Rollout("doctor", 0, sample, (sequence,), "stop"))
+    return config.model_copy(update={"learner": learner}), rollouts
+
+
+async def check_microbatch(patient: Patient) -> Finding:
+    """A full microbatch: model FLOPs over the device's peak (MFU), and the peak of memory against --plan."""
+    from rlhf.check.doctor import on_rank
+
+    engines, ids = patient.engines, np.concatenate([prompt.token_ids for prompt in patient.prompts])
+    config, rollouts = _full_microbatches(patient.config, ids)
+    batch = _batch(rollouts)
+    await engines.sleep_if_colocated()
+    await engines.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
+    zeros = np.zeros(len(batch.tokens.token_ids), np.float32)
+    by_rank = await engines.learners.call("apply", on_rank.update, _targets(batch, zeros), 0.0)
+    products = await engines.learners.call("apply", on_rank.product_tflops, config.model.dtype)
+    product, typical = min(products), float(np.median(products))
+    rows = len(batch.rollouts) // (MICROBATCHES * config.cluster.learners)
+    lengths, seconds = batch.tokens.lengths[:rows].tolist(), max(updated.microbatch_s for updated in by_rank)
+    patient.microbatch_s = seconds
+    speed, peak = sum(lengths) / seconds, max(updated.peak_bytes for updated in by_rank) / GIB
+    numbers = {"tokens_per_second": speed, "peak_gib": peak, "product_tflops": product}
+    text = f"{sum(lengths):,} tokens in {slowest_of([each.microbatch_s for each in by_rank])}: {speed:,.0f} tokens/s"
+    shape = shape_at(config.model.path)
+    if shape is None:
+        return Finding("ok", f"{text}; peak {peak:.1f} GiB; the model's sizes are not known", numbers=numbers)
+    responses, frozen = int(batch.response_lengths[:rows].sum()), config.model.lora is not None
+    tflops = shape.training_flops(lengths, responses, [0] * rows, frozen=frozen) / seconds / 1e12
+    best = config.cluster.peak_tflops or peak_tflops((await engines.learners.call("device_name"))[0])
+    mfu = f"MFU {tflops / best:.2f} of {best:g}" if best else "MFU needs cluster.peak_tflops"
+    # torch's allocator does not see the last part: CUDA's and NCCL's own memory
+    parts = learner_memory(shape, config)
+    planned = total(parts if config.cluster.device == "cpu" else parts[:-1]) / GIB
+    text += f", {tflops:.3g} TFLOP/s, {mfu}; one large product reaches {product:.3g}"
+    text += f"\npeak memory {peak:.1f} GiB, --plan {planned:.1f}"
+    numbers |= {"tflops": tflops, "planned_gib": planned} | ({"mfu": tflops / best} if best else {})
+    problems = []
+    if product < (1 - SLOW_GPU) * typical and config.cluster.device == "cuda":
+        slow = f"learner {products.index(product)} reaches {product:.3g} TFLOP/s, the median {typical:.3g}"
+        problems.append(f"{slow}: is it hot, throttled or shared (nvidia-smi -q -d PERFORMANCE)?")
+    if peak > PEAK_FACTOR * planned:
+        problems.append("--plan estimates too little here: report it, with this table")
+    return Finding("warn" if problems else "ok", text, "; ".join(problems), numbers)
+
+
+async def check_sampling(patient: Patient) -> Finding:
+    """Sampled tokens per second of the engines while all of them work."""
+    engines, config = patient.engines, patient.config
+    _ = patient.canary  # without agreement the speed of the engines says nothing
+    await engines.send_weights(CYCLES + 1)  # wakes engines that share their GPUs
+    count, tokens = SAMPLED_ON_CPU
+    if config.cluster.device == "cuda":
+        count, tokens = config.rollout.max_concurrent_sequences, SAMPLED_TOKENS
+    length = min(tokens, config.rollout.max_response_tokens)
+    settings = SamplingSettings(config.rollout.temperature, length, **config.rollout.restriction)
+    prompts = list(itertools.islice(itertools.cycle(patient.prompts), max(1, count // SAMPLES)))
+    began = time.monotonic()
+    groups = await _sample(engines, prompts * config.cluster.engines, settings)
+    seconds = time.monotonic() - began
+    sampled = sum(rollout.response_length for group in groups for rollout in group)
+    speed = sampled / seconds / config.cluster.engines
+    text = f"{speed:,.0f} tokens/s per engine: {len(prompts) * SAMPLES} sequences at once, {sampled:,} tokens in all"
+    return Finding("ok", text, numbers={"tokens_per_second_per_engine": speed})
+
+
+# --- disk and host memory ---
+
+
+async def check_checkpoint(patient: Patient) -> Finding:
+    """Write a checkpoint where the run would, read it back, and remove it: GB/s of both."""
+    engines, config = patient.engines, patient.config
+    for problem in run_folder_problems(config):
+        raise NotCheckedError(problem)
+    existing = existing_folder(config)
+    folder = Path(tempfile.mkdtemp(prefix="rlhf-doctor-", dir=existing))
+    try:
+        began = time.monotonic()
+        await engines.cluster.checkpoints.save(folder)
+        await engines.cluster.checkpoints.saved()
+        written = time.monotonic()
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
+        await engines.sleep_if_colocated()
+        await engines.cluster.load(folder)
+        write, read = size / (written - began), size / (time.monotonic() - written)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    text = f"{size:.2f} GB on {existing}: written at {write:.2f} GB/s, read at {read:.2f}"
+    return Finding("ok", text, numbers={"write_gb_per_second": write, "read_gb_per_second": read})
+
+
+async def check_memory(patient: Patient) -> Finding:
+    """Host memory: what there is, the least that was free between the checks, and how much may be locked."""
+    have, least = psutil.virtual_memory().total, min(patient.least_free, psutil.virtual_memory().available)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = locked == resource.RLIM_INFINITY
+    text = f"{have / GIB:.1f} GiB, at least {least / GIB:.1f} free; memlock "
+    text += "unlimited" if unlimited else f"{locked / 2**20:.2g} MiB"
+    numbers = {"gib": have / GIB, "least_free_gib": least / GIB}
+    if least < LITTLE_MEMORY * have:
+        remedy = "the run may be killed: use fewer engines or learners, or a smaller model"
+        return Finding("warn", text, remedy, numbers)
+    if patient.config.cluster.device == "cuda" and len(vars(patient).get("nodes", ())) > 1 and not unlimited:
+        remedy = "InfiniBand needs unlimited locked memory: `ulimit -l unlimited` on all nodes (docker/README.md)"
+        return Finding("warn", text, remedy, numbers)
+    return Finding("ok", text, numbers=numbers)

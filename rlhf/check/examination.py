@@ -1,0 +1,410 @@
+"""The examination of every model of a run, before anything starts.
+
+`model_problems` reads what needs no class of a model: it imports no torch, and --plan shows it too. `examine` adds what
+needs one: transformers loads each model without its data. A hub model whose files are not in the cache is examined when
+it is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+from rlhf.check.model_shape import config_at
+from rlhf.check.resources import joins_a_cluster
+from rlhf.config.base import reason
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.model_folder import local_model_folder, looks_local, read_json
+from rlhf.config.program import TrainingProgramConfig
+from rlhf.config.reward_model import reward_model_record
+from rlhf.config.roles import ENGINE, REWARD_MODEL, Role
+from rlhf.config.sections import ModelConfig
+from rlhf.data.model_files import (
+    EXPERT_KEYS,
+    chat_template_text,
+    check_weights,
+    class_problem,
+    embedding_rows,
+    hub_silence,
+    lacks_chat_template,
+    local_model_config,
+    reward_template,
+    text_config,
+)
+from rlhf.data.vocabulary import check_stored_vocabulary, lacks_tokenizer
+
+WITH_TORCHVISION = "qwen3_5"  # the beginning of model types (Qwen 3.5 to 3.8) whose class in vLLM imports it
+NAMED_TOKENS = ("bos_token", "eos_token")  # in tokenizer_config.json; config.json has their ids
+PADDING = "pad_token"  # a row of the embedding by config.json; tokenizers may have another, since rows are not padded
+QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
+DEQUANTIZED = ("compressed-tensors", "fp8", "mxfp4")  # methods whose config in transformers has `dequantize`
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """A model that a run loads.
+
+    Attributes:
+        key, path: the key that names it, and its value.
+        scalar: it gives one number, not logits.
+        template: in which its own tokenizer writes what it reads; None if it gets the policy's token ids.
+        is_trained: it is no frozen model.
+        is_served: engines alone load it.
+    """
+
+    key: str
+    path: str
+    scalar: bool = False
+    template: str | None = None
+    is_trained: bool = False
+    is_served: bool = False
+
+    @property
+    def named(self) -> str:
+        return f"{self.key}={self.path}"
+
+
+def run_models(config: TrainingProgramConfig, *, trains: bool = True) -> list[RunModel]:
+    """Every model of the run, once for each way in which it is loaded."""
+    models = [
+        RunModel(
+            role.model_key, role.model, role.scalar, template=_template_of(role, config),
+            is_trained=role.training is not None, is_served=not trains,
+        )
+        for role in config.roles(trains=trains)
+    ]  # fmt: skip
+    models += [RunModel(key, path) for key, path in (config.further_models if trains else {}).items()]
+    once: dict[tuple[str, bool, bool], RunModel] = {}
+    for model in models:  # the learner comes before the engine of its model
+        # a critic may start without a head, a reward model of the same path may not
+        once.setdefault((model.path, model.scalar, model.scalar and model.is_trained), model)
+    return list(once.values())
+
+
+def _template_of(role: Role, config: TrainingProgramConfig) -> str | None:
+    if role.name == REWARD_MODEL:
+        reward_model = cast(GRPOConfig, config).reward_model
+        assert reward_model is not None
+        return reward_template(reward_model)
+    if role.model_key != "model.path":
+        return None
+    template: str | None = cast(Any, config.data).template  # each program's data has one
+    return template or "model"
+
+
+def examine(config: TrainingProgramConfig, *, trains: bool = True) -> list[str]:
+    """All reasons in the files of its models to refuse the run."""
+    models = run_models(config, trains=trains)
+    problems = model_problems(config, trains=trains)
+    refused: set[str] = set()
+    for model in [m for m in models if not any(problem.startswith(f"{m.named}:") for problem in problems)]:
+        if model.path not in refused and (found := gather(partial(check_class, model, config.model))):
+            refused.add(model.path)
+            problems += found
+    if not problems and trains and config.model.lora is not None and local_model_config(config.model.path) is not None:
+        from rlhf.data.adapted_layers import adapted_layers  # imports torch and transformers
+
+        problems += gather(lambda: adapted_layers(config))
+    absent = [m for m in models if not looks_local(m.path) and local_model_config(m.path) is None]
+    if absent and (silence := hub_silence()):
+        problems += [
+            f"{m.named}: there is no such folder, the cache of this machine does not have it, and the hub cannot be "
+            f"asked ({silence}). Name a local folder, or fetch it where the hub answers: hf download {m.path}"
+            for m in absent
+        ]
+    return list(dict.fromkeys(problems))
+
+
+def gather(*checks: Callable[[], object]) -> list[str]:
+    """The messages of all checks that raise ValueError."""
+    problems: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            problems += str(error).splitlines()
+    return problems
+
+
+# --- what needs no class of a model ---
+
+
+def model_problems(config: TrainingProgramConfig, *, trains: bool = True) -> list[str]:
+    """All reasons in its models' files to refuse the run that need no class; imports no torch."""
+    models = run_models(config, trains=trains)
+    problems = gather(*(partial(check_files, model) for model in models))
+    if not problems:
+        problems += _misfits(config, trains=trains)
+    problems += gather(*(partial(check_stored, model) for model in models))
+    return list(dict.fromkeys(problems))
+
+
+def check_files(model: RunModel) -> None:
+    """Raise a ValueError unless a local path, or what is in the hub's cache, is a model that a run can use."""
+    named = model.named
+    if looks_local(model.path):
+        if not Path(model.path).is_dir():
+            raise ValueError(f"{named}: there is no such folder. Give a folder in Hugging Face format, or a hub name.")
+        is_adapter = (Path(model.path) / "adapter_config.json").is_file()
+        if not (Path(model.path) / "config.json").is_file():
+            if is_adapter:
+                raise ValueError(f"{named}: it is an adapter. Make a whole model of it: rlhf export RUN DIR --merge.")
+            raise ValueError(f"{named}: no config.json in it. Give a folder in Hugging Face format.")
+        if is_adapter:
+            raise ValueError(
+                f"{named}: it has adapter_config.json next to config.json, and transformers would load the adapter's "
+                "base model where peft is installed. Remove adapter_config.json if the weights are merged; else merge "
+                "them: rlhf export RUN DIR --merge."
+            )
+    try:
+        config = local_model_config(model.path)
+        if config is None:
+            return
+        if not model.is_served:
+            _check_unquantized(config)
+        _check_token_ids(model, config)
+    except ValueError as error:
+        raise ValueError(f"{named}: {error}") from None
+
+
+def check_stored(model: RunModel) -> None:
+    """Raise a ValueError unless its weights, and the policy's tokenizer, are there and whole."""
+    try:
+        if local_model_config(model.path) is None:
+            return
+        check_weights(model.path)
+        if model.key == "model.path" and lacks_tokenizer(model.path):
+            raise ValueError("no tokenizer in it. Put the files of its tokenizer there, such as tokenizer.json.")
+    except ValueError as error:
+        raise ValueError(f"{model.named}: {error}") from None
+
+
+def quantization(config: Mapping[str, Any]) -> str:
+    """The method of a quantized model; "" for one that is not."""
+    settings = [c.get(key) for c in (config, text_config(dict(config))) for key in QUANTIZED]
+    return next((str(s.get("quant_method") or ", ".join(s)) for s in settings if isinstance(s, dict)), "")
+
+
+def _check_unquantized(config: Mapping[str, Any]) -> None:
+    if method := quantization(config):
+        raise ValueError(
+            f"by config.json it is quantized ({method}), and there is no quantized training. Name the model in its "
+            "unquantized form (bfloat16)"
+            + (method in DEQUANTIZED)
+            * ", or make one: load it in transformers with `dequantize=True` in its "
+            "quantization config, and save it"
+            + ". If its weights are unquantized already, remove quantization_config from config.json."
+        )
+
+
+def _check_token_ids(model: RunModel, config: dict[str, Any]) -> None:
+    """Raise a ValueError if a token that the run needs has an id beyond the model's embedding.
+
+    Tokenizers may have more tokens than their model, and models more rows than tokens. The tokens of rows are checked
+    when these are read.
+    """
+    rows, folder = embedding_rows(model.path), local_model_folder(model.path)
+    settings = {"config.json": config | text_config(config)}
+    if model.template is not None and not model.scalar:
+        settings["generation_config.json"] = read_json(folder / "generation_config.json")
+    names = {"config.json": (PADDING, *NAMED_TOKENS) if model.template is not None else (PADDING,)}
+    beyond = [
+        f"{name}_id={number} ({file})"
+        for file, values in settings.items()
+        for name in names.get(file, NAMED_TOKENS)
+        for number in _as_list(values.get(f"{name}_id"))
+        if isinstance(number, int) and number >= rows
+    ]
+    if model.template is not None:
+        beyond += [
+            f"{content!r}={number} (tokenizer)"
+            for content, number in needed_tokens(folder, model.template).items()
+            if number >= rows
+        ]
+    if beyond:
+        raise ValueError(
+            f"the model has embeddings for {rows} tokens (vocab_size of config.json), and these have higher ids: "
+            f"{', '.join(beyond)}. Use the files that belong to the model, or enlarge it in transformers "
+            "(resize_token_embeddings) and save it with its tokenizer."
+        )
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def needed_tokens(folder: Path, template: str) -> dict[str, int]:
+    """The added tokens of a tokenizer that have a role or stand in the chat template, with their ids."""
+    settings = read_json(folder / "tokenizer_config.json")
+    roles = [settings.get(name) for name in NAMED_TOKENS]
+    named = [role.get("content") if isinstance(role, dict) else role for role in roles]
+    text = chat_template_text(folder) if template == "model" else ""
+    added = added_tokens(folder)
+    return {content: number for content, number in added.items() if content in named or content in text}
+
+
+def added_tokens(folder: Path) -> dict[str, int]:
+    """Content and id of each token that was added to the vocabulary, special or not, from the tokenizer's files."""
+    settings, added = read_json(folder / "tokenizer_config.json"), read_json(folder / "added_tokens.json")
+    file = folder / "tokenizer.json"
+    try:
+        decoder = settings.get("added_tokens_decoder") or {}
+        added = {token["content"]: int(number) for number, token in decoder.items()} | added
+        text = file.read_text() if file.is_file() else ""
+        if (at := text.find('"added_tokens"')) >= 0:  # the rest of the file takes longer to parse
+            tokens, _ = json.JSONDecoder().raw_decode(text, text.index("[", at))
+            added |= {token["content"]: token["id"] for token in tokens}
+        return {str(content): int(number) for content, number in added.items()}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON ({error}). Download or save the tokenizer again.") from None
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(
+            f"{folder}: the added tokens of its tokenizer cannot be read ({error!r}). Download or save it again."
+        ) from None
+
+
+# --- what needs one ---
+
+
+def check_class(model: RunModel, of_policy: ModelConfig) -> None:
+    """Raise a ValueError unless transformers has a class for a model and finds all that it needs in its files."""
+    if problem := class_problem(model.path, model.key, generates=not model.scalar):
+        raise ValueError(problem)
+    config, folder = local_model_config(model.path), local_model_folder(model.path)
+    from rlhf.learner.loading import has_weights  # imports torch and transformers
+
+    loaded = of_policy.model_copy(update={"path": str(folder)})  # transformers would ask the hub for a name
+    if config is None or not has_weights(folder) or ("auto_map" in config and loaded.trust_remote_code):
+        return  # the same is checked when it is loaded
+    try:
+        _load(model, loaded)
+    except ValueError as error:
+        why = " ".join(str(error).split()).removeprefix(f"{model.key}={folder}: ")
+        if not (model.is_served and quantization(config)):
+            raise ValueError(f"{model.named}: {why}") from None
+    except Exception as error:  # of a config.json that is not what the class expects
+        raise ValueError(
+            f"{model.named}: transformers cannot make a model of its config.json ({reason(error)}). Correct it, or "
+            "download or save the model again."
+        ) from None
+    else:
+        if method := quantization(config):
+            what = f"by config.json it is quantized ({method}), and its weights are not"
+            raise ValueError(f"{model.named}: {what}. Remove quantization_config from config.json.")
+
+
+def _load(model: RunModel, loaded: ModelConfig) -> None:
+    """Load it without data, as the run does; `loaded.path` is its folder."""
+    from rlhf.learner.loading import check_report, check_tied, load
+    from rlhf.learner.policy_model import load_language_model
+    from rlhf.learner.text_model import language_model
+    from rlhf.learner.value_model import read_scalar_transformer
+
+    path, key = loaded.path, model.key
+    if not model.scalar:
+        _check_generation_config(Path(path))
+    if model.is_served:
+        _, kind = language_model(path, trust_remote_code=loaded.trust_remote_code)
+        # vLLM has attention of its own, whatever config.json names
+        transformer, report = load(kind, path, loaded, without_data=True, attn_implementation="eager")
+        check_report(transformer, report, path, key=key)
+        check_tied(transformer, path, key=key)
+    elif model.scalar:
+        read_scalar_transformer(path, loaded, key=key, needs_head=not model.is_trained, without_data=True)
+    else:
+        load_language_model(loaded, key=key, exported=model.is_trained, without_data=True)
+
+
+def _check_generation_config(folder: Path) -> None:
+    """Raise a ValueError for a generation_config.json that the learners could not load."""
+    from transformers import GenerationConfig
+
+    if not (folder / "generation_config.json").is_file():
+        return
+    try:
+        ends = _as_list(GenerationConfig.from_pretrained(folder).eos_token_id)
+    except Exception as error:  # of any type
+        raise ValueError(
+            f"transformers does not take its generation_config.json ({reason(error)}). Correct or remove it."
+        ) from None
+    if unknown := [end for end in ends if end is not None and not isinstance(end, int)]:
+        raise ValueError(f"eos_token_id={unknown[0]!r} in generation_config.json is no id of a token. Write numbers.")
+
+
+# --- whether they fit the run ---
+
+
+def _misfits(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]:
+    """Contexts, vocabularies and attention heads that do not fit the run."""
+    policy = text_config(config_at(config.model.path) or {})
+    if config.max_sequence_tokens > (context := _context(policy)):
+        yield (
+            f"{config.sequence_keys}: {config.max_sequence_tokens} tokens exceed the context of model.path="
+            f"{config.model.path}, which is {context}. Shorten the sequences."
+        )
+    kind = str(policy.get("model_type"))
+    engines = any(role.name == ENGINE for role in config.roles(trains=trains)) and not joins_a_cluster(config)
+    on_cpu = engines and config.cluster.device == "cpu"  # vLLM for GPUs brings it
+    if on_cpu and kind.startswith(WITH_TORCHVISION) and find_spec("torchvision") is None:
+        yield (
+            f"model.path={config.model.path}: vLLM's class for model_type={kind!r} imports torchvision, which is not "
+            "installed, so no engine would start. Install the build that fits the installed torch (docs/models.md); "
+            "rlhf sft trains such a model without it."
+        )
+    replays = trains and isinstance(config, GRPOConfig) and config.learner.replays_experts
+    if replays and policy and not any(policy.get(key) for key in EXPERT_KEYS):
+        given = f"learner.router_replay=rollout with model.path={config.model.path}"
+        yield f"{given}: the model has no experts. Set it to none."
+    heads = policy.get("num_attention_heads")
+    if isinstance(config, GRPOConfig) and isinstance(heads, int) and heads % config.cluster.tensor_parallel:
+        yield (
+            f"cluster.tensor_parallel={config.cluster.tensor_parallel} does not divide the model's {heads} attention "
+            "heads, so vLLM will refuse it. Use a divisor."
+        )
+    for key, path in config.further_models.items() if trains else ():
+        if config.max_sequence_tokens > (context := _context(text_config(local_model_config(path) or {}))):
+            yield (
+                f"{key}={path}: its context is {context} tokens, and it reads sequences of "
+                f"{config.max_sequence_tokens} ({config.sequence_keys}). Shorten them, or name another model."
+            )
+    for key, path in config.fed_models.items() if trains else ():
+        size = embedding_rows(path)
+        if size < (policy.get("vocab_size") or 0):
+            yield (
+                f"{key}={path}: its vocabulary of {size} tokens is smaller than the {policy['vocab_size']} of "
+                f"model.path={config.model.path}, whose token ids it reads. Start it from a model with the same "
+                "tokenizer."
+            )
+        yield from gather(partial(check_stored_vocabulary, config.model.path, path, f"{key}={path}"))
+    for role in config.roles(trains=trains):
+        if role.name == REWARD_MODEL:
+            yield from _template_problem(role, config)
+
+
+def _context(config: Mapping[str, Any]) -> float:
+    """The longest sequence that a model reads; infinite if its config.json has no number for it."""
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")  # most; GPT-2 and its kin; MPT and DBRX
+    return next((tokens for name in names if isinstance(tokens := config.get(name), int)), math.inf)
+
+
+def _template_problem(role: Role, config: TrainingProgramConfig) -> Iterator[str]:
+    """Why conversations cannot be written in the template that the reward model needs."""
+    recorded, template = reward_model_record(role.model).get("template"), _template_of(role, config)
+    if recorded not in (None, template):
+        yield (
+            f"reward_model.template={template}: {role.model_key}={role.model} was trained with "
+            f"{recorded}. Remove the key, or train the model with that template (data.template of rlhf.reward_model)."
+        )
+    elif lacks_tokenizer(role.model):
+        yield f"{role.model_key}={role.model}: no tokenizer in it, and it reads texts. Put that of its training there."
+    elif template == "model" and lacks_chat_template(role.model):
+        yield (
+            f"{role.model_key}={role.model}: its tokenizer has no chat template. Set reward_model.template to the one "
+            "it was trained with: raw (the response right after the prompt), qa, chatml, qwen-math or tulu."
+        )

@@ -1,0 +1,476 @@
+"""Memory of learner, critic, reward model and engine, by part, estimated from model shape and config, in bytes.
+
+P parameters, n learners, b bytes per weight (2 in bfloat16, 4 in float32). ZeRO divides by n:
+
+    stage   weights   gradients (float32)   master weights and moments (4 + 8 bytes)
+    0       b P       see below             12 P
+    1       b P       4 P                   12 P / n
+    2       b P       4 P / n               12 P / n
+    3       b P / n   4 P / n               12 P / n
+
+Stage 0 keeps gradients in the model's dtype and copies them to float32 for the step. It has no master weights for a
+float32 model.
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from rlhf.algo.layer_names import is_adapted
+from rlhf.algo.sizes import BUCKET_BYTES, HEAD_TILE, REDUCE_BUCKET, WHOLE_TOKENS
+from rlhf.check.model_shape import ModelShape, shape_at
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.program import TrainingProgramConfig
+from rlhf.config.roles import LEARNER, Role
+from rlhf.config.sections import LoraConfig, TrainedConfig
+
+if TYPE_CHECKING:
+    from rlhf.types import GPUMemory
+
+GIB = 2**30
+TEACHER_TILES = 6  # float32 tiles at a time: both logits, both log-probs, the difference, the gradient
+BYTES = {"bfloat16": 2, "float32": 4}
+MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
+
+REDUCE_BUFFERS = 2 * REDUCE_BUCKET  # elements in two buckets; on CPU one bucket has this size, DeepSpeed's default
+FLATTENED = 500_000_000  # elements that DeepSpeed's ZeRO-1 in bfloat16 flattens at once, and then the next tensor
+ZERO3_MAX_LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's default
+
+# Assumed, on GPU: CUDA context, NCCL and fragmentation of a learner; profile run, CUDA graphs and sampler of an engine.
+# Measured, on CPU: resident memory of the processes around a model of 1 M parameters, KV cache not counted.
+OVERHEAD = {
+    "cuda": {"learner": ("CUDA, NCCL, fragmentation", 2 * GIB), "engine": ("working memory, CUDA graphs", 3 * GIB)},
+    "cpu": {"learner": ("process", 1 * GIB), "engine": ("processes", 2 * GIB)},
+}
+# Assumed, on GPUs that roles share: a learner scores the canary while an engine is awake; a sleeping engine keeps
+# CUDA's context and kernels.
+CANARY_BYTES = 1 * GIB
+ASLEEP_BYTES = 2 * GIB
+
+HEAD = "head: tiles of logits, gradients"
+
+Use = Literal["work", "state", "movable"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One row of the estimate: name, bytes, and how they are computed.
+
+    Attributes:
+        use: `state` and `movable` are held between updates; `movable` can be in host memory while engines sample.
+    """
+
+    name: str
+    size: float
+    how: str
+    use: Use = "work"
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Memory of one actor of a role (of an engine: of one GPU); no parts if its model is not known."""
+
+    role: Role
+    shape: ModelShape | None
+    parts: tuple[Part, ...]
+
+
+def memory_of_roles(config: TrainingProgramConfig, policy: ModelShape) -> list[RoleMemory]:
+    """The memory of every role of the run; `policy` is the shape of model.path."""
+    estimates = []
+    for role in config.roles():
+        shape = _shape_of(role, config, policy)
+        parts = () if shape is None else pkgutil.resolve_name(role.memory)(shape, config)
+        estimates.append(RoleMemory(role, shape, parts))
+    return estimates
+
+
+def _shape_of(role: Role, config: TrainingProgramConfig, policy: ModelShape | None) -> ModelShape | None:
+    return policy if role.model == config.model.path else shape_at(role.model)
+
+
+def checkpoint_bytes(config: TrainingProgramConfig, policy: ModelShape | None) -> int | None:
+    """One checkpoint: float32 weights and moments of all trained models, float32 weights of a changing reference.
+
+    None if the shape of a trained model is not known; `policy` is that of model.path.
+    """
+    size = 0
+    for role, _ in config.trained_roles():
+        if (count := parameters_of(role, config, policy)) is None:
+            return None
+        moves = config.reference_moves and role.name == LEARNER
+        size += (MASTER_BYTES + MOMENTS_BYTES) * count + MASTER_BYTES * count * moves
+    return size
+
+
+def parameters_of(role: Role, config: TrainingProgramConfig, policy: ModelShape | None) -> int | None:
+    """Parameters that a trained role trains; None if the shape of its model is not known."""
+    if (shape := _shape_of(role, config, policy)) is None:
+        return None
+    return scalar_parameters(shape) if role.scalar else trained_parameters(shape, config.model.lora)
+
+
+def total(parts: Sequence[Part]) -> float:
+    return sum(part.size for part in parts)
+
+
+def learner_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
+    """The parts of one learner at the peak of an update."""
+    lora = config.model.lora  # with adapters the reference is the model itself
+    frozen_models: dict[str, ModelShape | None] = {"reference": shape} if config.needs_reference and not lora else {}
+    frozen_models |= {key: shape_at(path) for key, path in config.further_models.items()}
+    dtype, ranks = config.model.dtype, config.cluster.learners if config.learner.zero_stage == 3 else 1
+    use: Use = "state" if ranks > 1 else "movable"  # a share at ZeRO-3 stays
+    others = [
+        Part(f"{of}, {dtype}", 0.0, "not counted: its size is not known here")
+        if frozen is None
+        else _divided(f"{of}, {dtype}", frozen.parameters, BYTES[dtype], ranks, use=use)
+        for of, frozen in frozen_models.items()
+    ]
+    if config.learner.replays_experts:
+        tokens = -(-config.rollouts_per_step * config.max_sequence_tokens // config.cluster.learners)
+        held, epochs = 2 * shape.layers * shape.active_experts, config.learner.epochs_per_step
+        how = f"{tokens:,} tokens at most x {held:,} bytes" + (f" x {epochs} epochs" if epochs > 1 else "")
+        others.append(Part("recorded experts, int16", float(tokens * held * epochs), how))
+    count, kept = trained_parameters(shape, lora), 0 if lora is None else shape.parameters
+    compares = (teacher := config.algo.teacher) is not None and teacher.in_loss
+    return _trained(config.learner, shape, config, count, others, _head(shape, config, compares), frozen=kept)
+
+
+def supervised_memory(shape: ModelShape, config: TrainingProgramConfig) -> tuple[Part, ...]:
+    """The parts of one learner of a program without engines, at the peak of an update."""
+    if config.scalar_learner:
+        return _trained(config.learner, shape, config, scalar_parameters(shape), [], _scalar_head(shape, config))
+    lora = config.model.lora
+    count, kept = trained_parameters(shape, lora), 0 if lora is None else shape.parameters
+    return _trained(config.learner, shape, config, count, [], _head(shape, config), frozen=kept)
+
+
+def critic_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
+    """The parts of one rank of the critic at the peak of an update."""
+    section: TrainedConfig = config.critic  # type: ignore[attr-defined]  # of PPO alone
+    return _trained(section, shape, config, scalar_parameters(shape), [], _scalar_head(shape, config))
+
+
+def _scalar_head(shape: ModelShape, config: TrainingProgramConfig) -> Part:
+    states = config.learner.max_tokens_per_microbatch * shape.hidden * 2 * 4
+    return Part("head: states in float32, gradient", float(states), "one number per token")
+
+
+def reward_model_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
+    """One copy of the reward model: its weights, and the activations of one layer, since there is no backward pass."""
+    assert config.reward_model is not None
+    dtype, tokens = config.reward_model.dtype, config.reward_model.max_tokens_per_batch
+    layer = layer_activation_bytes(shape, b=BYTES[dtype])
+    return (
+        _divided(f"weights, {dtype}", scalar_parameters(shape), BYTES[dtype]),
+        Part("activations of one layer", float(tokens * layer), f"{tokens:,} tokens x {_kib(layer)}"),
+        _overhead("learner", config),
+    )
+
+
+def scalar_parameters(shape: ModelShape) -> int:
+    """Parameters if a head of one number, without bias, replaces the language model's head."""
+    return shape.parameters - shape.head_parameters + shape.hidden
+
+
+@functools.cache  # a search of layouts asks for the same count thousands of times
+def trained_parameters(shape: ModelShape, lora: LoraConfig | None) -> int:
+    """All parameters; with adapters r (in + out) of each layer that has one, named and sized as in usual families."""
+    if lora is None:
+        return shape.parameters
+    hidden, mlp = shape.hidden, shape.intermediate
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    ends = {
+        "self_attn.q_proj": hidden + queries, "self_attn.k_proj": hidden + keys, "self_attn.v_proj": hidden + keys,
+        "self_attn.o_proj": queries + hidden, "mlp.gate_proj": hidden + mlp, "mlp.up_proj": hidden + mlp,
+        "mlp.down_proj": mlp + hidden,
+    }  # fmt: skip
+    adapted = (
+        size
+        for layer in range(shape.layers)
+        for name, size in ends.items()
+        if is_adapted(f"model.layers.{layer}.{name}", targets=lora.targets, exclude=lora.exclude)
+    )
+    return lora.rank * sum(adapted)
+
+
+def _trained(
+    section: TrainedConfig,
+    shape: ModelShape,
+    config: TrainingProgramConfig,
+    count: int,
+    reference: list[Part],
+    head: Part,
+    *,
+    frozen: int = 0,
+) -> tuple[Part, ...]:
+    """One rank of a model with `count` trained parameters: what it holds, gradients and their buffers, activations."""
+    dtype, stage, ranks = config.model.dtype, section.zero_stage, config.cluster.learners
+    b, offload = BYTES[dtype], section.offload_optimizer
+    by = ranks if stage >= 1 else 1
+    state = [_divided(f"weights, {dtype}", count, b, ranks if stage == 3 else 1, use="state")]
+    if frozen:
+        state = [
+            _divided(f"frozen weights, {dtype}", frozen, b, ranks if stage == 3 else 1, use="state"),
+            replace(state[0], name=f"adapter, {dtype}"),
+        ]
+    if offload:
+        host = _share(count, MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES, by)
+        state.append(Part("optimizer", 0.0, f"in host memory: {host}"))
+    else:
+        if stage or dtype != "float32":
+            state.append(_divided("master weights, float32", count, MASTER_BYTES, by, use="movable"))
+        state.append(_divided("Adam's two moments, float32", count, MOMENTS_BYTES, by, use="movable"))
+    by = ranks if stage >= 2 else 1
+    bucket = _reduction(section, shape, config, count)
+    if offload:
+        work = [Part("gradients", b * count / by, f"{_share(count, b, by)}, then in host memory"), bucket]
+    elif stage == 0:
+        work = [_divided("gradients", count, b)]
+        if b != GRADIENT_BYTES:
+            work.append(_divided("gradients of the step, float32", count, GRADIENT_BYTES))
+    else:
+        copy = _divided("gradients, added and reduced", count, GRADIENT_BYTES, ranks)
+        added = replace(copy, size=copy.size + bucket.size, how=f"{copy.how} + {bucket.how}")
+        work = [_divided("gradients, float32", count, GRADIENT_BYTES, by), added]
+    if stage == 3:
+        work.append(_divided("gathered weights", min(ZERO3_MAX_LIVE_PARAMETERS, count + frozen), b))
+    activations = _activations(shape, config)
+    if config.model.lora is None:
+        # At the end of backward no activations are left, but the embedding's gradient, and if tied the head's too.
+        ends = b * shape.embedding_parameters * (1 if shape.head_parameters or head.name != HEAD else 2)
+        over = max(0.0, ends - activations.size - head.size)
+        if over:
+            how = f"{ends / GIB:.2f} GiB, less the activations and head that are freed by then"
+            work.append(Part("embedding gradients", over, how))
+    return (*state, *reference, *work, activations, head, _overhead("learner", config))
+
+
+def _reduction(section: TrainedConfig, shape: ModelShape, config: TrainingProgramConfig, count: int) -> Part:
+    """DeepSpeed's buffers between learners, whose size is full for any model; on CPU the unfilled part takes no memory.
+
+    A bucket, or a tensor that is larger than one, is flattened before it is sent, and cast if another type is sent.
+    ZeRO-1 in bfloat16 has no buckets: it flattens what it accumulated in float32, in parts.
+    """
+    b, stage, alone = BYTES[config.model.dtype], section.zero_stage, config.cluster.learners == 1
+    flat, largest = b == 2 and stage == 1, 0 if config.model.lora else shape.embedding_parameters
+    if stage == 0 or (alone and not flat):
+        return Part("reduction buffer", 0.0, "no bucket")
+    elements = 0 if flat else REDUCE_BUFFERS
+    largest = min(count, FLATTENED + largest if flat else max(REDUCE_BUFFERS // 2, largest))
+    if config.cluster.device == "cpu":
+        elements = min(elements, count)
+    width = GRADIENT_BYTES if flat else b
+    sent = width if alone else BYTES[section.reduce_dtype] if b == 2 else b
+    copies = width + (sent if sent != width else 0)
+    bucket = f"bucket of {elements / 1e9:.2f} B x {width} + " if elements else ""
+    how = f"{bucket}flattened {largest / 1e9:.2f} B x {copies}"
+    return Part("reduction buffer", float(width * elements + copies * largest), how)
+
+
+def _overhead(what: str, config: TrainingProgramConfig) -> Part:
+    return Part(*OVERHEAD[config.cluster.device][what], "assumed")
+
+
+def layer_activation_bytes(shape: ModelShape, *, b: int) -> int:
+    """Bytes that one layer keeps per token for its backward pass.
+
+    A norm keeps its input in float32 and the normalized values: (4 + b) H, twice. The projections keep their inputs:
+    2 b H. Attention keeps q, k, v and its output: b (2 n d + 2 k d), q and k once more before their norms if they have
+    any. The gated MLP keeps gate, its activation, up and the product: 4 b I, for each expert that is active.
+    """
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    norms = 2 * (4 + b) * shape.hidden + shape.qk_norm * (4 + b) * (queries + keys)
+    mlp = 4 * b * shape.intermediate
+    if shape.sparse_layers:
+        mlp = max(
+            mlp if shape.sparse_layers < shape.layers else 0,
+            shape.active_experts * (4 * b * shape.expert_intermediate + 2 * b * shape.hidden),
+        )
+    return norms + 2 * b * shape.hidden + b * (2 * queries + 2 * keys) + mlp
+
+
+def selective_bytes(shape: ModelShape, *, b: int) -> int:
+    """Bytes that one layer keeps per token under selective checkpointing: its input, and outputs of what is kept.
+
+    Those are attention with 4 bytes per head for its backward pass, q, k, v, the output projection and the MLP's gate,
+    up and down: b (2 n d + 2 k d + 3 H + 2 I) + 4 n; each active expert has its own gate, up and down.
+    """
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    mlp = 2 * shape.intermediate + shape.hidden
+    if shape.sparse_layers:
+        experts = shape.active_experts * (2 * shape.expert_intermediate + shape.hidden)
+        mlp = max(mlp if shape.sparse_layers < shape.layers else 0, experts)
+    return b * (2 * queries + 2 * keys + 2 * shape.hidden + mlp) + 4 * shape.heads
+
+
+def adapter_product_bytes(shape: ModelShape, rank: int, *, b: int) -> int:
+    """Bytes per token of what adapters of all seven linear layers of a layer give: A x, and B A x."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return b * (queries + 2 * keys + 2 * shape.hidden + 2 * shape.intermediate + 7 * rank)
+
+
+def _activations(shape: ModelShape, config: TrainingProgramConfig) -> Part:
+    tokens, b = config.learner.max_tokens_per_microbatch, BYTES[config.model.dtype]
+    # Attention keeps keys and values once more for each sequence that begins with them.
+    repeated = (WHOLE_TOKENS - 1) * 2 * b * shape.kv_heads * shape.head_dim
+    layer = layer_activation_bytes(shape, b=b) + repeated
+    if config.model.gradient_checkpointing == "selective":
+        kept = selective_bytes(shape, b=b)
+        if config.model.lora is not None:
+            kept += adapter_product_bytes(shape, config.model.lora.rank, b=b)
+        how = f"{tokens:,} tokens x ({shape.layers} layers x {_kib(kept)} + {_kib(layer)})"
+        return Part("activations, selective", float(tokens * (shape.layers * kept + layer)), how)
+    if config.model.gradient_checkpointing:
+        inputs = b * shape.hidden * shape.layers
+        how = f"{tokens:,} tokens x ({_kib(inputs)} + {_kib(layer)})"
+        return Part("activations, checkpointed", float(tokens * (inputs + layer)), how)
+    how = f"{tokens:,} tokens x {shape.layers} layers x {_kib(layer)}"
+    return Part("activations", float(tokens * shape.layers * layer), how)
+
+
+def _head(shape: ModelShape, config: TrainingProgramConfig, compares: bool = False) -> Part:
+    """Tiles of logits, gradient of the states, gradient of the head's weight (never the tokens x vocabulary matrix).
+
+    `compares`: the loss has a teacher's logits too.
+    """
+    tokens, b = config.learner.max_tokens_per_microbatch, BYTES[config.model.dtype]
+    tile_tokens, tile_vocabulary = HEAD_TILE[config.cluster.device]
+    rows, columns = min(tile_tokens, tokens), min(tile_vocabulary, shape.vocabulary)
+    # On GPU float32 products and their gradient; on CPU the product, and float32 logits, scratch and gradient.
+    buffers = b + 4 * (1 if config.cluster.device == "cuda" else 3)
+    if compares:  # a teacher's tiles too, and the steps between them
+        buffers += b + 4 * TEACHER_TILES
+    states = tokens * shape.hidden * (2 * b + 8)  # chosen states, the norm's output, float32 gradients, added up
+    states += rows * shape.hidden * 4  # a tile's share of the gradients
+    weight = 0 if config.model.lora else shape.embedding_parameters * b + columns * shape.hidden * 4
+    return Part(
+        HEAD,
+        float(rows * columns * buffers + states + weight),
+        f"{rows:,} x {columns:,} logits at a time",
+    )
+
+
+def engine_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
+    """The parts of one GPU of an engine (on CPU: of its processes); the KV cache is last, in the remaining memory."""
+    cluster, rollout, dtype = config.cluster, config.rollout, config.model.dtype
+    weights = _divided(f"weights, {dtype}", shape.parameters, BYTES[dtype], cluster.tensor_parallel)
+    if (lora := config.model.lora) is not None:
+        slot = _divided("", trained_parameters(shape, lora.model_copy(update={"rank": lora.slot_rank})), BYTES[dtype])
+        weights = Part(f"weights and adapter, {dtype}", weights.size + slot.size, f"{weights.how} + {slot.how}")
+    parts = (weights, _overhead("engine", config))
+    if cluster.device == "cuda":
+        room = rollout.gpu_memory_utilization * cluster.gpu_memory_gib * GIB - total(parts)
+        how = f"rest of {rollout.gpu_memory_utilization:g} x {cluster.gpu_memory_gib:g} GiB"
+    else:
+        room, how = float(rollout.kv_cache_gib * GIB), "rollout.kv_cache_gib"
+    return (*parts, Part("KV cache", max(0.0, room), how))
+
+
+def kv_cache(shape: ModelShape, config: GRPOConfig) -> tuple[int, int]:
+    """Bytes of the KV cache per token on one GPU, and the tokens that it holds."""
+    heads = max(1, -(-shape.kv_heads // config.cluster.tensor_parallel))  # fewer heads than GPUs: each GPU holds one
+    numbers = shape.latent_dim or 2 * heads * shape.head_dim  # a latent is whole on each GPU
+    per_token = shape.attention_layers * numbers * BYTES[config.model.dtype]
+    return per_token, int(engine_memory(shape, config)[-1].size // per_token)
+
+
+def _divided(name: str, count: int, size: int, by: int = 1, *, use: Use = "work") -> Part:
+    """`count` numbers of `size` bytes, divided among `by` ranks."""
+    return Part(name, size * count / by, _share(count, size, by), use)
+
+
+def _share(count: int, size: int, by: int) -> str:
+    return f"{count / 1e9:.3f} B x {size} bytes" + (f" / {by}" if by > 1 else "")
+
+
+def _kib(size: float) -> str:
+    return f"{size / 1024:.1f} KiB"
+
+
+# --- GPUs that roles share: placement=colocated ---
+#
+#     awake    weights of the learners + what the engine may use, or during a transfer its weights and two buckets
+#     training weights of the learners + what one of them brings back + its work + what a sleeping engine keeps
+#
+# --plan estimates all of it. At the start the learners measure what is really free, before the engines are built.
+
+
+def awake_problem(config: GRPOConfig, shape: ModelShape | None, *, kept: float, have: float) -> str | None:
+    """Why an engine cannot be awake on a GPU on which the learners keep `kept` of `have` bytes."""
+    share = config.rollout.gpu_memory_utilization
+    needed = share * have
+    if shape is not None:
+        weights, working, _ = engine_memory(shape, config)
+        largest = shape.embedding_parameters * weights.size / shape.parameters * config.cluster.tensor_parallel
+        needed = max(needed, weights.size + working.size + 2 * max(BUCKET_BYTES, largest))
+    kept += CANARY_BYTES
+    if kept + needed <= have:
+        return None
+    return (
+        f"memory: on a shared GPU the engine's rollout.gpu_memory_utilization={share:g} x {have / GIB:.4g} GiB plus "
+        f"{kept / GIB:.1f} GiB of the learner's state are {(kept + needed) / GIB:.1f} GiB. Lower it to "
+        f"{max(0.0, int(100 * (1 - kept / have)) / 100):.2f} or less."
+    )
+
+
+def training_problems(peaks: Mapping[str, float], *, kept: float, have: float) -> Iterator[str]:
+    """Roles that do not fit while they train; each adds its bytes of `peaks` to `kept`."""
+    for role, peak in peaks.items():
+        needed = kept + peak + ASLEEP_BYTES
+        if needed > have:
+            yield (
+                f"memory: on a shared GPU a {role} that trains needs about {peak / GIB:.1f} GiB, beside "
+                f"{kept / GIB:.1f} GiB of weights and {ASLEEP_BYTES / GIB:.0f} GiB of a sleeping engine: "
+                f"{needed / GIB:.1f} GiB of {have / GIB:.4g}. Lower learner.max_tokens_per_microbatch, or use more "
+                "learners with a higher zero_stage."
+            )
+
+
+def planned_problems(config: GRPOConfig, estimates: Sequence[RoleMemory], shape: ModelShape) -> Iterator[str]:
+    """Both problems, from the estimates alone."""
+    stays = ("state",) if config.cluster.offload_while_sampling else ("state", "movable")
+    kept, peaks = 0.0, {}
+    for estimate in estimates:
+        if estimate.role.training is not None:
+            held = total([part for part in estimate.parts if part.use in stays])
+            kept += held
+            peaks[estimate.role.name] = total(estimate.parts) - held
+    have = config.cluster.gpu_memory_gib * GIB
+    if problem := awake_problem(config, shape, kept=kept, have=have):
+        yield problem
+    yield from training_problems(peaks, kept=kept, have=have)
+
+
+def check_shared_gpus(config: GRPOConfig, measured: Mapping[str, Sequence[GPUMemory]]) -> list[str]:
+    """Compare the memory that is free before the engines start with what all roles will need.
+
+    Args:
+        measured: by trained role, what each of its ranks sees of its GPU.
+
+    Returns:
+        Warnings from an estimate, since activations are not measured yet.
+
+    Raises:
+        ValueError: an engine cannot start with what the learners keep on its GPU.
+    """
+    shape = shape_at(config.model.path)
+    ranks = [rank for role in measured.values() for rank in role]
+    fullest = max(ranks, key=lambda rank: rank.total - rank.free)
+    kept = fullest.total - fullest.free
+    if problem := awake_problem(config, shape, kept=kept, have=fullest.total):
+        raise ValueError(problem)
+    if shape is None:
+        return []
+    peaks = {
+        estimate.role.name: max(rank.away for rank in measured[estimate.role.name])
+        + total([part for part in estimate.parts if part.use == "work"])
+        for estimate in memory_of_roles(config, shape)
+        if estimate.role.name in measured
+    }
+    return list(training_problems(peaks, kept=kept, have=fullest.total))

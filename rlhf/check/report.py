@@ -1,0 +1,500 @@
+"""The text of --plan: whether the run would start and fits, what follows from its config, and what is likely wrong.
+
+Plain aligned lines, at most 100 columns; keys to paste are one line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rlhf.algo.schedules import learning_rate
+from rlhf.check.examination import run_models
+from rlhf.check.fit import preemption, with_article
+from rlhf.check.hours import expected_time
+from rlhf.check.layouts import AS_SET, BEST, Search, layout_rows, searches
+from rlhf.check.memory import (
+    GIB,
+    Part,
+    RoleMemory,
+    checkpoint_bytes,
+    kv_cache,
+    memory_of_roles,
+    total,
+)
+from rlhf.check.model_shape import ModelShape, config_at, read_shape
+from rlhf.check.resources import count_gpus, counted, with_gpus_here
+from rlhf.check.start_checks import class_problems, plan_problems, rate_warnings
+from rlhf.check.supervised import Examples, batch_rows, supervised_verdict, time_rows
+from rlhf.check.transfer import transfer_rows
+from rlhf.check.verdict import Verdict, fit_verdict
+from rlhf.config.data import ENVIRONMENT, DataConfig
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import resolved_yaml
+from rlhf.config.model_folder import looks_local
+from rlhf.config.printing import heartbeat, printable, to_stderr
+from rlhf.config.program import TrainingProgramConfig
+from rlhf.config.roles import REWARD_MODEL, Role, Training
+from rlhf.config.sections import LearnersConfig
+from rlhf.config.supervised import SupervisedConfig
+from rlhf.data.model_files import local_model_config
+from rlhf.data.read import check_source, config_sources, count_rows, local_path, rows_per_epoch, too_few_prompts
+
+COLUMNS, LABEL = 100, 28
+FREE = "-"  # a GPU without a role
+SHORT_NAMES = {REWARD_MODEL: "reward"}  # names that are too long for a cell
+CELL_WIDTH = 10  # characters; the usual eight cells and the node's name fit in 100 columns
+
+
+class Plan(NamedTuple):
+    """What --plan prints, and why the run would be refused; no reasons if it would start."""
+
+    text: str
+    problems: list[str]
+
+
+def printed(config: TrainingProgramConfig, flags: Namespace) -> bool:
+    """Print what --plan and --print-config ask for, if they were given; a pipe that is closed early is no error.
+
+    Raises:
+        ValueError: the run that --plan shows would not start, or does not fit.
+    """
+    problems: list[str] = []
+    try:
+        for text in _texts(config, flags, problems):
+            sys.stdout.write(printable(text))
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if problems:
+        raise ValueError("\n".join(problems))
+    return bool(flags.plan or flags.print_config)
+
+
+def _texts(config: TrainingProgramConfig, flags: Namespace, problems: list[str]) -> Iterator[str]:
+    """What is printed, each text as soon as it is known; `problems` gets why the run would be refused."""
+    prompt = ""
+    if flags.plan:
+        assert isinstance(config, GRPOConfig | SupervisedConfig)
+        found, prompt = _start(config)
+        plan = planned(config, found) if isinstance(config, GRPOConfig) else planned_supervised(config, found)
+        problems += plan.problems
+        yield plan.text
+    if flags.print_config:
+        yield "\n" * flags.plan + resolved_yaml(config)
+    yield prompt
+
+
+def _start(config: TrainingProgramConfig) -> tuple[list[str], str]:
+    """Why the run would not start, and its first prompt, which takes seconds of imports as the models' classes do."""
+    problems, prompt = plan_problems(config), ""
+    if not problems:
+        with heartbeat(lambda: "the plan tries the first prompt and the models' classes", to_stderr):
+            try:
+                prompt = first_prompt_text(config) if isinstance(config, GRPOConfig) else ""
+            except (ValueError, RuntimeError) as error:
+                problems.append(str(error))
+            problems = problems or class_problems(config)
+    return problems, prompt
+
+
+def first_prompt_text(config: GRPOConfig) -> str:
+    """The first prompt as the model will be given it; "" where its model or its data is not on this machine.
+
+    Raises:
+        ValueError, RuntimeError: the first prompt cannot be made.
+    """
+    first, path = config.data.train[0], local_path(config.data.train[0])
+    is_here = first.is_environment or (path is not None and path.exists())
+    if local_model_config(config.model.path) is None or not is_here:
+        return ""
+    from rlhf.data.load import read_first_prompt, show_prompt
+    from rlhf.data.model_files import load_tokenizer
+
+    tokenizer = load_tokenizer(config.model)
+    prompt = read_first_prompt(config.data, tokenizer, acts=config.acts)
+    if config.acts:
+        from rlhf.config.cli import run_async
+        from rlhf.environments.start import StartedEnvironments
+
+        with StartedEnvironments(config, tokenizer) as environments:
+            prompt = run_async(environments.first_prompt(prompt))
+    return f"\nFirst prompt\n{show_prompt(prompt, tokenizer)}\n"
+
+
+def planned(config: GRPOConfig, refusals: Sequence[str] | None = None) -> Plan:
+    """All sections of the plan, and why the run would be refused; `refusals`: why it would not start, if known."""
+    problems: list[str] = list(plan_problems(config) if refusals is None else refusals)
+    prompts: int | str = "see the first line"
+    config, gpu_memory = with_gpus_here(config) if config.cluster.device == "cuda" else (config, "")
+    try:
+        prompts = prompts_per_epoch(config.data)
+    except ValueError as error:
+        problems += [] if str(error) in problems else [str(error)]
+    problems += arithmetic_problems(config, prompts)
+    first, warnings = _beginning(problems), list(arithmetic_warnings(config))
+    sections = [
+        ("Batches", _batches(config, prompts)),
+        ("Learning rate", _learning_rate(config)),
+        ("Placement", _placement(config, gpu_memory)),
+    ]
+    try:
+        shape = read_shape(config.model.path)
+    except ValueError as error:
+        first += _unknown_size(config, problems, error)
+        if time := expected_time(config, None):
+            sections.append(("Time, expected", rows(*time)))
+    else:
+        estimates = memory_of_roles(config, shape)
+        searched = searches(config, shape) if config.cluster.device == "cuda" else []
+        verdict = fit_verdict(config, shape, estimates, searched)
+        first += _told(verdict, problems)
+        if verdict.fits and (warning := preemption(config, shape)):
+            warnings.append(warning)
+        if verdict.config and (time := expected_time(verdict.config, shape)):
+            sections.append((_time_title(verdict), rows(*time)))
+        if searched:
+            sections.append(("Layouts, seconds per step", _layouts(config, shape, searched)))
+        sections.append(("Memory, estimated", _memory(config, shape, estimates)))
+        if sent := transfer_rows(config, shape):
+            sections.append(("Weights to the engines, estimated", rows(*sent)))
+    return _plan(config, first, sections, warnings, problems)
+
+
+def planned_supervised(config: SupervisedConfig, refusals: Sequence[str] | None = None) -> Plan:
+    """As `planned`, of rlhf.sft and rlhf.reward_model."""
+    problems = list(plan_problems(config) if refusals is None else refusals)
+    config, gpu_memory = with_gpus_here(config) if config.cluster.device == "cuda" else (config, "")
+    examples = Examples(None, config.data.max_tokens, f"the most, data.max_tokens={config.data.max_tokens}")
+    try:
+        examples = Examples.of(config)
+        if examples.rows:
+            config = config.with_steps(examples.rows)
+    except ValueError as error:
+        problems += [] if str(error) in problems else [str(error)]
+    first = _beginning(problems)
+    sections = [("Batches", rows(*batch_rows(config, examples)))]
+    if config.run.steps:
+        sections.append(("Learning rate", _learning_rate(config)))
+    sections.append(("Placement", _placement(config, gpu_memory)))
+    try:
+        shape = read_shape(config.model.path)
+    except ValueError as error:
+        first += _unknown_size(config, problems, error)
+    else:
+        verdict = supervised_verdict(config, shape, examples)
+        first += _told(verdict, problems)
+        if verdict.config and (time := list(time_rows(verdict.config, shape, examples))):
+            sections.append((_time_title(verdict), rows(*time)))
+        sections.append(("Memory, estimated", _memory(config, shape, memory_of_roles(config, shape))))
+    warnings = [*config.warnings(), *(rate_warnings(config) if config.run.steps else ())]
+    return _plan(config, first, sections, warnings, problems)
+
+
+def _plan(
+    config: TrainingProgramConfig,
+    first: list[str],
+    sections: list[tuple[str, list[str]]],
+    warnings: Sequence[str],
+    problems: list[str],
+) -> Plan:
+    """The plan of its parts. `first`: the lines of the first paragraph, to which the unchecked names are added."""
+    if of_hub := ", ".join(dict.fromkeys(_of_hub(config))):
+        first += wrapped("not checked: ", f"{of_hub}: the hub is asked when the run starts.")
+    if warnings:
+        sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))
+    texts = ["\n".join(first), *(f"{title}\n" + "\n".join(lines) for title, lines in sections)]
+    return Plan("\n\n".join(texts) + "\n", problems)
+
+
+def _told(verdict: Verdict, problems: list[str]) -> list[str]:
+    """The lines of a verdict; if it does not fit, that is a problem too."""
+    problems += [] if verdict.fits else [verdict.text]
+    return [line for says, keys in verdict.says for line in wrapped("", says) + [f"  {keys}"] * bool(keys)]
+
+
+def _time_title(verdict: Verdict) -> str:
+    return "Time, expected" if verdict.fits else "Time, expected, in the layout that fits"
+
+
+def _unknown_size(config: TrainingProgramConfig, problems: Sequence[str], error: ValueError) -> list[str]:
+    """The lines that say why the model's size is not known, unless a problem of model.path says it already."""
+    if config_at(config.model.path) is None and any(problem.startswith("model.path=") for problem in problems):
+        return []
+    return wrapped("memory is not known: ", str(error))
+
+
+def _beginning(problems: Sequence[str]) -> list[str]:
+    """The lines that say why the run would not start; none if it would."""
+    label = "would not start: "
+    return [line for n, text in enumerate(problems) for line in wrapped(" " * len(label) if n else label, text)]
+
+
+def _of_hub(config: TrainingProgramConfig) -> Iterator[str]:
+    """`key=name` of the data sets and models that are not files on this machine."""
+    sources = config_sources(config.data, "train") | config_sources(config.data, "eval")
+    yield from (f"{k}={s.path}" for k, s in sources.items() if s.path != ENVIRONMENT and local_path(s) is None)
+    models = run_models(config)
+    yield from (m.named for m in models if not looks_local(m.path) and local_model_config(m.path) is None)
+
+
+def _layouts(config: GRPOConfig, shape: ModelShape, searched: Sequence[Search]) -> list[str]:
+    """The rows of the layouts; keys to paste have a line of their own."""
+    lines = []
+    for label, text in layout_rows(config, shape, searched):
+        to_paste = label.startswith(BEST) and text != AS_SET
+        lines += [f"  {label}", f"    {text}"] if to_paste else rows((label, text))
+    return lines
+
+
+def rows(*pairs: tuple[str, str]) -> list[str]:
+    """Label and value side by side; long values continue below their own beginning."""
+    return [line for label, value in pairs for line in wrapped(f"  {label:<{LABEL}}", value)]
+
+
+def wrapped(first: str, text: str) -> list[str]:
+    """Text after a label, broken at COLUMNS and continued under its own beginning."""
+    indent = " " * len(first)
+    lines = textwrap.wrap(
+        text, COLUMNS, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return lines or [first.rstrip()]
+
+
+# --- arithmetic ---
+
+
+def prompts_per_epoch(config: DataConfig) -> int | str:
+    """Rows of data.train per epoch, including rows that the run drops later; or why they are not counted.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    rows: dict[str, range] = {}
+    for key, source in config_sources(config, "train").items():
+        check_source(source, key)
+        try:
+            counted_rows = count_rows(source)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{key}={source.path}: {error}") from None
+        if counted_rows is None:
+            return f"{source.path} is no local file"
+        rows[source.label] = range(counted_rows)
+    return sum(rows_per_epoch(config.train, rows).values())
+
+
+def _batches(config: GRPOConfig, prompts: int | str) -> list[str]:
+    rollout, learner = config.rollout, config.learner
+    per_step, longest = config.rollouts_per_step, config.max_sequence_tokens
+    minibatch = -(-per_step // learner.minibatches_per_epoch)
+    budget = learner.max_tokens_per_microbatch
+    microbatches = -(-minibatch // (budget // longest))
+    by_role = [_updates(role.name, training) for role, training in config.trained_roles()]
+    response = "response" if rollout.max_rollout_tokens is None else "rollout"
+    passes = [name for name, on in (("old", config.needs_old_logprobs_pass), ("ref", config.needs_reference)) if on]
+    if (teacher := config.algo.teacher) is not None and teacher.computed:
+        passes.append("teacher in each epoch" if teacher.in_loss else "teacher")
+    return rows(
+        ("rollouts per step", f"{rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt} = {per_step:,}"),
+        ("rollouts in total", f"{counted(config.run.steps, 'step')} x {per_step:,} = {config.run.steps * per_step:,}"),
+        ("minibatch", f"{per_step:,} / {learner.minibatches_per_epoch} = {per_step / learner.minibatches_per_epoch:,g}"
+         " rollouts, one optimizer step each"),
+        *by_role,
+        ("data", _epochs(config, prompts)),
+        ("longest sequence", f"{config.data.max_prompt_tokens:,} prompt + {rollout.longest:,} {response} = "
+         f"{longest:,} tokens"),
+        ("tokens per step, at most", f"{per_step:,} x {longest:,} = {per_step * longest:,}, of which sampled "
+         f"{per_step * rollout.longest:,}"),
+        ("microbatches, at most", f"{microbatches:,} of {budget:,} tokens per minibatch, "
+         f"{-(-microbatches // config.cluster.learners):,} per learner"),
+        ("passes before the update", f"log-probs of {' and '.join(passes)} policy" if passes else "none"),
+    )  # fmt: skip
+
+
+def _epochs(config: GRPOConfig, prompts: int | str) -> str:
+    if isinstance(prompts, str):
+        return f"not counted: {prompts}"
+    if not prompts:
+        return "no rows"
+    each, steps, curriculum = config.rollout.prompts_per_step, config.run.steps, config.data.curriculum
+    acts = "" if curriculum is None else f"; the curriculum acts after {curriculum.warmup_epochs:g}"
+    return (
+        f"{prompts:,} rows / {each:,} = {prompts / each:,.1f} steps per epoch; "
+        f"{counted(steps, 'step')} = {steps * each / prompts:,.2f} epochs{acts}"
+    )
+
+
+def _updates(name: str, training: Training) -> tuple[str, str]:
+    steps = counted(training.steps - training.idle_steps, "step")
+    epochs = counted(training.epochs_per_step, "epoch")
+    minibatches = counted(training.minibatches_per_epoch, "minibatch")
+    note = f"; none in the first {counted(training.idle_steps, 'step')}" if training.idle_steps else ""
+    return f"optimizer steps, {name}", f"{steps} x {epochs} x {minibatches} = {training.total_updates:,}{note}"
+
+
+def _learning_rate(config: TrainingProgramConfig) -> list[str]:
+    lines = []
+    for role, training in config.trained_roles():
+        schedule, lr = training.section.schedule, training.section.optimizer.lr
+        warmup, last = training.warmup_updates, training.total_updates
+        shape = f"{schedule.name}, peak {lr:g}"
+        lines.append((f"schedule, {role.name}", shape + (f", warm-up of {warmup:,} optimizer steps" if warmup else "")))
+        for name, update in (("first", 1), ("middle", -(-last // 2)), ("last", last)):
+            rate = learning_rate(update, **training.schedule_arguments)
+            lines.append((f"{name} optimizer step", f"{rate:.4g}  (step {update:,})"))
+    return rows(*lines)
+
+
+# --- placement ---
+
+
+def _placement(config: TrainingProgramConfig, gpu_memory: str) -> list[str]:
+    cluster, roles = config.cluster, config.roles()
+    if cluster.device == "cpu":
+        cpus = sum(role.count * role.cpus for role in roles)
+        who = ", ".join(counted(role.count, role.name) for role in roles)
+        return rows(("on CPU", f"{who}; CPU cores reserved: {cpus:g}"))
+    nodes = example_layout(roles, cluster)
+    kinds = [("GPUs", f"{count_gpus(roles)} on {counted(len(nodes), 'node')} of {cluster.gpus_per_node}")]
+    kinds.append(("memory of a GPU", gpu_memory))
+    for role in roles:
+        each = f"{counted(role.gpus, 'GPU')} each" if role.gpus else "on the GPUs of the learners"
+        stage = f", ZeRO stage {role.training.section.zero_stage}" if role.training is not None else ""
+        kinds.append((f"{role.name}s", f"{role.count}, {each}{stage}"))
+    lines = rows(*kinds)
+    if not isinstance(config, GRPOConfig):
+        return lines
+    if config.cluster.placement == "separate" and config.rollout.max_policy_lag == 0:
+        lines.append("  rollout.max_policy_lag=0: engines and learners take turns, so one of the two is always idle.")
+    lines.append("  One possible layout. Ray chooses the nodes at the start; the GPUs of one engine are on one node:")
+    return [*lines, *draw(nodes)]
+
+
+def example_layout(roles: Sequence[Role], cluster: LearnersConfig) -> list[list[str]]:
+    """[node][GPU]: name and number of the actor there; nodes are filled in the order of the roles.
+
+    An example, since Ray chooses the nodes. Two things are certain: the GPUs of one engine are on one node, and
+    colocated engines and critics share the GPUs of the learners that are shown with them.
+    """
+    per_node = cluster.gpus_per_node
+    gpus: list[str] = []
+    for role in roles:
+        label = SHORT_NAMES.get(role.name, role.name)
+        for number in range(role.count):
+            if role.guest and not role.gpus:
+                each = cluster.learners // role.count
+                for gpu in range(number * each, (number + 1) * each):
+                    gpus[gpu] = f"{gpus[gpu].replace('learner ', 'L')} + {role.name[0].upper()}{number}"
+                continue
+            if 1 < role.gpus <= per_node < len(gpus) % per_node + role.gpus:
+                gpus += [FREE] * (per_node - len(gpus) % per_node)
+            gpus += [f"{label} {number}"] * role.gpus
+    gpus += [FREE] * (-len(gpus) % per_node)
+    return [gpus[start : start + per_node] for start in range(0, len(gpus), per_node)]
+
+
+def draw(nodes: list[list[str]]) -> list[str]:
+    """A header, and one line per node."""
+    table = [("", [f"GPU {i}" for i in range(len(nodes[0]))])]
+    table += [(f"node {number}", gpus) for number, gpus in enumerate(nodes)]
+    return [f"  {name:<9} {' '.join(f'{cell:<{CELL_WIDTH}}' for cell in cells)}".rstrip() for name, cells in table]
+
+
+# --- memory ---
+
+
+def _memory(config: TrainingProgramConfig, shape: ModelShape, estimates: Sequence[RoleMemory]) -> list[str]:
+    cluster, longest = config.cluster, config.max_sequence_tokens
+    sources: dict[str, list[str]] = {}  # the names of the hub models whose sizes come from there
+    for path, its in {estimate.role.model: estimate.shape for estimate in estimates}.items():
+        if its is not None:
+            sources.setdefault(its.source, []).extend([] if looks_local(path) else [path])
+    lines = rows(
+        ("model", f"{shape.model_type}, {shape.parameters:,} parameters"),
+        *(("sizes from", source + f" ({', '.join(of)})" * bool(of)) for source, of in sources.items()),
+        ("checkpoint on disk", _checkpoint(config, shape)),
+    )
+    for estimate in estimates:
+        title = with_article(estimate.role.name)
+        if estimate.parts:
+            lines += _parts(f"{title}, {'one GPU' if cluster.device == 'cuda' else 'processes'}", estimate.parts)
+        else:
+            lines.append(f"  {title}: no estimate, its config.json is not found or not supported")
+    if not isinstance(config, GRPOConfig):
+        return lines
+    per_token, tokens = kv_cache(shape, config)
+    at_once = min(config.rollout.max_concurrent_sequences, -(-config.rollouts_per_step // config.cluster.engines))
+    if config.learner.replays_experts:
+        lines += rows(("recorded experts", _recorded_experts(config, shape)))
+    return [*lines, *rows(
+        ("the KV cache holds", f"{tokens:,} tokens of {per_token / 1024:,.1f} KiB = {tokens // longest:,} sequences of "
+         f"{longest:,}; {at_once:,} at once"),
+    )]  # fmt: skip
+
+
+def _recorded_experts(config: GRPOConfig, shape: ModelShape) -> str:
+    """What `learner.router_replay` sends from the engines to the learners; vLLM writes ids up to 255 as one byte."""
+    width = 1 if shape.experts <= 256 else 2
+    size, tokens = shape.layers * shape.active_experts * width, config.rollouts_per_step * config.max_sequence_tokens
+    return (
+        f"{shape.layers} layers x {shape.active_experts} experts x {counted(width, 'byte')} = {size:,} bytes per "
+        f"token, at most {tokens * size / GIB:.1f} GiB per step from engines to learners"
+    )
+
+
+def _checkpoint(config: TrainingProgramConfig, policy: ModelShape) -> str:
+    size, every = checkpoint_bytes(config, policy), config.checkpoint_every
+    if size is None:
+        return "no estimate"
+    reference = ", and a changing reference" if config.reference_moves else ""
+    interval = "step" if every == 1 else f"{every} steps"
+    when = f"one every {interval}, {config.checkpoint.kept} are kept" if every else "none is saved"
+    return f"{size / GIB:.1f} GiB (float32 weights and moments of all trained models{reference}); {when}"
+
+
+def _parts(title: str, parts: tuple[Part, ...]) -> list[str]:
+    lines = [f"  {title}"]
+    for part in parts:
+        lines += wrapped(f"    {part.name:<34}{part.size / GIB:8.2f} GiB  ", part.how)
+    return [*lines, f"    {'total':<34}{total(parts) / GIB:8.2f} GiB"]
+
+
+# --- problems and warnings ---
+
+
+def arithmetic_problems(config: GRPOConfig, prompts: int | str) -> Iterator[str]:
+    """Why the run would be refused by its numbers: too few prompts in an epoch, an engine larger than a node."""
+    cluster = config.cluster
+    if isinstance(prompts, int) and (problem := too_few_prompts(prompts, config.rollout.prompts_per_step)):
+        yield problem
+    if cluster.device == "cuda" and cluster.tensor_parallel > cluster.gpus_per_node:
+        yield (
+            f"cluster.tensor_parallel={cluster.tensor_parallel}: an engine does not fit on a node of cluster."
+            f"gpus_per_node={cluster.gpus_per_node} GPUs. Lower it, or set gpus_per_node to what a node has."
+        )
+
+
+def arithmetic_warnings(config: GRPOConfig) -> Iterator[str]:
+    """Warnings that need no layout: of the config and its learning rates, and of idle learners or engines."""
+    cluster, rollout = config.cluster, config.rollout
+    yield from config.warnings()
+    for role, training in config.trained_roles():
+        smallest = config.rollouts_per_step // training.minibatches_per_epoch
+        if smallest < role.count:
+            yield (
+                f"{role.section}.minibatches_per_epoch={training.minibatches_per_epoch}: a minibatch has {smallest} "
+                f"rollouts (rollout.prompts_per_step x rollout.samples_per_prompt / minibatches_per_epoch), so "
+                f"{role.count - smallest} of {counted(role.count, role.name)} are idle. Use fewer cluster.learners or "
+                "minibatches, or more rollouts."
+            )
+    if rollout.prompts_per_step < cluster.engines:
+        yield (
+            f"cluster.engines={cluster.engines}: a step has rollout.prompts_per_step={rollout.prompts_per_step} "
+            f"groups, and a group stays on one engine, so {cluster.engines - rollout.prompts_per_step} engines are "
+            "idle. Use fewer engines or more prompts."
+        )
+    yield from rate_warnings(config)

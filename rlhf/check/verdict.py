@@ -1,0 +1,93 @@
+"""The first lines of --plan: whether the run fits, in what time, and if it does not, what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Generic, NamedTuple, TypeVar
+
+from rlhf.check.fit import memory_problems, on_cpu, with_article
+from rlhf.check.hours import step_time
+from rlhf.check.layouts import Search, economies_on_cpu, keys_of, problem_of, search, with_adapters
+from rlhf.check.memory import GIB, RoleMemory, total
+from rlhf.check.model_shape import ModelShape
+from rlhf.check.resources import counted
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.program import TrainingProgramConfig
+
+C = TypeVar("C", bound=TrainingProgramConfig)
+
+
+class Verdict(NamedTuple, Generic[C]):
+    """Whether a config fits.
+
+    Attributes:
+        says: [(a sentence, the keys that it announces as one line to paste, or "")].
+        config: the layout whose hours the plan shows: the config itself if it fits, else the best layout that was
+            found; None if none was.
+    """
+
+    fits: bool
+    says: list[tuple[str, str]]
+    config: C | None
+
+    @property
+    def text(self) -> str:
+        """All sentences, each followed by its keys on a line of their own."""
+        return "\n".join(f"{sentence}\n  {keys}".rstrip() for sentence, keys in self.says)
+
+
+def fit_verdict(
+    config: GRPOConfig, shape: ModelShape, estimates: Sequence[RoleMemory], searched: Sequence[Search]
+) -> Verdict[GRPOConfig]:
+    """Judge the memory of a run. `searched`: the layouts of its GPUs; empty on CPU."""
+    problems = list(memory_problems(config, estimates, shape))
+    if not problems:
+        return Verdict(True, [(f"fits{_needs(config, estimates)}{_hours(config, shape)}.", "")], config)
+    ways = list(_ways(config, shape, searched))
+    says = [(f"{way}{_hours(layout, shape)}:", keys_of(config, layout)) for way, layout in ways]
+    what = f"does not fit: {'; '.join(problems)}."
+    if searched and searched[0].best(0):
+        return Verdict(False, [(f"{what} The best that fits: {says[0][0]}", says[0][1])], ways[0][1])
+    tried = "adapters, smaller microbatches" if config.model.lora is None else "smaller microbatches"
+    if searched:
+        what += f" No layout of {counted(searched[0].gpus, 'GPU')} does."
+        tried = f"up to {searched[-1].gpus} GPUs, {tried}"
+    if not ways:
+        remedy = f"Use a smaller model, or shorter sequences ({config.sequence_keys})."
+        return Verdict(False, [(f"{what} Nor does what was tried: {tried}. {remedy}", "")], None)
+    return Verdict(False, [(f"{what} What would fit:", ""), *says], ways[0][1])
+
+
+def _needs(config: GRPOConfig, estimates: Sequence[RoleMemory]) -> str:
+    """The memory that one process of each role needs; on CPU, that all of them need together."""
+    unknown = dict.fromkeys(f"{each.role.model_key}={each.role.model}" for each in estimates if not each.parts)
+    but = f" but for {', '.join(unknown)}, whose size is not known here" if unknown else ""
+    if config.cluster.device == "cpu":
+        return f"{but}: {on_cpu(estimates)[1]}"
+    known = [f"{with_article(each.role.name)} {total(each.parts) / GIB:.1f}" for each in estimates if each.parts]
+    turns = ", in turns" if config.cluster.placement == "colocated" else ""
+    return f"{but}: {', '.join(known)} of {config.cluster.gpu_memory_gib:g} GiB{turns}"
+
+
+def _hours(config: GRPOConfig, shape: ModelShape) -> str:
+    """Seconds per step and hours of the run; an empty string where they are not known."""
+    if (time := step_time(config, shape)) is None:
+        return ""
+    full = ", every response at full length" if config.plan.response_tokens is None else ""
+    hours = config.run.steps * time.total / 3600
+    return f", {time.total:,.1f} s per step, {counted(config.run.steps, 'step')} = {hours:,.1f} hours{full}"
+
+
+def _ways(config: GRPOConfig, shape: ModelShape, searched: Sequence[Search]) -> Iterator[tuple[str, GRPOConfig]]:
+    """What would fit, in words, and its config: the best layout of the run's GPUs, or of more; one with adapters."""
+    if not searched:
+        fitting = (each for each in economies_on_cpu(config, shape) if problem_of(each, shape) is None)
+        yield from (("this machine, with these keys", layout) for layout in islice(fitting, 1))
+        return
+    lag, own, last = config.rollout.max_policy_lag, searched[0], searched[-1]
+    if best := last.best(lag):
+        yield counted(last.gpus, "GPU"), best.config
+    adapted = with_adapters(config) if config.model.lora is None else None
+    if own.best(lag) is None and adapted and (best := search(adapted, shape, own.gpus).best(lag)):
+        yield f"{counted(own.gpus, 'GPU')} with adapters (model.lora)", best.config

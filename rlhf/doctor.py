@@ -1,0 +1,144 @@
+"""Program: checks whether a run will start, fit and compute correctly on this machine or cluster, one line per check.
+
+    python -m rlhf.doctor [--config FILE ...] [--program ppo] [--json] [section.key=value ...]
+
+Without --config it makes and examines a tiny model. With --config it starts the engines and learners of that run, where
+the run would start them (RAY_ADDRESS, cluster.ray_address), and ends them. The exit status is 1 if a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+
+from rlhf.check.doctor import grading, machine, network, nodes, training
+from rlhf.check.doctor.runner import Check, Finding, Patient, examine_all, lines
+from rlhf.check.memory import GIB
+from rlhf.check.resources import GPU, local_resources
+from rlhf.cluster import node_report
+from rlhf.config import cli
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.printing import say
+
+DESCRIPTION = "Check whether a run will start, fit and compute correctly here; exit status 1 if a check failed."
+
+_HANGS = "a process hangs: `ray stack`, or py-spy on the actors, shows where"
+
+
+def checks(config: GRPOConfig) -> tuple[Check, ...]:
+    """All checks in order; checks that need no other check come first."""
+    wait_s = config.cluster.start_deadline_s
+    same_network = "are the ports between the nodes open in both directions, and RAY_AUTH_TOKEN the same?"
+    start = "the message names the part; raise cluster.start_deadline_s if it only needs more time"
+    canary = "do not train on this: an engine computes with another model than the learner, or with old weights"
+    kernel = "a kernel does not run here: is the GPU new enough, and were the packages set up by make setup-gpu?"
+    return (
+        Check("versions", machine.check_versions, 60.0, "make setup"),
+        Check("config", machine.check_config, wait_s, "a hub or a file system hangs: is a network mount gone?"),
+        Check("wandb", machine.check_wandb, 60.0, "logging.wandb.mode=offline"),
+        Check("scorer", grading.check_scorer, 180.0, "the grading processes do not start: memory, /tmp, the sandbox"),
+        Check("rewards", grading.check_rewards, wait_s, "a reward of the config does not answer"),
+        Check("nodes", nodes.check_nodes, 120.0, same_network),
+        Check("gpu", nodes.check_gpus, 60.0, "`nvidia-smi` on each node"),
+        Check("cards", network.check_cards, 60.0, "`ibstat` on each node"),
+        Check("start-up", training.check_start, wait_s, start),
+        Check("kernels", training.check_kernels, 600.0, kernel),
+        Check("collective", network.check_collective, 300.0, f"NCCL_DEBUG=INFO; {same_network}"),
+        Check("transfer", network.check_transfer, 600.0, _HANGS),
+        Check("agreement", training.check_agreement, 600.0, canary),
+        Check("responses", grading.check_responses, 600.0, "rollout.max_response_tokens is long for this machine"),
+        Check("update", training.check_update, 600.0, _HANGS),
+        Check("cycle", training.check_cycle, 600.0, canary),
+        Check("microbatch", training.check_microbatch, 600.0, "lower learner.max_tokens_per_microbatch"),
+        Check("step", network.check_step, 60.0, ""),
+        Check("sampling", training.check_sampling, 600.0, _HANGS),
+        Check("checkpoint", training.check_checkpoint, 600.0, "run.dir is on a slow file system: name a faster one"),
+        Check("memory", training.check_memory, 60.0, ""),
+    )
+
+
+@contextmanager
+def tiny_run() -> Iterator[list[str]]:
+    """Command-line arguments for a run of a tiny model, which exists within this context."""
+    with tempfile.TemporaryDirectory(prefix="rlhf-doctor-") as folder:
+        quickstart = Path(folder) / "quickstart"
+        command = [sys.executable, "-m", "rlhf.quickstart", "--output", str(quickstart), "--warmup-steps", "0"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        resources = local_resources()
+        gpus = int(resources[GPU])
+        cluster = {"device": "cpu", "learners": min(2, int(resources["CPU"]))}
+        if gpus:
+            placement = "separate" if gpus > 1 else "colocated"
+            cluster = {"device": "cuda", "placement": placement, "learners": min(2, max(1, gpus - 1))}
+        config = {
+            "run": {"dir": str(Path(folder) / "run"), "steps": 1},
+            "model": {"path": str(quickstart / "model"), "dtype": "bfloat16" if gpus else "float32"},
+            "data": {"train": str(quickstart / "test.jsonl"), "max_prompt_tokens": 64},
+            "reward": ["math"],
+            "rollout": {
+                "prompts_per_step": 4, "samples_per_prompt": 4, "max_response_tokens": 64,
+                "gpu_memory_utilization": 0.3,
+            },
+            "learner": {"max_tokens_per_microbatch": 1024},
+            "logging": {"wandb": {"mode": os.environ.get("WANDB_MODE", "auto")}},
+            "cluster": cluster,
+        }  # fmt: skip
+        file = Path(folder) / "config.yaml"
+        file.write_text(json.dumps(config))
+        yield ["--config", str(file)]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    cli.program_flag(parser)
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON array")
+
+
+def _described(patient: Patient) -> list[str]:
+    """What a reader of the results has to know about the machine and the run."""
+    versions, cluster = node_report.report(), patient.config.cluster
+    gpus = [gpu for node in vars(patient).get("nodes", {}).values() for gpu in node["gpus"]]
+    memory = f"{psutil.virtual_memory().total / GIB:.0f} GiB"
+    return [
+        ", ".join(f"{name} {version}" for name, version in versions.items() if name != "node"),
+        f"{platform.platform()}, {os.cpu_count()} CPUs, {memory}, GPUs: {', '.join(gpus) or 'none'}",
+        f"{patient.config.model.path}, {patient.config.model.dtype}, {cluster.engines} x {cluster.tensor_parallel} "
+        f"engines, {cluster.learners} learners, {cluster.placement}",
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    tiny = not any(argument.split("=")[0] in ("--config", "--help", "-h") for argument in arguments)
+
+    def report(result: Finding) -> None:
+        if not flags.json:
+            say("\n".join(lines(result)))
+
+    with ExitStack() as stack:
+        if tiny:
+            arguments = [*stack.enter_context(tiny_run()), *arguments]
+        schema = cli.program_schema(arguments)
+        config, flags = cli.parse("rlhf.doctor", DESCRIPTION, schema, arguments, add_flags=add_flags)
+        patient = Patient(config, tiny)
+        results = cli.run_async(examine_all(checks(config), patient, report))
+    if flags.json:
+        say(json.dumps([asdict(result) for result in results], indent=2))
+    else:
+        say("\n".join(["", *_described(patient)]))
+    if failed := [result.name for result in results if result.status == "fail"]:
+        raise RuntimeError(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program(main))

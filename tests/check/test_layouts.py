@@ -1,0 +1,195 @@
+"""The account of a step, and the layouts that the plan compares: seconds, what fits, and the stage of ZeRO."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf.check import layouts, speed
+from rlhf.check.hours import Scale, step_time
+from rlhf.check.layouts import KINDS, Layout, _described, fastest, layout_rows, searches
+from rlhf.check.model_shape import ModelShape, shape_at
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import load_config
+
+ROOT = Path(__file__).parents[2]
+SMALL, LARGE = "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-32B"
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    """2,048 rollouts of 1,024 + 3,072 tokens, on half of 8 GPUs each."""
+    base = {
+        "run": {"dir": "x", "steps": 200},
+        "data": {"train": "x.jsonl", "max_prompt_tokens": 1024},
+        "rollout": {"prompts_per_step": 128, "samples_per_prompt": 16, "max_response_tokens": 3072},
+        "learner": {"max_tokens_per_microbatch": 8192},
+        "cluster": {"learners": 4, "engines": 4, "gpus_per_node": 8, "gpu_memory_gib": 79},
+    }
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+
+    def build(model: str, *overrides: str) -> tuple[GRPOConfig, ModelShape]:
+        shape = shape_at(model)
+        assert shape is not None
+        return load_config(GRPOConfig, [str(tmp_path / "base.yaml")], [f"model.path={model}", *overrides]), shape
+
+    return build
+
+
+# --- the account ---
+
+
+def accounts_of_the_docs() -> list[tuple[str, str, float]]:
+    """Size, checkpointing and milliseconds of 16,384 tokens, as `benchmarks/roofline.py` computes them with kernels."""
+    page = (ROOT / "docs/performance.md").read_text()
+    lines = re.findall(r"^\| (\S+B) \| (\w+) \| kernels \|.* ([\d,]+) ms \| 0\.\d+ \|$", page, re.MULTILINE)
+    return [(size, kind, float(ms.replace(",", ""))) for size, kind, ms in lines]
+
+
+@pytest.mark.parametrize(("size", "kind", "milliseconds"), accounts_of_the_docs())
+def test_the_formula_gives_what_running_the_model_on_the_meta_device_gives(
+    make: Any, size: str, kind: str, milliseconds: float
+) -> None:
+    checkpointing = {"off": "false", "selective": "selective", "full": "true"}[kind]
+    lengths = ["plan.prompt_tokens=614", "plan.response_tokens=3482"]  # 85% of 4,096
+    config, shape = make(f"Qwen/Qwen2.5-{size}", f"model.gradient_checkpointing={checkpointing}", *lengths)
+    assert 16384e3 * speed.compute_s(shape, config) == pytest.approx(milliseconds, rel=0.02)
+
+
+def test_the_page_has_accounts_of_three_sizes() -> None:
+    assert {size for size, *_ in accounts_of_the_docs()} == {"1.5B", "7B", "32B"}
+
+
+def test_a_decoding_step_reads_weights_and_cache_once(make: Any) -> None:
+    config, shape = make(SMALL, "plan.prompt_tokens=100", "plan.response_tokens=200", "rollout.samples_per_prompt=2",
+                         "rollout.prompts_per_step=4")  # fmt: skip
+    # 2 sequences for each engine: 3.09 GB of weights, 200 tokens of 28 KiB twice, 8 logits of 152k and two floors
+    seconds = (3.087e9 + 2 * 200 * 28_672 + 2 * 151_936 * 24) / 2.8e12 + 4e-3 + 2e-5
+    prefill = 2 * shape.active_parameters * 100 / 2 / 680e12
+    expected = 200 / (200 * seconds / 2 + prefill)
+    assert speed.decode_tokens_per_second(shape, config) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_bytes_between_learners_by_hand(make: Any) -> None:
+    config, shape = make(SMALL, "plan.prompt_tokens=256", "plan.response_tokens=256", "algo.kl_coef=0.1")
+    ((role, training),) = config.trained_roles()
+    # 2,048 x 512 tokens in microbatches of 4 x 8,192: 32 for each learner; one update, and a pass of the reference
+    gigabytes = shape.parameters * 2 / 1e9 * 3 / 4  # of one gather in bfloat16 among 4 learners
+    sent = {
+        stage: speed.communicated_bytes(role, training, config, shape, stage=stage) / 1e9 / gigabytes
+        for stage in (0, 1, 2, 3)
+    }
+    assert sent == pytest.approx({0: 2, 1: 3, 2: 2 * 32 + 1, 3: 3 * 32 + 32})
+    alone, _ = make(SMALL, "cluster.learners=1")
+    assert speed.communicated_bytes(*alone.trained_roles()[0], alone, shape) == 0
+
+
+def test_compute_and_memory_bandwidth_of_another_card_are_scaled_apart(make: Any) -> None:
+    here, shape = make(SMALL)
+    l40s, _ = make(SMALL, "cluster.gpu=L40S")
+    memory, _ = make(SMALL, "cluster.gpu=L40S", "cluster.peak_tflops=989")
+    products = 989 / 362 * speed.compute_s(shape, here)
+    assert 0.9 * products < speed.compute_s(shape, l40s) < 1.3 * products
+    assert speed.compute_s(shape, here) < speed.compute_s(shape, memory) < 3350 / 864 * speed.compute_s(shape, here)
+    sampled = [speed.decode_tokens_per_second(shape, config) for config in (here, l40s)]
+    assert 2 < sampled[0] / sampled[1] < 3350 / 864
+    assert speed.link(l40s) == pytest.approx(300e9 * 64 / 900)  # PCIe
+    assert speed.card_name(make(SMALL, "cluster.gpu_memory_gib=22")[0]) == "L4"
+
+
+# --- layouts ---
+
+
+def layouts_of(config: GRPOConfig, shape: ModelShape, gpus: int = 8) -> dict[str, Any]:
+    return {kind: fastest(config, shape, gpus, kind, Scale.of(config, shape)) for kind in KINDS}
+
+
+def test_shared_gpus_halve_a_step_without_a_lag_where_sampling_and_training_take_as_long(make: Any) -> None:
+    speeds = ["plan.engine_tokens_per_second=4000", "plan.learner_tokens_per_second=7000"]
+    config, shape = make(SMALL, *speeds)
+    found = layouts_of(config, shape)
+    separate, lagging, shared = (found[kind] for kind in KINDS)
+    sampled, tokens = 2048 * 3072, 2048 * 4096  # at most 393 s and 300 s with four GPUs each
+    assert separate.seconds == pytest.approx(min(sampled / 4e3 / n + tokens / 7e3 / (8 - n) for n in range(1, 8)))
+    assert lagging.seconds == pytest.approx(min(max(sampled / 4e3 / n, tokens / 7e3 / (8 - n)) for n in range(1, 8)))
+    assert shared.seconds == pytest.approx((sampled / 4e3 + tokens / 7e3) / 8, rel=0.02)  # and taking turns
+    assert (shared.config.cluster.learners, shared.config.cluster.engines) == (8, 8)
+    own = step_time(config, shape)
+    assert own is not None
+    assert own.total == pytest.approx(sampled / 16e3 + tokens / 28e3)
+
+
+def test_the_flagship_runs_in_the_layout_that_is_the_best_without_a_lag() -> None:
+    config = load_config(GRPOConfig, [str(ROOT / "configs/math.yaml")])
+    shape = shape_at(config.model.path)
+    assert shape is not None
+    rows = dict(layout_rows(config, shape, searches(config, shape)))
+    assert rows["the best that fits, lag 0"] == "this config"
+    page = " ".join((ROOT / "docs/configuration.md").read_text().split())
+    table = [f"{label} {text}" for label, text in rows.items() if not label.startswith("ZeRO")]
+    assert " ".join(" ".join(table).split()) in page
+    seconds = {kind: float(rows[f"8 GPUs, {kind}"].split(" s:")[0]) for kind in KINDS}
+    assert seconds["colocated"] < 0.7 * seconds["separate"]
+
+
+@pytest.mark.parametrize("name", ["one_gpu_24gb", "one_gpu_80gb"])
+def test_one_gpu_is_shared_and_its_config_is_the_best(name: str) -> None:
+    config = load_config(GRPOConfig, [str(ROOT / f"configs/{name}.yaml")])
+    shape = shape_at(config.model.path)
+    assert shape is not None
+    rows = dict(layout_rows(config, shape, searches(config, shape)))
+    assert rows["1 GPU, separate"].startswith("none")
+    assert rows["the best that fits, lag 0"] == "this config"
+
+
+def test_a_layout_that_the_config_contradicts_says_so(make: Any) -> None:
+    config, shape = make(SMALL, "algo.importance_correction=none")
+    assert "lagging rollouts need a correction" in layouts_of(config, shape)["separate, lag 1"]
+    assert isinstance(layouts_of(config, shape)["colocated"], Layout)
+
+
+def rows_of(page: str, heading: str) -> list[list[str]]:
+    """Cells of the first table after a heading."""
+    table = re.search(r"(?:^\|.*\n)+", page.split(heading)[1], re.MULTILINE)
+    assert table is not None
+    return [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table[0].splitlines()[2:]]
+
+
+@pytest.mark.parametrize("row", rows_of((ROOT / "docs/gpu.md").read_text(), "## Large models"), ids=" ".join)
+def test_large_models_fit_on_one_and_two_nodes_in_the_seconds_of_the_docs(make: Any, row: list[str]) -> None:
+    name, gpus, *seconds = row
+    config, shape = make(
+        f"Qwen/{name}", "rollout.samples_per_prompt=8", "plan.prompt_tokens=200", "plan.response_tokens=1000",
+        "cluster.threads_per_learner=12",
+    )  # fmt: skip
+    found = layouts_of(config, shape, int(gpus)).values()
+    texts = [
+        _described(config, shape, *layout).replace("model.gradient_checkpointing", "checkpointing") for layout in found
+    ]
+    expected = [text.split(";")[0].replace("ZeRO stage ", "ZeRO ") for text in texts]
+    offload = ["; offload" * layout.config.learner.offload_optimizer for layout in found]
+    kinds = [f"; {layout.config.model.gradient_checkpointing}" for layout in found]
+    assert seconds == [a + b + c for a, b, c in zip(expected, kinds, offload, strict=True)]
+
+
+def test_where_nothing_fits_whole_nodes_are_tried_and_the_reason_is_named(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts, "NODES", (1, 2))  # 4 and 8 take seconds
+    config, shape = make(LARGE, "cluster.learners=1", "cluster.engines=1", "cluster.gpu_memory_gib=8")
+    rows = dict(layout_rows(config, shape, searches(config, shape)))
+    assert {label.split(",")[0] for label in rows} == {"2 GPUs", "8 GPUs", "16 GPUs"}
+    assert re.match(r"none: a learner needs [\d.]+ of 8 GiB", rows["16 GPUs, separate"])
+    assert not any(label.startswith("the best") for label in rows)
+
+
+def test_the_stage_is_the_first_that_fits(make: Any) -> None:
+    config, shape = make(SMALL, "learner.zero_stage=2", "model.gradient_checkpointing=true")
+    row = dict(layout_rows(config, shape, searches(config, shape)))["ZeRO here, learner"]
+    assert re.match(r"stage 1 fits and sends the fewest bytes, [\d.]+ GB .*; stage 2, as set, sends [\d.,]+$", row)
+    config, shape = make("Qwen/Qwen2.5-7B", "cluster.gpu_memory_gib=70", "model.gradient_checkpointing=true")
+    assert dict(layout_rows(config, shape, searches(config, shape)))["ZeRO here, learner"].startswith("stage 2 fits")
