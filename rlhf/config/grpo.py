@@ -215,10 +215,10 @@ class GRPOConfig(TrainingProgramConfig):
         """Those that also an evaluation meets, which trains nothing."""
         rollout = self.rollout
         token, limit = rollout.truncate_token, rollout.max_response_tokens
-        if rollout.truncate_after and (token is None or rollout.truncate_after >= limit):
+        if rollout.truncate_after and (rollout.truncate == "response" or rollout.truncate_after >= limit):
             yield (
-                f"{rollout.truncate_after=} with {rollout.truncate_token=!s} and {rollout.max_response_tokens=}: no "
-                "response could be truncated. Name a token, and stay below the longest response; or leave it at 0."
+                f"{rollout.truncate_after=} with {rollout.truncate=!s} and {rollout.max_response_tokens=}: no text "
+                "could be cut. Set truncate=graded_text, and stay below the longest response; or leave it at 0."
             )
         if rollout.truncate == "graded_text" and (token is None or rollout.stop):
             yield (

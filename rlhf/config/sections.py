@@ -105,7 +105,7 @@ class RolloutConfig(Section):
     min_p: float = key(0.0, "sample from tokens of at least this share of the highest probability; 0: all", ge=0, lt=1)
     stop: tuple[str, ...] = key((), "strings that end a response, in addition to the model's eos ids")
     truncate_token: str | None = key(None, "token that also ends a response, as a stop that is kept; null: none")
-    truncate_after: NonNegativeInt = key(0, "first tokens of a response in which truncate_token does not end it")
+    truncate_after: NonNegativeInt = key(0, "first tokens in which truncate_token does not end the text that is graded")
     truncate: Literal["response", "graded_text"] = key(
         "response",
         "what ends at truncate_token: the response, or (if it goes on to the longest length) the text that is graded",

@@ -119,7 +119,7 @@ class RolloutEngine:
         Where `rollout.on_weight_update` is keep_kv or the run is deterministic there is no prefix cache: each turn of a
         rollout then computes all of its context again.
         """
-        token = None if settings.truncate_after or settings.whole else settings.truncate_token
+        token = None if settings.whole else settings.truncate_token
         params = SamplingParams(
             n=samples,
             seed=seed,
@@ -138,7 +138,8 @@ class RolloutEngine:
         final = await self._run(token_ids, params, priority=ROLLOUT_PRIORITY)
         asked = None if settings.experts_from is None else len(token_ids) - settings.experts_from
         completions = [
-            settings.truncated(_completion(output, self._rank, self._supported, asked)) for output in final.outputs
+            settings.stopped_at_token(_completion(output, self._rank, self._supported, asked))
+            for output in final.outputs
         ]
         assert len(completions) == samples, f"asked for {samples} samples, the engine returned {len(completions)}"
         if settings.parsing is None:

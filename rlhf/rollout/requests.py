@@ -62,8 +62,9 @@ class SamplingSettings:
 
     Attributes:
         stop: strings that end a response, in addition to the eos ids of the generation config.
-        truncate_token: id of the token after which responses are cut, from position `truncate_after` on; None: never.
-        whole: nothing ends a response before max_tokens, and nothing is cut: the token only says whether it stopped.
+        truncate_token: id of a token that ends a response too; None: there is none.
+        whole: nothing ends a response before max_tokens; the part that is graded ends after the first `truncate_token`
+            at position `truncate_after` or later (as in the code of arXiv:1909.08593).
         top_p, top_k, min_p: probability, number (None: all), and smallest share of the highest probability, of the
             tokens that are sampled from.
         parsing: how `Completion.message` is made; None: it is not.
@@ -82,26 +83,11 @@ class SamplingSettings:
     parsing: Parsing | None = None
     experts_from: int | None = None
 
-    def truncated(self, completion: Completion) -> Completion:
-        """The completion as it is trained on: cut after its `truncate_token` (as the code of arXiv:1909.08593 does).
-
-        All remaining tokens were sampled from the policy, and the finish reason becomes `stop`. A completion without
-        such a token is unchanged.
-        """
-        end = self._end(completion.token_ids)
-        if end is None:
+    def stopped_at_token(self, completion: Completion) -> Completion:
+        """The completion; its finish reason becomes `stop` where it has `truncate_token`."""
+        if self._graded_length(completion.token_ids) is None:
             return completion
-        if self.whole:
-            return replace(completion, finish_reason="stop")
-        spans = (VersionSpan(s, min(e, end), version) for s, e, version in completion.version_spans if s < end)
-        token_ids, logprobs = completion.token_ids[:end], completion.logprobs[:end]
-        support = None if completion.support is None else completion.support[np.arange(end)]
-        cut = len(completion.token_ids) - end
-        experts = None if completion.experts is None else completion.experts[: len(completion.experts) - cut]
-        return replace(
-            completion, token_ids=token_ids, logprobs=logprobs, finish_reason="stop", version_spans=tuple(spans),
-            support=support, experts=experts,
-        )  # fmt: skip
+        return replace(completion, finish_reason="stop")
 
     def request_arguments(self, supported: int | None) -> dict[str, Any]:
         """Arguments of vLLM's SamplingParams that say which token is sampled.
@@ -117,9 +103,9 @@ class SamplingSettings:
 
     def graded(self, token_ids: np.ndarray) -> np.ndarray:
         """The part of a trained response [R] that is graded."""
-        return token_ids[: self._end(token_ids)] if self.whole else token_ids
+        return token_ids[: self._graded_length(token_ids)]
 
-    def _end(self, token_ids: np.ndarray) -> int | None:
+    def _graded_length(self, token_ids: np.ndarray) -> int | None:
         """The number of tokens up to and with the first `truncate_token` at `truncate_after` or later; None without."""
         positions = np.flatnonzero(token_ids[self.truncate_after :] == self.truncate_token)
         return self.truncate_after + int(positions[0]) + 1 if len(positions) else None

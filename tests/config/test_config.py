@@ -393,9 +393,9 @@ CONTRADICTIONS = [
         ["algo.teacher={endpoint: 'http://x'}", "run.deterministic=true"],
         ["run.deterministic=true with algo.teacher.endpoint", "Name a path"],
     ),
-    (["rollout.truncate_after=2"], ["rollout.truncate_after=2", "rollout.truncate_token=None", "leave it at 0"]),
+    (["rollout.truncate_after=2", "rollout.truncate_token=."], ["rollout.truncate_after=2", "truncate=graded_text"]),
     (
-        ["rollout.truncate_after=28", "rollout.truncate_token=."],
+        ["rollout.truncate_after=28", "rollout.truncate_token=.", "rollout.truncate=graded_text"],
         ["rollout.truncate_after=28", "rollout.max_response_tokens=28", "stay below"],
     ),
     (
@@ -685,7 +685,7 @@ def test_nothing_changes_after_validation(base: str) -> None:
         ["data.prompt_suffix='price: \\${x} and 100% \\boxed{} # no comment'"],
         ["run.dir='2024'", "logging.wandb.name='null'", "logging.wandb.tags=['yes', '1e-6']"],
         ["reward=[{name: math, mode: lenient}, {name: length, weight: 0.5, max_tokens: 20}]"],
-        ["reward=[]", "reward_model.path=some/reward", "rollout.truncate_token='.'", "rollout.truncate_after=16"],
+        ["reward=[]", "reward_model.path=some/reward", "rollout.truncate_token='.'", "rollout.truncate=graded_text"],
         ["data.train=[a.jsonl, {path: b.jsonl, rows: 3}]", "data.eval=c.jsonl"],
     ],
 )

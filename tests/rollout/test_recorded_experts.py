@@ -71,12 +71,6 @@ def test_each_turn_asks_for_the_experts_that_are_not_known() -> None:
     assert asked == [None, 7]
 
 
-def test_a_response_that_is_cut_keeps_the_experts_of_what_was_computed_before_its_last_token() -> None:
-    cut = SamplingSettings(1.0, 5, truncate_token=1).truncated(turn(4, 10, 11, 12, 13, 14))
-    assert cut.token_ids.tolist() == [0, 1]
-    assert numbers_of(cut.experts) == [10, 11, 12]
-
-
 def test_rows_of_a_batch_take_their_experts_with_them_in_any_order() -> None:
     sequences = []
     for prompt, numbers in (([90, 91, 92], (1, 2, 3)), ([90, 91, 93], (1, 7, 4)), ([90], (9,))):

@@ -11,7 +11,7 @@ import pytest
 from worlds import group_of, make_config, rollout_of
 
 from rlhf.algo.packing import pack
-from rlhf.rollout.requests import Completion, SamplingSettings, engine_arguments
+from rlhf.rollout.requests import Completion, engine_arguments
 from rlhf.rollout.token_log import TokenLog
 from rlhf.step.batch import make_batch
 from rlhf.types import PackedTokens, Support, TokenSequence
@@ -38,12 +38,6 @@ def sequence_of(*turns: Completion) -> TokenSequence:
         log.add_sampled(turn)
         log.add_said(np.array([80], np.int32))
     return log.sequence()
-
-
-def test_a_response_that_is_cut_keeps_the_supports_of_its_tokens() -> None:
-    cut = SamplingSettings(1.0, 5, truncate_token=9).truncated(completion([1, 2], [], [3]))
-    assert cut.token_ids.tolist() == [1, 9]
-    assert listed(cut.support) == [[1, 2], []]
 
 
 def test_prompts_and_what_was_said_have_no_support_and_unrestricted_rollouts_cost_nothing() -> None:

@@ -128,7 +128,7 @@ def original_rlhf(tmp_path: Path, texts: list[str]) -> tuple[Sampler, Grading]:
     async def generate(_: Any, settings: SamplingSettings, **__: Any) -> list[Completion]:
         ids = np.array(tokenizer.encode(texts.pop(0), add_special_tokens=False), np.int32)
         sampled = Completion(ids, np.full(len(ids), -1.0, np.float32), "length", (VersionSpan(0, len(ids), 0),))
-        return [settings.truncated(sampled)]
+        return [settings.stopped_at_token(sampled)]
 
     async def characters(conversations: list[list[dict[str, str]]]) -> list[float | None]:
         return [float(len(messages[-1]["content"])) for messages in conversations]
