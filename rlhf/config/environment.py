@@ -153,7 +153,6 @@ class EnvironmentConfig(_Driven):
     try_tools: bool = key(
         True, "call each tool once at the start, with arguments made from its schema; false for tools with side effects"
     )
-    accept_changed_code: bool = key(False, "--resume accepts environments whose code is not what the run began with")
 
     @model_validator(mode="before")
     @classmethod

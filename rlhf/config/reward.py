@@ -235,7 +235,6 @@ class RewardConfig(Section):
         0.02, "share of the calls of a user function or rubric that may fail before the run stops"
     )
     failures_always_allowed: NonNegativeInt = key(10, "failures of a user function or rubric that never stop the run")
-    accept_changed_code: bool = key(False, "--resume accepts user functions whose code is not what the run began with")
 
     @model_validator(mode="before")
     @classmethod

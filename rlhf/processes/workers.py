@@ -290,7 +290,7 @@ class Workers:
             if now - self._cannot_load_since > self.reload_s:
                 raise RuntimeError(
                     f"{self._cannot_load} New processes have tried for {self.reload_s:.0f} s. Put the code back as it "
-                    f"was and continue with --resume, or with other code and {self._noun}.accept_changed_code=true."
+                    "was, or correct it, and continue with --resume."
                 )
         for _ in range(missing):
             self._fork(forker, is_template=self._plan["template"] and forker is self.keeper)

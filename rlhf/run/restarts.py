@@ -30,15 +30,15 @@ def train_with_restarts(
         LostError: the last failure, if no checkpoint was complete, the first start failed, a signal had asked the run
             to end, or too many restarts in a row brought no new checkpoint.
     """
-    resume, start_at = flags.resume or flags.resume_from is not None, flags.resume_from
+    resume, start_at, restarted = flags.resume or flags.resume_from is not None, flags.resume_from, False
     if supervisor.takes_over():
-        resume, start_at = True, None
+        resume, start_at, restarted = True, None, True
     address = config.cluster.ray_address or os.environ.get("RAY_ADDRESS")
     supervisor.tell_command(supervisor.Training(config.run.dir, not address, config.run.max_restarts))
     restarts, has_started = supervisor.Restarts(), False
     while True:
         with waiting("starting: reading the run folder, its checkpoint and the tokenizer"):
-            run = Run(config, resume=resume, start_at=start_at)
+            run = Run(config, resume=resume, start_at=start_at, restarted=restarted)
         try:
             return cli.run_async(train(run), on_signal=run.stop.on_signal)
         except LostError as error:
@@ -50,4 +50,4 @@ def train_with_restarts(
         run.folder.unlock()
         del run
         gc.collect()  # the prompts of the lost run, before those of the next are read
-        resume, start_at = True, None
+        resume, start_at, restarted = True, None, True

@@ -33,10 +33,10 @@ FREE = frozenset((
     "rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.max_concurrent_sequences",
     "rollout.enforce_eager", "rollout.engine",
     "reward.workers", "reward.cpu_seconds", "reward.wall_seconds", "reward.memory_mb",
-    "reward.failure_fraction", "reward.failures_always_allowed", "reward.accept_changed_code",
+    "reward.failure_fraction", "reward.failures_always_allowed",
     "environment.processes", "environment.python", "environment.env", "environment.network", "environment.files",
     "environment.cpu_seconds", "environment.wall_seconds", "environment.memory_mb", "environment.max_failed_fraction",
-    "environment.accept_changed_code", "environment.endpoint_host", "environment.url", "environment.key_variable_name",
+    "environment.endpoint_host", "environment.url", "environment.key_variable_name",
     "environment.timeout_s", "environment.try_tools",
     "reward_model.path", "reward_model.replicas", "reward_model.max_tokens_per_batch", "reward_model.timeout_s",
     "reward_model.retries",
@@ -189,23 +189,21 @@ def _other_metrics(config: GRPOConfig, state: RunState) -> Iterator[str]:
                 )
 
 
-def check_reward_code(config: GRPOConfig, state: RunState, sources: Sources) -> Iterator[str]:
-    """A warning for each changed user function; ValueError unless `reward.accept_changed_code` is true."""
-    yield from _changed_code("reward", state.rewards, sources, accepted=config.reward.accept_changed_code)
+def code_warnings(noun: str, before: Sources, now: Sources, *, restarted: bool) -> list[str]:
+    """A warning for each user function, class or tool whose code is not what the run began with.
 
+    Args:
+        noun: reward or environment.
+        restarted: the run restarts itself. It must not change to other code then.
 
-def check_environment_code(config: GRPOConfig, state: RunState, sources: Sources) -> Iterator[str]:
-    """The same for environments and tools, with `environment.accept_changed_code`."""
-    accepted = config.environment.accept_changed_code
-    yield from _changed_code("environment", state.environments, sources, accepted=accepted)
-
-
-def _changed_code(noun: str, before: Sources, now: Sources, *, accepted: bool) -> Iterator[str]:
-    changed = [f"{name} is not what the run began with." for name in changed_sources(before, now, noun=noun)]
-    if changed and not accepted:
-        remedy = f"Resume with the same code, set {noun}.accept_changed_code=true, or start another run.dir."
-        raise ValueError("\n".join(f"{problem} {remedy}" for problem in changed))
-    yield from changed
+    Raises:
+        ValueError: the code of a run that restarts itself has changed.
+    """
+    warnings = [f"{name} is not what the run began with." for name in changed_sources(before, now, noun=noun)]
+    if warnings and restarted:
+        remedy = "Go on with --resume, which accepts other code."
+        raise ValueError("\n".join(f"{warning} A run that restarts keeps its code. {remedy}" for warning in warnings))
+    return warnings
 
 
 def model_fingerprints(config: TrainingProgramConfig) -> dict[str, dict[str, str]]:

@@ -31,7 +31,7 @@ from rlhf.rollout.sampler import Sampler
 from rlhf.run.evaluation import evaluate, evaluation_metrics, rollouts_of, ungraded_warning
 from rlhf.run.grading import Grading, normalize_scores, reward_model_client, silent_rewards
 from rlhf.run.prompts import PromptTickets, RunData, read_data, show_data, source_lines, without_bad_gold
-from rlhf.run.resume import check_environment_code, check_reward_code
+from rlhf.run.resume import code_warnings
 from rlhf.run.rollout_log import rollout_metrics, rollout_rows, token_values
 from rlhf.run.run import Run
 from rlhf.run.skipped_updates import SkippedUpdates
@@ -82,7 +82,8 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
                 # before its first look at the memory
                 run.cluster.heartbeat.others = lambda: {k: v for each in others for k, v in each.processes.items()}
                 scorer.restore(run.state.reward_status)
-                for warning in (*scorer.warnings, *check_reward_code(config, run.state, scorer.sources)):
+                changed = code_warnings("reward", run.state.rewards, scorer.sources, restarted=run.restarted)
+                for warning in (*scorer.warnings, *changed):
                     run.log.warn(warning)
                 # takes minutes for a large data set; SIGTERM must still be handled
                 data = await in_thread(without_bad_gold, data, config, scorer, say)
@@ -112,11 +113,12 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
 
 
 def _start_environments(run: Run[C]) -> StartedEnvironments:
-    """Start the environments; their warnings are shown, and changed code is refused."""
+    """Start the environments, and show their warnings; ValueError if a run that restarts itself finds other code."""
     say = partial(run.log.print, wrap=False)
     environments = StartedEnvironments(run.config, run.tokenizer, say=say)
     try:
-        changed = check_environment_code(run.config, run.state, environments.hosts.sources)
+        began_with, sources = run.state.environments, environments.hosts.sources
+        changed = code_warnings("environment", began_with, sources, restarted=run.restarted)
         for warning in (*environments.warnings, *changed):
             run.log.warn(warning)
     except BaseException:

@@ -73,6 +73,7 @@ class Run(Generic[C]):
 
     Args:
         resume: go on from the checkpoint with the name `start_at`, or the newest.
+        restarted: the run resumes by itself after a process was lost, so its user cannot have changed it on purpose.
         make_cluster: a Cluster, or in tests another RunCluster.
 
     Raises:
@@ -87,9 +88,15 @@ class Run(Generic[C]):
     """
 
     def __init__(
-        self, config: C, *, resume: bool, start_at: str | None = None, make_cluster: Callable[..., RunCluster] = Cluster
+        self,
+        config: C,
+        *,
+        resume: bool,
+        start_at: str | None = None,
+        restarted: bool = False,
+        make_cluster: Callable[..., RunCluster] = Cluster,
     ) -> None:
-        self.config = config
+        self.config, self.restarted = config, restarted
         if resume and start_at is None:
             check_not_finished(config)
         mirror = None if config.checkpoint.mirror is None else Mirror(config.checkpoint.mirror)

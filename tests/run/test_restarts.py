@@ -34,7 +34,8 @@ def play(
     remaining = iter(script)
     made: list[bool | str] = []
 
-    def make(config: Any, *, resume: bool, start_at: str | None = None) -> Any:
+    def make(config: Any, *, resume: bool, start_at: str | None = None, restarted: bool) -> Any:
+        assert restarted == bool(made)
         made.append(start_at or resume)
         return SimpleNamespace(
             config=config,

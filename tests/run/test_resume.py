@@ -29,7 +29,7 @@ from rlhf.run.resume import (
     KEPT,
     ROUNDING,
     check_resumed_state,
-    check_reward_code,
+    code_warnings,
     is_free,
     model_fingerprints,
     resume_warnings,
@@ -312,7 +312,7 @@ def test_metrics_are_cut_by_rename_so_that_another_reader_keeps_its_file(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_run_with_other_code_in_its_reward_is_refused_before_anything_starts_unless_that_is_accepted(
+def test_a_resumed_run_warns_of_other_code_in_its_reward_and_one_that_restarts_itself_ends(
     model: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.py"
@@ -320,22 +320,19 @@ def test_a_run_with_other_code_in_its_reward_is_refused_before_anything_starts_u
     reward = {"parts": [f"{file}:score"], "workers": 1}
     config = make_config(model, run={"dir": str(tmp_path / "run")}, reward=reward)
     with Scorer(config.reward) as scorer:
-        before = scorer.sources
-        state = RunState.from_json(RunState(step=2, rewards=scorer.sources).to_json())
-        assert list(check_reward_code(config, state, scorer.sources)) == []
-    assert list(check_reward_code(config, RunState(), before)) == []  # an earlier version wrote no fingerprint
+        before = RunState.from_json(RunState(step=2, rewards=scorer.sources).to_json()).rewards
+        assert code_warnings("reward", before, scorer.sources, restarted=True) == []
+        assert code_warnings("reward", {}, scorer.sources, restarted=True) == []
     file.write_text("def score(response, **_):\n    return 2.0\n")
-    run = Run(config, resume=False)
-    run.state.rewards = state.rewards
+    problem = f"reward name='{file}:score': mine.py is not what the run began with."
+    with Scorer(config.reward) as scorer:
+        assert code_warnings("reward", before, scorer.sources, restarted=False) == [problem]
+    run = Run(config, resume=False, restarted=True)
+    run.state.rewards = before
 
     async def start() -> None:
         async with rollout_loop(run):
             raise AssertionError("started")
 
-    problem = f"reward name='{file}:score': mine.py is not what the run began with."
-    with pytest.raises(ValueError, match=rf"^{re.escape(problem)} .*reward\.accept_changed_code=true"):
+    with pytest.raises(ValueError, match=rf"^{re.escape(problem)} .*--resume"):
         asyncio.run(start())
-    accepting = make_config(model, run={"dir": str(tmp_path / "run")}, reward={**reward, "accept_changed_code": True})
-    with Scorer(config.reward) as scorer:
-        assert list(check_reward_code(accepting, state, scorer.sources)) == [problem]
-    resume(config, accepting, tmp_path)  # the key may change
