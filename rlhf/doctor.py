@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from rlhf.check.doctor import grading, machine, network, nodes, training
+from rlhf.check.doctor import grading, machine, nodes, training
 from rlhf.check.doctor.runner import Check, Finding, Patient, examine_all, lines
 from rlhf.check.memory import GIB
 from rlhf.check.resources import GPU, local_resources
@@ -33,8 +33,6 @@ from rlhf.config.printing import say
 
 DESCRIPTION = "Check whether a run will start, fit and compute correctly here; exit status 1 if a check failed."
 
-_HANGS = "a process hangs: `ray stack`, or py-spy on the actors, shows where"
-
 
 def checks(config: GRPOConfig) -> tuple[Check, ...]:
     """All checks in order; checks that need no other check come first."""
@@ -43,26 +41,21 @@ def checks(config: GRPOConfig) -> tuple[Check, ...]:
     start = "the message names the part; raise cluster.start_deadline_s if it only needs more time"
     canary = "do not train on this: an engine computes with another model than the learner, or with old weights"
     kernel = "a kernel does not run here: is the GPU new enough, and were the packages set up by make setup-gpu?"
+    hangs = "a process hangs: `ray stack`, or py-spy on the actors, shows where"
     return (
         Check("versions", machine.check_versions, 60.0, "make setup"),
         Check("config", machine.check_config, wait_s, "a hub or a file system hangs: is a network mount gone?"),
-        Check("wandb", machine.check_wandb, 60.0, "logging.wandb.mode=offline"),
         Check("scorer", grading.check_scorer, 180.0, "the grading processes do not start: memory, /tmp, the sandbox"),
         Check("rewards", grading.check_rewards, wait_s, "a reward of the config does not answer"),
         Check("nodes", nodes.check_nodes, 120.0, same_network),
         Check("gpu", nodes.check_gpus, 60.0, "`nvidia-smi` on each node"),
-        Check("cards", network.check_cards, 60.0, "`ibstat` on each node"),
         Check("start-up", training.check_start, wait_s, start),
-        Check("kernels", training.check_kernels, 600.0, kernel),
-        Check("collective", network.check_collective, 300.0, f"NCCL_DEBUG=INFO; {same_network}"),
-        Check("transfer", network.check_transfer, 600.0, _HANGS),
         Check("agreement", training.check_agreement, 600.0, canary),
         Check("responses", grading.check_responses, 600.0, "rollout.max_response_tokens is long for this machine"),
-        Check("update", training.check_update, 600.0, _HANGS),
+        Check("kernels", training.check_kernels, 600.0, kernel),
+        Check("update", training.check_update, 600.0, hangs),
         Check("cycle", training.check_cycle, 600.0, canary),
         Check("microbatch", training.check_microbatch, 600.0, "lower learner.max_tokens_per_microbatch"),
-        Check("step", network.check_step, 60.0, ""),
-        Check("sampling", training.check_sampling, 600.0, _HANGS),
         Check("checkpoint", training.check_checkpoint, 600.0, "run.dir is on a slow file system: name a faster one"),
         Check("memory", training.check_memory, 60.0, ""),
     )

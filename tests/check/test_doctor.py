@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import http.server
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections import namedtuple
 from dataclasses import replace
@@ -24,16 +22,14 @@ from installed import seems_installed
 from waiting import STACK_WAIT_S
 from worlds import make_groups
 
-from rlhf.check.doctor import grading, machine, network, nodes, on_rank, training
-from rlhf.check.doctor.runner import Check, Finding, Patient, examine_all, lines, slowest_of
+from rlhf.check.doctor import grading, machine, nodes, on_rank, training
+from rlhf.check.doctor.runner import Check, Finding, Patient, examine_all, lines
 from rlhf.check.memory import GIB
-from rlhf.check.model_shape import shape_at
 from rlhf.check.resources import visible_gpus
 from rlhf.check.start_checks import run_bytes
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.doctor import checks
-from rlhf.log import reachable
 from rlhf.log.reductions import Max, Mean
 from rlhf.rollout.requests import Completion
 from rlhf.run.threads import in_thread
@@ -93,7 +89,7 @@ def test_one_broken_check_or_one_that_hangs_does_not_hide_the_others(make: Any) 
 
 def test_a_check_that_needs_a_broken_part_is_not_run_and_says_why(make: Any) -> None:
     patient = make("model.path=/nowhere")
-    later = [check for check in checks(patient.config) if check.name in ("config", "rewards", "start-up", "transfer")]
+    later = [check for check in checks(patient.config) if check.name in ("config", "rewards", "start-up", "agreement")]
     results = asyncio.run(examine_all(later, patient, lambda _: None))
     assert [result.status for result in results] == ["fail", "warn", "warn", "warn"]
     assert "model.path=/nowhere: there is no such folder" in results[0].text
@@ -188,33 +184,6 @@ def test_a_full_temporary_folder_warns_unless_ray_runs_already(make: Any, monkey
     assert finding(machine.check_config, make("cluster.ray_address=auto")).status == "ok"
 
 
-@pytest.mark.slow
-def test_wandb_online_needs_a_key_and_a_server_that_answers(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("WANDB_API_KEY", "NETRC", "WANDB_BASE_URL", "WANDB_CONFIG_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(reachable, "ANSWER_S", 0.5)
-    assert finding(machine.check_wandb, make("logging.wandb.mode=auto")).status == "ok"
-    result = finding(machine.check_wandb, make("logging.wandb.mode=online"))
-    assert (result.status, result.remedy.split(",")[0]) == ("fail", "`wandb login`")
-    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
-        host = f"127.0.0.1:{server.server_port}"
-        (tmp_path / ".config/wandb").mkdir(parents=True)  # as `wandb login --host` leaves it
-        (tmp_path / ".config/wandb/settings").write_text(f"[default]\nbase_url = http://{host}\n")
-        (tmp_path / ".netrc").write_text(f"machine {host} login user password {'0' * 40}\n")
-        (tmp_path / ".netrc").chmod(0o600)
-        result = finding(machine.check_wandb, make("logging.wandb.mode=auto"))
-        assert result.status == "warn"  # the run goes on offline
-        assert f"http://{host} is not reached (no answer within" in result.text
-        threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
-        monkeypatch.setattr(reachable, "ANSWER_S", 60.0)  # a busy machine may be slow to answer
-        assert finding(machine.check_wandb, make("logging.wandb.mode=auto")).status == "ok"
-        server.shutdown()
-    assert "refused" in finding(machine.check_wandb, make("logging.wandb.mode=online")).text
-
-
 # --- rewards ---
 
 
@@ -249,7 +218,7 @@ def sampled(text: str, *, reward: float, extracted: str, status: str = "ok") -> 
 def test_responses_that_can_be_learned_from_are_ok_and_two_are_shown_on_lines_of_a_terminal(make: Any) -> None:
     groups = sampled("First I think. " * 30 + "\x1b[2J It is \\boxed{2}.", reward=1.0, extracted="2")
     result = grading.judge_responses(make().config, groups, {"reward/status/math/ok": 16.0})
-    assert (result.status, result.numbers["reward/mean"], result.numbers["reward/answered_fraction"]) == ("ok", 0.5, 1)
+    assert result.status == "ok"
     assert result.text.startswith("16 responses to 8 prompts: mean reward 0.5, with an answer 1, stopped 1, groups")
     prompt, response, graded = result.text.splitlines()[1:4]
     assert prompt == "prompt    What is 1 + 1?"
@@ -287,7 +256,8 @@ def test_responses_that_teach_nothing_are_a_warning_with_the_key_to_change(
 def test_gpus_that_are_missing_are_counted_and_drivers_that_differ_named(make: Any) -> None:
     patient = make("cluster.device=cuda", "model.dtype=bfloat16", "cluster.learners=2")
     card, other = "NVIDIA H100, 580.1, 81559 MiB, 9.0", "NVIDIA H100, 590.2, 81559 MiB, 9.0"
-    patient.nodes = {"a": {"gpus": [card] * 2}, "b": {"gpus": []}}
+    cards = {"mlx5_0": "4: ACTIVE"}
+    patient.nodes = {"a": {"gpus": [card] * 2, "cards": cards}, "b": {"gpus": [], "cards": cards}}
     result = finding(nodes.check_gpus, patient)
     assert result.status == "fail"
     assert f"asks for 3 GPUs, there are 2 (a: 2 x {card}; b: none)" in result.text
@@ -403,7 +373,7 @@ class FakeLearners:
 
 def updated(*, ratio: float = 1.0, moved: tuple[str, ...] = (), peak_gib: float = 0.1) -> on_rank.Updated:
     metrics: Any = {"policy/ratio_max": Max(ratio), "policy/kl_old": Mean(0.0, 1.0), "policy/engine_kl": Mean(0.0, 1.0)}
-    return on_rank.Updated(metrics, moved, 3, 2.0, int(peak_gib * GIB))
+    return on_rank.Updated(metrics, moved, 3, int(peak_gib * GIB))
 
 
 def with_learners(patient: Patient, **answers: Any) -> Patient:
@@ -451,67 +421,13 @@ class FakeCanary:
         return {"sync/canary_difference": 0.0}
 
 
-def test_a_microbatch_reports_its_speed_and_warns_if_the_plan_is_too_low(make: Any) -> None:
+def test_a_microbatch_warns_if_the_plan_is_too_low(make: Any) -> None:
     def result(peak_gib: float) -> Finding:
-        answers = {"update": updated(peak_gib=peak_gib), "product_tflops": 0.5, "device_name": "cpu"}
-        return finding(training.check_microbatch, with_learners(make("cluster.peak_tflops=0.001"), **answers))
+        return finding(training.check_microbatch, with_learners(make(), update=updated(peak_gib=peak_gib)))
 
-    fits = result(0.1)
-    assert fits.status == "ok"
-    assert fits.numbers["tokens_per_second"] == 512 / 2.0  # four sequences of 128 tokens in 2 s
-    assert "MFU 0." in fits.text
-    assert fits.numbers["mfu"] == pytest.approx(1000 * fits.numbers["tflops"])
-    assert result(2 * fits.numbers["planned_gib"]).status == "warn"
-
-
-def test_a_gpu_that_computes_slower_than_the_others_is_named(make: Any) -> None:
-    patient = with_learners(make("cluster.peak_tflops=0.001"), update=updated(), device_name="cpu")
-    learners: Any = patient.engines.learners
-    plain = learners.call
-
-    async def call(method: str, *arguments: Any) -> Any:
-        if arguments and arguments[0] is on_rank.product_tflops:
-            return [700.0, 690.0, 560.0]
-        return await plain(method, *arguments)
-
-    learners.call = call
-    cluster = patient.config.cluster.model_copy(update={"device": "cuda"})
-    patient.config = patient.config.model_copy(update={"cluster": cluster})
-    result = finding(training.check_microbatch, patient)
-    assert result.status == "warn"
-    assert "learner 2 reaches 560 TFLOP/s, the median 690" in result.remedy
-    assert slowest_of([1.0, 2.0, 1.5]) == "2 s (learner 1; from fastest to slowest 67%)"
-
-
-@pytest.mark.parametrize(
-    ("gb_per_second", "transfer_s", "status", "says"),
-    [
-        (300.0, 0.5, "ok", ""),
-        (5.0, 0.5, "warn", "larger minibatches"),  # 28 GB in 5.6 s
-        (0.5, 0.5, "fail", "NCCL_SOCKET_IFNAME"),  # TCP over the wrong interface
-        (300.0, 3.0, "warn", "between learners and engines"),
-        (300.0, 60.0, "fail", "between learners and engines"),
-    ],
-)
-def test_a_network_is_judged_by_what_this_run_sends_over_it(
-    gb_per_second: float, transfer_s: float, status: str, says: str
-) -> None:
-    config = load_config(GRPOConfig, [str(Path(__file__).parents[2] / "configs/math.yaml")])
-    shape = shape_at(config.model.path)
-    assert shape is not None
-    speeds = {"microbatch_s": 0.8, "gb_per_second": gb_per_second, "transfer_s": transfer_s}
-    result = network.judged_step(config, shape, **speeds)
-    assert result.status == status
-    assert says in result.remedy
-    # 16 microbatches of each of 8 learners, and two passes at a third; 4 updates, each 3 x 7/8 of 3.09 GB
-    assert result.text.startswith("a step computes 21.3 s; gradients between learners ")
-    sent = 4 * 3 * 7 / 8 * 3.0874 / gb_per_second
-    assert result.numbers["gradients"] == pytest.approx(sent / (sent + 21.33 + transfer_s), rel=1e-2)
-    assert "zero_stage" not in result.remedy  # it is 1
-    section = config.learner.model_copy(update={"zero_stage": 2})
-    at_2 = network.judged_step(config.model_copy(update={"learner": section}), shape, **speeds)
-    advised = at_2.status != "ok" and at_2.numbers["gradients"] >= at_2.numbers["weights"]
-    assert ("learner.zero_stage=1" in at_2.remedy) == advised
+    assert result(0.1).status == "ok"
+    planned = float(result(0.1).text.split()[-1])
+    assert result(2 * planned).status == "warn"
 
 
 def test_network_cards_of_which_some_are_down_are_named(make: Any, tmp_path: Path) -> None:
@@ -525,13 +441,17 @@ def test_network_cards_of_which_some_are_down_are_named(make: Any, tmp_path: Pat
     found = cards(str(tmp_path))
     assert found == {"mlx5_0": "4: ACTIVE, 400 Gb/sec (4X NDR)", "mlx5_1": "1: DOWN, 400 Gb/sec (4X NDR)"}
     patient = make("cluster.device=cuda", "model.dtype=bfloat16")
-    up = {"mlx5_0": found["mlx5_0"]}
-    for others, status, says in ((up, "ok", ""), (found, "warn", "b: mlx5_1 (1: DOWN"), ({}, "warn", "b has no card")):
-        patient.nodes = {"a": {"cards": up}, "b": {"cards": others}}
-        result = finding(network.check_cards, patient)
-        assert (result.status, says in result.remedy) == (status, True)
-    patient.nodes = {"a": {"cards": found}}
-    assert finding(network.check_cards, patient).status == "ok"  # one node needs none
+    gpus, up = ["NVIDIA H100, 580.1, 81559 MiB, 9.0"], {"mlx5_0": found["mlx5_0"]}
+    for others, status, says in (
+        (up, "ok", ""),
+        (found, "warn", "b: mlx5_1 (1: DOWN"),
+        ({}, "warn", "b has no network"),
+    ):
+        patient.nodes = {"a": {"gpus": gpus, "cards": up}, "b": {"gpus": gpus, "cards": others}}
+        result = finding(nodes.check_gpus, patient)
+        assert (result.status, says in result.text) == (status, True)
+    patient.nodes = {"a": {"gpus": 2 * gpus, "cards": found}}
+    assert finding(nodes.check_gpus, patient).status == "ok"  # one node needs none
 
 
 @pytest.mark.parametrize(("error", "status"), [(0.02, "ok"), (0.04, "fail"), (float("nan"), "fail")])
@@ -566,9 +486,8 @@ def test_a_config_that_is_not_valid_is_the_users_error() -> None:
 
 
 NAMES = [
-    "versions", "config", "wandb", "scorer", "rewards", "nodes", "gpu", "cards", "start-up", "kernels",
-    "collective", "transfer", "agreement", "responses", "update", "cycle", "microbatch", "step", "sampling",
-    "checkpoint", "memory",
+    "versions", "config", "scorer", "rewards", "nodes", "gpu", "start-up", "agreement", "responses", "kernels",
+    "update", "cycle", "microbatch", "checkpoint", "memory",
 ]  # fmt: skip
 
 
@@ -581,15 +500,11 @@ def test_a_healthy_machine_passes_with_two_learners_and_an_engine() -> None:
     assert results.pop("gpu")["status"] == "skip"
     assert {result["status"] for result in results.values()} <= {"ok", "warn"}
     assert "2 learners, 1 engine on cpu" in results["start-up"]["text"]
-    for name in ("kernels", "update", "cycle", "microbatch", "sampling", "checkpoint", "memory"):
+    for name in ("kernels", "update", "cycle", "microbatch", "checkpoint", "memory"):
         assert results[name]["status"] == "ok", results[name]
     assert "largest ratio 1, " in results["update"]["text"]
     assert "a learning rate of 0 moves no bit" in results["update"]["text"]
-    assert len(results["kernels"]["numbers"]) == 6
-    assert results["microbatch"]["numbers"]["tokens_per_second"] > 0
-    assert results["checkpoint"]["numbers"]["write_gb_per_second"] > 0
-    assert "GB/s" in results["collective"]["text"]
-    assert "GB/s" in results["transfer"]["text"]
+    assert results["kernels"]["text"].count(", ") > 6
     assert "engines followed weights that were all perturbed" in results["agreement"]["text"]
     first, *examples = results["responses"]["text"].splitlines()
     assert first.startswith("32 responses to 8 prompts: mean reward ")
@@ -620,11 +535,11 @@ def test_everything_that_is_broken_at_once_is_named_and_the_rest_is_fine(tmp_pat
     assert f"reward name='{grading.HANGING}': it fails for a response to " in completed.stdout
     assert "engine 0 does not hold the perturbed weights" in completed.stdout
     warned = [line.split()[1] for line in completed.stdout.splitlines() if line.startswith("warn")]
-    assert warned == ["responses", "cycle", "sampling", "checkpoint"]  # they need the canary, or room on the disk
+    assert warned == ["responses", "cycle", "checkpoint"]  # they need the canary, or room on the disk
     assert [line.split()[1] for line in completed.stdout.splitlines() if line.startswith("ok")] == [
         name for name in NAMES if name not in [*failed, *warned, "gpu"]
     ]
-    assert completed.stderr.splitlines()[-1] == "error: 3 of 21 checks failed: versions, config, agreement"
+    assert completed.stderr.splitlines()[-1] == "error: 3 of 15 checks failed: versions, config, agreement"
 
 
 @pytest.mark.gpu

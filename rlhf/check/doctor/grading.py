@@ -98,16 +98,15 @@ def judge_responses(
     values = to_values(metrics)
     shown = {"mean reward": "reward/mean", "with an answer": "reward/answered_fraction"}
     shown |= {"stopped": "rollout/stopped_fraction", "groups of equal rewards": "reward/equal_group_fraction"}
-    numbers = {name: values[name] for name in shown.values() if name in values}
     described = ", ".join(f"{text} {values[name]:.2g}" for text, name in shown.items() if name in values)
     text = f"{len(samples)} responses to {len(groups)} prompts: {described}"
     text = "\n".join([text, *(line for group in groups[:SHOWN] for line in _example(group))])
     view = View([values | statuses], [{}], [], [], flat_keys(config.model_dump(mode="json")))
     found = list(view.findings())
     if tiny or not found:
-        return Finding("ok", text, numbers=numbers)
+        return Finding("ok", text)
     text = "\n".join([text, *(seen for _, seen, _ in found)])
-    return Finding("warn", text, " ".join(advice for _, _, advice in found), numbers)
+    return Finding("warn", text, " ".join(advice for _, _, advice in found))
 
 
 def _example(group: RolloutGroup) -> Iterator[str]:

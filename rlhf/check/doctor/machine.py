@@ -1,4 +1,4 @@
-"""Checks of this machine that start nothing: versions, what a run refuses at its start, wandb."""
+"""Checks of this machine that start nothing: package versions, and everything that a run refuses at its start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from rlhf.check.doctor.runner import Finding, Patient, Status
+from rlhf.check.doctor.runner import Finding, Patient
 from rlhf.check.memory import GIB
 from rlhf.check.resources import joins_a_cluster
 from rlhf.check.start_checks import existing_folder, run_bytes, start_problems
@@ -108,34 +108,3 @@ async def check_config(patient: Patient) -> Finding:
         text += f"; {tempfile.gettempdir()}, where Ray writes, is {1 - temp.free / temp.total:.0%} full"
         return Finding("warn", text, "free space there, or set TMPDIR to another short path")
     return Finding("ok", text)
-
-
-# --- wandb ---
-
-
-async def check_wandb(patient: Patient) -> Finding:
-    """Whether metrics will reach wandb, if the config asks for it."""
-    mode = patient.config.logging.wandb.mode
-    if mode in ("disabled", "offline"):
-        return Finding("ok", f"logging.wandb.mode={mode}")
-    has_key, url, problem = await in_thread(_ask_wandb)
-    if not has_key:
-        status: Status = "ok" if mode == "auto" else "fail"
-        text = f"logging.wandb.mode={mode}, and no API key was found: `wandb sync` uploads the run later"
-        return Finding(status, text, "" if mode == "auto" else "`wandb login`, or logging.wandb.mode=offline")
-    if problem:
-        remedy = "open the network to it, or set logging.wandb.mode=offline"
-        return Finding("warn", f"{url} is not reached ({problem}): a run would keep its metrics offline", remedy)
-    return Finding("ok", f"an API key was found and {url} is reached")
-
-
-def _ask_wandb() -> tuple[bool, str, str]:
-    """What a run asks at its start: whether there is an API key, and if so, the server and why it does not answer."""
-    import wandb
-
-    from rlhf.log.wandb_sink import has_wandb_key, server_problem
-
-    try:
-        return (True, *server_problem()) if has_wandb_key() else (False, "", "")
-    finally:
-        wandb.teardown()  # it has started a process

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf.check.doctor.runner import Finding, Patient
@@ -23,6 +24,7 @@ from rlhf.run.threads import in_thread
 LEFT_ON_PURPOSE = (1, 4)  # Ray's NodeDeathInfo: expected termination, idle node drained by the autoscaler
 ANSWER_S = 60.0  # enough, since a node imports nothing heavy for its answer
 MIN_DRIVER, MIN_CAPABILITY = 580, 8.0  # CUDA 13; bfloat16 and flash attention
+ACTIVE = "ACTIVE"  # the state of a port of a network card that works
 DIED, SILENT = "died", "silent"
 
 
@@ -98,7 +100,20 @@ async def check_gpus(patient: Patient) -> Finding:
         return Finding("fail", listed, remedy)
     if len(drivers) > 1:
         return Finding("warn", f"drivers differ: {listed}", "install one driver on all nodes")
+    if len(patient.nodes) > 1 and (problems := list(_card_problems(patient.nodes))):
+        remedy = "`ibstat` on each node; repair its cards, or leave them out: NCCL_IB_HCA"
+        return Finding("warn", "\n".join([listed, *problems]), remedy)
     return Finding("ok", listed)
+
+
+def _card_problems(nodes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Nodes whose InfiniBand or RoCE cards are down, or that have none."""
+    for name, node in nodes.items():
+        down = [f"{card} ({state})" for card, state in node["cards"].items() if ACTIVE not in state]
+        if len(down) == len(node["cards"]):
+            yield f"{name} has no network card that is up, so NCCL uses TCP"
+        elif down:
+            yield f"{name}: {', '.join(down)}; its GPUs share the other cards"
 
 
 def ask_cluster(address: str, deadline_s: float) -> dict[str, dict[str, Any]]:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import resource
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 TOLERANCE = {"bfloat16": 0.03, "float32": 1e-4}
 PROMPT, RESPONSES = 96, (40, 150, 1, 3, 7, 5, 300)  # tokens; the prompt begins all but the last sequence
 HEAD_TOKENS = 128
-PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
 
 # Tiny models: one dense, and one for each kind of mixer without attention. Their weights are large enough that each
 # part of the model matters, and small enough that rounding does not.
@@ -178,24 +175,19 @@ class Updated:
 
     Attributes:
         moved: names of the tensors that changed. tensors: number of all tensors.
-        microbatch_s: seconds of forward and backward, the fastest microbatch except the last; NaN for a single one.
         peak_bytes: the most memory that torch held on the GPU; on CPU, that the process ever had.
     """
 
     metrics: StepMetrics
     moved: tuple[str, ...]
     tensors: int
-    microbatch_s: float
     peak_bytes: int
 
 
 def update(rank: Learner, targets: PolicyTargets, lr: float) -> Updated:
     """One pass of optimizer steps at a fixed learning rate, outside of the run's schedule."""
-    started: list[float] = []
 
     def loss(tokens: DeviceTokens, own: PolicyTargets, denominators: Denominators) -> tuple[Tensor, StepMetrics]:
-        wait_for_device(rank)
-        started.append(time.perf_counter())
         return policy_microbatch(rank.deepspeed, tokens, own, denominators, rank.config)
 
     before, training, done = fingerprints(rank), rank.training, rank.updates_done
@@ -210,16 +202,10 @@ def update(rank: Learner, targets: PolicyTargets, lr: float) -> Updated:
         rank.training, rank.updates_done = training, done
     after = fingerprints(rank)
     moved = tuple(name for name in after if after[name] != before[name])
-    seconds = np.diff(started)
-    return Updated(metrics, moved, len(after), float(np.min(seconds)) if len(seconds) else np.nan, peak_bytes(rank))
+    return Updated(metrics, moved, len(after), peak_bytes(rank))
 
 
-def wait_for_device(rank: TrainedRank) -> None:
-    if rank.device.type == "cuda":
-        torch.cuda.synchronize(rank.device)
-
-
-# --- memory and speed ---
+# --- memory ---
 
 
 def peak_bytes(rank: TrainedRank) -> int:
@@ -233,30 +219,3 @@ def free_bytes(rank: TrainedRank) -> int:
     if rank.device.type == "cuda":
         return torch.cuda.mem_get_info(rank.device)[0]
     return psutil.virtual_memory().available
-
-
-def product_tflops(rank: TrainedRank, dtype: str) -> float:
-    """TFLOP/s of one large product: the most that this device reaches as it is, whatever its data sheet says."""
-    size = PRODUCT_SIZE[rank.device.type]
-    a, b = (torch.ones(size, size, device=rank.device, dtype=getattr(torch, dtype)) for _ in range(2))
-    seconds = []
-    for _ in range(5):
-        wait_for_device(rank)
-        began = time.perf_counter()
-        a @ b
-        wait_for_device(rank)
-        seconds.append(time.perf_counter() - began)
-    return 2 * size**3 / min(seconds) / 1e12
-
-
-def time_all_reduce(rank: TrainedRank, elements: int, *, repeats: int = 5) -> float:
-    """Median seconds of an all-reduce of float32 [elements] over all ranks, after one warm-up."""
-    tensor = torch.ones(elements, device=rank.device)
-    seconds = []
-    for _ in range(1 + repeats):
-        dist.barrier()
-        began = time.perf_counter()
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        wait_for_device(rank)
-        seconds.append(time.perf_counter() - began)
-    return float(np.median(seconds[1:]))

@@ -28,14 +28,12 @@ class Finding:
 
     Attributes:
         remedy: what to do about a warning or a failure.
-        numbers: for programs.
-        name, seconds: of the check, as its runner adds them.
+        name, seconds: of the check; its runner sets them.
     """
 
     status: Status
     text: str
     remedy: str = ""
-    numbers: dict[str, float] = field(default_factory=dict)
     name: str = ""
     seconds: float = 0.0
 
@@ -58,9 +56,6 @@ class Patient:
     engines: Engines = field(init=False)  # that have started, with the learners
     canary: Canary = field(init=False)  # one that engines and learners have passed
     targets: PolicyTargets = field(init=False)  # of the step that the learners hold
-    gb_per_second: float = field(init=False)  # sent by a learner in an all-reduce
-    transfer_s: float = field(init=False)  # of all weights
-    microbatch_s: float = field(init=False)  # forward and backward of a full one, the slowest learner
 
     def __getattr__(self, name: str) -> Any:
         if name in MISSING:
@@ -74,9 +69,6 @@ MISSING = {
     "engines": "engines and learners did not start",
     "canary": "engines and learners do not agree",
     "targets": "there was no update",
-    "gb_per_second": "no all-reduce was measured",
-    "transfer_s": "no transfer was measured",
-    "microbatch_s": "no microbatch was measured",
 }
 
 
@@ -121,15 +113,6 @@ async def examine_all(checks: Sequence[Check], patient: Patient, report: Callabl
             patient.least_free = min(patient.least_free, psutil.virtual_memory().available)
             report(results[-1])
     return results
-
-
-def slowest_of(seconds: Sequence[float]) -> str:
-    """Seconds of the slowest rank, and how far the ranks are apart."""
-    slowest, mean = max(seconds), sum(seconds) / len(seconds)
-    text = f"{slowest:.3g} s" if slowest >= 1 else f"{slowest * 1e3:.1f} ms"
-    if len(seconds) == 1:
-        return text
-    return f"{text} (learner {seconds.index(slowest)}; from fastest to slowest {(slowest - min(seconds)) / mean:.0%})"
 
 
 def lines(result: Finding) -> Iterator[str]:

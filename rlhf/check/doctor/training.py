@@ -1,14 +1,12 @@
-"""Checks of the run's engines and learners: start, transfer, agreement, and what a step does, its speed and memory."""
+"""Checks of the run's engines and learners: start, agreement, kernels, the parts of a step, memory, a checkpoint."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import resource
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,12 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import psutil
 
-from rlhf.check.doctor.runner import Finding, NotCheckedError, Patient, slowest_of
+from rlhf.check.doctor.runner import Finding, NotCheckedError, Patient
 from rlhf.check.memory import GIB, learner_memory, total
 from rlhf.check.model_shape import shape_at
 from rlhf.check.resources import counted
 from rlhf.check.start_checks import existing_folder, run_folder_problems
-from rlhf.config.cards import peak_tflops
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.library_options import changes_numbers
 from rlhf.log.reductions import merge_metrics
@@ -47,11 +44,9 @@ HEADS = (8, 2, 64)  # heads, key heads, width of a head; for models whose sizes 
 VOCABULARY, HIDDEN = 32_768, 1024
 SAMPLES, RESPONSE_TOKENS = 4, 64  # of each prompt of the examined step
 CYCLES = 2
-MICROBATCHES = 3  # the first warms up, and the end of the last is not seen
+MICROBATCHES = 2  # of each learner: the second one adds to the gradients of the first
 LONGEST_ON_CPU, BUDGET_ON_CPU = 256, 512  # tokens of a sequence and of a microbatch
-SAMPLED_ON_CPU, SAMPLED_TOKENS = (16, 32), 512  # sequences, tokens of each
 PEAK_FACTOR = 1.25  # times --plan's estimate: a peak above it shows that the estimate is wrong
-SLOW_GPU = 0.1  # of a product: a GPU that computes so much slower than the median holds up all others
 LITTLE_MEMORY = 0.05  # of the host's memory
 
 
@@ -121,8 +116,8 @@ async def check_kernels(patient: Patient) -> Finding:
     text += ", ".join(f"{name} {error:.2g}" for name, error in errors.items())
     if not all(error <= bound for error in errors.values()):
         remedy = "make setup-gpu; a kernel of another build or version computes something else here"
-        return Finding("fail", text, remedy, errors)
-    return Finding("ok", text, numbers=errors)
+        return Finding("fail", text, remedy)
+    return Finding("ok", text)
 
 
 # --- updates ---
@@ -175,7 +170,7 @@ async def check_update(patient: Patient) -> Finding:
     if moved := by_rank[0].moved:
         remedy = "an update must not change weights by itself: is a buffer of the model updated in its forward?"
         return Finding("fail", f"{text}; a learning rate of 0 moves {', '.join(moved[:3])}", remedy)
-    return Finding("ok", f"{text}; a learning rate of 0 moves no bit", numbers={"policy/engine_kl": engine_kl})
+    return Finding("ok", f"{text}; a learning rate of 0 moves no bit")
 
 
 async def check_cycle(patient: Patient) -> Finding:
@@ -207,7 +202,7 @@ async def check_cycle(patient: Patient) -> Finding:
     return Finding("ok", text)
 
 
-# --- speed and memory of a microbatch ---
+# --- memory of a microbatch ---
 
 
 def _full_microbatches(config: GRPOConfig, ids: np.ndarray) -> tuple[GRPOConfig, list[Rollout]]:
@@ -232,7 +227,7 @@ def _full_microbatches(config: GRPOConfig, ids: np.ndarray) -> tuple[GRPOConfig,
 
 
 async def check_microbatch(patient: Patient) -> Finding:
-    """A full microbatch: model FLOPs over the device's peak (MFU), and the peak of memory against --plan."""
+    """Full microbatches fit in memory, with a peak that is about the one that --plan estimates."""
     from rlhf.check.doctor import on_rank
 
     engines, ids = patient.engines, np.concatenate([prompt.token_ids for prompt in patient.prompts])
@@ -242,79 +237,39 @@ async def check_microbatch(patient: Patient) -> Finding:
     await engines.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
     zeros = np.zeros(len(batch.tokens.token_ids), np.float32)
     by_rank = await engines.learners.call("apply", on_rank.update, _targets(batch, zeros), 0.0)
-    products = await engines.learners.call("apply", on_rank.product_tflops, config.model.dtype)
-    product, typical = min(products), float(np.median(products))
-    rows = len(batch.rollouts) // (MICROBATCHES * config.cluster.learners)
-    lengths, seconds = batch.tokens.lengths[:rows].tolist(), max(updated.microbatch_s for updated in by_rank)
-    patient.microbatch_s = seconds
-    speed, peak = sum(lengths) / seconds, max(updated.peak_bytes for updated in by_rank) / GIB
-    numbers = {"tokens_per_second": speed, "peak_gib": peak, "product_tflops": product}
-    text = f"{sum(lengths):,} tokens in {slowest_of([each.microbatch_s for each in by_rank])}: {speed:,.0f} tokens/s"
+    peak = max(updated.peak_bytes for updated in by_rank) / GIB
+    text = f"{config.learner.max_tokens_per_microbatch:,} tokens: peak memory {peak:.1f} GiB"
     shape = shape_at(config.model.path)
     if shape is None:
-        return Finding("ok", f"{text}; peak {peak:.1f} GiB; the model's sizes are not known", numbers=numbers)
-    responses, frozen = int(batch.response_lengths[:rows].sum()), config.model.lora is not None
-    tflops = shape.training_flops(lengths, responses, [0] * rows, frozen=frozen) / seconds / 1e12
-    best = config.cluster.peak_tflops or peak_tflops((await engines.learners.call("device_name"))[0])
-    mfu = f"MFU {tflops / best:.2f} of {best:g}" if best else "MFU needs cluster.peak_tflops"
+        return Finding("ok", f"{text}; the model's sizes are not known")
     # torch's allocator does not see the last part: CUDA's and NCCL's own memory
     parts = learner_memory(shape, config)
     planned = total(parts if config.cluster.device == "cpu" else parts[:-1]) / GIB
-    text += f", {tflops:.3g} TFLOP/s, {mfu}; one large product reaches {product:.3g}"
-    text += f"\npeak memory {peak:.1f} GiB, --plan {planned:.1f}"
-    numbers |= {"tflops": tflops, "planned_gib": planned} | ({"mfu": tflops / best} if best else {})
-    problems = []
-    if product < (1 - SLOW_GPU) * typical and config.cluster.device == "cuda":
-        slow = f"learner {products.index(product)} reaches {product:.3g} TFLOP/s, the median {typical:.3g}"
-        problems.append(f"{slow}: is it hot, throttled or shared (nvidia-smi -q -d PERFORMANCE)?")
+    text += f", --plan {planned:.1f}"
     if peak > PEAK_FACTOR * planned:
-        problems.append("--plan estimates too little here: report it, with this table")
-    return Finding("warn" if problems else "ok", text, "; ".join(problems), numbers)
-
-
-async def check_sampling(patient: Patient) -> Finding:
-    """Sampled tokens per second of the engines while all of them work."""
-    engines, config = patient.engines, patient.config
-    _ = patient.canary  # without agreement the speed of the engines says nothing
-    await engines.send_weights(CYCLES + 1)  # wakes engines that share their GPUs
-    count, tokens = SAMPLED_ON_CPU
-    if config.cluster.device == "cuda":
-        count, tokens = config.rollout.max_concurrent_sequences, SAMPLED_TOKENS
-    length = min(tokens, config.rollout.max_response_tokens)
-    settings = SamplingSettings(config.rollout.temperature, length, **config.rollout.restriction)
-    prompts = list(itertools.islice(itertools.cycle(patient.prompts), max(1, count // SAMPLES)))
-    began = time.monotonic()
-    groups = await _sample(engines, prompts * config.cluster.engines, settings)
-    seconds = time.monotonic() - began
-    sampled = sum(rollout.response_length for group in groups for rollout in group)
-    speed = sampled / seconds / config.cluster.engines
-    text = f"{speed:,.0f} tokens/s per engine: {len(prompts) * SAMPLES} sequences at once, {sampled:,} tokens in all"
-    return Finding("ok", text, numbers={"tokens_per_second_per_engine": speed})
+        return Finding("warn", text, "--plan estimates too little here: report it, with this table")
+    return Finding("ok", text)
 
 
 # --- disk and host memory ---
 
 
 async def check_checkpoint(patient: Patient) -> Finding:
-    """Write a checkpoint where the run would, read it back, and remove it: GB/s of both."""
+    """Write a checkpoint where the run would, read it back, and remove it."""
     engines, config = patient.engines, patient.config
     for problem in run_folder_problems(config):
         raise NotCheckedError(problem)
     existing = existing_folder(config)
     folder = Path(tempfile.mkdtemp(prefix="rlhf-doctor-", dir=existing))
     try:
-        began = time.monotonic()
         await engines.cluster.checkpoints.save(folder)
         await engines.cluster.checkpoints.saved()
-        written = time.monotonic()
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
         await engines.sleep_if_colocated()
         await engines.cluster.load(folder)
-        write, read = size / (written - began), size / (time.monotonic() - written)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    text = f"{size:.2f} GB on {existing}: written at {write:.2f} GB/s, read at {read:.2f}"
-    return Finding("ok", text, numbers={"write_gb_per_second": write, "read_gb_per_second": read})
+    return Finding("ok", f"{size:.2f} GB written to {existing} and read back")
 
 
 async def check_memory(patient: Patient) -> Finding:
@@ -324,11 +279,10 @@ async def check_memory(patient: Patient) -> Finding:
     unlimited = locked == resource.RLIM_INFINITY
     text = f"{have / GIB:.1f} GiB, at least {least / GIB:.1f} free; memlock "
     text += "unlimited" if unlimited else f"{locked / 2**20:.2g} MiB"
-    numbers = {"gib": have / GIB, "least_free_gib": least / GIB}
     if least < LITTLE_MEMORY * have:
         remedy = "the run may be killed: use fewer engines or learners, or a smaller model"
-        return Finding("warn", text, remedy, numbers)
+        return Finding("warn", text, remedy)
     if patient.config.cluster.device == "cuda" and len(vars(patient).get("nodes", ())) > 1 and not unlimited:
         remedy = "InfiniBand needs unlimited locked memory: `ulimit -l unlimited` on all nodes (docker/README.md)"
-        return Finding("warn", text, remedy, numbers)
-    return Finding("ok", text, numbers=numbers)
+        return Finding("warn", text, remedy)
+    return Finding("ok", text)
