@@ -20,7 +20,7 @@ shell_scripts = $(shell git ls-files '*.sh' '*.sbatch' .ci/run)
 export VENV
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-gpu setup-bench environment quickstart tools-quickstart real-model test test-fast test-faults soak test-gpu bench bench-training gpu-report studies upgrade-check lint format clean
+.PHONY: help setup setup-gpu setup-bench environment quickstart tools-quickstart real-model test test-fast test-faults soak test-gpu bench bench-training gpu-report studies upgrade-check gpu-constraints lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -129,8 +129,13 @@ gpu-report: environment $(quickstart_data)/test.jsonl  ## what this machine's GP
 	-@$(if $(QUICK),true,$(MAKE) $(real_model)/config.json $(real_task)/test.jsonl)
 	$(PY) -m benchmarks.gpu_report --minutes $(or $(MINUTES),28) --output $(or $(OUT),runs/gpu-report) $(if $(QUICK),--quick)
 
-upgrade-check: environment  ## what of our code the newest vllm, transformers, deepspeed, ray and torch no longer fit
-	@$(PY) tools/upgrade_check.py
+upgrade-check:  ## set up the newest releases in runs/upgrade-check, run the tests of private parts and the fast tests with them
+	@tools/upgrade_check.sh
+
+gpu-constraints: environment  ## pin every package of the environment for GPUs anew, for each Python
+	rm -f gpu-constraints.txt
+	$(PY) -m uv pip compile pyproject.toml --universal --python-version 3.11 --extra gpu --extra dev --extra bench \
+	    --no-annotate --quiet --custom-compile-command "make gpu-constraints" -o gpu-constraints.txt
 
 lint: environment  ## ruff, mypy, shellcheck, hadolint, the schemas of compose.yaml and kuberay.yaml
 	$(PY) -m ruff check .
@@ -140,7 +145,7 @@ lint: environment  ## ruff, mypy, shellcheck, hadolint, the schemas of compose.y
 	$(VENV)/bin/hadolint docker/Dockerfile.*
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
 	$(PY) -c 'import json, yaml; print(json.dumps([*yaml.safe_load_all(open("launch/kuberay.yaml"))]))' \
-	    | $(VENV)/bin/check-jsonschema --schemafile tools/kuberay.schema.json -
+	    | $(VENV)/bin/check-jsonschema --schemafile launch/kuberay.schema.json -
 
 format: environment  ## apply ruff's fixes and format
 	$(PY) -m ruff check --fix .

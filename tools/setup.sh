@@ -178,7 +178,7 @@ install_project() {
       arguments+=(--torch-backend cpu)
     fi
   else
-    arguments+=(--constraint tools/gpu-constraints.txt)
+    arguments+=(--constraint gpu-constraints.txt)
   fi
   [ -t 2 ] || arguments+=(--quiet) # a log is better off without progress bars; errors still show
   say "installing the project and its packages ($extras)"
@@ -234,7 +234,7 @@ case $kind in cpu | gpu) ;; *) fail "$kind is no kind of set-up: cpu or gpu." ;;
   fail "$VENV was set up for $installed_kind: delete it first, or name another folder with VENV=."
 
 extras=$kind,$(printf '%s\n' dev "$@" "${installed_extras//,/$'\n'}" | grep -vx -e "$kind" -e '' | sort -u | paste -sd, -)
-fingerprint=$(cat pyproject.toml tools/setup.sh tools/not-on-cpu.txt tools/gpu-constraints.txt <(printf '%s' "$PWD") | cksum)
+fingerprint=$(cat pyproject.toml tools/setup.sh tools/not-on-cpu.txt gpu-constraints.txt <(printf '%s' "$PWD") | cksum)
 if [ "$installed_extras" = "$extras" ] && [ "$installed_fingerprint" = "$fingerprint" ] &&
   [ -x "$VENV/bin/python" ]; then
   exit 0

@@ -505,6 +505,7 @@ def test_a_model_with_code_of_its_own_brings_its_class(model: Path) -> None:
     check_class(own_code, ModelConfig(path=str(model), trust_remote_code=True))
 
 
+@pytest.mark.private
 def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
     folder = write_family("deepseek_v3", tmp_path, num_hidden_layers=2)
     name = "model.layers.1.mlp.experts.2.down_proj.weight"

@@ -208,6 +208,7 @@ def test_without_a_run_folder_the_cause_is_told_too_and_nothing_is_left_where_no
     assert error.__notes__ == ["engine-0.log: RuntimeError: out of memory", f"What the actors printed is in {kept}."]
 
 
+@pytest.mark.private
 @pytest.mark.stack
 def test_other_users_do_not_reach_the_folder_of_ray_and_its_end_spares_who_reads_a_log(
     monkeypatch: pytest.MonkeyPatch,

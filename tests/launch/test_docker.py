@@ -194,7 +194,7 @@ def test_compose_starts_as_many_nodes_as_it_says_with_a_config_that_is_valid() -
 
 # --- KubeRay ---
 
-KUBERAY_SCHEMA = json.loads((ROOT / "tools/kuberay.schema.json").read_text())
+KUBERAY_SCHEMA = json.loads((ROOT / "launch/kuberay.schema.json").read_text())
 
 
 def test_the_manifest_is_as_the_api_wants_it() -> None:

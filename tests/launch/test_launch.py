@@ -897,6 +897,7 @@ def two_real_nodes(sandbox: Sandbox, port: int) -> list[subprocess.Popen[str]]:
     return nodes
 
 
+@pytest.mark.private
 @pytest.mark.stack
 def test_real_nodes_end_with_the_programs_status_and_a_stranger_is_refused(real: Sandbox) -> None:
     port = free_port()

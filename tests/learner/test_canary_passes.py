@@ -150,6 +150,7 @@ def perturb_at_every_stage(world: World, model: Path) -> list[float]:
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
+@pytest.mark.private
 @pytest.mark.parametrize("learners", [1, 2])
 def test_every_tensor_that_is_sent_changes_its_bytes_and_gets_them_back_at_every_stage(
     tiny_model_dir: Path, learners: int

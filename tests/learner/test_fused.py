@@ -52,6 +52,7 @@ COMPUTED_BY_KERNELS = {
 }  # fmt: skip
 
 
+@pytest.mark.private
 @pytest.mark.parametrize("kind", COMPUTED_BY_KERNELS)
 def test_only_modules_with_the_usual_code_are_replaced(kind: str) -> None:
     model = make_family(kind)

@@ -48,6 +48,7 @@ def test_the_tensors_that_are_sent_are_those_of_the_checkpoint(model_type: str, 
     assert all(torch.equal(sent[name], stored[name]) for name in stored)
 
 
+@pytest.mark.private
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["glm4_moe", "minimax_m2"])  # the second one's class does not ask for it
 def test_a_bias_that_balances_a_router_is_not_rounded_with_the_weights(model_type: str, tmp_path: Path) -> None:

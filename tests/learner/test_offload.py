@@ -88,6 +88,7 @@ def leave_and_come_back(world: World, model: Path, stage: int, dtype: str, outpu
     assert all(torch.equal(after[name], stayed[name]) for name in after)
 
 
+@pytest.mark.private
 @pytest.mark.parametrize(
     ("learners", "stage", "dtype"), [(1, 0, "float32"), (1, 1, "bfloat16"), (1, 2, "float32"), (2, 3, "bfloat16")]
 )

@@ -305,6 +305,7 @@ def resume_and_train(world: World, model: Path, folder: Path, stage: int) -> dic
     return whole_weights(learner)
 
 
+@pytest.mark.private
 def test_a_checkpoint_continues_the_same_run_with_another_number_of_learners_and_another_zero_stage(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:

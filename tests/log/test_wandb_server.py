@@ -99,6 +99,7 @@ def start(
     return program
 
 
+@pytest.mark.private
 def test_a_server_that_goes_away_costs_seconds_at_the_end_and_one_message(
     server: http.server.ThreadingHTTPServer, tmp_path: Path
 ) -> None:

@@ -127,6 +127,7 @@ async def look(config: Any) -> list[Seen]:
     return seen
 
 
+@pytest.mark.private
 def test_requests_after_an_update_or_to_a_new_engine_get_the_new_adapter_from_their_first_token_on(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

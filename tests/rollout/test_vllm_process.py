@@ -60,6 +60,7 @@ def spawn(queue: Any, generations: int) -> None:
     assert child.exitcode == 0
 
 
+@pytest.mark.private
 @pytest.mark.slow
 def test_spawned_processes_and_theirs_begin_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
@@ -83,6 +84,7 @@ def test_a_process_has_its_title_though_ray_moves_the_first_variable(tmp_path: P
     assert shown.stdout == "VLLM::Worker\n", shown.stderr
 
 
+@pytest.mark.private
 @pytest.mark.slow
 def test_what_was_in_shared_memory_is_gone_before_ray_can_kill_the_tracker() -> None:
     shown = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=120, check=True)

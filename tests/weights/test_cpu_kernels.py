@@ -37,6 +37,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.private
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(576, 1536), (384, 128), (262, 896)])
@@ -120,6 +121,7 @@ def test_a_response_does_not_depend_on_the_others_in_the_batch() -> None:
         assert [int(draw(step[among], own)[0][0]) for step in logits] == tokens[:, row].tolist()
 
 
+@pytest.mark.private
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_adapter_changes_the_rows_of_its_requests_alone_and_each_equally_in_every_batch(

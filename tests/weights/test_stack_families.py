@@ -195,6 +195,7 @@ def families(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return run_world(in_each_family, 1, folders)[0]
 
 
+@pytest.mark.private
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_engine_follows_every_tensor_of_the_learner(model_type: str, families: dict[str, Any]) -> None:
     assert not isinstance(families[model_type], str), families[model_type]

@@ -199,6 +199,7 @@ def test_a_learner_that_is_killed_leaves_no_file_and_its_readers_keep_their_byte
 # --- the plugin ---
 
 
+@pytest.mark.private
 @pytest.mark.slow
 def test_rotary_positions_on_cpu_are_the_same_for_heads_in_a_dimension_of_their_own() -> None:
     from vllm.config import VllmConfig, set_current_vllm_config

@@ -104,6 +104,7 @@ def test_a_deterministic_engine_computes_prompts_whole_and_refuses_a_cache_in_wh
     assert ended == [True]
 
 
+@pytest.mark.private
 def test_a_worker_whose_notice_of_a_message_is_lost_looks_for_itself_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
@@ -113,6 +114,7 @@ def test_a_worker_whose_notice_of_a_message_is_lost_looks_for_itself_soon(monkey
     assert forever.timeout_ms() == transfer.LOOK_EVERY_MS
 
 
+@pytest.mark.private
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_workers_busy_wait_less_on_cpu_and_as_vllm_does_on_gpus(on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
@@ -126,6 +128,7 @@ def test_workers_busy_wait_less_on_cpu_and_as_vllm_does_on_gpus(on_cpu: bool, mo
     assert SpinCondition.__init__.__defaults__ == ((transfer.SPIN_S,) if on_cpu else (1,))
 
 
+@pytest.mark.private
 @pytest.mark.parametrize(
     ("threads", "workers", "method"), [("1", 1, "fork"), ("2", 1, "spawn"), ("1", 2, "spawn")], ids=str
 )
