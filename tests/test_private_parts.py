@@ -182,18 +182,17 @@ def test_deepspeed_builds_no_all_reduce_of_its_own_on_cpu(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_deepspeed_loads_neither_mlflow_nor_torchs_compiler() -> None:
+def test_deepspeed_does_not_load_the_compiler_of_torch() -> None:
     script = """
 import sys
 import rlhf.learner.rank
 from deepspeed.runtime import compiler
 from deepspeed.runtime.zero.muon.original_muon import muon_update
-print({"mlflow", "torch._inductor.lowering"} & {*sys.modules})
+print("torch._inductor.lowering" in sys.modules)
 print(muon_update.__code__.co_name, compiler.compile().__name__)
-import mlflow
 """
     said = subprocess.check_output([sys.executable, "-c", script], text=True)
-    assert said.endswith("set()\nmuon_update compile\n")  # after what DeepSpeed logs where there is no GPU
+    assert said.endswith("False\nmuon_update compile\n")  # after what DeepSpeed logs where there is no GPU
 
 
 @pytest.mark.slow

@@ -381,11 +381,6 @@ class WandbConfig(Section):
     run_id: str | None = key(None, "run id; null makes one, which --resume uses again")
 
 
-class MlflowConfig(Section):
-    uri: FilePath | None = key(None, "tracking server, or a database such as sqlite:///FILE; null logs nothing")
-    experiment: str = key("rlhf", "experiment name")
-
-
 class TrackioConfig(Section):
     project: str | None = key(None, "project name; null logs nothing")
     group: str | None = key(None, "group of runs")
@@ -397,7 +392,6 @@ class AnyLoggingConfig(Section):
 
     wandb: WandbConfig = WandbConfig()
     tensorboard: bool = key(False, "write event files for TensorBoard to tensorboard/ in the run folder")
-    mlflow: MlflowConfig = MlflowConfig()
     trackio: TrackioConfig = TrackioConfig()
     profile_steps: tuple[PositiveInt, ...] = key(
         (), "training steps that learner 0 profiles, into profile/ of the folder"

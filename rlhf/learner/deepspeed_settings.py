@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import importlib
 import os
 import socket
-import sys
-from collections.abc import Iterator
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import compiler
 from torch import nn
 from torch.distributed import distributed_c10d
 
@@ -22,24 +21,6 @@ from rlhf.learner.packed_attention import use_flash_attention_3
 from rlhf.types import World
 
 SHM_OP = "deepspeed_shm_comm"
-
-
-@contextlib.contextmanager
-def _lean() -> Iterator[None]:
-    """A context in which DeepSpeed is imported without mlflow, which its autotuner takes where that is installed."""
-    if "mlflow" in sys.modules:
-        yield
-        return
-    sys.modules["mlflow"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["mlflow"]
-
-
-with _lean():
-    import deepspeed
-    from deepspeed.runtime import compiler
 
 
 def _import_muon() -> None:

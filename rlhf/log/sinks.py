@@ -1,17 +1,13 @@
-"""Where metrics go: a JSONL file, TensorBoard, MLflow, Trackio; log/wandb_sink.py and log/terminal.py have others.
+"""Where metrics go: a JSONL file, TensorBoard, Trackio; log/wandb_sink.py and log/terminal.py have others.
 
-The x-axis of every metric is the training step. A server is written to in a thread, so that it does not slow the run.
+The x-axis of every metric is the training step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
-import queue
-import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,20 +28,9 @@ Row = dict[str, Any]
 
 STEP = "step"
 SUMMARY = "summary.json"  # in the folder of a finished run
-# MLflow itself would try for half an hour to reach a server, and for 100 s to open a database.
-MLFLOW_SETTINGS = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_LOGGING_LEVEL": "ERROR",
-}
-MLFLOW_DATABASE_RETRIES = 2
-MLFLOW_DATABASE = re.compile(r"(sqlite|postgresql|mysql|mssql)(\+\w+)?:")
 # They would send a run to a server that its config does not name.
 TRACKIO_VARIABLES = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
-FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0  # before a row is tried again; the wait doubles
-CLOSE_S = 20.0  # at the end of a run, for the rows that wait
 MAX_REASON = 200  # characters
-MAX_ROWS = 2000  # rows that can wait; after a longer failure the newest are only in metrics.jsonl
 TRAINED_SHARE = "/in_training_fraction"  # name ending of the share of an evaluation's rows that are trained on
 BOUNDS = ("/low", "/high")  # name endings of the bounds of an evaluation's interval
 COLUMNS = ("step", "prompt", "answer", "text", "extracted", "reward", "advantage", "status", "finish_reason")
@@ -66,7 +51,7 @@ class Details:
 NO_DETAILS = Details()
 
 
-def table_of_responses(responses: Sequence[Mapping[str, Any]]) -> tuple[list[str | int], list[list[Any]]]:
+def table_of_responses(responses: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     """Columns and rows of the table of sampled responses; parts of the reward have a column each."""
     parts = list(dict.fromkeys(part for row in responses for part in row["reward_parts"]))
 
@@ -77,11 +62,22 @@ def table_of_responses(responses: Sequence[Mapping[str, Any]]) -> tuple[list[str
     return [*COLUMNS, *(f"reward/part/{logged_name(part)}" for part in parts)], rows
 
 
+def with_details(tracker: Any, values: Mapping[str, Any], details: Details) -> dict[str, Any]:
+    """One row as wandb and Trackio take it, with histograms and a table of responses; `tracker`: module of either."""
+    row: dict[str, Any] = dict(values)
+    for name, counts in details.histograms.items():
+        row[name] = tracker.Histogram(np_histogram=counts)
+    if details.responses:
+        columns, rows = table_of_responses(details.responses)
+        row["responses"] = tracker.Table(columns=columns, data=rows)
+    return row
+
+
 class Sink(Protocol):
     def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None: ...
 
 
-class ClosingSink(Sink, Protocol):
+class Tracker(Sink, Protocol):
     def close(self, *, failed: bool = False) -> None: ...
 
 
@@ -165,52 +161,8 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class MlflowSink:
-    """A run of an MLflow experiment; `run_id` continues an earlier run.
-
-    Raises:
-        ValueError: the server or database does not take the run.
-    """
-
-    def __init__(self, uri: str, experiment: str, name: str, config: Mapping[str, Any], *, run_id: str | None) -> None:
-        for variable, value in MLFLOW_SETTINGS.items():
-            os.environ.setdefault(variable, value)
-        from mlflow import MlflowClient
-
-        try:
-            if MLFLOW_DATABASE.match(uri):
-                from mlflow.store.db import utils
-
-                utils.MAX_RETRY_COUNT = MLFLOW_DATABASE_RETRIES
-            self._client = MlflowClient(uri)
-            self.run_id: str = run_id or self._start(experiment, name, config)
-        except Exception as error:  # many types: of MLflow, of SQLAlchemy, of the driver of a database
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(
-                f"logging.mlflow.uri={uri}: it does not take the run ({reason}). Start the server, correct the "
-                "address, or set it to null."
-            ) from None
-
-    def _start(self, experiment: str, name: str, config: Mapping[str, Any]) -> str:
-        found = self._client.get_experiment_by_name(experiment)
-        number = self._client.create_experiment(experiment) if found is None else found.experiment_id
-        run_id: str = self._client.create_run(number, run_name=name).info.run_id
-        self._client.log_dict(run_id, dict(config), "config.json")
-        return run_id
-
-    def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
-        from mlflow.entities import Metric
-
-        now = int(1000 * time.time())
-        named = [(name.replace("@", "_at_"), float(value)) for name, value in values.items()]
-        self._client.log_batch(self.run_id, [Metric(name, value, now, step) for name, value in named])
-
-    def close(self, *, failed: bool = False) -> None:
-        self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
-
-
 class TrackioSink:
-    """A run of a Trackio project, opened with the first row.
+    """A run of a Trackio project, opened with the first row; Trackio sends rows in its own thread and tries again.
 
     Args:
         name: unique in the project; a run that has it already goes on. Steps that are taken again are there twice.
@@ -222,79 +174,55 @@ class TrackioSink:
 
         for variable in TRACKIO_VARIABLES:
             os.environ.pop(variable, None)
-        self._trackio, self._config, self._name, self._resolved = trackio, config, name, resolved
+        self._trackio: Any = trackio
         self._run: Any = None
-
-    def _start(self) -> Any:
-        server, project = self._config.server or "", self._config.project
-        assert project is not None, "without a project nothing is logged"
+        server = config.server or ""
         by_address = server.startswith(("http://", "https://"))
-        return self._trackio.init(
-            project, self._name, self._config.group, resume="allow", config=dict(self._resolved),
-            server_url=server if by_address else None, space_id=None if by_address else server or None,
-            embed=False, auto_log_gpu=False, auto_log_cpu=False,
-        )  # fmt: skip
+        self._options: dict[str, Any] = {
+            "project": config.project, "name": name, "group": config.group, "resume": "allow", "config": {**resolved},
+            "server_url": server if by_address else None, "space_id": None if by_address else server or None,
+            "embed": False, "auto_log_gpu": False, "auto_log_cpu": False,
+        }  # fmt: skip
 
     def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
-        if self._run is None:
-            self._run = self._start()
-        shown: dict[str, Any] = dict(values)
-        for name, counts in details.histograms.items():
-            shown[name] = self._trackio.Histogram(np_histogram=counts)
-        if details.responses:
-            columns, rows = table_of_responses(details.responses)
-            shown["responses"] = self._trackio.Table(columns=list(map(str, columns)), data=rows)
-        self._run.log(shown, step=step)
+        self._run = self._run or self._trackio.init(**self._options)
+        self._run.log(with_details(self._trackio, values, details), step=step)
 
     def close(self, *, failed: bool = False) -> None:
         if self._run is not None:
             self._run.finish()
 
 
-class BackgroundSink:
-    """Sends rows to `sink` in order, in a thread; one that fails is sent again. `key`: of the config, for messages."""
+class OptionalTracker:
+    """A tracker that the run can do without: when it fails, it gets no more rows, and a warning says so.
 
-    def __init__(self, sink: ClosingSink, key: str, warn: Callable[[str], None]) -> None:
-        self._sink, self._key, self._warn = sink, key, warn
-        self._rows: queue.Queue[Callable[[], None]] = queue.Queue(MAX_ROWS)
-        self._lost = 0
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._send, name=key, daemon=True)
-        self._thread.start()
+    Args:
+        key: the key of the config that asks for the tracker, for the warning.
+    """
+
+    def __init__(self, tracker: Tracker, key: str, warn: Callable[[str], None]) -> None:
+        self._tracker, self._key, self._warn = tracker, key, warn
+        self._has_failed = False
 
     def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
-        try:
-            self._rows.put_nowait(lambda: self._sink.log(step, values, details))
-        except queue.Full:
-            self._lost += 1
+        self.attempt(lambda: self._tracker.log(step, values, details))
 
     def close(self, *, failed: bool = False) -> None:
-        """Send the waiting rows, within CLOSE_S; a warning counts the rows that were not sent."""
-        end = time.monotonic() + CLOSE_S
-        self._closing.set()
-        with contextlib.suppress(queue.Full):
-            self._rows.put_nowait(lambda: self._sink.close(failed=failed))
-        while self._rows.unfinished_tasks and time.monotonic() < end:
-            time.sleep(0.01)
-        if left := self._lost + max(0, self._rows.unfinished_tasks - 1):
-            self._warn(f"{self._key}: {left} rows were not sent; metrics.jsonl has them.")
+        if self._has_failed:
+            with contextlib.suppress(Exception):
+                self._tracker.close(failed=failed)
+        self.attempt(lambda: self._tracker.close(failed=failed))
 
-    def _send(self) -> None:
-        while True:
-            send = self._rows.get()
-            for tries in itertools.count():
-                try:
-                    send()
-                    break
-                except Exception as error:  # clients raise many types
-                    if tries == 0:
-                        reason = " ".join(str(error).split())[:MAX_REASON]
-                        self._warn(
-                            f"{self._key}: it takes no rows ({reason}). The run goes on, and they are sent later."
-                        )
-                if self._closing.wait(min(FIRST_WAIT_S * 2 ** min(tries, 20), LONGEST_WAIT_S)):
-                    time.sleep(FIRST_WAIT_S)
-            self._rows.task_done()
+    def attempt(self, call: Callable[[], None]) -> None:
+        """Call the tracker, unless it has failed before."""
+        if self._has_failed:
+            return
+        try:
+            call()
+        except Exception as error:  # clients raise many types, some of them their own
+            self._has_failed = True
+            reason = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
+            self._warn(f"{self._key}: it failed ({reason}). The run goes on without it; metrics.jsonl has all metrics.")
 
 
 def shown_reward(reward: float | None) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from rlhf.config.base import first_line
 from rlhf.config.secrets import hide
 from rlhf.config.sections import WandbConfig
 from rlhf.log.reachable import ANSWER_S, no_answer
-from rlhf.log.sinks import NO_DETAILS, STEP, Details, table_of_responses
+from rlhf.log.sinks import NO_DETAILS, STEP, Details, with_details
 
 WANDB_START_S = 20.0  # for a server that answers to accept the run
 CLOUD_HOST = "api.wandb.ai"  # a key for it is also one for wandb's default server, which has another name now
@@ -49,7 +49,6 @@ class WandbSink:
         resume: tuple[str, int] | None,
         warn: Callable[[str], None],
     ) -> None:
-        self._lost, self._warn = False, warn
         sys.argv[1:] = map(hide, sys.argv[1:])  # wandb stores them
         common: dict[str, Any] = {
             "dir": run_dir, "project": config.project, "entity": config.entity, "group": config.group,
@@ -69,39 +68,18 @@ class WandbSink:
         self._run.define_metric("eval/*", step_metric=STEP, summary="max,last")  # the summary keeps the best too
 
     def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
-        self._unless_lost(lambda: self._log(step, values, details))
-
-    def _unless_lost(self, call: Callable[[], Any]) -> None:
-        """Call wandb; if its service process is lost, go on without it."""
-        if self._lost:
-            return
-        try:
-            call()
-        except Exception as error:  # of many types, some of them wandb's own
-            self._lost = True
-            reason = " ".join(str(error).split()) or type(error).__name__
-            self._warn(
-                f"logging.wandb: it failed ({reason}). The run goes on without it; metrics.jsonl has all metrics, and "
-                "`wandb sync` sends what wandb has kept in the run folder."
-            )
-
-    def _log(self, step: int, values: Mapping[str, Any], details: Details) -> None:
-        shown: dict[str, Any] = {STEP: step, **values}
-        for name, counts in details.histograms.items():
-            shown[name] = wandb.Histogram(np_histogram=counts)
-        if details.responses:
-            columns, rows = table_of_responses(details.responses)
-            shown["responses"] = wandb.Table(columns=columns, data=rows)
-        self._run.log(shown, step=step)
+        self._run.log({STEP: step, **with_details(wandb, values, details)}, step=step)
 
     def alert(self, title: str, text: str) -> None:
-        self._unless_lost(lambda: self._run.alert(hide(title), hide(text), level="WARN"))
+        self._run.alert(hide(title), hide(text), level="WARN")
 
     def close(self, *, failed: bool = False) -> None:
-        self._unless_lost(lambda: self._run.finish(exit_code=1 if failed else 0))
-        if self._lost:
-            with contextlib.suppress(Exception):  # else wandb fails, with a traceback, when the program exits
+        try:
+            self._run.finish(exit_code=1 if failed else 0)
+        except Exception:
+            with contextlib.suppress(Exception):  # otherwise wandb fails, with a traceback, when the program exits
                 wandb.teardown()
+            raise
 
 
 def _settings() -> wandb.Settings:

@@ -284,7 +284,6 @@ class Run(Generic[C]):
             code=await asyncio.to_thread(code_state),
             updates=self.config.update_plan,
             wandb_run_id=self.log.wandb_run_id,
-            mlflow_run_id=self.log.mlflow_run_id,
             seconds=dict(self.clock.total),
             # copies, because the loop goes on changing these
             tokens=dict(self.state.tokens),

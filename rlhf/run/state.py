@@ -64,7 +64,6 @@ class RunState:
     reward_status: dict[str, int] = field(default_factory=dict)
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     wandb_run_id: str | None = None
-    mlflow_run_id: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     kl_controller: dict[str, float] = field(default_factory=dict)
     reward_scale: dict[str, float] = field(default_factory=dict)
@@ -92,7 +91,8 @@ class RunState:
         state = json.loads(text)
         if missing := [f.name for f in fields(cls) if f.name not in state] if isinstance(state, dict) else ["all keys"]:
             raise ValueError(f"it lacks {', '.join(missing)}")
-        return TypeAdapter(cls).validate_json(text)
+        state.pop("mlflow_run_id", None)  # checkpoints of version 0.1.0 have it
+        return TypeAdapter(cls).validate_json(json.dumps(state))
 
 
 @cache

@@ -1,29 +1,27 @@
-"""wandb: what an offline run holds, and a server that is not reached, which costs a message and seconds."""
+"""wandb: what a run is told, and a server that is not reached, which costs a message and seconds."""
 
 from __future__ import annotations
 
 import http.server
-import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.error import URLError
 
+import numpy as np
 import pytest
 import wandb
-from wandb.proto.wandb_internal_pb2 import Record
 
 from rlhf.config.sections import WandbConfig
 from rlhf.log import wandb_sink
 from rlhf.log.reachable import ANSWER_S, no_answer
+from rlhf.log.sinks import COLUMNS, Details
 from rlhf.log.wandb_sink import WANDB_START_S
 
 LOAD_S = 20.0  # importing wandb, its service and the end of both, on a busy machine
@@ -103,105 +101,58 @@ def test_a_request_that_gives_up_first_has_the_same_reason(error: OSError, monke
     assert no_answer("http://127.0.0.1") == f"no answer within {ANSWER_S:.0f} s"
 
 
-# --- what an offline run holds, read back from its files ---
+class RecordedRun:
+    """Stands for a run of wandb, and keeps what it is told."""
 
-LOGGED = """
-import sys
-from pathlib import Path
-import numpy as np
-from rlhf.config.sections import WandbConfig
-from rlhf.log.patient_files import PatientFiles
-from rlhf.log.sinks import Details, JsonlSink
-from rlhf.log.wandb_sink import WandbSink
+    id = "run-1"
 
-folder, first, last, *resume = sys.argv[1:]
-config = WandbConfig(mode="offline", project="p", group="g", run_id="abc")
-about = {"code": {"commit": "0123"}}
-resumed = (resume[0], int(resume[1])) if resume else None
-log = JsonlSink(Path(folder) / "metrics.jsonl", PatientFiles(print), resume_step=resumed and resumed[1])
-sink = WandbSink(config, Path(folder), {"run": {"steps": 6}}, about, resume=resumed, warn=print)
-row = {"step": 2, "prompt": "1 + 1?", "answer": "2", "text": "2", "extracted": "2", "reward": 1.0, "advantage": 0.5,
-       "status": "ok", "finish_reason": "stop", "reward_parts": {"math": 1.0}}
-for step in range(int(first), int(last) + 1):
-    details = Details({"reward/histogram": np.histogram([step, step + 1.0], bins=4)}, [row] if step == 2 else [])
-    values = {"reward/mean": step / 10} | {f"m{i}": 1.0 * i for i in range(900)}  # longer than a block of the file
-    log.log(step, values)
-    sink.log(step, values, details)
-    if step % 2 == 0:
-        values = {"eval/test/avg@1": 1.0 - step / 10, "eval/test/response_length": 3.0}
-        log.log(step, values)
-        sink.log(step, values)
-sink.alert("much clipping", "Lower it.")
-sink.close()
-"""
+    def __init__(self) -> None:
+        self.metrics: dict[str, dict[str, Any]] = {}
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.alerts: list[str] = []
+        self.exit_code: int | None = None
+
+    def define_metric(self, name: str, **options: Any) -> None:
+        self.metrics[name] = options
+
+    def log(self, row: dict[str, Any], *, step: int) -> None:
+        self.rows.append((step, row))
+
+    def alert(self, title: str, text: str, *, level: str) -> None:
+        self.alerts.append(f"{level} {title}: {text}")
+
+    def finish(self, *, exit_code: int) -> None:
+        self.exit_code = exit_code
 
 
-def run_sink(folder: Path, *arguments: str) -> None:
-    command = [sys.executable, "-c", LOGGED, str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
+def test_a_run_has_its_axes_config_rows_histograms_a_table_alerts_and_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, started = RecordedRun(), []
+    monkeypatch.setattr(wandb, "init", lambda **arguments: started.append(arguments) or run)
+    config = WandbConfig(mode="offline", project="p", group="g", run_id="abc")
+    sink = wandb_sink.WandbSink(config, tmp_path, {"run": {"steps": 6}}, {"code": 1}, resume=None, warn=print)
+    response = {**dict.fromkeys(COLUMNS, "x"), "reward": 1.0, "reward_parts": {"math": 0.5}}
+    sink.log(2, {"reward/mean": 0.5}, Details({"reward/histogram": np.histogram([1.0, 2.0], bins=4)}, [response]))
+    sink.log(2, {"eval/test/avg@1": 0.25})
+    sink.alert("much clipping", "Lower it.")
+    sink.close(failed=True)
+    wandb_sink.WandbSink(config, tmp_path, {}, {}, resume=("run-1", 2), warn=print)
 
-
-def records(file: Path) -> Iterator[bytes]:
-    """The content of each whole record of a .wandb file, which is a log of LevelDB."""
-    data, header = file.read_bytes(), struct.Struct("<IHB")
-    place = 7
-    parts: list[bytes] = []
-    while place + header.size <= len(data):
-        left = 32768 - place % 32768
-        if left < header.size:  # a block ends with zeros where no header fits
-            place += left
-            continue
-        _, length, kind = header.unpack_from(data, place)
-        parts.append(data[place + header.size : place + header.size + length])
-        place += header.size + length
-        if place > len(data) or kind == 0:
-            return
-        if kind in (1, 4):  # a whole record, or the last part of one
-            yield b"".join(parts)
-            parts = []
-
-
-def read_back(folder: Path) -> tuple[dict[str, list[tuple[int, Any]]], list[Record]]:
-    """(step, value) of each metric over all files of the run, in the order of upload; and all records."""
-    found = [Record.FromString(r) for file in sorted(folder.glob("wandb/offline-*/*.wandb")) for r in records(file)]
-    series: dict[str, list[tuple[int, Any]]] = {}
-    for record in found:
-        for item in record.history.item:
-            name = item.key or ".".join(item.nested_key)
-            series.setdefault(name, []).append((record.history.step.num, json.loads(item.value_json)))
-    return series, found
-
-
-@pytest.mark.slow
-def test_a_resumed_offline_run_goes_on_in_a_second_file_under_the_same_id(tmp_path: Path) -> None:
-    run_sink(tmp_path, "0", "5")
-    (torn,) = tmp_path.glob("wandb/offline-*/*.wandb")
-    torn.write_bytes(torn.read_bytes()[:-7] + b"\xff")  # the program reads none of wandb's files
-    run_sink(tmp_path, "4", "6", "abc", "3")  # from the checkpoint of step 3
-    series, found = read_back(tmp_path)
-    assert [value for _, value in series["step"]] == [0, 1, 2, 3, 4, 5, 4, 5, 6]
-    assert {record.run.run_id for record in found if record.HasField("run")} == {"abc"}
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "reward/mean" in row] == [0, 1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.slow
-def test_axes_summaries_histograms_a_table_config_group_and_alerts_are_in_the_files(tmp_path: Path) -> None:
-    run_sink(tmp_path, "0", "6")
-    series, found = read_back(tmp_path)
-    metrics = {m.name or m.glob_name: m for m in (r.metric for r in found if r.HasField("metric"))}
-    assert metrics["*"].step_metric == "step"
-    assert metrics["eval/*"].summary.max
-    assert [value for _, value in series["reward/histogram._type"]] == ["histogram"] * 7
-    assert [sum(value) for _, value in series["reward/histogram.values"]] == [2] * 7
-    assert series["responses._type"] == [(2, "table-file")]
-    assert (series["responses.nrows"], series["responses.ncols"]) == ([(2, 1)], [(2, 10)])
-    run = next(record.run for record in found if record.HasField("run"))
-    config = {item.key: json.loads(item.value_json) for item in run.config.update}
-    assert (run.project, run.run_group, config["run"]["steps"]) == ("p", "g", 6)
-    assert config["about"]["code"]["commit"] == "0123"
-    assert [record.alert.title for record in found if record.HasField("alert")] == ["much clipping"]
+    first, resumed = started
+    assert (first["project"], first["group"], first["id"], first["dir"]) == ("p", "g", "abc", tmp_path)
+    assert first["config"] == {"run": {"steps": 6}, "about": {"code": 1}}
+    assert (resumed["id"], resumed["resume"], resumed["mode"]) == ("run-1", "allow", "offline")
+    assert run.metrics["*"] == {"step_metric": "step"}
+    assert run.metrics["eval/*"] == {"step_metric": "step", "summary": "max,last"}
+    (step, row), (_, evaluation) = run.rows
+    assert (step, row["step"], row["reward/mean"]) == (2, 2, 0.5)
+    assert row["reward/histogram"].histogram == [1, 0, 0, 1]
+    assert row["responses"].columns == [*COLUMNS, "reward/part/math"]
+    assert row["responses"].data[0][-1] == 0.5
+    assert evaluation == {"step": 2, "eval/test/avg@1": 0.25}
+    assert run.alerts == ["WARN much clipping: Lower it."]
+    assert run.exit_code == 1
 
 
 WITH_SECRETS = """
@@ -286,7 +237,6 @@ def test_a_resume_that_the_server_cannot_rewind_is_tried_again_and_at_last_goes_
 ) -> None:
     """`wandb.init` writes `resume_from` into the settings that it is given, which then allow no `resume`."""
     tried: list[tuple[str, str | None]] = []
-    offline = SimpleNamespace(id="run-1", define_metric=lambda *_, **__: None)
 
     def init(*, mode: str, settings: wandb.Settings, resume_from: str | None = None, **given: Any) -> Any:
         tried.append((mode, resume_from or given["resume"]))
@@ -295,7 +245,7 @@ def test_a_resume_that_the_server_cannot_rewind_is_tried_again_and_at_last_goes_
         else:
             settings.resume = given["resume"]
         if mode == "offline":
-            return offline
+            return RecordedRun()
         raise wandb.errors.CommError("cannot")
 
     monkeypatch.setattr(wandb, "init", init)

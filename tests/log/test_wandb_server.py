@@ -22,11 +22,14 @@ from pathlib import Path
 import psutil
 from rlhf.config.sections import WandbConfig
 from rlhf.log import wandb_sink
+from rlhf.log.sinks import OptionalTracker
 
 mode, folder, finish_s = sys.argv[1:]
 wandb_sink.WANDB_FINISH_S, wandb_sink.WANDB_RETRIES = float(finish_s), 1
 config = WandbConfig(mode=mode, project="p", entity="e", run_id="abc")
-sink = wandb_sink.WandbSink(config, Path(folder), {}, {}, resume=None, warn=lambda text: print("warning:", text))
+warn = lambda text: print("warning:", text)
+wandb_run = wandb_sink.WandbSink(config, Path(folder), {}, {}, resume=None, warn=warn)
+sink = OptionalTracker(wandb_run, "logging.wandb", warn)
 for step in range(1, 4):
     sink.log(step, {"reward/mean": step / 10})
 print("half of it", flush=True)
@@ -36,7 +39,7 @@ if sys.stdin.readline() == "kill the service\\n":
     time.sleep(0.5)
 for step in range(4, 7):
     sink.log(step, {"reward/mean": step / 10})
-sink.alert("title", "text")
+sink.attempt(lambda: wandb_run.alert("title", "text"))
 sink.close()
 """
 

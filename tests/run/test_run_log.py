@@ -20,10 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
     ("logging", "key", "package"),
     [
         ({"tensorboard": True}, "tensorboard", "tensorboard"),
-        ({"mlflow": {"uri": "http://host"}}, "mlflow", "mlflow"),
         ({"trackio": {"project": "mine"}}, "trackio", "trackio"),
-        ({"mlflow": {"uri": "sqlite:///x.db"}}, "mlflow", "sqlalchemy"),
-        ({"mlflow": {"uri": "mysql+pymysql://host/x"}}, "mlflow", "alembic"),
     ],
 )
 def test_a_sink_whose_package_is_missing_is_refused_with_the_remedy(

@@ -32,7 +32,6 @@ def test_a_state_is_read_back_as_it_was_written() -> None:
         reward_status={"math/ok": 64},
         evaluations={0: {"eval/test/avg@1": 0.25}, 4: {"eval/test/avg@1": 0.5}},
         wandb_run_id="abc",
-        mlflow_run_id="0",
         seconds={"update": 1.5},
         kl_controller={"coef": 0.1},
         reward_scale={"mean": 3.0, "std": 2.0},
