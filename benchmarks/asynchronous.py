@@ -91,7 +91,7 @@ async def flat_out(run: Any, loop: Any, seconds: float) -> dict[str, float]:
         while time.monotonic() < deadline:
             started = time.monotonic()
             await learners.start_step(batch, epochs)
-            old, ref = await learners.compute("logprobs")
+            old, ref = await learners.compute(lambda learner: learner.logprobs())
             await learners.update(PolicyTargets(advantages, old, ref))
             times.append(time.monotonic() - started)
         return times

@@ -160,14 +160,14 @@ def steps(case: Case) -> Row:
             return backend, client, dataclasses.replace(meeting, engine_nodes=("there",) * len(meeting.engine_nodes))
 
     async def held(engines: Engines) -> list[dict[str, int]]:
-        return [held for (held,) in await engines.group.call("on_workers", digest)]
+        return [held for (held,) in await engines.group.call(lambda engine: engine.on_workers(digest))]
 
     async def no_check(_version: int) -> None:
         pass
 
     async def run() -> Row:
         async with Cluster(config) as cluster, Elsewhere(cluster, config) as engines:
-            await engines.learners.call("apply", hold_link, case["gbit"] * 1e9 / 8)
+            await engines.learners.call(lambda learner: learner.apply(hold_link, case["gbit"] * 1e9 / 8))
             engines.replace_lost(no_check)
             first, sent, random = await send(engines, 0), [], np.random.default_rng(0)
             equal, replaced_s = [], 0.0
@@ -182,7 +182,7 @@ def steps(case: Case) -> Row:
                     equal.append(before[0] == before[1] and before == await held(engines))
             before, whole = await held(engines), []
             for _ in range(WHOLE_TRANSFERS):
-                await engines.learners.call("apply", send_all_next)
+                await engines.learners.call(lambda learner: learner.apply(send_all_next))
                 whole.append(await send(engines, case["steps"]))
             equal.append(before[0] == before[1] and before == await held(engines))
             return {"layers": len(before[0]), "equal": equal, "replaced_s": replaced_s, "first": first, "sent": sent,

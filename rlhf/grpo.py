@@ -77,7 +77,7 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
     with clock.phase("logprobs"):
         taught = await loop.teachers.logprobs(groups, batch, rows_to_compute, learners, step=step)  # None: no teachers
         await learners.start_step(batch, epochs)
-        old, ref = await learners.compute("logprobs")  # each None if the config does not use it
+        old, ref = await learners.compute(lambda learner: learner.logprobs())  # each None if the config does not use it
     of_teachers = None if taught is None else taught.logprobs
     columns = {"old_logprobs": old, "ref_logprobs": ref, "teacher_logprobs": of_teachers}
     non_finite = non_finite_rollouts(batch, rows_to_compute, **columns)

@@ -69,7 +69,10 @@ async def train_step(run: Run[PPOConfig], loop: RolloutLoop[PPOConfig], step: in
 
     with clock.phase("logprobs"):
         await asyncio.gather(learners.start_step(batch, epochs), critics.start_step(batch, critic_epochs))
-        passes = {LEARNER: learners.compute("logprobs"), CRITIC: critics.compute("values")}
+        passes = {
+            LEARNER: learners.compute(lambda learner: learner.logprobs()),
+            CRITIC: critics.compute(lambda critic: critic.values()),
+        }
         (old, ref), (values,) = await run.cluster.together(passes)
     assert values is not None
     columns = {"old_logprobs": old, "ref_logprobs": ref, "values": values}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from rlhf.cluster.actors import recorded
 from rlhf.rollout.requests import Completion, SamplingSettings
 from rlhf.types import Prompt
 
@@ -77,7 +79,8 @@ class Side:
     def __init__(self, both: FakeEngines, weights: Weights) -> None:
         self.both, self.weights = both, weights
 
-    async def call(self, method: str, *arguments: Any) -> list[Any]:
+    async def call(self, ask: Callable[[Any], Any]) -> list[Any]:
+        method, *arguments = recorded(ask)
         if method == "canary":
             return [self.weights.logprobs(*arguments)]
         return await self.both.call(method, *arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from fake_canary import FakeEngines, everything
 
 from rlhf import grpo
+from rlhf.cluster.actors import recorded
 from rlhf.config.grpo import GRPOConfig
 from rlhf.log.reductions import Mean, UpdateOutcome
 from rlhf.rewards.grade import NOT_JUDGED
@@ -34,7 +36,8 @@ class FakeLearners:
         self.updates, self.changed, self.shared = 0, False, np.zeros(0, np.int64)
         self._planned, self.weights = 0, asyncio.Condition()
 
-    async def call(self, method: str, *arguments: Any, **_: Any) -> list[Any]:
+    async def call(self, ask: Callable[[Any], Any], **_: Any) -> list[Any]:
+        method, *arguments = recorded(ask)
         self.calls.append((method, *arguments))
         match method:
             case "update_counts":
@@ -51,9 +54,9 @@ class FakeLearners:
         rows = sum(len(rows) for epoch in epochs for minibatch in epoch for rows in minibatch.microbatches[0])
         self.shared = np.zeros(rows, np.int64)
 
-    async def compute(self, method: str, *_: Any) -> list[Any]:
+    async def compute(self, ask: Callable[[Any], Any]) -> list[Any]:
         zeros = np.zeros(len(self._batch.tokens.token_ids), np.float32)
-        if method == "teacher_logprobs":
+        if recorded(ask)[0] == "teacher_logprobs":
             return [zeros - 0.5]
         return [zeros if self._old_logprobs else None, zeros]
 

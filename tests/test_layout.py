@@ -24,7 +24,6 @@ ON_THE_STACK = {
     "cluster/heartbeat.py": "ray",
     "cluster/actor_start.py": "ray",
     "cluster/environment_nodes.py": "ray",
-    "cluster/rank_group.py": "ray",
     "cluster/session.py": "ray",
     "learner/deepspeed_settings.py": "deepspeed",
     "rollout/endpoint.py": "vllm",

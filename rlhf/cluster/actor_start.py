@@ -24,7 +24,7 @@ from rlhf.weights.cpu_kernels import EQUAL_ROWS
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}  # torch's settings of its memory; the user's stay
 
 
-async def create(role: Role, cluster: LearnersConfig, *, guests: Sequence[Role] = ()) -> ActorGroup:
+async def create(role: Role, cluster: LearnersConfig, *, guests: Sequence[Role] = ()) -> ActorGroup[Any]:
     """Reserve what a role asks for and create its actors; nothing is loaded in them yet.
 
     Args:
@@ -52,7 +52,7 @@ async def create(role: Role, cluster: LearnersConfig, *, guests: Sequence[Role] 
     return group
 
 
-async def create_guest(role: Role, cluster: LearnersConfig, learners: ActorGroup) -> ActorGroup:
+async def create_guest(role: Role, cluster: LearnersConfig, learners: ActorGroup[Any]) -> ActorGroup[Any]:
     """Create the actors of a role that shares the GPUs of the learners, each in the bundle of its first learner."""
     assert learners.reservation is not None
     each = len(learners.actors) // role.count
@@ -61,11 +61,11 @@ async def create_guest(role: Role, cluster: LearnersConfig, learners: ActorGroup
 
 async def _start_actors(
     role: Role, cluster: LearnersConfig, reservation: PlacementGroup, bundles: Sequence[int], cpus: float
-) -> ActorGroup:
+) -> ActorGroup[Any]:
     """Create the actors of a role in these bundles; ranks of a trained role that share a node become neighbours."""
     actors = [new_actor(role, cpus, reservation, bundle) for bundle in bundles]
     kind = ActorGroup if role.training is None else RankGroup
-    group = kind(role.name, actors, deadline_s=cluster.step_deadline_s)
+    group: ActorGroup[Any] = kind(role.name, actors, deadline_s=cluster.step_deadline_s)
     group.bundles = list(bundles)
     nodes = [location.node for location in await group.locate(deadline_s=cluster.start_deadline_s)]
     if role.training is not None:  # nodes keep the order of their first actor

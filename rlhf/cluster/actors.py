@@ -1,4 +1,9 @@
-"""Ray actors as groups: hosted classes, calls with deadlines, and the cause of a failure in one line."""
+"""Ray actors as groups: hosted classes, calls with deadlines, and the cause of a failure in one line.
+
+A call is written as a lambda, `engines.call(lambda engine: engine.sleep())`: an editor jumps to the method, and mypy
+checks its name, its arguments and the type of the answers. The lambda runs once, in the driver, on a recorder; the
+name and the arguments are sent. So the driver need not import the hosted class.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,9 @@ import gc
 import importlib
 import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar, cast, overload
 
 import psutil
 import ray
@@ -19,6 +24,8 @@ from ray.util.placement_group import PlacementGroup
 
 from rlhf.learner.port import free_port
 
+T = TypeVar("T")
+Hosted = TypeVar("Hosted", covariant=True)  # the class that the actors of a group host
 CONNECT_S = 20.0
 END_S = 20.0
 DEATH_NOTICE_S = 5.0  # after a failure: time in which another actor's death may still be noticed
@@ -137,7 +144,25 @@ async def wait_for(
         raise LostError(f"{what}: no answer within {deadline_s:.0f} s.") from None
 
 
-class ActorGroup:
+class _Recorder:
+    """Stands for a hosted object: a method returns its name and arguments."""
+
+    def __getattr__(self, method: str) -> Callable[..., tuple[Any, ...]]:
+        return lambda *arguments: (method, *arguments)
+
+
+def recorded(ask: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """The name of the method that `ask` calls on its argument, then the arguments; they are positional."""
+    request: tuple[Any, ...] = ask(_Recorder())
+    return request
+
+
+def put(value: T) -> T:
+    """Store an argument of a call once on each node, for all actors there; the hosted method gets the value itself."""
+    return cast(T, ray.put(value))
+
+
+class ActorGroup(Generic[Hosted]):
     """Actors of one kind, called together; the order of `actors` is the order of ranks.
 
     Attributes:
@@ -166,13 +191,26 @@ class ActorGroup:
         """The actors that take part in calls."""
         return [actor for rank, actor in enumerate(self.actors) if rank not in self.absent]
 
-    def call(self, method: str, *arguments: Any, deadline_s: float | None = None) -> Awaitable[list[Any]]:
-        """Send one call to every actor at once, and wait for the results, in rank order."""
-        return self._gather([a.call.remote(method, *arguments) for a in self.present], method, deadline_s)
+    @overload
+    def call(
+        self, ask: Callable[[Hosted], Coroutine[Any, Any, T]], *, deadline_s: float | None = None
+    ) -> Awaitable[list[T]]: ...
+    @overload
+    def call(self, ask: Callable[[Hosted], T], *, deadline_s: float | None = None) -> Awaitable[list[T]]: ...
 
-    async def call_one(self, rank: int, method: str, *arguments: Any, what: str) -> Any:
+    def call(self, ask: Callable[[Hosted], Any], *, deadline_s: float | None = None) -> Awaitable[list[Any]]:
+        """Send one call to every actor at once, and wait for the results, in rank order."""
+        request = recorded(ask)
+        return self._gather([actor.call.remote(*request) for actor in self.present], request[0], deadline_s)
+
+    @overload
+    async def call_one(self, rank: int, ask: Callable[[Hosted], Coroutine[Any, Any, T]], *, what: str) -> T: ...
+    @overload
+    async def call_one(self, rank: int, ask: Callable[[Hosted], T], *, what: str) -> T: ...
+
+    async def call_one(self, rank: int, ask: Callable[[Hosted], Any], *, what: str) -> Any:
         """A call on one actor; `what` names the call in error messages."""
-        answer, what = self.actors[rank].call.remote(method, *arguments), f"{self.name} {rank}, {what}"
+        answer, what = self.actors[rank].call.remote(*recorded(ask)), f"{self.name} {rank}, {what}"
         return await wait_for(answer, what=what, deadline_s=self.deadline_s, homes=self.homes)
 
     async def locate(self, *, deadline_s: float) -> list[Location]:
@@ -185,7 +223,7 @@ class ActorGroup:
         self.locations = [self.locations[i] for i in order]
         self.bundles = [self.bundles[i] for i in order]
 
-    def replace(self, rank: int, new: ActorGroup) -> None:
+    def replace(self, rank: int, new: ActorGroup[Any]) -> None:
         """Put the only actor of another group at a rank, in place of one that was lost."""
         self.actors[rank], self.locations[rank] = new.actors[0], new.locations[0]
         self.absent.discard(rank)
@@ -222,7 +260,8 @@ class ActorGroup:
         """Let each actor close, then kill it; during start-up, kill it with its child processes."""
         with contextlib.suppress(ClusterError, ValueError):
             if self.built:
-                await self.call("close", deadline_s=END_S)
+                group: ActorGroup[Any] = self
+                await group.call(lambda hosted: hosted.close(), deadline_s=END_S)
             elif hasattr(self.actors[0], "end_children"):
                 await self._gather([a.end_children.remote() for a in self.actors], "end_children", END_S)
         for actor in self.actors:

@@ -121,7 +121,7 @@ class Canary:
     async def check_start(self, version: int) -> dict[str, float]:
         """Send perturbed weights, see the engines follow, and send the true ones back; raises as `check`."""
         true = await self._by_learner()
-        names = (await self._engines.learners.call("tensor_names"))[0]
+        names = (await self._engines.learners.call(lambda learner: learner.tensor_names()))[0]
         blocks = np.array_split(np.arange(len(names)), -(-len(names) // BLOCK_TENSORS))
         for block in blocks:
             await self._check_block(version, true, int(block[0]), int(block[-1]) + 1, names)
@@ -130,7 +130,7 @@ class Canary:
 
     async def _check_block(self, version: int, true: Logprobs, start: int, stop: int, names: list[str]) -> None:
         what = f"{names[start]} to {names[stop - 1]}"
-        await self._engines.learners.call("perturb_weights", start, stop)
+        await self._engines.learners.call(lambda learner: learner.perturb_weights(start, stop))
         try:
             exact, own = await self._exact()
             bound = max(TOLERANCE, NOISE_FACTOR * max(_difference(exact, own)[0], self._engine_noise))
@@ -144,7 +144,7 @@ class Canary:
             problem = f"does not hold the perturbed weights at start-up, {what}"
             _compare(exact, await self._by_engine(), problem, bound)
         finally:
-            await self._engines.learners.call("restore_weights")
+            await self._engines.learners.call(lambda learner: learner.restore_weights())
 
     async def check(self, version: int) -> dict[str, float]:
         """Compare after a transfer, for metrics; raises ClusterError that names the worst token and both values.
@@ -201,11 +201,11 @@ class Canary:
         return beginning, written
 
     async def _by_learner(self, *, in_float32: bool = False) -> Logprobs:
-        by_rank: list[Logprobs] = await self._engines.learners.call("canary", self.sequences, in_float32)
+        by_rank = await self._engines.learners.call(lambda learner: learner.canary(self.sequences, in_float32))
         return by_rank[0]
 
     async def _by_engine(self) -> list[Logprobs]:
-        return await self._engines.group.call("canary", self.sequences)
+        return await self._engines.group.call(lambda engine: engine.canary(self.sequences))
 
     async def _exact(self) -> tuple[Logprobs, Logprobs]:
         """The learner's log-probs in float32, and those in its own type."""

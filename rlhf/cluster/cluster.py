@@ -16,7 +16,7 @@ import importlib
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.util.placement_group import remove_placement_group
@@ -36,6 +36,11 @@ from rlhf.config.roles import CRITIC, ENGINE, LEARNER, Role
 from rlhf.environments.nodes import Spread
 from rlhf.log.clock import Watch
 from rlhf.types import World
+
+if TYPE_CHECKING:
+    from rlhf.learner.critic import Critic
+    from rlhf.learner.policy import Learner
+    from rlhf.learner.rank import TrainedRank
 
 
 class Cluster:
@@ -69,29 +74,31 @@ class Cluster:
         self.lost = ""
         self.before_end: Callable[[], object] = lambda: None
         self._compare_nodes = compare_nodes
-        self._groups: dict[str, ActorGroup] = {}  # by role
+        self._groups: dict[str, ActorGroup[Any]] = {}  # by role
         self._session = RaySession()
-        self._watched: list[ActorGroup] = []  # by the heartbeat: all actors, those that are starting too
+        self._watched: list[ActorGroup[Any]] = []  # by the heartbeat: all actors, those that are starting too
         self.heartbeat = Heartbeat(self._watched)
         self._watching: list[asyncio.Task[None]] = []
         self._user: asyncio.Task[Any] | None = None  # the task that entered this context
         self._failure: Exception | None = None
 
-    def group(self, role: str) -> ActorGroup:
+    def group(self, role: str) -> ActorGroup[Any]:
         """The actors of a role."""
         return self._groups[role]
 
     @property
-    def learners(self) -> RankGroup:
-        return cast(RankGroup, self.group(LEARNER))
+    def learners(self) -> RankGroup[Learner]:
+        return cast(RankGroup[Any], self.group(LEARNER))
 
     @property
-    def critics(self) -> RankGroup:
-        return cast(RankGroup, self.group(CRITIC))
+    def critics(self) -> RankGroup[Critic]:
+        return cast(RankGroup[Any], self.group(CRITIC))
 
-    def trained(self) -> Mapping[str, RankGroup]:
+    def trained(self) -> Mapping[str, RankGroup[TrainedRank]]:
         """The ranks of each trained role, by its name."""
-        return {role.name: cast(RankGroup, self.group(role.name)) for role in self.roles if role.training is not None}
+        return {
+            role.name: cast(RankGroup[Any], self.group(role.name)) for role in self.roles if role.training is not None
+        }
 
     async def __aenter__(self) -> Cluster:
         self._user = asyncio.current_task()
@@ -179,7 +186,9 @@ class Cluster:
         """Load the roles that share GPUs. An engine takes the memory that is free when it starts, so it comes last."""
         for role in self.roles:
             if role.name == ENGINE:
-                measured = {name: await ranks.call("gpu_memory") for name, ranks in self.trained().items()}
+                measured = {
+                    name: await ranks.call(lambda rank: rank.gpu_memory()) for name, ranks in self.trained().items()
+                }
                 for warning in check_shared_gpus(cast(Any, self.config), measured):
                     say(warning, file=sys.stderr)
             await self._build(role)
@@ -223,7 +232,7 @@ class Cluster:
             arguments.append((environment, self.config, world, *read))
         return arguments
 
-    async def start_another(self, role_name: str, rank: int, *, version: int) -> ActorGroup:
+    async def start_another(self, role_name: str, rank: int, *, version: int) -> ActorGroup[Any]:
         """A new actor instead of another one of its role: a group of one, with the weights of model.path.
 
         Args:
@@ -233,7 +242,7 @@ class Cluster:
         (role,) = (role for role in self.roles if role.name == role_name)
         assert old.reservation is not None
         actor = new_actor(role, role.cpus, old.reservation, old.bundles[rank])
-        new = ActorGroup(f"{role_name} {rank}, a new one,", [actor], deadline_s=config.step_deadline_s)
+        new = ActorGroup[Any](f"{role_name} {rank}, a new one,", [actor], deadline_s=config.step_deadline_s)
         self._watched.append(new)
         try:
             await new.locate(deadline_s=config.start_deadline_s)
@@ -267,7 +276,9 @@ class Cluster:
     async def leave_gpus(self, *roles: str) -> None:
         """Make room on shared GPUs: these roles, or all trained roles, keep only their weights there."""
         for role in roles or self.trained():
-            await self.group(role).call("leave_gpu", getattr(self.config.cluster, "offload_while_sampling", True))
+            offload = getattr(self.config.cluster, "offload_while_sampling", True)
+            ranks: RankGroup[TrainedRank] = cast(RankGroup[Any], self.group(role))
+            await ranks.call(lambda rank: rank.leave_gpu(offload))  # noqa: B023
 
     async def together(self, calls: Mapping[str, Coroutine[Any, Any, Any]]) -> list[Any]:
         """Calls on trained roles, by role: at the same time, or on shared GPUs one after another."""
@@ -282,6 +293,6 @@ class Cluster:
     async def load(self, folder: Path) -> None:
         """Put a checkpoint back; engines on the same GPUs must sleep."""
         for name, ranks in self.trained().items():
-            await ranks.call("load", str(folder_of(name, folder)))
+            await ranks.call(lambda rank: rank.load(str(folder_of(name, folder))))  # noqa: B023
             if self.shares_gpus:
                 await self.leave_gpus(name)

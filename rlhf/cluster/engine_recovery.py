@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rlhf.cluster.actors import END_S, ActorGroup, ClusterError, LostError
 from rlhf.config.printing import say
+
+if TYPE_CHECKING:
+    from rlhf.rollout.engine import RolloutEngine
 
 HEALTH_PERIOD_S = 5.0
 HEALTH_DEADLINE_S = 120.0
@@ -44,10 +47,10 @@ class EngineRecovery:
 
     def __init__(
         self,
-        engines: ActorGroup,
+        engines: ActorGroup[RolloutEngine],
         *,
-        start: Callable[[int], Awaitable[ActorGroup]],
-        join: Callable[[int, ActorGroup], Awaitable[None]],
+        start: Callable[[int], Awaitable[ActorGroup[RolloutEngine]]],
+        join: Callable[[int, ActorGroup[RolloutEngine]], Awaitable[None]],
         fail: Callable[[Exception], None],
         fewest: int,
     ) -> None:
@@ -75,9 +78,11 @@ class EngineRecovery:
 
     async def _replace(self, rank: int) -> None:
         try:
-            lost = ActorGroup(self._engines.name, [self._engines.actors[rank]], deadline_s=END_S)
+            lost: ActorGroup[RolloutEngine] = ActorGroup(
+                self._engines.name, [self._engines.actors[rank]], deadline_s=END_S
+            )
             await lost.end()  # with the processes below it, where it still answers
-            new: ActorGroup | None = None
+            new: ActorGroup[RolloutEngine] | None = None
             while new is None:
                 try:
                     new = await self._start(rank)
@@ -115,7 +120,7 @@ class EngineRecovery:
             for rank in range(len(self._engines.actors)):
                 if rank not in self._engines.absent:
                     try:
-                        await self._engines.call_one(rank, "check_health", what="health")
+                        await self._engines.call_one(rank, lambda engine: engine.check_health(), what="health")
                     except LostError as error:
                         self.recover(rank, error)
 
@@ -130,7 +135,7 @@ class EngineRecovery:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def while_healthy(engines: ActorGroup, sending: Awaitable[T]) -> T:
+async def while_healthy(engines: ActorGroup[RolloutEngine], sending: Awaitable[T]) -> T:
     """What a transfer gives, unless an engine is dead or has failed to load; the sender would wait for its deadline.
 
     If the transfer fails, the engines are checked first: a dead engine is the cause, not the learner's error.
@@ -142,7 +147,7 @@ async def while_healthy(engines: ActorGroup, sending: Awaitable[T]) -> T:
     task, present = asyncio.ensure_future(sending), engines.present
 
     async def check() -> None:
-        await engines.call("check_health", deadline_s=HEALTH_DEADLINE_S)
+        await engines.call(lambda engine: engine.check_health(), deadline_s=HEALTH_DEADLINE_S)
         if engines.present != present:  # another task has noticed it first, and replaces the engine
             raise LostError("the transfer of weights failed: an engine was lost")
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,10 @@ from rlhf.rollout.requests import Completion, SamplingSettings
 from rlhf.types import WeightsSent
 from rlhf.weights import transfer
 from rlhf.weights.client import EngineClient
+
+if TYPE_CHECKING:
+    from rlhf.learner.policy import Learner
+    from rlhf.rollout.engine import RolloutEngine
 
 
 @contextlib.asynccontextmanager
@@ -44,7 +48,7 @@ class Engines:
 
     def __init__(self, cluster: Cluster, config: GRPOConfig) -> None:
         self.cluster, self.meter = cluster, BusyMeter()
-        self.group: ActorGroup = cluster.group(ENGINE)
+        self.group: ActorGroup[RolloutEngine] = cluster.group(ENGINE)
         self._run_config, self._config = config, config.cluster
         self._max_restarts = config.run.max_restarts
         self.transfer_metrics: dict[str, float] = {}
@@ -69,12 +73,13 @@ class Engines:
         return transfer.backend_of(self._run_config)
 
     @property
-    def learners(self) -> RankGroup:
+    def learners(self) -> RankGroup[Learner]:
         return self.cluster.learners
 
     async def __aenter__(self) -> Engines:
         if self.cluster.trains:
-            await self.learners.call("connect", *await self._connection(), deadline_s=self._config.start_deadline_s)
+            connection, deadline_s = await self._connection(), self._config.start_deadline_s
+            await self.learners.call(lambda learner: learner.connect(*connection), deadline_s=deadline_s)
             self._connected = self.group.present
         return self
 
@@ -108,8 +113,8 @@ class Engines:
             self._in_flight[chosen] += 1
             self.meter.begin()
             try:
-                completions: list[Completion] = await self.group.call_one(
-                    chosen, "generate", token_ids, settings, samples, seed, what=f"sampling {what}"
+                completions = await self.group.call_one(
+                    chosen, lambda engine: engine.generate(token_ids, settings, samples, seed), what=f"sampling {what}"
                 )
             except LostError as error:
                 if not self._recovery.recover(chosen, error) or engine is not None:
@@ -133,7 +138,7 @@ class Engines:
         self._recovery.lost = 0
         if self._asleep:
             await self.cluster.leave_gpus()
-            await self.group.call("wake_up", ["weights"])
+            await self.group.call(lambda engine: engine.wake_up(["weights"]))
         self._version, self.learners.changed = version, False
         if not self._recovery.has_enough():  # a new engine joins first
             self.learners.weights.notify_all()
@@ -143,7 +148,7 @@ class Engines:
     async def sleep_if_colocated(self) -> None:
         """Before the learners work: engines on the same GPUs free their memory until the next weights arrive."""
         if self.cluster.shares_gpus and not self._asleep:
-            await self.group.call("sleep")
+            await self.group.call(lambda engine: engine.sleep())
             self._asleep = True
 
     async def wake_if_asleep(self, version: int) -> bool:
@@ -158,14 +163,16 @@ class Engines:
         await self._pause()
         connection = await self._connection() if self.group.present != self._connected else None
         present = self.group.present
-        sent, *_ = await while_healthy(self.group, self.learners.call("send_weights", self._version, connection))
+        sent, *_ = await while_healthy(
+            self.group, self.learners.call(lambda learner: learner.send_weights(self._version, connection))
+        )
         self._report(sent)
         self._connected = present
         if self._asleep:
             await self.cluster.leave_gpus()  # without the buffers of the transfer
-            await self.group.call("wake_up", ["kv_cache"])
+            await self.group.call(lambda engine: engine.wake_up(["kv_cache"]))
             self._asleep = False
-        await self.group.call("resume")
+        await self.group.call(lambda engine: engine.resume())
 
     def _report(self, sent: WeightsSent | None) -> None:
         self.transfer_metrics = {}
@@ -180,7 +187,8 @@ class Engines:
     async def _pause(self) -> None:
         ranks = [rank for rank in range(len(self.group.actors)) if rank not in self.group.absent]
         outcomes = await asyncio.gather(
-            *(self.group.call_one(rank, "pause", what="pausing") for rank in ranks), return_exceptions=True
+            *(self.group.call_one(rank, lambda engine: engine.pause(), what="pausing") for rank in ranks),
+            return_exceptions=True,
         )
         for rank, outcome in zip(ranks, outcomes, strict=True):
             replaced = isinstance(outcome, LostError) and self._recovery.recover(rank, outcome)
@@ -223,10 +231,10 @@ class Engines:
         """From now on a lost engine is nobody's concern: nothing more is sampled."""
         await self._recovery.close()
 
-    async def _start_another(self, rank: int) -> ActorGroup:
+    async def _start_another(self, rank: int) -> ActorGroup[RolloutEngine]:
         return await self.cluster.start_another(ENGINE, rank, version=self._version)
 
-    async def _join(self, rank: int, new: ActorGroup) -> None:
+    async def _join(self, rank: int, new: ActorGroup[RolloutEngine]) -> None:
         """Give a new engine the weights that the others have, as soon as the learners hold them; then it may sample."""
         assert self._check is not None, "only `replace_lost` lets engines be replaced"
         async with self.learners.weights:

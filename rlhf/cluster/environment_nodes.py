@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlhf.cluster.actors import ActorGroup, HostedAsyncActor, wait_for
 from rlhf.cluster.node_report import node_names
 from rlhf.config.sections import LearnersConfig
-from rlhf.environments.nodes import RemoteHosts, Spread
+from rlhf.environments.nodes import NodeHosts, RemoteHosts, Spread
 
 HOST = "environment host"
 # An actor that ends would kill its children, and among them the keeper, before that has killed what a tool has started.
@@ -43,7 +43,7 @@ class EnvironmentNodes:
         kept = (self._spread.keep(each, partial(self._start_again, rank)) for rank, each in enumerate(hosts))
         return [asyncio.ensure_future(each) for each in kept]
 
-    def _actors(self, *nodes: str) -> ActorGroup:
+    def _actors(self, *nodes: str) -> ActorGroup[NodeHosts]:
         actors = []
         for node in nodes:
             actor: Any = ray.remote(HostedAsyncActor).options(
@@ -55,7 +55,7 @@ class EnvironmentNodes:
             actors.append(actor.remote("rlhf.environments.nodes", "NodeHosts"))
         return ActorGroup(HOST, actors, deadline_s=self._cluster.step_deadline_s)
 
-    async def _build(self, group: ActorGroup, rank: int) -> RemoteHosts:
+    async def _build(self, group: ActorGroup[NodeHosts], rank: int) -> RemoteHosts:
         """Have a located actor load the environments, with the variables that they are granted here."""
         actor, here, deadline_s = group.actors[rank], self._spread.here, self._cluster.start_deadline_s
         node = self._names[group.locations[rank].node]
@@ -81,7 +81,7 @@ class EnvironmentNodes:
     async def _start_again(self, rank: int) -> RemoteHosts:
         """A new actor in place of a lost one."""
         self.group.absent.add(rank)
-        lost = ActorGroup(HOST, [self.group.actors[rank]], deadline_s=AGAIN_S)
+        lost = ActorGroup[NodeHosts](HOST, [self.group.actors[rank]], deadline_s=AGAIN_S)
         lost.built = True
         await lost.end()  # with the processes below it, where it still answers
         await asyncio.sleep(AGAIN_S)

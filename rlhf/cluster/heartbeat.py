@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import ray
@@ -75,7 +75,7 @@ def _gpu_bytes() -> dict[str, int]:
 
 
 def memory_metrics(
-    groups: Sequence[ActorGroup], looks: Mapping[str, Look], others: Mapping[str, int]
+    groups: Sequence[ActorGroup[Any]], looks: Mapping[str, Look], others: Mapping[str, int]
 ) -> dict[str, float]:
     """memory/<role>/<rank> and, of actors with GPUs, memory/<role>/<rank>/gpu, in GiB.
 
@@ -96,7 +96,7 @@ def memory_metrics(
 class Heartbeat:
     """Watches the processes of all actors until it is cancelled."""
 
-    def __init__(self, groups: Sequence[ActorGroup]) -> None:
+    def __init__(self, groups: Sequence[ActorGroup[Any]]) -> None:
         self.memory: dict[str, float] = {}  # metrics of the last look
         self.others: Callable[[], Mapping[str, int]] = dict  # further processes of the driver, of which to measure it
         self._groups = groups

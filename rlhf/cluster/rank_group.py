@@ -9,20 +9,24 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 
-from rlhf.cluster.actors import ActorGroup, ClusterError
+from rlhf.cluster.actors import ActorGroup, ClusterError, Hosted, put
 from rlhf.config.roles import LEARNER
 from rlhf.log.reductions import StepMetrics, UpdateOutcome, merge_metrics, merge_outcomes
 from rlhf.types import Minibatch, PackedTokens, PolicyTargets, StepBatch, ValueTargets, WrittenFile
 
+if TYPE_CHECKING:
+    from rlhf.learner.rank import TrainedRank
+    from rlhf.learner.step import StepRank
+    from rlhf.learner.supervised import SupervisedRank
+
 FIRST_POLL_S, LAST_POLL_S = 0.05, 2.0  # seconds between two checks whether the ranks have written their files
 
 
-class RankGroup(ActorGroup):
+class RankGroup(ActorGroup[Hosted]):
     """The ranks of one module. `start_step` comes first in every step; rows and tokens are numbered as in its batch.
 
     Attributes:
@@ -45,17 +49,17 @@ class RankGroup(ActorGroup):
         """For calls that ranks may answer only after an update; `step_deadline_s` bounds one pass over the rollouts."""
         return self.deadline_s * (1 + len(self._epochs))
 
-    async def start_step(self, batch: StepBatch, epochs: Sequence[Sequence[Minibatch]]) -> None:
+    async def start_step(self: RankGroup[StepRank], batch: StepBatch, epochs: Sequence[Sequence[Minibatch]]) -> None:
         """Send the tokens of a step and its minibatches; the ranks keep them until the next step."""
         self._tokens, self._epochs = batch.tokens, epochs
-        self.shared = np.concatenate(await self.call("start_step", ray.put(batch.tokens), ray.put(epochs)))
+        self.shared = np.concatenate(await self.call(lambda rank: rank.start_step(put(batch.tokens), put(epochs))))
 
-    async def compute(self, method: str, *arguments: Any) -> list[np.ndarray | None]:
-        """Columns [N] float32 of the step, as `method` computes them on the microbatches of the first epoch.
+    async def compute(self, ask: Callable[[Hosted], Sequence[np.ndarray | None]]) -> list[np.ndarray | None]:
+        """Columns [N] float32 of the step, as `ask` computes them on the microbatches of the first epoch.
 
         Rows that are not computed are 0. A column is None if the ranks return None for it.
         """
-        by_rank = await self.call(method, *arguments)
+        by_rank = await self.call(ask)
         return [None if parts[0] is None else self._column(parts) for parts in zip(*by_rank, strict=True)]
 
     def _column(self, parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -65,29 +69,32 @@ class RankGroup(ActorGroup):
             column[self._tokens.token_indices(rows_of_rank(self._epochs[:1], rank))] = part
         return column
 
-    async def update(self, targets: PolicyTargets | ValueTargets) -> list[UpdateOutcome]:
+    async def update(self: RankGroup[StepRank], targets: PolicyTargets | ValueTargets) -> list[UpdateOutcome]:
         """Run every optimizer step of the training step; metrics are merged over all ranks."""
         async with self.weights:
             self.changed = True
-            by_rank = await self.call("update", ray.put(targets), deadline_s=self.update_deadline_s)
+            by_rank = await self.call(lambda rank: rank.update(put(targets)), deadline_s=self.update_deadline_s)
         return [merge_outcomes(ranks) for ranks in zip(*by_rank, strict=True)]
 
-    async def hold(self, train: PackedTokens, held_out: PackedTokens | None) -> None:
+    async def hold(self: RankGroup[Any], train: PackedTokens, held_out: PackedTokens | None) -> None:
         """Send all examples to the ranks of a supervised training."""
-        await self.call("hold", ray.put(train), ray.put(held_out))
+        ranks: RankGroup[SupervisedRank] = self
+        await ranks.call(lambda rank: rank.hold(put(train), put(held_out)))
 
-    async def train(self, step: int) -> UpdateOutcome:
+    async def train(self: RankGroup[Any], step: int) -> UpdateOutcome:
         """The optimizer step of a supervised training after `step` others; metrics are merged over all ranks."""
-        return merge_outcomes(await self.call("train", step))
+        ranks: RankGroup[SupervisedRank] = self
+        return merge_outcomes(await ranks.call(lambda rank: rank.train(step)))
 
-    async def evaluate(self, part: int) -> StepMetrics | None:
+    async def evaluate(self: RankGroup[Any], part: int) -> StepMetrics | None:
         """The metrics of a part of the held-out examples over all ranks; None after the last part."""
-        by_rank = await self.call("evaluate", part)
-        return None if by_rank[0] is None else merge_metrics(by_rank)
+        ranks: RankGroup[SupervisedRank] = self
+        parts = await ranks.call(lambda rank: rank.evaluate(part))
+        return merge_metrics([metrics for metrics in parts if metrics is not None]) if parts[0] is not None else None
 
-    async def skip_updates(self) -> list[UpdateOutcome]:
+    async def skip_updates(self: RankGroup[TrainedRank]) -> list[UpdateOutcome]:
         """Count every optimizer step of the training step as skipped, on all ranks."""
-        by_rank = await self.call("skip_updates", sum(map(len, self._epochs)))
+        by_rank = await self.call(lambda rank: rank.skip_updates(sum(map(len, self._epochs))))
         return [merge_outcomes(ranks) for ranks in zip(*by_rank, strict=True)]
 
 
@@ -100,13 +107,14 @@ def rows_of_rank(epochs: Sequence[Sequence[Minibatch]], rank: int) -> np.ndarray
 class RoleCheckpoints:
     """Saves once at a time; `trained` gives the ranks of each trained role, by its name."""
 
-    def __init__(self, trained: Callable[[], Mapping[str, RankGroup]]) -> None:
+    def __init__(self, trained: Callable[[], Mapping[str, RankGroup[TrainedRank]]]) -> None:
         self._trained = trained
         self._saving = Path()
 
     async def bytes(self) -> int:
         """Bytes that `save` will write, over all ranks."""
-        return sum([sum(await ranks.call("checkpoint_bytes")) for ranks in self._trained().values()])
+        by_role = [await ranks.call(lambda rank: rank.checkpoint_bytes()) for ranks in self._trained().values()]
+        return sum(map(sum, by_role))
 
     async def save(self, folder: Path) -> None:
         """Begin to write weights and optimizer state of every trained role; `saved` waits for the end."""
@@ -114,7 +122,7 @@ class RoleCheckpoints:
         for name, ranks in self._trained().items():
             part = folder_of(name, folder)
             part.mkdir(exist_ok=True)
-            await ranks.call("save", str(part))
+            await ranks.call(lambda rank: rank.save(str(part)))  # noqa: B023
 
     async def saved(self) -> dict[str, WrittenFile]:
         """Wait until every rank has written what `save` began.
@@ -130,13 +138,16 @@ class RoleCheckpoints:
         errors, wait_s, began = [], FIRST_POLL_S, time.monotonic()
         for name, ranks in self._trained().items():
             deadline_s = ranks.update_deadline_s
-            while None in (reports := await ranks.call("saved", deadline_s=deadline_s)):
+            while True:
+                reports = await ranks.call(lambda rank: rank.saved(), deadline_s=deadline_s)
+                if None not in reports:
+                    break
                 if time.monotonic() - began > deadline_s:
                     raise ClusterError(f"{self._saving}: not written within {deadline_s:.0f} s. Does the disk hang?")
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, LAST_POLL_S)
             below = folder_of(name, self._saving).relative_to(self._saving.resolve())
-            for report in reports:
+            for report in filter(None, reports):
                 files |= {(below / file).as_posix(): written for file, written in report.files.items()}
                 errors += [report.error] if report.error else []
         if errors:

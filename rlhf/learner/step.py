@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -66,6 +66,10 @@ class StepRank(TrainedRank):
         epoch = itertools.chain.from_iterable(self._epochs[0])
         outputs = [forward(held.tokens).float().cpu().numpy()[: 0 if held.is_filler else None] for held in epoch]
         return np.concatenate([np.zeros(0, np.float32), *outputs])
+
+    def update(self, targets: Any) -> list[UpdateOutcome]:
+        """One optimizer step for each minibatch of every epoch; each role has targets of its own type."""
+        raise NotImplementedError
 
     def updates(
         self, targets: T, loss: Callable[[DeviceTokens, T, Denominators], tuple[Tensor, StepMetrics]]

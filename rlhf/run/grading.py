@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.reward import ENVIRONMENT_PART, MODEL_PART
@@ -23,6 +23,10 @@ from rlhf.rollout.requests import SamplingSettings
 from rlhf.rollout.sampler import Sampler
 from rlhf.run.state import RunState
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
+
+if TYPE_CHECKING:
+    from rlhf.cluster.actors import ActorGroup
+    from rlhf.learner.reward_scorer import RewardScorer
 
 
 class Grading:
@@ -169,8 +173,8 @@ def reward_model_client(config: GRPOConfig, cluster: Any) -> RewardModelClient |
 
     async def score(copy: int, conversations: list[Conversation]) -> list[float | None]:
         what = f"{len(conversations)} responses"
-        scores: list[float | None] = await cluster.group(REWARD_MODEL).call_one(copy, "score", conversations, what=what)
-        return scores
+        models: ActorGroup[RewardScorer] = cluster.group(REWARD_MODEL)
+        return await models.call_one(copy, lambda model: model.score(conversations), what=what)
 
     scorers = [partial(score, copy) for copy in range(model.replicas)]
     return RewardModelClient(scorers, weight=model.weight, by_group=config.run.deterministic)

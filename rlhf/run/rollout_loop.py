@@ -97,9 +97,9 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
                 opened = len(run.state.outstanding) * config.rollout.samples_per_prompt
                 say(f"up to {opened} rollouts that were open when the run was saved begin anew")
             engines = await exit_stack.enter_async_context(make_engines(run.cluster, config))
-            if kernels := (await run.cluster.learners.call("kernels"))[0]:
+            if kernels := (await run.cluster.learners.call(lambda learner: learner.kernels()))[0]:
                 say(kernels)
-            speed = LearnerSpeed(config, (await run.cluster.learners.call("device_name"))[0])
+            speed = LearnerSpeed(config, (await run.cluster.learners.call(lambda learner: learner.device_name()))[0])
             loop = RolloutLoop(run, data, tickets, scorer, engines, speed, first, teachers, environments)
             exit_stack.push_async_callback(loop.buffer.close)
             with run.log.terminal.stage("check"):
@@ -261,9 +261,9 @@ class RolloutLoop(Generic[C]):
         """After `done` training steps: replace the reference by the policy when due, or average the policy into it."""
         algo, learners = self._run.config.algo, self._run.cluster.learners
         if algo.ref_update == "average":
-            await learners.call("blend_reference", algo.ref_decay)
+            await learners.call(lambda learner: learner.blend_reference(algo.ref_decay))
         elif algo.ref_update == "replace" and done % algo.ref_every == 0:
-            await learners.call("blend_reference", 0.0)
+            await learners.call(lambda learner: learner.blend_reference(0.0))
 
     def log_step(
         self,

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from rlhf.check.start_checks import dtype_warnings, rate_warnings
 from rlhf.cluster.actors import ClusterError
@@ -36,6 +36,10 @@ from rlhf.run.run_log import RunLog
 from rlhf.run.state import RunState, code_state
 from rlhf.run.stop import Stop
 
+if TYPE_CHECKING:
+    from rlhf.learner.critic import Critic
+    from rlhf.learner.policy import Learner
+
 SAVE_S = 60.0  # that a failed run waits for the checkpoint that is being written
 LOST_SAVE_S = 15.0  # where Ray has ended: learners that still live may complete it
 
@@ -50,10 +54,10 @@ class RunCluster(Protocol):
     lost: str
 
     @property
-    def learners(self) -> RankGroup: ...
+    def learners(self) -> RankGroup[Learner]: ...
 
     @property
-    def critics(self) -> RankGroup: ...
+    def critics(self) -> RankGroup[Critic]: ...
 
     async def together(self, calls: Mapping[str, Coroutine[Any, Any, Any]]) -> list[Any]: ...
 
@@ -182,9 +186,11 @@ class Run(Generic[C]):
         from rlhf.learner import profile
 
         file = str(self.folder.path.resolve() / "profile" / f"step-{step:06d}.json.gz")
-        await self.cluster.learners.call_one(0, "apply", profile.start, what="profiling")
+        await self.cluster.learners.call_one(0, lambda learner: learner.apply(profile.start), what="profiling")
         yield
-        if why := await self.cluster.learners.call_one(0, "apply", profile.stop, file, what=f"writing {file}"):
+        if why := await self.cluster.learners.call_one(
+            0, lambda learner: learner.apply(profile.stop, file), what=f"writing {file}"
+        ):
             self.log.warn(f"{file} was not written: {why}.")
 
     def log_step(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
@@ -270,7 +276,7 @@ class Run(Generic[C]):
 
     async def _state_after(self, step: int) -> RunState:
         """All that the driver knows about the run, for a checkpoint."""
-        counts = await self.cluster.learners.call("update_counts")
+        counts = await self.cluster.learners.call(lambda learner: learner.update_counts())
         self.state.updates_taken, self.state.updates_skipped = counts[0]
         if not self.state.models:
             self.state.models = await asyncio.to_thread(model_fingerprints, self.config)
@@ -325,7 +331,9 @@ class Run(Generic[C]):
         exported = self.folder.model.with_suffix(PARTIAL)
         shutil.rmtree(exported, ignore_errors=True)
         try:
-            results = await self.cluster.learners.call("try_export", str(exported.resolve()), self.config.model.path)
+            results = await self.cluster.learners.call(
+                lambda learner: learner.try_export(str(exported.resolve()), self.config.model.path)
+            )
             why = next((failure for failure, _ in results if failure), "")
             for warning in filter(None, (warning for _, warning in results)):
                 self.log.warn(f"{self.folder.model}: {warning}")

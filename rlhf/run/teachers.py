@@ -113,7 +113,7 @@ class Teachers:
             if teacher.endpoint is None:
                 epochs = plan_epochs(read, self._config, step=step, rows_to_compute=own)
                 await learners.start_step(read, epochs[:1])
-                (column,) = await learners.compute("teacher_logprobs", teacher)
+                (column,) = await learners.compute(lambda learner: learner.teacher_logprobs(teacher))  # noqa: B023
             else:
                 column = await self._served(teacher.endpoint, read, own)
             here, there = _sampled(batch, own), _sampled(read, own)

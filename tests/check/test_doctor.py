@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +28,7 @@ from rlhf.check.doctor.runner import Check, Finding, Patient, examine_all, lines
 from rlhf.check.memory import GIB
 from rlhf.check.resources import visible_gpus
 from rlhf.check.start_checks import run_bytes
+from rlhf.cluster.actors import recorded
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.doctor import checks
@@ -361,10 +363,11 @@ class FakeLearners:
     def __init__(self, answers: dict[str, Any]) -> None:
         self.answers = answers
 
-    async def call(self, method: str, *arguments: Any) -> list[Any]:
+    async def call(self, ask: Callable[[Any], Any]) -> list[Any]:
+        method, *arguments = recorded(ask)
         return [self.answers[arguments[0].__name__ if method == "apply" else method]]
 
-    async def compute(self, _: str, __: Any) -> list[Any]:
+    async def compute(self, _: Callable[[Any], Any]) -> list[Any]:
         return [np.zeros(1, np.float32)]
 
     async def start_step(self, batch: Any, epochs: Any) -> None:

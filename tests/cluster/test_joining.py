@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from fake_canary import PROMPTS
 
+from rlhf.cluster.actors import recorded
 from rlhf.cluster.canary import Canary
 from rlhf.cluster.engines import Engines
 from rlhf.run.rollout_loop import RolloutLoop
@@ -26,9 +28,9 @@ class Learners:
     async def locate(self, **_: Any) -> list[Any]:
         return [SimpleNamespace(host="here", port=1, node="here")]
 
-    async def call(self, method: str, *arguments: Any, **_: Any) -> Any:
+    async def call(self, ask: Callable[[Any], Any], **_: Any) -> Any:
         await asyncio.sleep(0)
-        if method == "send_weights":
+        if recorded(ask)[0] == "send_weights":
             self.group.weights |= dict.fromkeys(self.group.present, self.weight)
             return [None]
         return [[np.full(3, self.weight)]]  # the canary's log-probs
@@ -51,7 +53,7 @@ class EngineGroup:
         self.actors[rank] = new
         self.absent.discard(rank)
 
-    async def call(self, method: str, *_: Any, **__: Any) -> Any:
+    async def call(self, _: Callable[[Any], Any], **__: Any) -> Any:
         asked = self.present
         for _turn in range(3):  # slower than the learner
             await asyncio.sleep(0)

@@ -69,14 +69,14 @@ class LocalRanks(RankGroup):
         super().__init__("learner", [], deadline_s=1.0)
         self._ranks = [Rank(rank) for rank in range(LEARNERS)]
 
-    async def call(self, method: str, *arguments: Any, deadline_s: float | None = None) -> list[Any]:
-        return [delivered(getattr(rank, method)(*arguments)) for rank in self._ranks]
+    async def call(self, ask: Callable[[Any], Any], *, deadline_s: float | None = None) -> list[Any]:
+        return [delivered(ask(rank)) for rank in self._ranks]
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> tuple[LocalRanks, StepBatch, list[list[Minibatch]], np.ndarray]:
     """Two epochs of two minibatches; three of the 12 rollouts are not computed, and some ranks get fillers."""
-    monkeypatch.setattr(rank_group.ray, "put", delivered)
+    monkeypatch.setattr(rank_group, "put", delivered)
     config = make_config(
         Path("nowhere/model"),
         data={"max_prompt_tokens": 12},
@@ -95,7 +95,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> tuple[LocalRanks, StepBatch, lis
 
 def test_columns_hold_what_the_ranks_computed_at_the_tokens_they_computed_it_for(started: Any) -> None:
     group, batch, _, computed = started
-    ids, nothing = asyncio.run(group.compute("token_ids"))
+    ids, nothing = asyncio.run(group.compute(lambda rank: rank.token_ids()))
     assert nothing is None
     np.testing.assert_array_equal(ids, np.where(np.repeat(computed, batch.tokens.lengths), batch.tokens.token_ids, 0))
 

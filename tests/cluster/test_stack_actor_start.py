@@ -110,7 +110,7 @@ def test_an_optimizer_in_host_memory_gets_threads_although_ray_gives_its_actor_o
         ranks = await create(role, ClusterConfig(start_deadline_s=60.0))
         assert ranks.locations[0].cores == len(os.sched_getaffinity(0))
         await ranks.build([({"DS_ACCELERATOR": "cpu"}, 3)], deadline_s=120.0)
-        (found,) = await ranks.call("threads")
+        (found,) = await ranks.call(lambda rank: rank.threads())
         ray.kill(ranks.actors[0])
         ray.util.remove_placement_group(ranks.reservation)
         return found

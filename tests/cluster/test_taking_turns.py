@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rlhf.cluster.actor_start import environment_of
+from rlhf.cluster.actors import recorded
 from rlhf.cluster.cluster import Cluster
 from rlhf.cluster.engines import Engines
 from rlhf.config.grpo import GRPOConfig
@@ -42,13 +43,13 @@ class Ranks:
     def hold(self, **uses: int) -> None:
         self.memory.hold(**{f"{self.name} {use}": size for use, size in uses.items()})
 
-    async def call(self, method: str, *arguments: Any) -> list[None]:
-        match method, *arguments:
+    async def call(self, ask: Callable[[Any], Any]) -> list[None]:
+        match recorded(ask):
             case "leave_gpu", offload:
                 self.hold(cache=0, **({"state": 0} if offload else {}))
             case "update", _:
                 self.hold(state=STATE, cache=WORK)
-            case "send_weights", _:
+            case "send_weights", _, _:
                 self.hold(cache=BUCKETS)
         return [None]
 
@@ -60,10 +61,11 @@ class FakeEngines:
         self.memory, self.calls = memory, []
         self.present = self.actors = ["engine 0"]
 
-    async def call_one(self, rank: int, method: str, *, what: str) -> None:
-        await self.call(method)
+    async def call_one(self, rank: int, ask: Callable[[Any], Any], *, what: str) -> None:
+        await self.call(ask)
 
-    async def call(self, method: str, *arguments: Any, **_: Any) -> None:
+    async def call(self, ask: Callable[[Any], Any], **_: Any) -> None:
+        method, *arguments = recorded(ask)
         self.calls.append(" ".join([method, *(str(x) for argument in arguments for x in argument)]))
         match self.calls[-1]:
             case "sleep":
@@ -105,7 +107,7 @@ class SharedGPU(Cluster):
     async def step(self, engines: Engines, version: int) -> None:
         await engines.sleep_if_colocated()
         roles = (CRITIC, LEARNER)
-        await self.together({role: self.ranks[role].call("update", version) for role in roles})
+        await self.together({role: self.ranks[role].call(lambda rank: rank.update(version)) for role in roles})
         await engines.send_weights(version)
 
 

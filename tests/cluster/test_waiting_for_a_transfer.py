@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rlhf.cluster import engine_recovery
-from rlhf.cluster.actors import ActorGroup, ClusterError, LostError
+from rlhf.cluster.actors import ActorGroup, ClusterError, LostError, recorded
 from rlhf.cluster.cluster import Cluster
 from rlhf.cluster.engines import Engines
 from rlhf.config.roles import ENGINE, LEARNER
@@ -21,7 +22,7 @@ class DeadEngine(ActorGroup):
     def __init__(self) -> None:
         super().__init__("engine", [], deadline_s=1.0)
 
-    async def call(self, method: str, *arguments: object, deadline_s: float | None = None) -> list[object]:
+    async def call(self, ask: Callable[[Any], Any], *, deadline_s: float | None = None) -> list[Any]:
         raise ClusterError("engine 0 is lost")
 
 
@@ -52,12 +53,12 @@ class FakeEngines(ActorGroup):
         super().__init__("engine", ["engine 0", "engine 1"], deadline_s=1.0)
         self.calls: list[str] = []
 
-    async def call(self, method: str, *arguments: object, deadline_s: float | None = None) -> list[object]:
-        self.calls.append(method)
+    async def call(self, ask: Callable[[Any], Any], *, deadline_s: float | None = None) -> list[Any]:
+        self.calls.append(recorded(ask)[0])
         return []
 
-    async def call_one(self, rank: int, method: str, *arguments: object, what: str) -> object:
-        return await self.call(method)
+    async def call_one(self, rank: int, ask: Callable[[Any], Any], *, what: str) -> Any:
+        return await self.call(ask)
 
 
 def test_a_transfer_ends_when_another_task_replaces_an_engine_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,8 +101,8 @@ def test_after_a_failed_transfer_no_engine_goes_on_sampling(
     group = FakeEngines()
 
     class Learners:
-        async def call(self, method: str, *arguments: Any) -> None:
-            group.calls.append(method)
+        async def call(self, ask: Callable[[Any], Any]) -> None:
+            group.calls.append(recorded(ask)[0])
             raise error
 
     class Started(Cluster):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,12 @@ from worlds import make_config
 
 from rlhf.run.run import Run
 
-RANK: Any = SimpleNamespace(device=torch.device("cpu"))
+RANK: Any = SimpleNamespace(apply=lambda function, *arguments: function(RANK, *arguments))
 
 
 class OneLearner:
-    async def call_one(self, rank: int, method: str, function: Any, *arguments: Any, what: str) -> Any:
-        return function(RANK, *arguments)
+    async def call_one(self, rank: int, ask: Callable[[Any], Any], *, what: str) -> Any:
+        return ask(RANK)
 
 
 def test_a_trace_that_cannot_be_written_is_a_warning_and_the_next_one_is_written(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from installed import seems_installed
 from worlds import make_config, run_world
 
-from rlhf.cluster.actors import ClusterError
+from rlhf.cluster.actors import ClusterError, recorded
 from rlhf.rollout.requests import Completion
 from rlhf.types import Prompt, World
 
@@ -156,8 +157,8 @@ class Calls:
     def __init__(self, answer: Any) -> None:
         self.answer = answer
 
-    async def call(self, method: str, *arguments: Any) -> list[Any]:
-        return [self.answer(method, *arguments)]
+    async def call(self, ask: Callable[[Any], Any]) -> list[Any]:
+        return [self.answer(*recorded(ask))]
 
 
 def refusals(world: World, path: Path, dtype: str) -> dict[str, str]:

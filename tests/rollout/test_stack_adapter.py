@@ -46,7 +46,7 @@ async def base_checksums(engines: Engines) -> dict[str, int]:
                 tensors[f"{name}.packed"] = module.cpu_linear(torch.eye(inputs), module.weight, None)
         return {name: zlib.crc32(tensor.detach().contiguous().numpy().tobytes()) for name, tensor in tensors.items()}
 
-    ((checksums,),) = await engines.group.call("on_workers", on_worker)
+    ((checksums,),) = await engines.group.call(lambda engine: engine.on_workers(on_worker))
     return dict(checksums)
 
 
@@ -72,7 +72,9 @@ async def sample(engines: Engines) -> Seen:
 
 async def own_logprobs(engines: Engines, sampled: Completion) -> np.ndarray:
     """The learner's, of a response after PROMPT."""
-    (own,) = (await engines.learners.call("canary", [np.concatenate([PROMPT, sampled.token_ids])]))[0]
+    (own,) = (
+        await engines.learners.call(lambda learner: learner.canary([np.concatenate([PROMPT, sampled.token_ids])]))
+    )[0]
     return np.asarray(own)[len(PROMPT) :]
 
 
@@ -86,11 +88,11 @@ async def look(config: Any) -> list[Seen]:
         await canary.check_start(0)
         seen = [await sample(engines)]
         for version in (1, 2):
-            await engines.learners.call("perturb_weights", 0, 4 * version)
+            await engines.learners.call(lambda learner: learner.perturb_weights(0, 4 * version))  # noqa: B023
             await engines.send_weights(version)
             await canary.check(version)
             seen.append(await sample(engines))
-            await engines.learners.call("restore_weights")
+            await engines.learners.call(lambda learner: learner.restore_weights())
         with pytest.raises(ClusterError, match="does not hold the weights of version 3"):  # it has those of version 2
             await canary.check(3)
         for version in (3, 4):
@@ -110,9 +112,9 @@ async def look(config: Any) -> list[Seen]:
 
             return on_rank
 
-        await engines.learners.call("perturb_weights")
+        await engines.learners.call(lambda learner: learner.perturb_weights())
         for factor, holds in ((1.0, True), (0.0, False), (2.0, False)):  # sent; not applied; applied twice
-            await engines.learners.call("apply", set_scale(factor))
+            await engines.learners.call(lambda learner: learner.apply(set_scale(factor)))  # noqa: B023
             await engines.send_weights(5)
             if holds:
                 await canary.check(5)
@@ -123,7 +125,7 @@ async def look(config: Any) -> list[Seen]:
             peft_name(f"model.layers.99.self_attn.q_proj.{name}"): torch.ones(4, 4) for name in ("lora_A", "lora_B")
         }
         with pytest.raises(ValueError, match=r"no layer model.layers.99.self_attn.q_proj"):
-            await engines.group.call("load_adapter", save(unknown), "6")
+            await engines.group.call(lambda engine: engine.load_adapter(save(unknown), "6"))
     return seen
 
 

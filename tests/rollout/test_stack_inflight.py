@@ -52,7 +52,9 @@ async def sample_across_an_update(config: Any) -> Sampled:
         groups = [await engines.generate(prompt.token_ids, settings, samples=samples) for samples, settings in ASKED]
         parsed = replace(LATER, parsing=Parsing("hermes", tools=(TOOL,)))
         spoken = await engines.generate(prompt.token_ids, parsed, samples=4, prefer=0)
-        await engines.learners.call("perturb_weights")  # of the learner's; the engine samples with the old ones
+        await engines.learners.call(
+            lambda learner: learner.perturb_weights()
+        )  # of the learner's; the engine samples with the old ones
         settings = SamplingSettings(1.0, LONGEST)
         sampling = asyncio.ensure_future(engines.generate(prompt.token_ids, settings, samples=SAMPLES))
         await asyncio.sleep(0)  # until it is sent
@@ -60,9 +62,9 @@ async def sample_across_an_update(config: Any) -> Sampled:
         await engines.send_weights(1)
         rollouts = [to_rollout(prompt, sample, completion) for sample, completion in enumerate(await sampling)]
         sequences = [rollout.sequences[0].token_ids for rollout in rollouts]
-        (new,) = await engines.learners.call("canary", sequences)
-        await engines.learners.call("restore_weights")
-        (old,) = await engines.learners.call("canary", sequences)
+        (new,) = await engines.learners.call(lambda learner: learner.canary(sequences))
+        await engines.learners.call(lambda learner: learner.restore_weights())
+        (old,) = await engines.learners.call(lambda learner: learner.canary(sequences))
     by_settings = [[completion.token_ids.tolist() for completion in group] for group in groups]
     assert all(completion.message is None for group in groups for completion in group)
     return Sampled(rollouts, old, new, by_settings, spoken)

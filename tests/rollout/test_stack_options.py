@@ -64,7 +64,9 @@ async def start(model: Path, options: dict[str, Any]) -> Started:
     async with started_engines(config, trains=False) as engines:
         has, without, max_num_seqs = await engines.group.actors[0].__ray_call__.remote(read)
         first, *_ = await engines.generate(PROMPT, SETTINGS, samples=4)
-        (scored,) = (await engines.group.call("canary", [np.concatenate([PROMPT, first.token_ids])]))[0]
+        (scored,) = (
+            await engines.group.call(lambda engine: engine.canary([np.concatenate([PROMPT, first.token_ids])]))
+        )[0]
     by_option = (dict(zip(OPTIONS, each, strict=True)) for each in (has, without))
     return Started(*by_option, max_num_seqs, first.logprobs, scored[len(PROMPT) :])
 

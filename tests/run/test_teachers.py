@@ -16,6 +16,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from worlds import make_config, rollout_of
 
+from rlhf.cluster.actors import recorded
 from rlhf.config.grpo import GRPOConfig
 from rlhf.run.teachers import Teachers
 from rlhf.step.batch import make_batch
@@ -62,7 +63,8 @@ class Learners:
     async def start_step(self, batch: Any, epochs: Any) -> None:
         self.batch, self.epochs = batch, epochs
 
-    async def compute(self, method: str, teacher: Any) -> list[np.ndarray]:
+    async def compute(self, ask: Callable[[Any], Any]) -> list[np.ndarray]:
+        method, teacher = recorded(ask)
         assert method == "teacher_logprobs"
         tokens = self.batch.tokens
         rows = sorted(int(r) for minibatch in self.epochs[0] for part in minibatch.microbatches[0] for r in part)

@@ -109,7 +109,7 @@ async def check_kernels(patient: Patient) -> Finding:
     await engines.sleep_if_colocated()
     errors = {}
     for text, (function, sizes) in cases.items():
-        by_rank = await engines.learners.call("apply", function, *sizes, dtype)
+        by_rank = await engines.learners.call(lambda learner: learner.apply(function, *sizes, dtype))  # noqa: B023
         errors[text] = max(by_rank, key=lambda error: math.inf if math.isnan(error) else error)
     bound = on_rank.TOLERANCE[dtype]
     text = f"{dtype} against float32, relative errors, tolerance {bound:g}: "
@@ -157,10 +157,10 @@ async def check_update(patient: Patient) -> Finding:
     batch = _batch([rollout for group in await _sample(engines, patient.prompts, settings) for rollout in group])
     await engines.sleep_if_colocated()
     await engines.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
-    (old,) = await engines.learners.compute("apply", on_rank.old_logprobs)
+    (old,) = await engines.learners.compute(lambda learner: learner.apply(on_rank.old_logprobs))
     assert old is not None
     patient.targets = _targets(batch, old)
-    by_rank = await engines.learners.call("apply", on_rank.update, patient.targets, 0.0)
+    by_rank = await engines.learners.call(lambda learner: learner.apply(on_rank.update, patient.targets, 0.0))
     metrics = {name: m.value() for name, m in merge_metrics([updated.metrics for updated in by_rank]).items()}
     ratio, kl, engine_kl = (metrics[f"policy/{name}"] for name in ("ratio_max", "kl_old", "engine_kl"))
     text = f"{len(batch.rewards)} rollouts: largest ratio {ratio:.9g}, KL to the engines {engine_kl:.2g}"
@@ -181,13 +181,14 @@ async def check_cycle(patient: Patient) -> Finding:
     lr = config.learner.optimizer.lr
 
     async def free() -> str:
-        return f"{min(await engines.learners.call('apply', on_rank.free_bytes)) / GIB:.1f}"
+        return f"{min(await engines.learners.call(lambda learner: learner.apply(on_rank.free_bytes))) / GIB:.1f}"
 
-    lines, moved = [], ()
+    lines: list[str] = []
+    moved: tuple[str, ...] = ()
     for cycle in range(1, CYCLES + 1):
         await engines.sleep_if_colocated()
         asleep = await free()
-        (updated, *_) = await engines.learners.call("apply", on_rank.update, targets, lr)
+        (updated, *_) = await engines.learners.call(lambda learner: learner.apply(on_rank.update, targets, lr))
         moved, after_update = updated.moved, await free()
         await engines.send_weights(cycle)
         difference = (await canary.check(cycle))["sync/canary_difference"]
@@ -236,7 +237,7 @@ async def check_microbatch(patient: Patient) -> Finding:
     await engines.sleep_if_colocated()
     await engines.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
     zeros = np.zeros(len(batch.tokens.token_ids), np.float32)
-    by_rank = await engines.learners.call("apply", on_rank.update, _targets(batch, zeros), 0.0)
+    by_rank = await engines.learners.call(lambda learner: learner.apply(on_rank.update, _targets(batch, zeros), 0.0))
     peak = max(updated.peak_bytes for updated in by_rank) / GIB
     text = f"{config.learner.max_tokens_per_microbatch:,} tokens: peak memory {peak:.1f} GiB"
     shape = shape_at(config.model.path)
