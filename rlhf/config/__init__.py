@@ -1,4 +1,4 @@
 """The YAML: its keys (`sections`, `data`, `reward`), the whole config of each program, and contradictions.
 
-A new key: a field of its section, with a description. If a resumed run may change it, `run/resume.py` names it.
+A new key: a field of its section, with a description, and with `resume="free"` if a resumed run may change it.
 """

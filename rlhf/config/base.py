@@ -8,7 +8,7 @@ import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -22,17 +22,29 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 USER_CODE = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
 
 
+Resume = Literal["fixed", "free", "rounding"]
+REQUIRED: Any = ...  # the default of a key that must be set
+
+
 class Section(BaseModel):
     """One section of the config; every field has a default (or is required), a unit and a one-line description.
 
     Types are strict, unknown keys are refused, and nothing changes after validation.
+
+    Attributes:
+        resume: whether a resumed run may change the keys of this section; None: as in the section around it. `free`:
+            they change where, how fast and how watched the run is, not what it learns. `rounding`: they change how sums
+            are rounded, and stay as they are in a deterministic run. A key may have its own value.
     """
 
+    resume: ClassVar[Resume | None] = None
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-def key(default: T, description: str, **constraints: Any) -> T:
-    """A key of a section that need not be set; --help shows the description, one line with its unit."""
+def key(default: T, description: str, *, resume: Resume | None = None, **constraints: Any) -> T:
+    """A key of a section; --help shows the description, one line with its unit. `resume`: as that of `Section`."""
+    if resume is not None:
+        constraints["json_schema_extra"] = {"resume": resume}
     field: T = Field(default, description=description, **constraints)
     return field
 

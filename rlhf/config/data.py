@@ -15,7 +15,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from rlhf.config.base import FilePath, NonNegative, Section, key, with_home
+from rlhf.config.base import REQUIRED, FilePath, NonNegative, Section, key, with_home
 
 NamedTemplate = Literal["model", "chatml", "qwen-math", "tulu", "qa", "raw"]
 TEMPLATE_SUFFIX = ".jinja"
@@ -152,8 +152,10 @@ S = TypeVar("S", bound=DatasetConfig)
 class DatasetsConfig(Section, Generic[S]):
     """The data sets of any program that trains."""
 
-    train: tuple[S, ...] = Field(description="training data: a path or hub name, a mapping with `path`, or a list")
-    eval: tuple[S, ...] = key((), "held-out data: as data.train; null: none")
+    train: tuple[S, ...] = key(
+        REQUIRED, "training data: a path or hub name, a mapping with `path`, or a list", resume="free"
+    )
+    eval: tuple[S, ...] = key((), "held-out data: as data.train; null: none", resume="free")
     on_bad_row: Literal["fail", "skip"] = key("fail", "a row that cannot be used ends the program, or is left out")
     date: datetime.date | None = key(
         None, "YYYY-MM-DD, for a chat template that writes the day; null: the first start's"
@@ -197,7 +199,7 @@ class DataConfig(DatasetsConfig[SourceConfig]):
     system_prompt: str | None = key(None, "system message for prompts that have none; null: none", min_length=1)
     prompt_suffix: str | None = key(None, "text added to the prompt on a line of its own; null: none", min_length=1)
     max_prompt_tokens: PositiveInt = key(1024, "longest prompt with its template, tokens; longer ones are left out")
-    eval_rows: PositiveInt | None = key(None, "first rows of each evaluation set to use; null: all")
+    eval_rows: PositiveInt | None = key(None, "first rows of each evaluation set to use; null: all", resume="free")
 
     @property
     def template_arguments(self) -> dict[str, Any]:

@@ -59,12 +59,14 @@ class _Driven(Section):
     gives_answer: bool = key(
         False, "rows have their answers, also where the code of the environment does not name their columns"
     )
-    url: str | None = key(None, "of name: service: where a rollout is asked for", pattern="^https?://[^/]")
+    url: str | None = key(
+        None, "of name: service: where a rollout is asked for", pattern="^https?://[^/]", resume="free"
+    )
     key_variable_name: str | None = key(
-        None, "of name: service: environment variable of the run that holds the service's key"
+        None, "of name: service: environment variable of the run that holds the service's key", resume="free"
     )
     timeout_s: PositiveFloat | None = key(
-        None, "of a program or service: seconds that a rollout may take by the clock; null: 600"
+        None, "of a program or service: seconds that a rollout may take by the clock; null: 600", resume="free"
     )
 
 
@@ -131,27 +133,38 @@ class EnvironmentConfig(_Driven):
     by_name: dict[str, EnvironmentPart] = key({}, "several environments; the row's column `environment` names its own")
     weight: float = key(1.0, "factor of the environment's own reward in the sum")
     processes: PositiveInt = key(
-        64, "processes for environments on each node, rollouts at once of a service; others wait for a free one"
+        64,
+        "processes for environments on each node, rollouts at once of a service; others wait for a free one",
+        resume="free",
     )
-    python: FilePath | None = key(None, "interpreter that runs them, such as venv/bin/python; null: that of the run")
-    env: tuple[str, ...] = key((), "environment variables that they get", strict=False)
-    network: bool = key(False, "let them open network connections")
-    files: tuple[FilePath, ...] = key((), "what else than their code they may read and write", strict=False)
+    python: FilePath | None = key(
+        None, "interpreter that runs them, such as venv/bin/python; null: that of the run", resume="free"
+    )
+    env: tuple[str, ...] = key((), "environment variables that they get", strict=False, resume="free")
+    network: bool = key(False, "let them open network connections", resume="free")
+    files: tuple[FilePath, ...] = key(
+        (), "what else than their code they may read and write", strict=False, resume="free"
+    )
     endpoint_host: str = key(
         LOOPBACK,
         "IPv4 address of the driver's node at which programs and services reach the model; with 127.0.0.1 they and all "
         "other environments stay there",
+        resume="free",
     )
     trained_sequences: tuple[str, ...] = key(
         ALL, f"of a coroutine, program or service: all, or a list: those that {', '.join(KINDS)} requests begin"
     )
-    cpu_seconds: PositiveFloat = key(30.0, "CPU seconds that one call may take")
-    wall_seconds: PositiveFloat = key(120.0, "seconds that one call may take by the clock")
-    memory_mb: int = key(1024, "memory that a process may add to what it starts with, MiB", ge=64)
+    cpu_seconds: PositiveFloat = key(30.0, "CPU seconds that one call may take", resume="free")
+    wall_seconds: PositiveFloat = key(120.0, "seconds that one call may take by the clock", resume="free")
+    memory_mb: int = key(1024, "memory that a process may add to what it starts with, MiB", ge=64, resume="free")
     failed_reward: float = key(0.0, "reward of a rollout whose tool call went over a limit; it is trained on")
-    max_failed_fraction: Fraction = key(0.5, "share of a step's rollouts that may fail before the run ends")
+    max_failed_fraction: Fraction = key(
+        0.5, "share of a step's rollouts that may fail before the run ends", resume="free"
+    )
     try_tools: bool = key(
-        True, "call each tool once at the start, with arguments made from its schema; false for tools with side effects"
+        True,
+        "call each tool once at the start, with arguments made from its schema; false for tools with side effects",
+        resume="free",
     )
 
     @model_validator(mode="before")

@@ -40,6 +40,7 @@ class CriticConfig(TrainedConfig):
     path: FilePath | None = key(
         None,
         "start model; of a reward model the head is divided by the std of its scores; null: model.path, head of zeros",
+        resume="free",
     )
     epochs_per_step: PositiveInt | None = key(None, "its passes over the rollouts of a step; null: as the policy")
     minibatches_per_epoch: PositiveInt | None = key(None, "its optimizer steps in a pass; null: as the policy")

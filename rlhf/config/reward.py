@@ -193,9 +193,11 @@ class RewardPart(Section):
     options: dict[str, Any] = key({}, "options of this reward")
     group: bool = key(False, "your function gets all responses to a prompt at once, and returns a list")
     concurrency: PositiveInt = key(128, "calls of your `async def` function that wait at the same time in one worker")
-    env: tuple[str, ...] = key((), "environment variables that your function gets", strict=False)
-    network: bool = key(False, "let your function open network connections")
-    files: tuple[FilePath, ...] = key((), "what else than its code your function may read and write", strict=False)
+    env: tuple[str, ...] = key((), "environment variables that your function gets", strict=False, resume="free")
+    network: bool = key(False, "let your function open network connections", resume="free")
+    files: tuple[FilePath, ...] = key(
+        (), "what else than its code your function may read and write", strict=False, resume="free"
+    )
 
     @property
     def is_user_function(self) -> bool:
@@ -225,16 +227,22 @@ class RewardConfig(Section):
         json_schema_extra={"default": [{"name": "math"}]},
     )
     by_source: dict[str, tuple[RewardPart, ...]] = key({}, "other parts for the prompts of the named data sources")
-    workers: PositiveInt | None = key(None, "grading processes; null: the cores, at most 8")
-    cpu_seconds: PositiveFloat = key(2.0, "CPU seconds that one part may take for one response")
-    wall_seconds: PositiveFloat = key(10.0, "seconds that it may take by the clock, without waiting for a core")
-    memory_mb: int = key(1024, "memory that a grading process may add to what it starts with, MiB", ge=64)
+    workers: PositiveInt | None = key(None, "grading processes; null: the cores, at most 8", resume="free")
+    cpu_seconds: PositiveFloat = key(2.0, "CPU seconds that one part may take for one response", resume="free")
+    wall_seconds: PositiveFloat = key(
+        10.0, "seconds that it may take by the clock, without waiting for a core", resume="free"
+    )
+    memory_mb: int = key(
+        1024, "memory that a grading process may add to what it starts with, MiB", ge=64, resume="free"
+    )
     bound: float = key(1e4, "largest absolute value of a reward; a larger one is a failure", gt=0, le=FLOAT32_MAX)
     bad_gold: Literal["fail", "skip"] = key("fail", "if a gold answer cannot be graded: stop, or leave its row out")
     failure_fraction: Fraction = key(
-        0.02, "share of the calls of a user function or rubric that may fail before the run stops"
+        0.02, "share of the calls of a user function or rubric that may fail before the run stops", resume="free"
     )
-    failures_always_allowed: NonNegativeInt = key(10, "failures of a user function or rubric that never stop the run")
+    failures_always_allowed: NonNegativeInt = key(
+        10, "failures of a user function or rubric that never stop the run", resume="free"
+    )
 
     @model_validator(mode="before")
     @classmethod

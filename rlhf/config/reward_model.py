@@ -23,7 +23,7 @@ def reward_model_record(path: str) -> dict[str, Any]:
 class RewardModelConfig(Section):
     """A reward model whose normalized score, times its weight, is added to the reward of every response."""
 
-    path: FilePath | None = key(None, "sequence-classification model with one label; null: an endpoint")
+    path: FilePath | None = key(None, "sequence-classification model with one label; null: an endpoint", resume="free")
     endpoint: str | None = key(None, 'URL: {"conversations": [[{role, content}]]} -> {"scores": [number]}')
     weight: float = key(1.0, "factor in the sum with the parts of `reward`")
     mean: float | None = key(None, "subtracted from scores; null: as recorded with the model, else 0")
@@ -33,10 +33,10 @@ class RewardModelConfig(Section):
     )
     template: NamedTemplate | None = key(None, "of its input, as data.template; null: as recorded, else model")
     dtype: ModelDType = key("bfloat16", "type of its weights")
-    replicas: PositiveInt = key(1, "copies of the model, a GPU each; or concurrent requests")
-    max_tokens_per_batch: PositiveInt = key(16384, "tokens in one forward pass of one copy")
-    timeout_s: PositiveFloat = key(60.0, "seconds that one request to the endpoint may take")
-    retries: NonNegativeInt = key(5, "further tries of a failed request; the wait doubles each time")
+    replicas: PositiveInt = key(1, "copies of the model, a GPU each; or concurrent requests", resume="free")
+    max_tokens_per_batch: PositiveInt = key(16384, "tokens in one forward pass of one copy", resume="rounding")
+    timeout_s: PositiveFloat = key(60.0, "seconds that one request to the endpoint may take", resume="free")
+    retries: NonNegativeInt = key(5, "further tries of a failed request; the wait doubles each time", resume="free")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from rlhf.config.base import FilePath, Fraction, NonNegative, NonNegativeInt, OwnOr, Section, key
+from rlhf.config.base import REQUIRED, FilePath, Fraction, NonNegative, NonNegativeInt, OwnOr, Resume, Section, key
 from rlhf.config.cards import CardName
 from rlhf.config.library_options import check_deepspeed_options, check_engine_options
 from rlhf.config.parsers import check_tool_parser
@@ -58,20 +58,23 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    path: FilePath = Field(description="folder or hub name of the model that is trained")
+    path: FilePath = key(REQUIRED, "folder or hub name of the model that is trained", resume="free")
     dtype: ModelDType = key("bfloat16", "of weights and activations; master weights are float32")
     gradient_checkpointing: Checkpointing = key(
-        False, "recompute activations in the backward pass; selective: all but matrix products and attention"
+        False,
+        "recompute activations in the backward pass; selective: all but matrix products and attention",
+        resume="rounding",
     )
-    trust_remote_code: bool = key(False, "run code that the model's repository ships")
+    trust_remote_code: bool = key(False, "run code that the model's repository ships", resume="free")
     lora: LoraConfig | None = key(None, "train adapters in place of all weights: {rank: 16}; null: all weights")
 
 
 class AnyRunConfig(Section):
     """The `run` section of any program that trains."""
 
+    resume: ClassVar[Resume | None] = "free"
     dir: FilePath = Field(description="folder of the run: config, metrics, rollouts, checkpoints, final model")
-    seed: NonNegativeInt = key(0, "seeds the order of the data, sampling and minibatches")
+    seed: NonNegativeInt = key(0, "seeds the order of the data, sampling and minibatches", resume="fixed")
     deterministic: bool = key(False, "two runs on one machine, and a resumed one, are equal bit for bit; slower")
     export: bool = key(True, "write the final model in Hugging Face format")
     max_restarts: NonNegativeInt = key(
@@ -121,11 +124,13 @@ class RolloutConfig(Section):
         "wait", "wait for groups that get too old, or discard them, often the slow ones"
     )
     on_weight_update: Literal["recompute", "keep_kv"] = key("recompute", "KV cache of running requests")
-    gpu_memory_utilization: Fraction = key(0.85, "share of a GPU that an engine takes")
-    kv_cache_gib: PositiveFloat = key(1.0, "KV cache of an engine on CPU, GiB")
-    max_concurrent_sequences: PositiveInt = key(256, "sequences that an engine runs at once")
-    enforce_eager: bool = key(False, "no CUDA graphs in the engines; CPU never has them")
-    engine: dict[str, Any] = key({}, "further arguments of vLLM's engine, such as {max_num_batched_tokens: 8192}")
+    gpu_memory_utilization: Fraction = key(0.85, "share of a GPU that an engine takes", resume="free")
+    kv_cache_gib: PositiveFloat = key(1.0, "KV cache of an engine on CPU, GiB", resume="free")
+    max_concurrent_sequences: PositiveInt = key(256, "sequences that an engine runs at once", resume="free")
+    enforce_eager: bool = key(False, "no CUDA graphs in the engines; CPU never has them", resume="rounding")
+    engine: dict[str, Any] = key(
+        {}, "further arguments of vLLM's engine, such as {max_num_batched_tokens: 8192}", resume="rounding"
+    )
 
     @field_validator("engine")
     @classmethod
@@ -264,15 +269,17 @@ class ScheduleConfig(Section):
 class TrainedConfig(Section):
     """Settings that policy, critic and reward model each have: optimizer, schedule, ZeRO stage."""
 
-    zero_stage: Literal[0, 1, 2, 3] = key(2, "DeepSpeed ZeRO stage")
-    offload_optimizer: bool = key(False, "keep the optimizer state in host memory")
+    zero_stage: Literal[0, 1, 2, 3] = key(2, "DeepSpeed ZeRO stage", resume="rounding")
+    offload_optimizer: bool = key(False, "keep the optimizer state in host memory", resume="rounding")
     reduce_dtype: ModelDType = key(
         "bfloat16", "of gradients on their way between learners of a bfloat16 model; float32 sends twice the bytes"
     )
     max_grad_norm: PositiveFloat | None = key(1.0, "global gradient norm is clipped to it; null is off")
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-    deepspeed: dict[str, Any] = key({}, "further settings of DeepSpeed, such as {zero_optimization: {...}}")
+    deepspeed: dict[str, Any] = key(
+        {}, "further settings of DeepSpeed, such as {zero_optimization: {...}}", resume="rounding"
+    )
 
     @field_validator("deepspeed")
     @classmethod
@@ -284,7 +291,9 @@ class AnyLearnerConfig(TrainedConfig):
     """The `learner` section of any program that trains."""
 
     max_tokens_per_microbatch: PositiveInt = key(
-        16384, "tokens that a learner computes at once; changes memory and speed, and the result by rounding alone"
+        16384,
+        "tokens that a learner computes at once; changes memory and speed, and the result by rounding alone",
+        resume="rounding",
     )
 
 
@@ -308,6 +317,7 @@ class WeightsConfig(Section):
 
 
 class CheckpointConfig(Section):
+    resume: ClassVar[Resume | None] = "free"
     every: PositiveInt | Literal["auto"] | None = key(
         "auto", "training steps between checkpoints; auto is a tenth of run.steps, rounded up; null saves none"
     )
@@ -340,6 +350,7 @@ class CheckpointConfig(Section):
 class AnyEvaluationConfig(Section):
     """When a program evaluates."""
 
+    resume: ClassVar[Resume | None] = "free"
     every: PositiveInt | None = key(None, "training steps between evaluations; null is off")
     at_start: bool = key(True, "evaluate before the first step")
     at_end: bool = key(True, "evaluate after the last step")
@@ -390,6 +401,7 @@ class TrackioConfig(Section):
 class AnyLoggingConfig(Section):
     """The `logging` section of any program that trains."""
 
+    resume: ClassVar[Resume | None] = "free"
     wandb: WandbConfig = WandbConfig()
     tensorboard: bool = key(False, "write event files for TensorBoard to tensorboard/ in the run folder")
     trackio: TrackioConfig = TrackioConfig()
@@ -409,10 +421,13 @@ class LoggingConfig(AnyLoggingConfig):
 class LearnersConfig(Section):
     """The `cluster` section of a program that trains without engines, and the part that all programs share."""
 
-    device: Literal["cuda", "cpu"] = key("cuda", "where the models compute")
-    learners: PositiveInt = key(1, "learner ranks, one GPU each")
+    resume: ClassVar[Resume | None] = "free"
+    device: Literal["cuda", "cpu"] = key("cuda", "where the models compute", resume="rounding")
+    learners: PositiveInt = key(1, "learner ranks, one GPU each", resume="rounding")
     threads_per_learner: PositiveInt | None = key(
-        None, "threads of a learner on CPU, and of an optimizer in host memory; null: cores of its node / learners"
+        None,
+        "threads of a learner on CPU, and of an optimizer in host memory; null: cores of its node / learners",
+        resume="rounding",
     )
     gpus_per_node: PositiveInt = key(8, "for --plan, which takes this machine's if it is not set; a run asks Ray")
     gpu: CardName | None = key(None, "card that --plan assumes, such as H100; null: this machine's, or by its memory")
@@ -428,7 +443,7 @@ class LearnersConfig(Section):
 
 class ClusterConfig(LearnersConfig):
     engines: PositiveInt = key(1, "vLLM engines")
-    tensor_parallel: PositiveInt = key(1, "GPUs of one engine")
+    tensor_parallel: PositiveInt = key(1, "GPUs of one engine", resume="rounding")
     min_engines: PositiveInt = key(1, "sampling waits while fewer engines run; lost ones are replaced meanwhile")
     placement: Literal["separate", "colocated"] = key("separate", "engines and learners on different or the same GPUs")
     offload_while_sampling: bool = key(True, "colocated: optimizer and reference leave the GPU while engines are awake")
@@ -438,6 +453,7 @@ class ClusterConfig(LearnersConfig):
 class PlanConfig(Section):
     """Measured or assumed numbers from which --plan estimates hours; a run does not read them."""
 
+    resume: ClassVar[Resume | None] = "free"
     engine_tokens_per_second: PositiveFloat | None = key(None, "rollout/tokens_per_second / cluster.engines")
     learner_tokens_per_second: PositiveFloat | None = key(
         None, "learner/tokens_per_second / cluster.learners, of a run without offload_optimizer"

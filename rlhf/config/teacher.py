@@ -13,9 +13,11 @@ from rlhf.config.base import FilePath, NonNegativeInt, Section, key, suggest
 class TeacherModel(Section):
     """One teacher: exactly one of `path`, `endpoint` and `own`; none where each source names its own."""
 
-    path: FilePath | None = key(None, "folder or hub name of a model, kept by the learners next to the policy")
+    path: FilePath | None = key(
+        None, "folder or hub name of a model, kept by the learners next to the policy", resume="free"
+    )
     endpoint: str | None = key(
-        None, "address of an OpenAI-compatible server with prompt log-probs, http://host:8000/v1"
+        None, "address of an OpenAI-compatible server with prompt log-probs, http://host:8000/v1", resume="free"
     )
     own: Literal["policy", "average"] | None = key(None, "the policy itself, or the reference with ref_update=average")
     hint_column: str | None = key(None, "column whose text the teacher alone reads, after the last message of a prompt")
@@ -44,9 +46,9 @@ class TeacherConfig(TeacherModel):
     coef: PositiveFloat = key(1.0, "factor of log pi_teacher - log pi_old in the advantage, or of the KL in the loss")
     reward: Literal["add", "replace"] = key("replace", "add that to the advantage of the reward, or replace it")
     by_source: dict[str, TeacherModel] = key({}, "teachers of single sources of data.train; others have the one above")
-    concurrent_requests: PositiveInt = key(32, "sequences that an endpoint is asked for at once")
-    timeout_s: PositiveFloat = key(60.0, "seconds that one request to an endpoint may take")
-    retries: NonNegativeInt = key(5, "further tries of a failed request; the wait doubles each time")
+    concurrent_requests: PositiveInt = key(32, "sequences that an endpoint is asked for at once", resume="free")
+    timeout_s: PositiveFloat = key(60.0, "seconds that one request to an endpoint may take", resume="free")
+    retries: NonNegativeInt = key(5, "further tries of a failed request; the wait doubles each time", resume="free")
 
     def of(self, source: str) -> TeacherModel | None:
         """The teacher of the rows of a source."""

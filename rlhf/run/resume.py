@@ -1,22 +1,22 @@
 """What a resumed run may change: nothing that would make it another run.
 
-A key of the config may change only if FREE names it or a section around it, or if it is a grant of a reward. The start
+A key of the config may change only if its field, or a section around it, is declared with `resume="free"`. The start
 models and the data are compared by their fingerprints, so that their folders may move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_args, get_origin
 
+from rlhf.config.base import Resume, Section
 from rlhf.config.changed import config_of_any_program
 from rlhf.config.cli import NothingToDoError
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import short_value
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.references import from_environment
-from rlhf.config.reward import GRANTS
 from rlhf.config.secrets import hidden
 from rlhf.data.model_files import model_fingerprint
 from rlhf.log.sinks import read_summary
@@ -25,71 +25,47 @@ from rlhf.run.checkpoint_files import LATEST, read_line, step_of
 from rlhf.run.folder import STATE_FILE, RunFolder
 from rlhf.run.state import RunState
 
-# Keys and sections that change where, how fast and how watched the run is, not what it learns.
-FREE = frozenset((
-    "run", "cluster", "checkpoint", "evaluation", "logging", "plan",
-    "model.path", "model.gradient_checkpointing", "model.trust_remote_code",
-    "data.train", "data.eval", "data.eval_rows",
-    "rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.max_concurrent_sequences",
-    "rollout.enforce_eager", "rollout.engine",
-    "reward.workers", "reward.cpu_seconds", "reward.wall_seconds", "reward.memory_mb",
-    "reward.failure_fraction", "reward.failures_always_allowed",
-    "environment.processes", "environment.python", "environment.env", "environment.network", "environment.files",
-    "environment.cpu_seconds", "environment.wall_seconds", "environment.memory_mb", "environment.max_failed_fraction",
-    "environment.endpoint_host", "environment.url", "environment.key_variable_name",
-    "environment.timeout_s", "environment.try_tools",
-    "reward_model.path", "reward_model.replicas", "reward_model.max_tokens_per_batch", "reward_model.timeout_s",
-    "reward_model.retries",
-    "algo.teacher.concurrent_requests", "algo.teacher.timeout_s", "algo.teacher.retries",
-    "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
-    "critic.path", "critic.zero_stage", "critic.offload_optimizer", "learner.deepspeed", "critic.deepspeed",
-))  # fmt: skip
-KEPT = frozenset(("run.seed",))  # keys of the sections in FREE that may not change
-# Keys in FREE that change how sums are rounded: they may not change if the run was deterministic and still is.
-ROUNDING = frozenset((
-    "cluster.device", "cluster.learners", "cluster.threads_per_learner", "cluster.tensor_parallel",
-    "model.gradient_checkpointing", "rollout.enforce_eager", "rollout.engine",
-    "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
-    "critic.zero_stage", "critic.offload_optimizer", "reward_model.max_tokens_per_batch",
-    "learner.deepspeed", "critic.deepspeed",
-))  # fmt: skip
+
+class Change(NamedTuple):
+    """A key whose values differ in two configs; `resume`: whether a resumed run may change it, as in `Section`."""
+
+    key: str
+    before: Any
+    now: Any
+    resume: Resume
 
 
-OPEN_SECTIONS = (".engine", ".deepspeed", ".chat_template_kwargs")
+def changed_keys(kind: Any, before: Any, now: Any, key: str = "", resume: Resume = "fixed") -> Iterator[Change]:
+    """The keys whose values differ in two configs; keys that only one of the two programs knows are ignored.
 
-
-def is_free(key: str, *, deterministic: bool = False) -> bool:
-    """Whether a resumed run may change a key."""
-    parts = key.split(".")
-    if parts[0] == "reward" and parts[-1] in GRANTS and parts[-2].isdigit():
-        return True
-    if key.startswith("algo.teacher.") and parts[-1] in ("path", "endpoint"):
-        return True
-    if key.startswith("environment.by_name.") and parts[-1] in ("url", "key_variable_name", "timeout_s"):
-        return True
-    kept = KEPT | ROUNDING if deterministic else KEPT
-    return key not in kept and any(".".join(parts[:n]) in FREE for n in range(1, len(parts) + 1))
-
-
-def changed_keys(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(key, value before, value now) where two configs differ; keys that only one of the two has are ignored.
-
-    Keys whose names are the user's own, as those of rollout.engine, are compared together.
+    Args:
+        kind: the type of the values: the class of the whole config, or the annotation of the field `key`.
+        before, now: values as JSON.
     """
-    if isinstance(before, Mapping) and isinstance(now, Mapping) and not key.endswith(OPEN_SECTIONS):
-        # the names below by_source are the user's: one that is new or gone is a change
-        names = before.keys() | now.keys() if key.endswith(".by_source") else before.keys() & now.keys()
-        for name in sorted(names):
-            yield from changed_keys(before.get(name), now.get(name), f"{key}.{name}" if key else name)
-    elif _are_sections(before) and _are_sections(now) and len(before) == len(now):
+    section = _section_in(kind)
+    both_lists = isinstance(before, list) and isinstance(now, list) and len(before) == len(now)
+    if section is None or not (both_lists or (isinstance(before, dict) and isinstance(now, dict))):
+        if before != now:
+            yield Change(key, before, now, resume)
+    elif both_lists:
         for number, pair in enumerate(zip(before, now, strict=True)):
-            yield from changed_keys(*pair, f"{key}.{number}")
-    elif before != now:
-        yield key, before, now
+            yield from changed_keys(section, *pair, f"{key}.{number}", resume)
+    elif get_origin(kind) is dict:  # its names are the user's: one that is new or gone is a change
+        for name in sorted(before.keys() | now.keys()):
+            yield from changed_keys(get_args(kind)[1], before.get(name), now.get(name), f"{key}.{name}", resume)
+    else:
+        for name in sorted(before.keys() & now.keys() & section.model_fields.keys()):
+            field = section.model_fields[name]
+            extra: Any = field.json_schema_extra or {}
+            own = extra.get("resume") or section.resume or resume
+            yield from changed_keys(field.annotation, before[name], now[name], f"{key}.{name}".lstrip("."), own)
 
 
-def _are_sections(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+def _section_in(kind: Any) -> type[Section] | None:
+    """The section that a field holds, alone or in a list or mapping; None if it holds none."""
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return kind
+    return next(filter(None, map(_section_in, get_args(kind))), None)
 
 
 def check_not_finished(config: TrainingProgramConfig) -> None:
@@ -132,23 +108,23 @@ def check_resumed_state(config: TrainingProgramConfig, path: Path, state: RunSta
             f"Resume with python -m rlhf.{began}, or start another run.dir from its model."
         )
     before, now = state.updates or config.update_plan, config.update_plan
-    changes = [(key, before[key], now.get(key)) for key in before if before[key] != now.get(key)]
+    changes = [Change(key, before[key], now.get(key), "fixed") for key in before if before[key] != now.get(key)]
     began_with = from_environment(state.config)
     deterministic = config.run.deterministic and began_with.get("run", {}).get("deterministic", False)
-    plan = before.keys()  # a null in these keys stands for the value of another key
-    written = [key for key, *_ in changed_keys(state.config, config.stored())]  # else a validator changed the value
+    kind, plan = type(config), before.keys()  # a null in the keys of the plan stands for the value of another key
+    written = [change.key for change in changed_keys(kind, state.config, config.stored())]
     changes += [
         change
-        for change in changed_keys(hidden(began_with), config.shown())
-        if change[0] not in plan
-        and any(f"{change[0]}.".startswith(f"{key}.") for key in written)
-        and not is_free(change[0], deterministic=deterministic)
+        for change in changed_keys(kind, hidden(began_with), config.shown())
+        if change.key not in plan
+        and any(f"{change.key}.".startswith(f"{key}.") for key in written)  # else a validator changed the value
+        and change.resume in (("fixed", "rounding") if deterministic else ("fixed",))
     ]
     problems = [
         f"{key}={short_value(now)}: the run began with {short_value(before)}. Resume with {key}={short_value(before)}, "
-        + ("or run.deterministic=false, " if key in ROUNDING else "")
+        + ("or run.deterministic=false, " if resume == "rounding" else "")
         + "or start another run.dir from this one's model."
-        for key, before, now in sorted(changes)
+        for key, before, now, resume in sorted(changes)
     ]
     if problems := problems + list(_other_models(config, state)):
         raise ValueError("\n".join(problems))

@@ -85,7 +85,7 @@ def test_a_plain_value_is_not_stored_as_the_reference_of_an_earlier_config() -> 
 
 def test_a_resumed_run_compares_what_references_stand_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
     def changes(before: dict[str, Any], now: GRPOConfig) -> list[str]:
-        return [key for key, *_ in changed_keys(hidden(from_environment(before)), now.shown())]
+        return [key for key, *_ in changed_keys(GRPOConfig, hidden(from_environment(before)), now.shown())]
 
     began = _load("data.train=${oc.env:DATA}").stored()
     assert changes(began, _load("data.train=${oc.env:DATA}")) == []

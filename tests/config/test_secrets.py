@@ -110,8 +110,10 @@ def test_a_run_may_go_on_with_another_key() -> None:
         load_config(GRPOConfig, [BASE], [f"reward=[{{name: 'a.b:c', api_key: {key}, threshold: {bound}}}]"])
         for key, bound in (("fake-key-number-1", 3), ("fake-key-number-2", 4))
     )
-    changes = list(changed_keys(hidden(first.model_dump(mode="json")), hidden(second.model_dump(mode="json"))))
-    assert changes == [("reward.parts.0.options.threshold", 3, 4)]
+    before, now = (hidden(config.model_dump(mode="json")) for config in (first, second))
+    hidden_key = {"api_key": "<secret>"}
+    changes = [change[:3] for change in changed_keys(GRPOConfig, before, now)]
+    assert changes == [("reward.parts.0.options", hidden_key | {"threshold": 3}, hidden_key | {"threshold": 4})]
 
 
 @pytest.mark.parametrize(

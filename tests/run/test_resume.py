@@ -16,7 +16,6 @@ from worlds import make_config, make_ppo_config
 
 from rlhf import grpo
 from rlhf.config.cli import NothingToDoError, run_program
-from rlhf.config.describe import describe_keys
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.ppo import PPOConfig
 from rlhf.log.patient_files import PatientFiles
@@ -25,12 +24,9 @@ from rlhf.rewards.scorer import Scorer
 from rlhf.run.folder import RunFolder
 from rlhf.run.restarts import train_with_restarts
 from rlhf.run.resume import (
-    FREE,
-    KEPT,
-    ROUNDING,
+    changed_keys,
     check_resumed_state,
     code_warnings,
-    is_free,
     model_fingerprints,
     resume_warnings,
 )
@@ -151,20 +147,36 @@ def test_teachers_may_move_and_none_may_come_go_or_change(model: Path, tmp_path:
             resume(began, now, tmp_path)
 
 
-def test_every_key_of_the_table_is_a_key_or_a_section() -> None:
-    keys = {key.name for schema in (GRPOConfig, PPOConfig) for key in describe_keys(schema)}
-    sections = {".".join(key.split(".")[:n]) for key in keys for n in range(1, key.count(".") + 1)}
-    assert FREE - keys - sections == set()
-    assert {key for key in keys if is_free(key) and not is_free(key, deterministic=True)} == ROUNDING
-    kept = {key for key in keys if not is_free(key)}
-    assert {"run.seed", "learner.optimizer.lr", "algo.clip_low", "rollout.temperature", "reward.parts"} <= kept
-    assert not {"run.dir", "cluster.engines", "logging.level", "learner.zero_stage"} & kept
-    assert "run.seed" in KEPT
-    assert is_free("reward.parts.0.network")
-    assert is_free("environment.url")
-    assert is_free("environment.by_name.chess.url")
-    assert not is_free("environment.by_name.chess.command")
-    assert not is_free("reward.parts.0.options.network")
+@pytest.mark.parametrize(
+    ("key", "resume"),
+    [
+        ("run.dir", "free"),
+        ("run.seed", "fixed"),
+        ("cluster.learners", "rounding"),
+        ("logging.wandb.mode", "free"),
+        ("critic.zero_stage", "rounding"),
+        ("critic.optimizer.lr", "fixed"),
+        ("environment.options", "fixed"),
+        ("environment.by_name.chess.url", "free"),
+        ("environment.by_name.chess.command", "fixed"),
+        ("reward.parts.0.network", "free"),
+        ("reward.parts.0.options", "fixed"),
+    ],
+)
+def test_a_field_or_the_section_around_it_says_whether_a_resumed_run_may_change_it(key: str, resume: str) -> None:
+    def values(value: Any, names: list[str]) -> Any:
+        inside = values(value, names[1:]) if len(names) > 1 else value
+        return [inside] if names[0].isdigit() else {names[0]: inside}
+
+    (change,) = changed_keys(PPOConfig, *(values(value, key.split(".")) for value in (0, 1)))
+    assert (change.key, change.resume) == (key, resume)
+
+
+def test_a_name_of_the_users_that_is_new_or_gone_is_a_change() -> None:
+    without, one = {"environment": {"by_name": {}}}, {"environment": {"by_name": {"chess": {}}}}
+    for began, now in ((without, one), (one, without)):
+        (change,) = changed_keys(GRPOConfig, began, now)
+        assert (change.key, change.resume) == ("environment.by_name.chess", "fixed")
 
 
 def test_a_longer_run_is_the_same_run_with_a_warning_where_its_schedule_spans_it(model: Path) -> None:
