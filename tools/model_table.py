@@ -1,13 +1,11 @@
-"""Run the tiny model of each family in the learner and on the whole CPU stack, and write the table of docs/models.md.
+"""Train the tiny model of each family on the whole CPU stack, and write the table of docs/models.md.
 
-    python tools/model_table.py [--only TYPE ...] [--learner-only] [--runs FOLDER]
+    python tools/model_table.py [--only TYPE ...] [--runs FOLDER]
 
-Each result is kept in FOLDER/TYPE.json, so that an interrupted table goes on where it stopped; remove a file to run its
-type again. A stack run takes half a minute on two idle cores; two of these programs may share the types by --only.
-
-Learner: a packed row, whose sequences begin alike and are three times as long as the windows, against transformers'
-own model on each sequence alone: log-probs, and gradients of a weighted sum of them, with gradient checkpointing.
-Stack: three steps of `python -m rlhf.grpo` with the canary, on prompts of the quickstart.
+A model is trained with three steps of `python -m rlhf.grpo` with the canary, on prompts of the quickstart: half a
+minute on two idle cores. Each result is kept in FOLDER/TYPE.json, so that an interrupted table goes on where it
+stopped; remove a file to run its type again. That the learner computes what transformers does is for
+tests/learner/test_families.py to show.
 """
 
 from __future__ import annotations
@@ -18,28 +16,22 @@ import os
 import re
 import subprocess
 import sys
-import traceback
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tools.model_families import MODEL_TYPES, write_family
+from tools.model_families import MODEL_TYPES, make_family, write_family
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 QUICKSTART = PAGE.parent.parent / "configs" / "quickstart.yaml"
-BEGIN, END = "<!-- table: tools/model_table.py -->", "<!-- end of the table -->"
-BOUND = 1e-5  # of log-probs, and of gradients relative to their norm
 REASON = r"\b\w*(?:Error|Exception|Refused)\b.*: .*|\bassert [^:]*$|^error: [^;]*|Value error, .*"
 # An error that one of these is in has its reason elsewhere in the logs.
 GENERIC = "initialization failed|EngineDeadError|Worker failed with|validation error for|be inspected|serializ|pickle"
 STACK_LIMIT_S = 300.0
-PROMPT_TOKENS, RESPONSE_TOKENS = 20, 40
-HEADER = (
-    "type", "class", "layers", "verdict", "log-probs", "gradients", "canary", "why not ok, and what was changed",
-)  # fmt: skip
+RESPONSE_TOKENS = 40
+HEADER = ("type", "class", "layers", "verdict", "canary", "why not ok, and what was changed")
 
 # What vLLM's kernels for CPU ask for, apart from the families' tiny sizes: keys of the run, and of the model.
 DELTA_RULES = ("qwen3_next", "olmo_hybrid", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
@@ -59,76 +51,6 @@ STACK_MODEL |= {name: {"head_dim": 64} for name in ("qwen3_5_text", "qwen3_5_moe
 def letters(response: str, **_: Any) -> float:
     """A reward that differs between the responses of an untrained model: the share of letters."""
     return sum(character.isalpha() for character in response) / max(len(response), 1)
-
-
-# --- the learner alone ---
-
-
-def learner_result(folder: Path) -> dict[str, Any]:
-    """How far the packed row is from single sequences, and what kind of model it is."""
-    import torch
-
-    torch.set_num_threads(1)
-    sequences, weights = make_sequences()
-    expected, expected_gradients, model = alone(folder, sequences, weights)
-    result: dict[str, Any] = {"class": type(model).__name__, "layers": kinds_of(model)}
-    try:
-        found, gradients = packed(folder, sequences, weights)
-    except Exception as error:  # whatever a family does is a result of this table
-        traceback.print_exc()
-        return result | {"refused": reason_of(f"{type(error).__name__}: {error}")}
-    difference = np.concatenate([np.abs(a - b) for a, b in zip(found, expected, strict=True)])
-    squares = [(expected_gradients[name] - gradients[name]).square().sum() for name in expected_gradients]
-    norm = sum(gradient.square().sum() for gradient in expected_gradients.values())
-    return result | {"logprobs": float(difference.max()), "gradients": float((sum(squares) / norm) ** 0.5)}
-
-
-def make_sequences() -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Token ids [L] of five sequences, four with a common beginning, and a random weight for each token."""
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(0, 256, PROMPT_TOKENS)
-    sequences = [np.concatenate([prompt, rng.integers(0, 256, length)]) for length in (28, 9, 33, 17)]
-    sequences.append(rng.integers(0, 256, 48))
-    return [ids.astype(np.int32) for ids in sequences], [rng.normal(size=len(ids)) for ids in sequences]
-
-
-def alone(folder: Path, sequences: list[np.ndarray], weights: list[np.ndarray]) -> tuple[list[np.ndarray], Any, Any]:
-    """transformers' log-probs [L - 1] of each sequence, the gradients, and the model."""
-    import torch
-
-    from rlhf.learner.text_model import language_model
-
-    _, kind = language_model(str(folder), trust_remote_code=False)
-    # sdpa leaves out caps and sinks
-    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    logprobs = []
-    for ids, weight in zip(sequences, weights, strict=True):
-        tokens = torch.from_numpy(ids).long()
-        logits = model(input_ids=tokens[None], use_cache=False).logits[0]
-        values = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
-        (values * torch.from_numpy(weight[1:])).sum().backward()
-        logprobs.append(values.detach().numpy())
-    return logprobs, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, model
-
-
-def packed(folder: Path, sequences: list[np.ndarray], weights: list[np.ndarray]) -> tuple[list[np.ndarray], Any]:
-    """The same from the learner's model, in one row."""
-    import torch
-
-    from rlhf.algo.packing import pack
-    from rlhf.config.sections import ModelConfig
-    from rlhf.learner.policy_model import DeviceTokens, check_packed, load_policy
-
-    config = ModelConfig(path=str(folder), dtype="float32", gradient_checkpointing=True)
-    policy = load_policy(config, temperature=1.0)
-    device = torch.device("cpu")
-    check_packed(lambda tokens: policy(tokens).logprobs, device, dtype="float32", key="model.path", path=folder.name)
-    row = pack(sequences)
-    values = policy(DeviceTokens.of(row, device)).logprobs
-    (values * torch.from_numpy(np.concatenate([np.append(0, weight[1:]) for weight in weights]))).sum().backward()
-    parts = np.split(values.detach().numpy(), row.cu_seqlens[1:-1])
-    gradients = {name.removeprefix("transformer."): p.grad for name, p in policy.named_parameters()}
-    return [part[1:] for part in parts], gradients
 
 
 def kinds_of(model: Any) -> str:
@@ -222,57 +144,43 @@ def reason_of(text: str) -> str:
 # --- the table ---
 
 
-def run_type(model_type: str, runs: Path, kept: dict[str, Any], *, learner_only: bool) -> dict[str, Any]:
-    """Add to the kept result what it lacks."""
-    if "refused" in kept or "stack" in kept or (kept and learner_only):
-        return kept
-    folder = write_family(model_type, runs / model_type / "model")
-    result = kept or learner_result(folder)
-    if "refused" not in result and not learner_only:
-        if model_type in STACK_MODEL:
-            write_family(model_type, folder, **STACK_MODEL[model_type])
-        result |= stack_result(model_type, folder)
-    return result
+def result_of(model_type: str, runs: Path) -> dict[str, Any]:
+    """The result of a run; "stack" in it is "ok", or why the run ended."""
+    model = make_family(model_type)
+    folder = write_family(model_type, runs / model_type / "model", **STACK_MODEL.get(model_type, {}))
+    return {"class": type(model).__name__, "layers": kinds_of(model), **stack_result(model_type, folder)}
 
 
-def verdict_of(result: dict[str, Any]) -> str:
-    if "refused" in result or max(result["logprobs"], result["gradients"]) > BOUND:
-        return "refused"
-    return "ok" if result.get("stack") == "ok" else "learner only"
-
-
-def table(results: dict[str, dict[str, Any]]) -> str:
-    rows = [HEADER, ("---",) * len(HEADER)]
+def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
+    yield from (f"| {' | '.join(row)} |" for row in (HEADER, ("---",) * len(HEADER)))
     for model_type, result in results.items():
-        reason = result.get("refused") or result.get("changes") or result.get("stack", "not run")
-        number = {key: f"{result[key]:.0e}" if key in result else "" for key in ("logprobs", "gradients", "canary")}
-        rows.append((
-            f"`{model_type}`", f"`{result['class']}`", result["layers"], verdict_of(result), number["logprobs"],
-            number["gradients"], number["canary"], "" if reason == "ok" else reason.replace("|", "\\|"),
-        ))  # fmt: skip
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        ok = result["stack"] == "ok"
+        canary, reason = (f"{result['canary']:.0e}", result["changes"]) if ok else ("", result["stack"])
+        verdict, escaped = "ok" if ok else "learner only", reason.replace("|", "\\|")
+        yield f"| `{model_type}` | `{result['class']}` | {result['layers']} | {verdict} | {canary} | {escaped} |"
 
 
-def write_table(results: dict[str, dict[str, Any]]) -> None:
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(results)}\n{END}{rest.partition(END)[2]}")
+def write_table(tool: str, lines: Iterable[str]) -> None:
+    """Replace the lines of docs/models.md between the comments that name a program of this folder."""
+    begin, end = f"<!-- table: tools/{tool} -->", f"<!-- end of the table of {tool} -->"
+    before, rest = PAGE.read_text().split(begin)
+    _, after = rest.split(end)
+    PAGE.write_text(f"{before}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{after}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python tools/model_table.py", description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=MODEL_TYPES, metavar="TYPE", help="these types only")
-    parser.add_argument("--learner-only", action="store_true", help="leave the stack out")
     parser.add_argument("--runs", type=Path, default=Path("runs/model-table"), help="where results are kept")
     options = parser.parse_args()
-    runs = options.runs.resolve()
+    files = {name: options.runs.resolve() / f"{name}.json" for name in MODEL_TYPES}
     for model_type in options.only or MODEL_TYPES:
-        file = runs / f"{model_type}.json"
-        kept = json.loads(file.read_text()) if file.exists() else {}
-        result = run_type(model_type, runs, kept, learner_only=options.learner_only)
-        file.write_text(json.dumps(result))
-        print(f"{model_type}: {verdict_of(result)} {json.dumps(result)}", flush=True)
-    kept_results = {name: runs / f"{name}.json" for name in MODEL_TYPES}
-    write_table({name: json.loads(kept.read_text()) for name, kept in kept_results.items() if kept.exists()})
+        if not files[model_type].exists():
+            result = json.dumps(result_of(model_type, files[model_type].parent))
+            files[model_type].write_text(result)
+            print(f"{model_type}: {result}", flush=True)
+    results = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+    write_table("model_table.py", table(results))
 
 
 if __name__ == "__main__":

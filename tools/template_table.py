@@ -1,14 +1,13 @@
 """Give rows of each form to the chat templates of the `trl` wheel, and write the table of docs/models.md.
 
-    python tools/template_table.py [--check]      # needs the extra bench
+    python tools/template_table.py      # needs the extra bench
 
 A row's last turn is trained. A cell is `+` if everything that the row says stands in the tokens, looked for here by
-words of its own, `-` if the row is refused, and `SILENT` if neither: then something is wrong, and the status is 1.
+words of its own, `-` if the row is refused, and `SILENT` if neither: then something is wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import sys
 from collections.abc import Iterator
@@ -22,9 +21,8 @@ from byte_tokenizer import byte_tokenizer
 
 from rlhf.config.supervised import SFTDataConfig
 from rlhf.data.conversations import SFTEncoder
+from tools.model_table import write_table
 
-PAGE = Path(__file__).parent.parent / "docs" / "models.md"
-BEGIN, END = "<!-- table: tools/template_table.py -->", "<!-- end of the table of templates -->"
 DATE = datetime.date(2001, 2, 3)
 DATES = ("2001-02-03", "03 Feb 2001", "February 3, 2001")
 
@@ -56,11 +54,7 @@ FORMS: dict[str, Form] = {
     "`reasoning_content`": (thought("reasoning_content"), THOUGHT_WORDS, None),
     "`reasoning`": (thought("reasoning"), THOUGHT_WORDS, None),
     "`thinking`": (thought("thinking"), THOUGHT_WORDS, None),
-    "inline": (
-        [USER, {**ANSWER, "content": "<think>\niword thinks\n</think>\n\nbword says"}],
-        THOUGHT_WORDS,
-        None,
-    ),
+    "inline": ([USER, {**ANSWER, "content": "<think>\niword thinks\n</think>\n\nbword says"}], THOUGHT_WORDS, None),
     "tools": ([USER, ANSWER], ("aword", "bword", "fword", "gword", "dword", "eword"), TOOLS),
     "parts": (
         [{"role": "user", "content": [{"type": "text", "text": "aword"}, {"type": "text", "text": "cword"}]}, ANSWER],
@@ -119,19 +113,5 @@ def lines() -> Iterator[str]:
         yield f"| {', '.join(names)} | {' | '.join(cells)} |"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if the page has another table")
-    check = parser.parse_args().check
-    table = "\n".join(lines())
-    page = PAGE.read_text()
-    before, rest = page.split(BEGIN)
-    written = f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.split(END)[1]}"
-    if not check:
-        PAGE.write_text(written)
-    print(table)
-    return int("SILENT" in table or (check and written != page))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    write_table("template_table.py", lines())

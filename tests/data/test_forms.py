@@ -270,7 +270,8 @@ def test_templates_of_the_wheel_write_calls_and_thoughts_as_their_model_does() -
 @pytest.mark.slow
 def test_no_template_of_the_wheel_drops_what_a_row_says_in_silence() -> None:
     pytest.importorskip("trl", reason="the bench extra")
-    from tools.template_table import PAGE, lines
+    from tools.model_table import PAGE
+    from tools.template_table import lines
 
     table = "\n".join(lines())
     assert "SILENT" not in table

@@ -13,26 +13,38 @@ import pytest
 import torch
 from model_families import NOT_LOADED, write_family
 from safetensors.torch import load_file
-from test_stack_families import Engine, prepare_for_vllm
+from test_stack_families import LENGTHS, Engine, prepare_for_vllm
 from worlds import run_world
 
+from rlhf.algo.packing import pack
 from rlhf.check.model_shape import NOT_LOADED as NOT_TRAINED
+from rlhf.config.sections import ModelConfig
+from rlhf.learner.policy_model import DeviceTokens, load_policy
 from rlhf.types import World
-from tools.model_table import make_sequences, packed, stack_result
+from tools.model_table import stack_result
 
 pytestmark = pytest.mark.stack
 
 AGREEMENT = 0.03  # mean |log-prob difference|; measured: 0.006, and 0.09 from the start model
 
 
+def learner_logprobs(folder: Path, sequences: list[np.ndarray]) -> np.ndarray:
+    """float32 log-probs of all tokens but the first of each sequence, from one packed row."""
+    policy = load_policy(ModelConfig(path=str(folder), dtype="float32"), temperature=1.0)
+    row = pack(sequences)
+    with torch.no_grad():
+        logprobs = policy(DeviceTokens.of(row, torch.device("cpu"))).logprobs.numpy()
+    return np.concatenate([part[1:] for part in np.split(logprobs, row.cu_seqlens[1:-1])])
+
+
 def differences(_: World, export: Path, start: Path) -> list[float]:
     """Mean |log-prob difference| of vLLM, which has the export in bfloat16, from the learner, in float32, with the
     export, and with the start model."""
     prepare_for_vllm()
-    sequences, weights = make_sequences()
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 256, length).astype(np.int32) for length in LENGTHS]
     engine = np.concatenate([logprobs[1:] for logprobs in Engine(export, dtype="bfloat16").logprobs(sequences)])
-    learners = (np.concatenate(packed(folder, sequences, weights)[0]) for folder in (export, start))
-    return [float(np.abs(engine - learner).mean()) for learner in learners]
+    return [float(np.abs(engine - learner_logprobs(folder, sequences)).mean()) for folder in (export, start)]
 
 
 def test_a_run_trains_the_text_model_of_qwen_3_5_and_exports_the_rest_as_it_was(tmp_path: Path) -> None:
