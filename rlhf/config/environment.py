@@ -96,6 +96,8 @@ class EnvironmentPart(_Driven):
             raise ValueError(
                 f"environment.options={self.options} of a {self.name}: it takes none. Put them into {needed}."
             )
+        if self.gives_answer and self.name == SERVICE:
+            raise ValueError("environment.gives_answer=True of a service: it gets the whole row. Remove the key.")
         for pattern in self.returned_files:
             try:
                 parts = pattern.split("/")

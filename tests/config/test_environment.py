@@ -81,6 +81,7 @@ def test_its_reward_may_be_the_only_one() -> None:
         (["environment={options: {a: 1}}"], ("environment.options", "Name the class")),
         (["environment={name: a:B, by_name: {c: d:E}}"], ("environment.name=a:B", "Keep one")),
         (["environment={by_name: {c: d:E}, gives_answer: true}"], ("environment.gives_answer=True without",)),
+        (["environment={name: service, url: 'http://h', gives_answer: true}"], ("gives_answer=True of a service",)),
         (["environment={by_name: {c: bad}}"], ("environment.by_name.c.name='bad'", "no such environment")),
         (["environment=program"], ("command is missing", "command: [python, agent.py]")),
         (["environment={name: a:B, command: [x]}"], ("environment.command=['x'] with name=a:B", "for program alone")),
