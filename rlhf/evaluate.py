@@ -92,7 +92,7 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
             at_once = config.evaluation_groups_at_once
             count = terminal.progress("problem", sum(map(len, loaded.prompts.values())))
             groups = await evaluate(loaded.prompts, sampler.for_evaluation, at_once=at_once, count=count)
-        failed, _ = FailedEnvironments(1.0).of_step(rollouts_of(groups))
+        failed, _ = FailedEnvironments(1.0).check(rollouts_of(groups))
         ungraded = [ungraded_warning(source, rows, config.metrics[source]) for source, rows in groups.items()]
         for warning in (*(play.warnings if play else ()), *failed, *scorer.new_errors(), *filter(None, ungraded)):
             to_stderr(f"warning: {warning}")

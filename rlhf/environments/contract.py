@@ -34,10 +34,10 @@ from typing import Any, NamedTuple
 
 from rlhf.environments import seeding
 from rlhf.environments.calculator import calculator
-from rlhf.environments.faults import Fault, fault_of
+from rlhf.environments.faults import fault_of
 from rlhf.environments.places import without_places
 from rlhf.environments.python_tool import python_tool
-from rlhf.environments.schema import fits, json_schema
+from rlhf.environments.schema import json_schema
 from rlhf.processes import attributes
 from rlhf.processes.code import import_problem, load_module
 from rlhf.processes.returned import printable, printable_json, read_returned
@@ -48,7 +48,6 @@ NOT_TOOLS = ("reset", "get_reward", "close")
 TRACEBACK = "Traceback (most recent call last)"
 MAX_CHARACTERS = 100_000  # of one answer, some 25,000 tokens: a longer one is cut visibly
 CONTAINERS, MAX_NAMES = tuple | frozenset | list | set | dict, 256  # of names of columns: a list of words has more
-MAX_FAULT = 1000  # characters of an error that the user is told
 
 
 class Environment:
@@ -273,9 +272,10 @@ class Episode:
                 outcome = self._error(outcome, asked.written)
             answers.append((asked.tool, outcome))
         messages = [{"role": "tool", "name": name, "content": content} for name, content in answers]
-        faults = [fault._asdict() for asked, error in errors if (fault := self._fault(asked, error))]
+        faults = [fault_of(error, asked.tool, asked.arguments) for asked, error in errors]
         done = self._environment.is_done(self._instance)
-        return {"answers": messages, "done": done, "errors": len(errors), "faults": faults}
+        told = [fault._asdict() for fault in faults if fault is not None]
+        return {"answers": messages, "done": done, "errors": len(errors), "faults": told}
 
     async def finish(self) -> dict[str, Any]:
         """Judge the rollout.
@@ -330,12 +330,6 @@ class Episode:
             raise
         except BaseException as error:
             return error
-
-    def _fault(self, asked: _Asked, error: BaseException) -> Fault | None:
-        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self._environment.tools}
-        fit = asked.tool in schemas and fits(schemas[asked.tool], asked.arguments)
-        fault = fault_of(error, asked.tool, asked.arguments, fit=fit)
-        return fault and fault._replace(said=printable(fault.said)[:MAX_FAULT])
 
     def _error(self, error: BaseException, written: str) -> str:
         text = without_places(_text_of_error(error), written=written)

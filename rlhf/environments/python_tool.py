@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import resource
 import sys
 import tempfile
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +49,6 @@ def python_tool(
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
     ]
     bounds = Bounds(seconds, MAX_PROCESSES, MAX_FOLDER_MB, MAX_FILES, limits)
-    spares: list[_Place] = []  # made while a program runs, so that the next one does not wait for it
 
     async def python(code: str) -> str:
         """
@@ -63,32 +60,21 @@ def python_tool(
         Returns:
             What the program printed, errors included.
         """
-        own = [spares.pop() for spare in spares[:1] if spare.process == os.getpid()]
-        place = own[0] if own else _Place(bounds)
+        place = _Place(bounds)
         try:
             place.begin(code)
-            if not spares:
-                with contextlib.suppress(OSError):  # the next program will say so
-                    spares.append(_Place(bounds))
             return await _run(code, place, max_output_characters)
         finally:
             place.close()
 
-    weakref.finalize(python, _close, spares)
     return python
-
-
-def _close(places: Sequence[_Place]) -> None:
-    for place in places:
-        if place.process == os.getpid():
-            place.close()
 
 
 class _Place:
     """Where a program will run: its folder, the file of its output, and the process that becomes its interpreter."""
 
     def __init__(self, bounds: Bounds) -> None:
-        self.process, self.folder = os.getpid(), Path(tempfile.mkdtemp(prefix="python-tool-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="python-tool-"))
         self.output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the place
         folder = str(self.folder)
         variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}

@@ -36,7 +36,7 @@ from rlhf.rollout.sampler import Generate
 from rlhf.types import Prompt, Rollout
 
 RESET_S = 30.0  # for a reset in a trial at the start of a run
-MAX_ERRORS = 5  # distinct errors that are shown
+MAX_ERRORS, MAX_WARNINGS = 5, 10  # distinct errors that end a run and are shown; warnings about errors in a run
 IS_BROKEN = (
     "The tool is broken, not the model's call: repair it. If it refuses this call, let it raise a ValueError that says "
     "why: the model reads it."
@@ -218,32 +218,24 @@ def next_turn(
 
 
 class FailedEnvironments:
-    """Counts the rollouts of a step whose environment failed, by their error; `allowed_fraction` of them may."""
+    """Counts the rollouts of a step whose environment failed, by error; `allowed_fraction` of them may fail."""
 
     def __init__(self, allowed_fraction: float) -> None:
         self._allowed_fraction = allowed_fraction
-        self._told: set[str] = set()
-        self._told_of_tools: set[str] = set()
+        self._warned = set[str]()
 
-    def of_step(self, rollouts: Sequence[Rollout]) -> tuple[list[str], str]:
-        """Warnings about errors that were not told before, at most a few; and why the run has to end, "" if not.
-
-        Tools that are broken are told too; their calls have answers, so they end no rollout.
-        """
+    def check(self, rollouts: Sequence[Rollout]) -> tuple[list[str], str]:
+        """Warnings about new errors, and about tools that are broken; and why the run has to end, "" if it goes on."""
         outcomes = [rollout.outcome for rollout in rollouts if rollout.outcome is not None]
         errors = Counter(" ".join(outcome.error.split()) for outcome in outcomes if outcome.status == FAILED)
         broken = Counter[str]()
         for rollout in rollouts:
             broken.update(rollout.facts.get("broken_tools"))
-        warnings = [
-            f"environment: {errors[error]} of {len(rollouts)} rollouts failed: {error}"
-            for error in _untold(errors, self._told)
-        ]
-        for error in _untold(broken, self._told_of_tools):
+        failed = [f"{errors[error]} of {len(rollouts)} rollouts failed: {error}" for error in self._new(errors)]
+        for error in self._new(broken):
             tool, _, said = error.partition(": ")
-            warnings.append(
-                f"environment: the tool {tool} failed ({broken[error]} x): {said.removesuffix('.')}. {IS_BROKEN}"
-            )
+            failed.append(f"the tool {tool} failed ({broken[error]} x): {said.removesuffix('.')}. {IS_BROKEN}")
+        warnings = [f"environment: {each}" for each in failed]
         if not errors or errors.total() <= self._allowed_fraction * len(rollouts):
             return warnings, ""
         shown = "\n".join(f"  {count} x {error}" for error, count in errors.most_common(MAX_ERRORS))
@@ -253,9 +245,8 @@ class FailedEnvironments:
             "raise the fraction."
         )
 
-
-def _untold(errors: Iterable[str], told: set[str]) -> list[str]:
-    """The errors that are new, at most a few; marks them as told."""
-    new = [error for error in errors if error not in told][: max(0, MAX_ERRORS - len(told))]
-    told.update(new)
-    return new
+    def _new(self, errors: Iterable[str]) -> list[str]:
+        """Errors that no warning has named yet, as long as a run has few warnings."""
+        new = [error for error in errors if error not in self._warned][: MAX_WARNINGS - len(self._warned)]
+        self._warned.update(new)
+        return new

@@ -148,7 +148,8 @@ def example(schema: Mapping[str, Any]) -> Any:
         return schema["enum"][0]
     if "anyOf" in schema:
         return example(schema["anyOf"][0])
-    match kind := _kinds(schema)[0]:
+    kinds = schema.get("type", "any")
+    match kind := kinds if isinstance(kinds, str) else kinds[0]:
         case "object" if "additionalProperties" in schema:
             return {EXAMPLES["string"]: example(schema["additionalProperties"])}
         case "object":
@@ -156,45 +157,3 @@ def example(schema: Mapping[str, Any]) -> Any:
         case "array":
             return [example(item) for item in schema.get("prefixItems", [schema.get("items", {})])]
     return EXAMPLES.get(kind, EXAMPLES["string"])
-
-
-def fits(schema: Mapping[str, Any], value: Any) -> bool:
-    """Whether a value is of the type that a schema of this module names; False where it leaves a type open."""
-    if value is None and schema.get("nullable"):
-        return True
-    if "enum" in schema:
-        return value in schema["enum"]
-    if "anyOf" in schema:
-        return any(fits(each, value) for each in schema["anyOf"])
-    return any(_is_of_kind(kind, schema, value) for kind in _kinds(schema))
-
-
-def _is_of_kind(kind: str, schema: Mapping[str, Any], value: Any) -> bool:
-    match kind:
-        case "object" if not isinstance(value, Mapping):
-            return False
-        case "object" if "properties" in schema:
-            known = schema["properties"]
-            return value.keys() >= {*schema.get("required", ())} and all(
-                name in known and fits(known[name], member) for name, member in value.items()
-            )
-        case "object":
-            return not value or (
-                "additionalProperties" in schema
-                and all(fits(schema["additionalProperties"], member) for member in value.values())
-            )
-        case "array" if not isinstance(value, list):
-            return False
-        case "array" if "prefixItems" in schema:
-            items = schema["prefixItems"]
-            return len(items) == len(value) and all(map(fits, items, value))
-        case "array":
-            return "items" in schema and all(fits(schema["items"], item) for item in value)
-        case "number":
-            return type(value) in (int, float)
-    return kind in EXAMPLES and type(value) is type(EXAMPLES[kind])  # True is no integer
-
-
-def _kinds(schema: Mapping[str, Any]) -> list[str]:
-    kinds = schema.get("type", "any")
-    return [kinds] if isinstance(kinds, str) else kinds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from rlhf.environments.endpoint import Endpoint
 from rlhf.environments.hosts import Hosts
 from rlhf.environments.nodes import Spread
 from rlhf.environments.rollouts import IS_BROKEN, RESET_S, Environments, row_of
-from rlhf.environments.schema import EXAMPLES, example
+from rlhf.environments.schema import example
 from rlhf.environments.service import Service
 from rlhf.environments.sessions import HostedSession
 from rlhf.environments.turns import CallLimitError, FailedError
@@ -35,13 +34,10 @@ from rlhf.rollout.requests import Parsing
 from rlhf.types import Prompt
 
 TRY_S = 10.0  # for the calls in the trial of all tools; each tool has at least a tenth of it
-MAX_SHOWN = 300  # characters of an answer
 TURN_OFF = "Set environment.try_tools=false to try no tools at the start."
 MAY_BE_SOUND = (
     f"If no such arguments are allowed, let the tool raise a ValueError that says why: the model reads it. {TURN_OFF}"
 )
-# Python errors that a tool has caught and returned as its answer
-OF_BROKEN_CODE = re.compile(r"name '\w+' is not defined|No module named|cannot import name|object has no attribute")
 
 
 class StartedEnvironments(Environments, contextlib.AbstractContextManager["StartedEnvironments"]):
@@ -173,9 +169,6 @@ class StartedEnvironments(Environments, contextlib.AbstractContextManager["Start
         if answers.faults:
             (fault,) = answers.faults
             return f"{tried} failed: {fault.said.removesuffix('.')}. {IS_BROKEN if fault.is_broken else MAY_BE_SOUND}"
-        for line in [] if answers.errors else answers.messages[0]["content"].splitlines():
-            if OF_BROKEN_CODE.search(line) and EXAMPLES["string"] not in line:
-                return f"{tried} answered: {line[:MAX_SHOWN]}. {MAY_BE_SOUND}"
         return ""
 
     @property

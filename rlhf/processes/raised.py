@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import os
 import sys
 from pathlib import Path
@@ -19,27 +18,14 @@ class Line(NamedTuple):
     """A line of a traceback.
 
     Attributes:
-        position: of the instruction that raised or called, in the bytes of its code.
         is_own: whether it is in the package that was called, or in a file that is neither installed nor Python's.
         is_program: whether it is in text that was executed (`exec`), which belongs to no module.
     """
 
     frame: FrameType
     number: int
-    position: int
     is_own: bool
     is_program: bool
-
-    @property
-    def operation(self) -> str:
-        """What Python did there when it raised or called, such as RAISE_VARARGS or LOAD_ATTR."""
-        return dis.opname[self.frame.f_code.co_code[self.position]]
-
-    @property
-    def operation_before(self) -> str:
-        """The operation before that one, whose result it may have used."""
-        operations = dis.get_instructions(self.frame.f_code)
-        return [each.opname for each in operations if each.offset < self.position][-1]
 
 
 def lines_of(error: BaseException) -> list[Line]:
@@ -47,7 +33,7 @@ def lines_of(error: BaseException) -> list[Line]:
     lines: list[Line] = []
     package, step = None, error.__traceback__
     while step is not None:
-        frame, number, code, position = step.tb_frame, step.tb_lineno, step.tb_frame.f_code, step.tb_lasti
+        frame, number, code = step.tb_frame, step.tb_lineno, step.tb_frame.f_code
         step = step.tb_next
         file, module = Path(code.co_filename), str(frame.f_globals.get("__name__"))
         if file.is_relative_to(OURS):
@@ -58,7 +44,7 @@ def lines_of(error: BaseException) -> list[Line]:
         is_installed = file.is_relative_to(STANDARD_LIBRARY) or not INSTALLED.isdisjoint(file.parts)
         is_own = has_file and (module.partition(".")[0] == package or not is_installed)
         is_program = not has_file and not code.co_filename.startswith("<frozen ")
-        lines.append(Line(frame, number, position, is_own, is_program))
+        lines.append(Line(frame, number, is_own, is_program))
     return lines
 
 

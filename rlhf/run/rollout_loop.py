@@ -314,7 +314,7 @@ class RolloutLoop(Generic[C]):
                 rows = [row | more for row, more in zip(rows, of_tokens, strict=True)]
             run.folder.write_rollouts(step, rows, run.log.files)
         rollouts = [sample.rollout for group in groups for sample in group.samples]
-        failed, run.failure = self.failed_environments.of_step(rollouts)
+        failed, run.failure = self.failed_environments.check(rollouts)
         for error in (*self.scorer.new_errors(), *failed):
             run.log.warn(error)
         if step == run.first_step + 1:
@@ -338,7 +338,7 @@ class RolloutLoop(Generic[C]):
             evaluation = evaluate(prompts, self.sampler.for_evaluation, at_once=at_once, count=count)
             groups = await run.stop.unless_requested(evaluation)
         if groups is not None:  # else a resumed run does this evaluation
-            for error in self.failed_environments.of_step(rollouts_of(groups))[0]:
+            for error in self.failed_environments.check(rollouts_of(groups))[0]:
                 run.log.warn(error)
             metrics = run.config.metrics
             for source, of_source in groups.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import platform
 import signal
@@ -152,7 +151,6 @@ def test_a_program_over_a_bound_is_stopped_and_leaves_nothing(
         monkeypatch.setattr(confinement, "_call", lambda *a: ABI_SCOPES - 1 if a[1:] == (None, 0, 1) else real(*a))
         monkeypatch.setattr(domains, "scope_signals", lambda: False)
     assert run(f"{code}\nimport time; time.sleep(60)").endswith(f"[stopped because {says}]")
-    gc.collect()  # the tool had a place for the next program
     assert not [*tmp_path.iterdir()]
 
 
@@ -198,14 +196,6 @@ print(asyncio.run(python_tool(memory_mb=9000)("print(1 + 1)")))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout == "2\n\n", done.stderr
-
-
-def test_a_program_runs_where_there_is_no_room_for_the_next_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    made = iter([str(tmp_path)])
-    monkeypatch.setattr("tempfile.mkdtemp", lambda **_: next(made, None) or os.mkdir(tmp_path / "no" / "room"))
-    assert run("print(1)") == "1\n"
 
 
 def test_many_programs_run_at_the_same_time_in_one_process() -> None:

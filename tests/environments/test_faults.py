@@ -1,4 +1,4 @@
-"""Of what a tool raises it is known whether the tool is broken, or was asked for what it does not do."""
+"""An exception of a tool: the tool is broken, or may be, or has only answered the call."""
 
 from __future__ import annotations
 
@@ -12,35 +12,26 @@ from typing import Any, Literal
 import pytest
 
 from rlhf.environments.contract import Environment
-from rlhf.environments.schema import example, fits, json_schema
+from rlhf.environments.schema import example, json_schema
 
 CLASS = '''import importlib, json, math, os, re
 
 from rlhf.processes.confinement import NO_NETWORK, NoNetworkError
-
-class Refusal(Exception): pass
-class Unknown(RuntimeError): pass
 
 class Env:
     def reset(self, **row): self.prices, self.client = {"tea": 3}, None
     def _price(self, item): return self.prices[item]
     def _meets(self, error): (one for one in ()).throw(error)  # as a library does
 
-    %sdef use(
-        self, text: str, number: int = 1, table: dict[str, int] = {}, more: list = [], query: Refusal = None
-    ) -> str:
+    %sdef use(self, text: str) -> str:
         """Use.
 
         Args:
             text: Text.
-            number: Number.
-            table: Table.
-            more: More.
-            query: Query.
         """
 %s
 '''
-FIRST_LINE = 25  # of the body
+FIRST_LINE = 16  # of the body
 
 
 def faults_of(tmp_path: Path, body: str, arguments: dict[str, Any], *, kind: str = "") -> list[tuple[bool, str]]:
@@ -64,32 +55,19 @@ BROKEN = {
     "print(found); found = 1": "UnboundLocalError: ",
     "import numpyy": "ModuleNotFoundError: No module named 'numpyy'",
     "from os import nothing": "ImportError: cannot import name 'nothing'",
-    "importlib.import_module('numpyy')": "ModuleNotFoundError: ",
     "return self.clinet": "AttributeError: 'Env' object has no attribute 'clinet'",
-    "return text.stirp()": "AttributeError: 'str' object has no attribute 'stirp'",
     "return json.laods(text)": "AttributeError: module 'json' has no attribute 'laods'",
-    "return query.name": "AttributeError: 'dict' object has no attribute 'name'",  # a model sends no objects of a class
-    "return self.client.search(text)": "AttributeError: 'NoneType' object has no attribute 'search'",
-    "return self._price()": "TypeError: Env._price() missing 1 required positional argument",
-    "return self._price(text, 1)": "TypeError: Env._price() takes 2 positional arguments but 3 were given",
-    "return self._price(name=text)": "TypeError: Env._price() got an unexpected keyword argument",
-    "return self.prices('tea')": "TypeError: 'dict' object is not callable",
     "return os.environ['OF_NOBODY']": "KeyError: 'OF_NOBODY'. If this environment variable is set",
     "self._meets(NoNetworkError(NO_NETWORK))": "NoNetworkError: this code has no network",
     "self._meets(PermissionError(13, 'no', '/words'))": "PermissionError: [Errno 13] no: '/words'. This code reads",
-    "try: txt\nexcept Exception as error: raise ValueError(f'failed: {error}')": "NameError: name 'txt'",
-    "try: txt\nexcept Exception as error: raise ValueError('failed') from error": "NameError: name 'txt'",
-    "try: import numpyy\nexcept ImportError as error: raise RuntimeError(str(error))": "ModuleNotFoundError: ",
     "exec(text, {'search': lambda: self.prices[txt]})": "NameError: name 'txt' is not defined",
 }
 
 
 @pytest.mark.parametrize("body", BROKEN)
 @pytest.mark.parametrize("kind", ["", "async "])
-def test_what_no_argument_causes_is_told_with_its_line(tmp_path: Path, body: str, kind: str) -> None:
-    arguments: dict[str, Any] = {"text": "search()"} if "exec" in body else {}
-    arguments |= {"query": {}} if "query" in body else {}
-    ((is_broken, said),) = faults_of(tmp_path, body, arguments, kind=kind)
+def test_a_tool_that_no_argument_breaks_is_told_with_its_line(tmp_path: Path, body: str, kind: str) -> None:
+    ((is_broken, said),) = faults_of(tmp_path, body, {"text": "search()"} if "exec" in body else {}, kind=kind)
     assert is_broken
     assert re.match(r"\d+: ", said)
     assert said.partition(": ")[2].startswith(BROKEN[body])
@@ -109,34 +87,19 @@ def test_the_line_is_the_innermost_of_the_users_files(tmp_path: Path) -> None:
     ("body", "arguments"),
     [
         ("raise ValueError('that is not allowed')", {}),
-        ("raise Refusal('game over')", {}),
-        ("raise AttributeError('no such field')", {}),
-        ("raise PermissionError('the door is locked')", {}),
-        ("raise Unknown('no such thing')", {}),
-        ("assert number > 3", {}),
         ("return int(text)", {}),
-        ("return json.loads(text)", {}),
         ("return self.prices[text]", {"text": "coffee"}),
-        ("return {5: 'tea'}[number]", {"number": 1}),
-        ("return ['tea'][number]", {"number": 1}),
         ("return open(f'pages/{text}.txt')", {"text": "coffee"}),
-        ("return table['tea']", {"table": {"milk": 1}}),
-        ("return more[0]['price'] + 1", {"more": ["tea"]}),  # the schema leaves it open
-        ("return text.strip()", {"text": None}),
-        ("return number.bit_count()", {"number": "1"}),
-        ("return self._price(*more)", {"more": [1, 2]}),
         ("return eval(text)", {"text": "unknown + 1"}),
         ("exec(text)", {"text": "import numpyy"}),
         ("exec(text)", {"text": "def f(): return [].foo\nf()"}),
         ("return getattr(math, text)(1)", {"text": "sine"}),
         ("importlib.import_module(text)", {"text": "numpyy"}),
         ("self._meets(PermissionError(13, 'no', '/etc/shadow'))", {"text": "../../etc/shadow"}),
-        ("try: self.clinet\nexcept AttributeError: raise ValueError('not open')", {}),
-        ("try: import numpyy\nexcept ImportError: return int(text)", {}),
         ("return text", {"txt": ""}),
     ],
 )
-def test_what_a_model_may_have_caused_is_its_to_read(tmp_path: Path, body: str, arguments: dict[str, Any]) -> None:
+def test_an_error_about_the_call_is_the_models_to_read(tmp_path: Path, body: str, arguments: dict[str, Any]) -> None:
     assert faults_of(tmp_path, body, arguments) == []
 
 
@@ -144,17 +107,18 @@ def test_what_a_model_may_have_caused_is_its_to_read(tmp_path: Path, body: str, 
     "body",
     [
         "return self.prices['tee']",
-        "return 1 / 0",
         "return open('words.txt')",
         "raise RuntimeError('no index')",
-        r"return re.search(r'\d', text).group()",
-        "found = self.prices.get('milk')\nreturn found.name",
+        "raise AttributeError('no such field')",
+        "return text.stirp()",
+        "return self.client.search(text)",
+        "return self._price()",
     ],
 )
-def test_what_may_be_either_is_no_proof(tmp_path: Path, body: str) -> None:
+def test_an_error_that_an_argument_may_cause_is_no_proof(tmp_path: Path, body: str) -> None:
     ((is_broken, said),) = faults_of(tmp_path, body, {})
     assert not is_broken
-    assert said.startswith(f"{FIRST_LINE + body.count(chr(10))}: ")
+    assert said.startswith(f"{FIRST_LINE}: ")
 
 
 def test_arguments_are_made_that_fit_a_schema() -> None:
@@ -193,18 +157,8 @@ def test_arguments_are_made_that_fit_a_schema() -> None:
             left: N.
         """  # fmt: skip
 
-    schema = json_schema(tool)["function"]["parameters"]
-    made = example(schema)
-    assert made == {
+    assert example(json_schema(tool)["function"]["parameters"]) == {
         "text": "x", "count": 1, "share": 1.0, "flag": True, "how": "fast", "size": 1, "items": [[1]],
         "pair": ["example", 1], "table": {"example": 1.0}, "either": 1, "some": "example",
         "deep": [{"example": True}], "nothing": 1,
     }  # fmt: skip
-    assert fits(schema, made)
-    assert fits(schema, {**made, "share": 2, "some": None, "either": "a", "items": [], "left": 4})
-    for wrong in (
-        {"text": "z"}, {"count": True}, {"count": 1.0}, {"text": None}, {"items": [1]}, {"pair": ["a"]},
-        {"table": {"a": "b"}}, {"deep": [{"a": 1}]}, {"more": 1}, {"either": [1]},
-    ):  # fmt: skip
-        assert not fits(schema, made | wrong), wrong
-    assert not fits(schema, {"text": "x"})

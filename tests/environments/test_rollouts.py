@@ -205,13 +205,13 @@ def test_too_many_failures_of_a_step_end_the_run_with_their_errors(tmp_path: Pat
     errors = [FailedError(f"open: ValueError: {name}") for name in ("a", "a", "b")]
     group = play(config, Hosts(*errors, LocalSession()), Engine("end"), prompt())
     rollouts = [sample.rollout for sample in group.samples]
-    warnings, why = FailedEnvironments(0.5).of_step(rollouts)
+    warnings, why = FailedEnvironments(0.5).check(rollouts)
     assert len(warnings) == 2
     assert "3 of 4 rollouts of a step failed" in why
     assert "2 x open: ValueError: a" in why
     tolerant = FailedEnvironments(1.0)
-    assert tolerant.of_step(rollouts)[1] == ""
-    assert tolerant.of_step(rollouts) == ([], "")  # told once
+    assert tolerant.check(rollouts)[1] == ""
+    assert tolerant.check(rollouts) == ([], "")  # told once
 
 
 def test_a_broken_tool_is_told_once_for_each_error_and_its_rollouts_go_on(tmp_path: Path) -> None:
@@ -222,13 +222,13 @@ def test_a_broken_tool_is_told_once_for_each_error_and_its_rollouts_go_on(tmp_pa
     rollouts = [sample.rollout for sample in play(config, hosts, Engine(CALL, "end"), prompt()).samples]
     assert [rollout.facts["ended_by"] for rollout in rollouts] == ["answer"] * 4
     told = FailedEnvironments(0.0)
-    warnings, why = told.of_step(rollouts)
+    warnings, why = told.check(rollouts)
     assert [warning.partition(". The tool is broken")[0] for warning in warnings] == [
         "environment: the tool find failed (2 x): t.py:3: NameError: x",
         "environment: the tool add failed (1 x): t.py:9: NameError: y",
     ]
     assert why == ""
-    assert told.of_step(rollouts) == ([], "")
+    assert told.check(rollouts) == ([], "")
 
 
 def test_seeds_follow_from_the_place_in_the_stream(tmp_path: Path) -> None:

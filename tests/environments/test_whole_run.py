@@ -168,13 +168,6 @@ class Desk:
         """
         raise ValueError("not now")
 
-    def swallow(self) -> str:
-        """Swallow."""
-        try:
-            return self.itmes
-        except Exception as error:
-            return f"Error: {error}"
-
 class Shelf:
     async def reset(self, **row):
         self.size = row["size"]
@@ -204,14 +197,13 @@ def test_tools_are_tried_before_anything_else_starts(
             assert environments.hosts.opened == set()  # every session was closed
             return told
 
-    find, hang, index, swallow, shelf = warnings(config)
+    find, hang, index, shelf = warnings(config)
     assert find.startswith(
         f"environment: the tool python, tried with {{'text': 'example'}}, failed: {file}:{line['    return found']}: "
         "NameError: name 'found' is not defined. The tool is broken"
     )
     assert "the tool hang, tried with {}, has not answered in" in hang
     assert "KeyError: 'none'. If no such arguments are allowed" in index
-    assert "the tool swallow, tried with {}, answered: Error: 'Desk' object has no attribute 'itmes'" in swallow
     row = line['        self.size = row["size"]']
     assert shelf.startswith(f"environment: its tools could not be tried with p/1: open: {file}:{row}: KeyError: 'size'")
     off = config.environment.model_copy(update={"try_tools": False})
