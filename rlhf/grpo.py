@@ -79,8 +79,9 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
         await learners.start_step(batch, epochs)
         old, ref = await learners.compute(lambda learner: learner.logprobs())  # each None if the config does not use it
     of_teachers = None if taught is None else taught.logprobs
-    columns = {"old_logprobs": old, "ref_logprobs": ref, "teacher_logprobs": of_teachers}
-    non_finite = non_finite_rollouts(batch, rows_to_compute, **columns)
+    non_finite = non_finite_rollouts(
+        batch, rows_to_compute, old_logprobs=old, ref_logprobs=ref, teacher_logprobs=of_teachers
+    )
     if config.kl_in_reward:  # rewards of rollouts without log-probs become NaN, which the baseline leaves out
         rewards = penalize_kl(batch, rows_to_compute, old, ref, algo)
         advantages = step_advantages(batch, rewards, algo.advantage, algo.normalize_over)
@@ -99,7 +100,7 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
         targets = PolicyTargets(token_advantages, old, ref)
         # one NaN would reach every weight
         updates = await (learners.skip_updates() if non_finite else learners.update(targets))
-    loop.skipped_updates.keep(step + 1, batch, updates, non_finite, advantages=advantages, **columns)
+    loop.warn_of_skipped_updates(step + 1, updates, non_finite)
 
     loop.count(batch)
     await loop.update_reference(step + 1)

@@ -75,8 +75,7 @@ async def train_step(run: Run[PPOConfig], loop: RolloutLoop[PPOConfig], step: in
         }
         (old, ref), (values,) = await run.cluster.together(passes)
     assert values is not None
-    columns = {"old_logprobs": old, "ref_logprobs": ref, "values": values}
-    non_finite = non_finite_rollouts(batch, batch.trained_rows, **columns)
+    non_finite = non_finite_rollouts(batch, batch.trained_rows, old_logprobs=old, ref_logprobs=ref, values=values)
     if non_finite:  # the updates are skipped, but logged values must be finite
         values = np.zeros_like(values)
     policy_learns = step >= config.critic.warmup_steps  # only the critic learns before; a KL of 0 then says nothing
@@ -97,7 +96,7 @@ async def train_step(run: Run[PPOConfig], loop: RolloutLoop[PPOConfig], step: in
             changes[LEARNER] = learners.skip_updates() if non_finite else learners.update(targets)
         updates = [update for of_module in await run.cluster.together(changes) for update in of_module]
     advantages = mean_over_responses(batch, credit.advantages)
-    loop.skipped_updates.keep(step + 1, batch, updates, non_finite, advantages=advantages, **columns)
+    loop.warn_of_skipped_updates(step + 1, updates, non_finite)
 
     loop.count(batch)
     await loop.update_reference(step + 1)

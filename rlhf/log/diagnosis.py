@@ -179,7 +179,7 @@ def skipped_updates(view: View) -> Found:
             yield f"{skipped:.0f} updates were skipped, because a gradient was not finite.", lower
         yield (
             f"{skipped:.0f} updates were skipped, because a number was not finite: the warning of the step says which.",
-            f"{lower} skipped/ in the run folder has the batches; if it happens at the first steps, run rlhf.doctor.",
+            f"{lower} If it happens at the first steps, run rlhf.doctor.",
         )
 
 

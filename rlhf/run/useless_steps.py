@@ -1,9 +1,9 @@
-"""Steps that teach the policy nothing: the end of the run after many in a row."""
+"""Steps that teach the policy nothing: a warning for skipped updates, and the end of the run after many in a row."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,6 +12,28 @@ from rlhf.config.sections import RunConfig
 from rlhf.log.diagnosis import Diagnosis
 from rlhf.log.reductions import UpdateOutcome
 from rlhf.types import RolloutGroup, rewards_differ
+
+MAX_SHOWN = 5  # rollouts in a warning
+
+
+def skipped_updates_warning(
+    step: int, updates: Sequence[UpdateOutcome], non_finite: Mapping[str, np.ndarray]
+) -> str | None:
+    """A warning with the number of skipped optimizer steps of a step and the reason; None if all were taken.
+
+    Args:
+        non_finite: column -> the rollouts with NaN or inf in it, numbered as in rollouts/, if the whole step was
+            skipped for them; else {}, and a gradient was not finite.
+    """
+    skipped = sum(not update.taken for update in updates)
+    if not skipped:
+        return None
+    reasons = []
+    for name, rollouts in non_finite.items():
+        shown = ", ".join([*map(str, rollouts[:MAX_SHOWN])] + ["..."] * (len(rollouts) > MAX_SHOWN))
+        reasons.append(f"{name} of {len(rollouts)} rollouts ({shown})")
+    cause = " and ".join(reasons) or "a gradient"
+    return f"step {step}: {skipped} of {len(updates)} optimizer steps were skipped: NaN or inf in {cause}"
 
 
 class UselessSteps:

@@ -16,7 +16,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from faulty_run import Ended, Fault, run_with_faults
 from processes import outliving
@@ -167,8 +166,6 @@ def test_a_number_that_is_not_finite_costs_its_updates_on_all_ranks_and_no_weigh
     _, skipped, told = NUMBERS[step]
     (warning,) = [line for line in ended.output.splitlines() if f"step {step}: {skipped} of 2 optimizer steps" in line]
     assert told in warning
-    batch = np.load(run / "skipped" / f"step-{step:06d}.npz")
-    assert {"token_ids", "rewards", "advantages", "rollout_logprobs", "old_logprobs"} <= set(batch)
     before, after = [row for row in read_steps(run) if row["step"] in (step - 1, step)]
     assert after["learner/updates_skipped"] - before["learner/updates_skipped"] == skipped
     assert after["learner/updates_taken"] - before["learner/updates_taken"] == 2 - skipped

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
 from worlds import make_groups, random_column
 
 from rlhf.log.reductions import UpdateOutcome
-from rlhf.run.skipped_updates import MAX_KEPT, SkippedUpdates
+from rlhf.run.useless_steps import skipped_updates_warning
 from rlhf.step.batch import make_batch, non_finite_rollouts
 from rlhf.types import StepBatch
 
@@ -42,32 +41,11 @@ def test_a_nan_of_an_engine_is_found_too(batch: StepBatch) -> None:
     assert list(non_finite_rollouts(broken, np.ones(8, bool))["rollout_logprobs"]) == [7]
 
 
-def test_a_skipped_step_is_named_and_its_batch_kept_in_a_bounded_number_of_files(
-    batch: StepBatch, tmp_path: Path
-) -> None:
-    warnings: list[str] = []
-    skipped = SkippedUpdates(lambda: tmp_path / "skipped", warnings.append)
-    taken, not_taken = UpdateOutcome("learner", True, {}), UpdateOutcome("learner", False, {})
-    skipped.keep(1, batch, [UpdateOutcome("critic", True, {}), taken], {})
-    assert warnings == []
-    assert not (tmp_path / "skipped").exists()
-    old = random_column(batch, 1)
-    skipped.keep(2, batch, [taken, not_taken], {}, old_logprobs=old, ref_logprobs=None)
-    assert "step 2: 1 of 2 optimizer steps were skipped" in warnings[0]
-    kept = np.load(tmp_path / "skipped" / "step-000002.npz")
-    by_token = {"token_ids", "response_mask", "rollout_logprobs", "old_logprobs"}
-    assert set(kept) == by_token | {"cu_seqlens", "rollouts", "rollout_tokens", "rewards"}
-    assert np.array_equal(kept["old_logprobs"], old)
-    for step in range(3, 3 + MAX_KEPT):
-        skipped.keep(step, batch, [not_taken], {"values": np.arange(7)})
-    assert "values of 7 rollouts (0, 1, 2, 3, 4, ...)" in warnings[-1]
-    assert len(list((tmp_path / "skipped").iterdir())) == MAX_KEPT
-
-
-def test_a_batch_that_the_disk_does_not_take_costs_no_run(batch: StepBatch, tmp_path: Path) -> None:
-    warnings: list[str] = []
-    (tmp_path / "skipped").write_text("no folder")
-    SkippedUpdates(lambda: tmp_path / "skipped", warnings.append).keep(
-        2, batch, [UpdateOutcome("learner", False, {})], {}
-    )
-    assert warnings[0].endswith(f"({tmp_path / 'skipped'}: File exists)")
+def test_a_warning_counts_the_skipped_updates_and_names_the_rollouts() -> None:
+    taken, skipped = UpdateOutcome("learner", True, {}), UpdateOutcome("learner", False, {})
+    assert skipped_updates_warning(1, [UpdateOutcome("critic", True, {}), taken], {}) is None
+    many = skipped_updates_warning(2, [taken, skipped], {})
+    assert many == "step 2: 1 of 2 optimizer steps were skipped: NaN or inf in a gradient"
+    named = skipped_updates_warning(3, [skipped], {"values": np.arange(7), "ref_logprobs": np.array([4])})
+    assert named is not None
+    assert named.endswith("NaN or inf in values of 7 rollouts (0, 1, 2, 3, 4, ...) and ref_logprobs of 1 rollouts (4)")
