@@ -12,11 +12,13 @@ from rlhf.check.model_shape import ModelShape
 from rlhf.check.resources import count_gpus, counted
 from rlhf.check.speed import FORWARD_SHARE, Lengths
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.roles import Role, Training
+from rlhf.config.supervised import SupervisedConfig
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What was measured over the account, of learner and engine; layouts that were not measured are scaled by it."""
+    """Measured throughput over that of the account, of learner and engine; it scales layouts that were not measured."""
 
     learner: float = 1.0
     engine: float = 1.0
@@ -36,21 +38,23 @@ class StepTime:
     """Seconds of one training step, by part, and the tokens per second of one engine and one learner.
 
     Attributes:
-        tail: of `sampling`, in which the longest response is alone.
         sending: gradients and weights between learners, as far as they do not overlap with computing.
+        host: an optimizer in host memory.
+        tail: the part of `sampling` in which the longest response is alone.
         turns: engines and learners change places on shared GPUs.
+        overlaps: sampling runs at the same time as the rest.
     """
 
-    engine_speed: float
-    learner_speed: float
-    sampling: float
-    tail: float
-    logprobs: float
     update: float
-    host: float
     sending: float
-    turns: float
-    overlaps: bool
+    host: float
+    logprobs: float = 0.0
+    sampling: float = 0.0
+    tail: float = 0.0
+    turns: float = 0.0
+    overlaps: bool = False
+    engine_speed: float = 0.0
+    learner_speed: float = 0.0
 
     @property
     def total(self) -> float:
@@ -74,39 +78,67 @@ def step_time(config: GRPOConfig, shape: ModelShape | None, scale: Scale | None 
         if engine is None and not overlaps:  # a measured throughput has the tail in it
             tail = speed.tail_s(shape, config)
         if learner is None:
-            sending = _sending_s(config, shape, epochs * epoch * speed.compute_s(shape, config))
+            computing = epochs * epoch * speed.compute_s(shape, config)
+            for role, training in config.trained_roles():
+                microbatches = speed.microbatches_per_update(config, training)
+                sending += _sending_s(config, shape, role, training, microbatches, computing)
         learner = scale.learner / speed.compute_s(shape, config)
         engine = scale.engine * speed.decode_tokens_per_second(shape, config)
         turns = speed.turns_s(shape, config)
     if learner is None or engine is None:
         return None
-    sampling = config.rollouts_per_step * lengths.response / (cluster.engines * engine) + tail
     passes = speed.forward_passes(config)
     return StepTime(
-        engine, learner, sampling, tail, passes * FORWARD_SHARE * epoch / learner, epochs * epoch / learner,
-        speed.host_optimizer(config)[0], sending, turns, overlaps,
-    )  # fmt: skip
+        update=epochs * epoch / learner,
+        sending=sending,
+        host=speed.host_optimizer(config)[0],
+        logprobs=passes * FORWARD_SHARE * epoch / learner,
+        sampling=config.rollouts_per_step * lengths.response / (cluster.engines * engine) + tail,
+        tail=tail,
+        turns=turns,
+        overlaps=overlaps,
+        engine_speed=engine,
+        learner_speed=learner,
+    )
 
 
-def _sending_s(config: GRPOConfig, shape: ModelShape, computing_s: float) -> float:
-    """Seconds in which learners wait for what they send each other.
+def update_time(config: SupervisedConfig, shape: ModelShape, tokens: int) -> StepTime | None:
+    """Seconds of an optimizer step on sequences of `tokens` each; None on CPU."""
+    if config.cluster.device == "cpu":
+        return None
+    ((role, training),) = config.trained_roles()
+    lengths = Lengths(tokens, 0) if config.scalar_learner else Lengths(0, tokens)  # each token has logits, at most
+    each = -(-config.examples_per_update * config.sequences_per_example * tokens // config.cluster.learners)
+    computing = each * speed.compute_s(shape, config, lengths)
+    microbatches = max(1, -(-each // config.learner.max_tokens_per_microbatch))
+    sending = _sending_s(config, shape, role, training, microbatches, computing)
+    return StepTime(computing, sending, speed.host_optimizer(config)[0])
+
+
+def _sending_s(
+    config: GRPOConfig | SupervisedConfig,
+    shape: ModelShape,
+    role: Role,
+    training: Training,
+    microbatches: int,
+    computing_s: float,
+) -> float:
+    """Seconds per step in which learners wait for what they send each other, of one trained role.
 
     At stages 2 and 3 it overlaps with the computation of all but the last microbatch.
+
+    Args:
+        microbatches: of an update.
+        computing_s: seconds of all updates of a step.
     """
-    waiting = 0.0
-    for role, training in config.trained_roles():
-        seconds = speed.communicated_bytes(role, training, config, shape) / speed.link(config)
-        if training.section.zero_stage >= 2:
-            last = seconds / (training.updates_per_step * speed.microbatches_per_update(config, training))
-            seconds = max(last, seconds - computing_s)
-        waiting += seconds
-    return waiting
+    seconds = speed.communicated_bytes(role, training, config, shape, microbatches) / speed.link(config)
+    if training.section.zero_stage >= 2:
+        seconds = max(seconds / (training.updates_per_step * microbatches), seconds - computing_s)
+    return seconds
 
 
-def expected_time(config: GRPOConfig, shape: ModelShape | None) -> list[tuple[str, str]]:
-    """Rows of --plan, each with its arithmetic; none where `step_time` has none."""
-    if (time := step_time(config, shape)) is None:
-        return []
+def time_rows(config: GRPOConfig, time: StepTime) -> list[tuple[str, str]]:
+    """Rows of --plan: the parts of `step_time`, each with its arithmetic."""
     plan, cluster, roles, lengths = config.plan, config.cluster, config.roles(), Lengths.of(config)
     sampled = config.rollouts_per_step * lengths.response
     tokens = config.rollouts_per_step * lengths.sequence
@@ -117,19 +149,18 @@ def expected_time(config: GRPOConfig, shape: ModelShape | None) -> list[tuple[st
     learners = f"({counted(cluster.learners, 'learner')} x {_rate(time.learner_speed)})"
     assumed = [name for name in ("engine", "learner") if getattr(plan, f"{name}_tokens_per_second") is None]
     keys = " and ".join(f"plan.{name}_tokens_per_second" for name in assumed)
-    source = f"an account, at best, of {speed.described_card(config)}; to use measured ones set {keys}"
     forward = f"{counted(passes, 'pass')}, each 1/{round(1 / FORWARD_SHARE)} of an epoch"
     how = "sampling at the same time as the rest" if time.overlaps else "one after the other"
     last = f" + {time.tail:,.1f} s of the longest response alone" if time.tail else ""
     host_how = speed.host_optimizer(config)[1]
     return [
-        *([("speeds", source)] if assumed else []),
+        *([("speeds", f"{speed.described_card(config)}; to use measured ones set {keys}")] if assumed else []),
         ("lengths", _lengths(config)),
         ("tokens per step", f"{tokens:,}, of which sampled {sampled:,}"),
         ("sampling", f"{sampled:,} / {engines}{last} = {time.sampling:,.1f} s"),
         ("log-probs", f"{forward} = {time.logprobs:,.1f} s" if passes else "none"),
         ("update", f"{tokens:,} x {counted(epochs, 'epoch')} / {learners} = {time.update:,.1f} s"),
-        *([("sent between learners", _sent(config, shape, time.sending))] if shape and time.sending else []),
+        *([("sent between learners", f"{time.sending:,.1f} s that do not overlap")] if time.sending else []),
         *([("optimizer in host memory", host_how)] if host_how else []),
         *([("taking turns", f"state and weights to host memory and back: {time.turns:,.1f} s")] if time.turns else []),
         ("one step", f"{time.total:,.1f} s, {how}; transfer, evaluation, checkpoints not included"),
@@ -141,26 +172,14 @@ def expected_time(config: GRPOConfig, shape: ModelShape | None) -> list[tuple[st
 def _lengths(config: GRPOConfig) -> str:
     """The mean lengths that are used, each with the key it comes from."""
     plan, lengths = config.plan, Lengths.of(config)
-    from_keys = {
-        "prompt_tokens": (lengths.prompt, "prompt", f"data.max_prompt_tokens={config.data.max_prompt_tokens}"),
-        "response_tokens": (lengths.response, "response", config.rollout.longest_key),
-    }
-    texts, assumed = [], []
-    for name, (tokens, of, most) in from_keys.items():
-        given = getattr(plan, name) is not None
-        texts.append(f"{of} {tokens:,} ({f'plan.{name}' if given else f'the most, {most}'})")
-        assumed += [] if given else [f"plan.{name}"]
-    return " and ".join(texts) + (f"; set {' and '.join(assumed)} to the mean of your data" if assumed else "")
+    given = {"prompt": plan.prompt_tokens, "response": plan.response_tokens}
+    keys = (f"data.max_prompt_tokens={config.data.max_prompt_tokens}", config.rollout.longest_key)
+    longest = dict(zip(given, keys, strict=True))
+    sources = {name: f"plan.{name}_tokens" if given[name] else f"the most, {longest[name]}" for name in given}
+    assumed = " and ".join(f"plan.{name}_tokens" for name, value in given.items() if not value)
+    texts = [f"{name} {getattr(lengths, name):,} ({source})" for name, source in sources.items()]
+    return " and ".join(texts) + (f"; set {assumed} to the mean of your data" if assumed else "")
 
 
 def _rate(tokens_per_second: float) -> str:
     return f"{tokens_per_second:,.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:,.3g}"
-
-
-def _sent(config: GRPOConfig, shape: ModelShape, waiting_s: float) -> str:
-    sent = [
-        f"{speed.communicated_bytes(role, training, config, shape) / 1e9:,.1f} GB per {role.name} at ZeRO stage "
-        f"{training.section.zero_stage}"
-        for role, training in config.trained_roles()
-    ]
-    return f"{', '.join(sent)}, {speed.link(config) / 1e9:g} GB/s = {waiting_s:,.1f} s that do not overlap"

@@ -15,6 +15,7 @@ float32 model.
 from __future__ import annotations
 
 import functools
+import os
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +24,10 @@ from typing import TYPE_CHECKING, Literal
 from rlhf.algo.layer_names import is_adapted
 from rlhf.algo.sizes import BUCKET_BYTES, HEAD_TILE, REDUCE_BUCKET, WHOLE_TOKENS
 from rlhf.check.model_shape import ModelShape, shape_at
+from rlhf.check.resources import counted
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import TrainingProgramConfig
-from rlhf.config.roles import LEARNER, Role
+from rlhf.config.roles import ENGINE, LEARNER, Role
 from rlhf.config.sections import LoraConfig, TrainedConfig
 
 if TYPE_CHECKING:
@@ -118,36 +120,37 @@ def total(parts: Sequence[Part]) -> float:
     return sum(part.size for part in parts)
 
 
-def learner_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
+def learner_memory(shape: ModelShape, config: TrainingProgramConfig) -> tuple[Part, ...]:
     """The parts of one learner at the peak of an update."""
-    lora = config.model.lora  # with adapters the reference is the model itself
-    frozen_models: dict[str, ModelShape | None] = {"reference": shape} if config.needs_reference and not lora else {}
-    frozen_models |= {key: shape_at(path) for key, path in config.further_models.items()}
+    if config.scalar_learner:
+        return _trained(config.learner, shape, config, scalar_parameters(shape), [], _scalar_head(shape, config))
+    lora, compares, others = config.model.lora, False, []
+    if isinstance(config, GRPOConfig):
+        others = _kept_models(shape, config)
+        compares = (teacher := config.algo.teacher) is not None and teacher.in_loss
+    count, kept = trained_parameters(shape, lora), 0 if lora is None else shape.parameters
+    return _trained(config.learner, shape, config, count, others, _head(shape, config, compares), frozen=kept)
+
+
+def _kept_models(shape: ModelShape, config: GRPOConfig) -> list[Part]:
+    """The reference, teachers and recorded experts that a learner keeps."""
+    has_reference = config.needs_reference and not config.model.lora  # with adapters it is the model itself
+    kept_models: dict[str, ModelShape | None] = {"reference": shape} if has_reference else {}
+    kept_models |= {key: shape_at(path) for key, path in config.further_models.items()}
     dtype, ranks = config.model.dtype, config.cluster.learners if config.learner.zero_stage == 3 else 1
     use: Use = "state" if ranks > 1 else "movable"  # a share at ZeRO-3 stays
-    others = [
-        Part(f"{of}, {dtype}", 0.0, "not counted: its size is not known here")
-        if frozen is None
-        else _divided(f"{of}, {dtype}", frozen.parameters, BYTES[dtype], ranks, use=use)
-        for of, frozen in frozen_models.items()
+    parts = [
+        Part(f"{name}, {dtype}", 0.0, "not counted: its size is not known here")
+        if kept is None
+        else _divided(f"{name}, {dtype}", kept.parameters, BYTES[dtype], ranks, use=use)
+        for name, kept in kept_models.items()
     ]
     if config.learner.replays_experts:
         tokens = -(-config.rollouts_per_step * config.max_sequence_tokens // config.cluster.learners)
         held, epochs = 2 * shape.layers * shape.active_experts, config.learner.epochs_per_step
         how = f"{tokens:,} tokens at most x {held:,} bytes" + (f" x {epochs} epochs" if epochs > 1 else "")
-        others.append(Part("recorded experts, int16", float(tokens * held * epochs), how))
-    count, kept = trained_parameters(shape, lora), 0 if lora is None else shape.parameters
-    compares = (teacher := config.algo.teacher) is not None and teacher.in_loss
-    return _trained(config.learner, shape, config, count, others, _head(shape, config, compares), frozen=kept)
-
-
-def supervised_memory(shape: ModelShape, config: TrainingProgramConfig) -> tuple[Part, ...]:
-    """The parts of one learner of a program without engines, at the peak of an update."""
-    if config.scalar_learner:
-        return _trained(config.learner, shape, config, scalar_parameters(shape), [], _scalar_head(shape, config))
-    lora = config.model.lora
-    count, kept = trained_parameters(shape, lora), 0 if lora is None else shape.parameters
-    return _trained(config.learner, shape, config, count, [], _head(shape, config), frozen=kept)
+        parts.append(Part("recorded experts, int16", float(tokens * held * epochs), how))
+    return parts
 
 
 def critic_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
@@ -474,3 +477,57 @@ def check_shared_gpus(config: GRPOConfig, measured: Mapping[str, Sequence[GPUMem
         if estimate.role.name in measured
     }
     return list(training_problems(peaks, kept=kept, have=fullest.total))
+
+
+# --- what fits ---
+
+
+def with_article(name: str) -> str:
+    """`a learner`, `an engine`."""
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def memory_share_on_cpu(estimates: Sequence[RoleMemory]) -> tuple[float, str]:
+    """The share of this machine's memory that all roles need, and a clause that says so."""
+    need = sum(estimate.role.count * total(estimate.parts) for estimate in estimates) / GIB
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    who = ", ".join(counted(estimate.role.count, estimate.role.name) for estimate in estimates)
+    verb = "needs" if sum(estimate.role.count for estimate in estimates) == 1 else "need"
+    return need / have, f"{who} {verb} {need:.1f} of {have:.1f} GiB"
+
+
+def memory_problems(config: TrainingProgramConfig, estimates: Sequence[RoleMemory], shape: ModelShape) -> Iterator[str]:
+    """One clause for each part that does not fit by the estimates; on CPU, in the memory of this machine."""
+    cluster, longest = config.cluster, config.max_sequence_tokens
+    if cluster.device == "cpu":
+        need, text = memory_share_on_cpu(estimates)
+        if need > 1:
+            yield text
+    elif alone := [
+        f"{with_article(each.role.name)} needs {total(each.parts) / GIB:.1f} of {cluster.gpu_memory_gib:g} GiB"
+        for each in estimates
+        if each.role.name != ENGINE and total(each.parts) > cluster.gpu_memory_gib * GIB
+    ]:
+        yield from alone
+    elif isinstance(config, GRPOConfig) and config.cluster.placement == "colocated":
+        for problem in planned_problems(config, estimates, shape):
+            yield problem.removeprefix("memory: ").partition(". ")[0]  # without its remedy
+    if isinstance(config, GRPOConfig) and (kv_tokens := kv_cache(shape, config)[1]) < longest:
+        yield f"the KV cache of an engine holds {kv_tokens:,} tokens, not even one sequence of {longest:,}"
+
+
+def preemption(config: GRPOConfig, shape: ModelShape) -> str:
+    """A warning if the KV cache holds less than one group; else an empty string."""
+    samples, longest = config.rollout.samples_per_prompt, config.max_sequence_tokens
+    _, kv_tokens = kv_cache(shape, config)
+    per_group = samples * longest
+    if kv_tokens >= per_group:
+        return ""
+    keys = "rollout.gpu_memory_utilization or cluster.tensor_parallel"
+    if config.cluster.device == "cpu":
+        keys = "rollout.kv_cache_gib"
+    return (
+        f"KV cache: an engine holds {kv_tokens:,} tokens, less than one group at full length "
+        f"(rollout.samples_per_prompt={samples} x {longest:,} = {per_group:,}): sequences will be preempted and "
+        f"computed again. Raise {keys}, or shorten sequences."
+    )

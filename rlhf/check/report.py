@@ -10,29 +10,31 @@ import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlhf.algo.schedules import learning_rate
+from rlhf.algo.sizes import BYTES_PER_CHANGE, MOST_CHANGED
 from rlhf.check.examination import run_models
-from rlhf.check.fit import preemption, with_article
-from rlhf.check.hours import expected_time
-from rlhf.check.layouts import AS_SET, BEST, Search, layout_rows, searches
+from rlhf.check.hours import step_time, time_rows
+from rlhf.check.layouts import AS_SET, Layout, Search, keys_of, searches
 from rlhf.check.memory import (
+    BYTES,
     GIB,
     Part,
     RoleMemory,
     checkpoint_bytes,
     kv_cache,
     memory_of_roles,
+    preemption,
     total,
+    with_article,
 )
 from rlhf.check.model_shape import ModelShape, config_at, read_shape
 from rlhf.check.resources import count_gpus, counted, with_gpus_here
+from rlhf.check.speed import described_card
 from rlhf.check.start_checks import class_problems, plan_problems, rate_warnings
-from rlhf.check.supervised import Examples, batch_rows, supervised_verdict, time_rows
-from rlhf.check.transfer import transfer_rows
-from rlhf.check.verdict import Verdict, fit_verdict
-from rlhf.config.data import ENVIRONMENT, DataConfig
+from rlhf.check.verdict import Verdict, fit_verdict, supervised_verdict
+from rlhf.config.data import ENVIRONMENT, DataConfig, DatasetsConfig, S
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import resolved_yaml
 from rlhf.config.model_folder import looks_local
@@ -48,6 +50,10 @@ COLUMNS, LABEL = 100, 28
 FREE = "-"  # a GPU without a role
 SHORT_NAMES = {REWARD_MODEL: "reward"}  # names that are too long for a cell
 CELL_WIDTH = 10  # characters; the usual eight cells and the node's name fit in 100 columns
+BYTES_PER_TOKEN = 4  # assumed: the bytes of JSON's markup stand for the tokens of the template
+# Share of the bfloat16 elements that an update changes: 0.33% at lr 1e-6, 1.3% at 1e-5, measured on SmolLM2-135M. Steps
+# of Adam have the size of lr, whatever the gradient.
+CHANGED_AT_1E6, CHANGED_EXPONENT = 0.0033, 0.6
 
 
 class Plan(NamedTuple):
@@ -80,8 +86,8 @@ def _texts(config: TrainingProgramConfig, flags: Namespace, problems: list[str])
     prompt = ""
     if flags.plan:
         assert isinstance(config, GRPOConfig | SupervisedConfig)
-        found, prompt = _start(config)
-        plan = planned(config, found) if isinstance(config, GRPOConfig) else planned_supervised(config, found)
+        refusals, prompt = _start(config)
+        plan = planned(config, refusals)
         problems += plan.problems
         yield plan.text
     if flags.print_config:
@@ -126,106 +132,62 @@ def first_prompt_text(config: GRPOConfig) -> str:
     return f"\nFirst prompt\n{show_prompt(prompt, tokenizer)}\n"
 
 
-def planned(config: GRPOConfig, refusals: Sequence[str] | None = None) -> Plan:
+def planned(config: GRPOConfig | SupervisedConfig, refusals: Sequence[str] | None = None) -> Plan:
     """All sections of the plan, and why the run would be refused; `refusals`: why it would not start, if known."""
-    problems: list[str] = list(plan_problems(config) if refusals is None else refusals)
-    prompts: int | str = "see the first line"
-    config, gpu_memory = with_gpus_here(config) if config.cluster.device == "cuda" else (config, "")
-    try:
-        prompts = prompts_per_epoch(config.data)
-    except ValueError as error:
-        problems += [] if str(error) in problems else [str(error)]
-    problems += arithmetic_problems(config, prompts)
-    first, warnings = _beginning(problems), list(arithmetic_warnings(config))
-    sections = [
-        ("Batches", _batches(config, prompts)),
-        ("Learning rate", _learning_rate(config)),
-        ("Placement", _placement(config, gpu_memory)),
-    ]
-    try:
-        shape = read_shape(config.model.path)
-    except ValueError as error:
-        first += _unknown_size(config, problems, error)
-        if time := expected_time(config, None):
-            sections.append(("Time, expected", rows(*time)))
-    else:
-        estimates = memory_of_roles(config, shape)
-        searched = searches(config, shape) if config.cluster.device == "cuda" else []
-        verdict = fit_verdict(config, shape, estimates, searched)
-        first += _told(verdict, problems)
-        if verdict.fits and (warning := preemption(config, shape)):
-            warnings.append(warning)
-        if verdict.config and (time := expected_time(verdict.config, shape)):
-            sections.append((_time_title(verdict), rows(*time)))
-        if searched:
-            sections.append(("Layouts, seconds per step", _layouts(config, shape, searched)))
-        sections.append(("Memory, estimated", _memory(config, shape, estimates)))
-        if sent := transfer_rows(config, shape):
-            sections.append(("Weights to the engines, estimated", rows(*sent)))
-    return _plan(config, first, sections, warnings, problems)
-
-
-def planned_supervised(config: SupervisedConfig, refusals: Sequence[str] | None = None) -> Plan:
-    """As `planned`, of rlhf.sft and rlhf.reward_model."""
     problems = list(plan_problems(config) if refusals is None else refusals)
     config, gpu_memory = with_gpus_here(config) if config.cluster.device == "cuda" else (config, "")
-    examples = Examples(None, config.data.max_tokens, f"the most, data.max_tokens={config.data.max_tokens}")
+    prompts: int | str = "see the first line"
     try:
-        examples = Examples.of(config)
-        if examples.rows:
-            config = config.with_steps(examples.rows)
+        if isinstance(config, GRPOConfig):
+            prompts = prompts_per_epoch(config.data)
+        else:
+            examples = Examples.of(config)
+            config = config.with_steps(examples.rows) if examples.rows else config
     except ValueError as error:
         problems += [] if str(error) in problems else [str(error)]
-    first = _beginning(problems)
-    sections = [("Batches", rows(*batch_rows(config, examples)))]
+        examples = Examples(None, config.max_sequence_tokens, f"the most, {config.sequence_keys}")
+    warnings = list(config.warnings())
+    if isinstance(config, GRPOConfig):
+        problems += arithmetic_problems(config, prompts)
+        warnings += idle_warnings(config)
+    first, searched = _beginning(problems), list[Search]()
+    batches = _batches(config, prompts) if isinstance(config, GRPOConfig) else _example_batches(config, examples)
+    sections = [("Batches", batches)]
     if config.run.steps:
+        warnings += rate_warnings(config)
         sections.append(("Learning rate", _learning_rate(config)))
     sections.append(("Placement", _placement(config, gpu_memory)))
     try:
         shape = read_shape(config.model.path)
     except ValueError as error:
-        first += _unknown_size(config, problems, error)
+        if config_at(config.model.path) is not None or not any(each.startswith("model.path=") for each in problems):
+            first += wrapped("memory is not known: ", str(error))
+        if isinstance(config, GRPOConfig) and (time := step_time(config, None)):
+            sections.append(("Time, expected", rows(*time_rows(config, time))))
     else:
-        verdict = supervised_verdict(config, shape, examples)
-        first += _told(verdict, problems)
-        if verdict.config and (time := list(time_rows(verdict.config, shape, examples))):
-            sections.append((_time_title(verdict), rows(*time)))
-        sections.append(("Memory, estimated", _memory(config, shape, memory_of_roles(config, shape))))
-    warnings = [*config.warnings(), *(rate_warnings(config) if config.run.steps else ())]
-    return _plan(config, first, sections, warnings, problems)
-
-
-def _plan(
-    config: TrainingProgramConfig,
-    first: list[str],
-    sections: list[tuple[str, list[str]]],
-    warnings: Sequence[str],
-    problems: list[str],
-) -> Plan:
-    """The plan of its parts. `first`: the lines of the first paragraph, to which the unchecked names are added."""
+        estimates = memory_of_roles(config, shape)
+        verdict: Verdict[Any]
+        if isinstance(config, GRPOConfig):
+            searched = searches(config, shape) if config.cluster.device == "cuda" else []
+            verdict = fit_verdict(config, shape, estimates, searched)
+            if verdict.fits and (warning := preemption(config, shape)):
+                warnings.append(warning)
+            if verdict.config and (time := step_time(verdict.config, shape)):
+                title = "Time, expected" if verdict.fits else "Time, expected, in the layout that fits"
+                sections.append((title, rows(*time_rows(verdict.config, time))))
+        else:
+            verdict = supervised_verdict(config, shape, examples.tokens)
+        problems += [] if verdict.fits else [verdict.text]
+        first += [line for says, keys in verdict.says for line in wrapped("", says) + [f"  {keys}"] * bool(keys)]
+        sections.append(("Layouts, seconds per step", _layouts(config, searched)))
+        sections.append(("Memory, estimated", _memory(config, shape, estimates)))
+        if isinstance(config, GRPOConfig):
+            sections.append(("Weights to the engines, estimated", rows(*transfer_rows(config, shape))))
     if of_hub := ", ".join(dict.fromkeys(_of_hub(config))):
         first += wrapped("not checked: ", f"{of_hub}: the hub is asked when the run starts.")
-    if warnings:
-        sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))
-    texts = ["\n".join(first), *(f"{title}\n" + "\n".join(lines) for title, lines in sections)]
+    sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))
+    texts = ["\n".join(first), *(f"{title}\n" + "\n".join(lines) for title, lines in sections if lines)]
     return Plan("\n\n".join(texts) + "\n", problems)
-
-
-def _told(verdict: Verdict, problems: list[str]) -> list[str]:
-    """The lines of a verdict; if it does not fit, that is a problem too."""
-    problems += [] if verdict.fits else [verdict.text]
-    return [line for says, keys in verdict.says for line in wrapped("", says) + [f"  {keys}"] * bool(keys)]
-
-
-def _time_title(verdict: Verdict) -> str:
-    return "Time, expected" if verdict.fits else "Time, expected, in the layout that fits"
-
-
-def _unknown_size(config: TrainingProgramConfig, problems: Sequence[str], error: ValueError) -> list[str]:
-    """The lines that say why the model's size is not known, unless a problem of model.path says it already."""
-    if config_at(config.model.path) is None and any(problem.startswith("model.path=") for problem in problems):
-        return []
-    return wrapped("memory is not known: ", str(error))
 
 
 def _beginning(problems: Sequence[str]) -> list[str]:
@@ -242,12 +204,18 @@ def _of_hub(config: TrainingProgramConfig) -> Iterator[str]:
     yield from (m.named for m in models if not looks_local(m.path) and local_model_config(m.path) is None)
 
 
-def _layouts(config: GRPOConfig, shape: ModelShape, searched: Sequence[Search]) -> list[str]:
-    """The rows of the layouts; keys to paste have a line of their own."""
+def _layouts(config: TrainingProgramConfig, searched: Sequence[Search]) -> list[str]:
+    """The seconds of each kind of layout with the keys to paste, or why none fits."""
     lines = []
-    for label, text in layout_rows(config, shape, searched):
-        to_paste = label.startswith(BEST) and text != AS_SET
-        lines += [f"  {label}", f"    {text}"] if to_paste else rows((label, text))
+    for gpus, layouts in searched:
+        for kind, layout in layouts.items():
+            label = f"{counted(gpus, 'GPU')}, {kind}"
+            if isinstance(layout, Layout):
+                keys = keys_of(config, layout.config)
+                as_set = f", {AS_SET}" if keys == AS_SET else ""
+                lines += rows((label, f"{layout.seconds:,.1f} s{as_set}")) + [f"    {keys}"] * (not as_set)
+            else:
+                lines += rows((label, f"none: {layout}"))
     return lines
 
 
@@ -268,23 +236,72 @@ def wrapped(first: str, text: str) -> list[str]:
 # --- arithmetic ---
 
 
-def prompts_per_epoch(config: DataConfig) -> int | str:
-    """Rows of data.train per epoch, including rows that the run drops later; or why they are not counted.
+def _train_sources(data: DatasetsConfig[S]) -> Iterator[tuple[S, int | None]]:
+    """Each source of data.train and its number of rows; None if it is no local file.
 
     Raises:
         ValueError: a file cannot be read.
     """
-    rows: dict[str, range] = {}
-    for key, source in config_sources(config, "train").items():
+    for key, source in config_sources(data, "train").items():
         check_source(source, key)
         try:
-            counted_rows = count_rows(source)
+            yield source, count_rows(source)
         except (OSError, ValueError) as error:
             raise ValueError(f"{key}={source.path}: {error}") from None
-        if counted_rows is None:
+
+
+def prompts_per_epoch(config: DataConfig) -> int | str:
+    """Rows of data.train per epoch, including rows that the run drops later; or why they are not counted."""
+    rows: dict[str, range] = {}
+    for source, count in _train_sources(config):
+        if count is None:
             return f"{source.path} is no local file"
-        rows[source.label] = range(counted_rows)
+        rows[source.label] = range(count)
     return sum(rows_per_epoch(config.train, rows).values())
+
+
+class Examples(NamedTuple):
+    """The examples of a supervised program, as far as they are known before data.train is read.
+
+    Attributes:
+        rows: of one pass; None: not known here.
+        tokens: mean of a sequence.
+        how: where `tokens` comes from.
+    """
+
+    rows: int | None
+    tokens: int
+    how: str
+
+    @classmethod
+    def of(cls, config: SupervisedConfig) -> Examples:
+        """Count rows and bytes of local files; for other data assume that every sequence has full length."""
+        most, rows, size, texts = config.data.max_tokens, 0, 0, True
+        longest = f"the most, data.max_tokens={most}"
+        for source, count in _train_sources(config.data):
+            path = local_path(source)
+            if path is None or count is None:
+                return cls(None, most, longest)
+            rows, size, texts = rows + count, size + path.stat().st_size, texts and path.suffix != ".parquet"
+        if not texts or not rows:
+            return cls(rows, most, longest)
+        each = size / rows / config.sequences_per_example
+        tokens = max(1, min(most, round(each / BYTES_PER_TOKEN)))
+        return cls(rows, tokens, f"{each:,.0f} bytes of data.train / {BYTES_PER_TOKEN}, at most data.max_tokens={most}")
+
+
+def _example_batches(config: SupervisedConfig, examples: Examples) -> list[str]:
+    each, data = config.examples_per_update, [("data", "not counted here")]
+    if examples.rows is not None:
+        passes = config.updates_per_epoch(examples.rows)
+        data = [("data", f"{examples.rows:,} rows / {each:,} = {counted(passes, 'optimizer step')} per pass")]
+        if config.run.steps:
+            data.append(("optimizer steps", f"{config.steps:,} = {config.steps / max(1, passes):,.2f} passes"))
+    sequences = f"{config.sequences_per_example} per example, of {examples.tokens:,} tokens on average ({examples.how})"
+    speeds = [("speeds", described_card(config))] if config.cluster.device == "cuda" else []
+    return rows(
+        ("examples per update", f"learner.{config.examples_key}={each:,}"), *data, ("sequences", sequences), *speeds
+    )
 
 
 def _batches(config: GRPOConfig, prompts: int | str) -> list[str]:
@@ -427,22 +444,10 @@ def _memory(config: TrainingProgramConfig, shape: ModelShape, estimates: Sequenc
         return lines
     per_token, tokens = kv_cache(shape, config)
     at_once = min(config.rollout.max_concurrent_sequences, -(-config.rollouts_per_step // config.cluster.engines))
-    if config.learner.replays_experts:
-        lines += rows(("recorded experts", _recorded_experts(config, shape)))
     return [*lines, *rows(
         ("the KV cache holds", f"{tokens:,} tokens of {per_token / 1024:,.1f} KiB = {tokens // longest:,} sequences of "
          f"{longest:,}; {at_once:,} at once"),
     )]  # fmt: skip
-
-
-def _recorded_experts(config: GRPOConfig, shape: ModelShape) -> str:
-    """What `learner.router_replay` sends from the engines to the learners; vLLM writes ids up to 255 as one byte."""
-    width = 1 if shape.experts <= 256 else 2
-    size, tokens = shape.layers * shape.active_experts * width, config.rollouts_per_step * config.max_sequence_tokens
-    return (
-        f"{shape.layers} layers x {shape.active_experts} experts x {counted(width, 'byte')} = {size:,} bytes per "
-        f"token, at most {tokens * size / GIB:.1f} GiB per step from engines to learners"
-    )
 
 
 def _checkpoint(config: TrainingProgramConfig, policy: ModelShape) -> str:
@@ -462,6 +467,38 @@ def _parts(title: str, parts: tuple[Part, ...]) -> list[str]:
     return [*lines, f"    {'total':<34}{total(parts) / GIB:8.2f} GiB"]
 
 
+# --- weight transfer ---
+
+
+def transfer_rows(config: GRPOConfig, shape: ModelShape) -> list[tuple[str, str]]:
+    """Bytes and seconds of the weights that engines are sent after an update: all of them, and changes alone.
+
+    Empty where nothing is sent over a network: on shared GPUs, through memory of one machine, or an adapter.
+    """
+    local = config.cluster.placement == "colocated" or (config.cluster.device == "cpu" and not config.sends_changes)
+    if local or config.model.lora is not None:
+        return []
+
+    def sent(size: float) -> str:
+        gbit = config.plan.network_gbit_per_second
+        return f"{size / GIB:,.2f} GiB, {8 * size / (gbit * 1e9):,.2f} s at {gbit:g} Gbit/s"
+
+    bytes_each, lr, updates = BYTES[config.model.dtype], config.learner.optimizer.lr, config.training.updates_per_step
+    size = shape.parameters * bytes_each
+    table = [("everything", f"{shape.parameters / 1e9:.3f} B x {bytes_each} bytes = {sent(size)}")]
+    if config.model.dtype == "bfloat16":
+        share = min(1.0, updates * CHANGED_AT_1E6 * (lr / 1e-6) ** CHANGED_EXPONENT)
+        how = f"over {MOST_CHANGED:.0%}: everything is sent"
+        if share <= MOST_CHANGED:
+            how = f"x {BYTES_PER_CHANGE} bytes = {sent(shape.parameters * share * BYTES_PER_CHANGE)}"
+        changes = f"{counted(updates, 'update')} at lr {lr:g}, about {share:.2%} of the elements"
+        table.append(("changes alone", f"{changes} {how}"))
+    if config.sends_changes:
+        held = f"{size / GIB:.2f} GiB per node with engines, {size / config.cluster.learners / GIB:.2f} per learner"
+        table.append(("host memory", held))
+    return table
+
+
 # --- problems and warnings ---
 
 
@@ -477,10 +514,9 @@ def arithmetic_problems(config: GRPOConfig, prompts: int | str) -> Iterator[str]
         )
 
 
-def arithmetic_warnings(config: GRPOConfig) -> Iterator[str]:
-    """Warnings that need no layout: of the config and its learning rates, and of idle learners or engines."""
+def idle_warnings(config: GRPOConfig) -> Iterator[str]:
+    """Warn of learners or engines without work."""
     cluster, rollout = config.cluster, config.rollout
-    yield from config.warnings()
     for role, training in config.trained_roles():
         smallest = config.rollouts_per_step // training.minibatches_per_epoch
         if smallest < role.count:
@@ -496,4 +532,3 @@ def arithmetic_warnings(config: GRPOConfig) -> Iterator[str]:
             f"groups, and a group stays on one engine, so {cluster.engines - rollout.prompts_per_step} engines are "
             "idle. Use fewer engines or more prompts."
         )
-    yield from rate_warnings(config)

@@ -83,7 +83,8 @@ def described_card(config: TrainingProgramConfig) -> str:
     card = CARDS[name]
     tflops = f"{card.tflops:g} TFLOP/s" if cluster.peak_tflops is None else f"{cluster.peak_tflops:g} TFLOP/s as set"
     why = "" if cluster.gpu else f"; assumed from its {cluster.gpu_memory_gib:g} GiB: set cluster.gpu"
-    return f"one {name} by its data sheet, not measured ({tflops}, {card.bandwidth:,.0f} GB/s{why})"
+    rates = f"{tflops}, {card.bandwidth:,.0f} GB/s{why}"
+    return f"an account, at best, of one {name} by its data sheet, not measured ({rates})"
 
 
 def compute_s(shape: ModelShape, config: TrainingProgramConfig, lengths: Lengths | None = None) -> float:
@@ -145,34 +146,30 @@ def tail_s(shape: ModelShape, config: GRPOConfig) -> float:
 
 
 def communicated_bytes(
-    role: Role, training: Training, config: TrainingProgramConfig, policy: ModelShape, *,
-    stage: int | None = None, each: int | None = None,
-) -> float:  # fmt: skip
+    role: Role, training: Training, config: TrainingProgramConfig, policy: ModelShape, microbatches: int
+) -> float:
     """Bytes that one rank sends per training step, for gradients and weights; 0 if the model's shape is not known.
 
-    `each`: microbatches of an update, for a program without rollouts.
+    `microbatches`: of one update.
 
     With P parameters, an all-reduce sends 2 P (n - 1) / n numbers, a gather or a reduce-scatter half of that. DeepSpeed
     reduces once per update at stage 1 and after every microbatch at stages 2 (all-reduce) and 3 (reduce-scatter).
     Stages 1 and 2 gather the weights after an update, stage 3 in each forward and backward pass.
     """
-    stage = training.section.zero_stage if stage is None else stage
+    stage = training.section.zero_stage
     count, n = parameters_of(role, config, policy), role.count
     if count is None or n == 1:
         return 0.0
     b = BYTES[config.model.dtype]
-    updates, forwards = training.updates_per_step, 0
-    if isinstance(config, GRPOConfig):
-        each, forwards = microbatches_per_update(config, training), forward_passes(config)
-    assert each is not None
-    microbatches = updates * each
+    updates = training.updates_per_step
+    forwards = forward_passes(config) if isinstance(config, GRPOConfig) else 0
     gradient, weights = count * (BYTES[training.section.reduce_dtype] if b == 2 else b), count * b
     if stage == 3:
         frozen = b * policy.parameters if config.model.lora else 0
-        passes = forwards * each * training.minibatches_per_epoch
-        halves = microbatches * (2 * (weights + frozen) + gradient) + passes * (weights + frozen)
+        passes = forwards * microbatches * training.minibatches_per_epoch
+        halves = updates * microbatches * (2 * (weights + frozen) + gradient) + passes * (weights + frozen)
     else:
-        halves = 2 * gradient * (microbatches if stage == 2 else updates) + (weights * updates if stage else 0)
+        halves = 2 * gradient * updates * (microbatches if stage == 2 else 1) + (weights * updates if stage else 0)
     return halves * (n - 1) / n
 
 

@@ -6,14 +6,22 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
-from rlhf.check.fit import memory_problems, on_cpu, with_article
-from rlhf.check.hours import step_time
-from rlhf.check.layouts import Search, economies_on_cpu, keys_of, problem_of, search, with_adapters
-from rlhf.check.memory import GIB, RoleMemory, total
+from rlhf.check.hours import StepTime, step_time, update_time
+from rlhf.check.layouts import Search, economies, economies_on_cpu, keys_of, problem_of, search, with_adapters
+from rlhf.check.memory import (
+    GIB,
+    RoleMemory,
+    memory_of_roles,
+    memory_problems,
+    memory_share_on_cpu,
+    total,
+    with_article,
+)
 from rlhf.check.model_shape import ModelShape
 from rlhf.check.resources import counted
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import TrainingProgramConfig
+from rlhf.config.supervised import SupervisedConfig
 
 C = TypeVar("C", bound=TrainingProgramConfig)
 
@@ -43,9 +51,10 @@ def fit_verdict(
     """Judge the memory of a run. `searched`: the layouts of its GPUs; empty on CPU."""
     problems = list(memory_problems(config, estimates, shape))
     if not problems:
-        return Verdict(True, [(f"fits{_needs(config, estimates)}{_hours(config, shape)}.", "")], config)
+        fits = f"fits{_needs(config, estimates)}{_hours(config, step_time(config, shape))}."
+        return Verdict(True, [(fits, "")], config)
     ways = list(_ways(config, shape, searched))
-    says = [(f"{way}{_hours(layout, shape)}:", keys_of(config, layout)) for way, layout in ways]
+    says = [(f"{way}{_hours(layout, step_time(layout, shape))}:", keys_of(config, layout)) for way, layout in ways]
     what = f"does not fit: {'; '.join(problems)}."
     if searched and searched[0].best(0):
         return Verdict(False, [(f"{what} The best that fits: {says[0][0]}", says[0][1])], ways[0][1])
@@ -54,33 +63,58 @@ def fit_verdict(
         what += f" No layout of {counted(searched[0].gpus, 'GPU')} does."
         tried = f"up to {searched[-1].gpus} GPUs, {tried}"
     if not ways:
-        remedy = f"Use a smaller model, or shorter sequences ({config.sequence_keys})."
-        return Verdict(False, [(f"{what} Nor does what was tried: {tried}. {remedy}", "")], None)
+        return Verdict(False, [(f"{what} Nor does what was tried: {tried}. {_remedy(config)}", "")], None)
     return Verdict(False, [(f"{what} What would fit:", ""), *says], ways[0][1])
 
 
-def _needs(config: GRPOConfig, estimates: Sequence[RoleMemory]) -> str:
+def supervised_verdict(config: SupervisedConfig, shape: ModelShape, tokens: int) -> Verdict[SupervisedConfig]:
+    """Judge the memory of a run on fixed examples with sequences of `tokens` each on average."""
+    estimates = memory_of_roles(config, shape)
+    problem = next(memory_problems(config, estimates, shape), None)
+    if problem is None:
+        fits = f"fits{_needs(config, estimates)}{_hours(config, update_time(config, shape, tokens))}."
+        return Verdict(True, [(fits, "")], config)
+    for candidates in economies(config):
+        fitting = [each for each in candidates if problem_of(each, shape) is None]
+        if not fitting:
+            continue
+        times = [update_time(each, shape, tokens) for each in fitting]
+        time, best = min(zip(times, fitting, strict=True), key=lambda pair: pair[0].total if pair[0] else 0.0)
+        who = counted(best.cluster.learners, "learner")
+        who += " with adapters (model.lora)" if best.model.lora != config.model.lora else ""
+        says = f"does not fit: {problem}. The best that fits: {who}{_hours(best, time)}:"
+        return Verdict(False, [(says, keys_of(config, best))], best)
+    return Verdict(False, [(f"does not fit: {problem}. {_remedy(config)}", "")], None)
+
+
+def _remedy(config: TrainingProgramConfig) -> str:
+    return f"Use a smaller model, or shorter sequences ({config.sequence_keys})."
+
+
+def _needs(config: TrainingProgramConfig, estimates: Sequence[RoleMemory]) -> str:
     """The memory that one process of each role needs; on CPU, that all of them need together."""
     unknown = dict.fromkeys(f"{each.role.model_key}={each.role.model}" for each in estimates if not each.parts)
     but = f" but for {', '.join(unknown)}, whose size is not known here" if unknown else ""
     if config.cluster.device == "cpu":
-        return f"{but}: {on_cpu(estimates)[1]}"
+        return f"{but}: {memory_share_on_cpu(estimates)[1]}"
     known = [f"{with_article(each.role.name)} {total(each.parts) / GIB:.1f}" for each in estimates if each.parts]
-    turns = ", in turns" if config.cluster.placement == "colocated" else ""
+    turns = ", in turns" if isinstance(config, GRPOConfig) and config.cluster.placement == "colocated" else ""
     return f"{but}: {', '.join(known)} of {config.cluster.gpu_memory_gib:g} GiB{turns}"
 
 
-def _hours(config: GRPOConfig, shape: ModelShape) -> str:
+def _hours(config: GRPOConfig | SupervisedConfig, time: StepTime | None) -> str:
     """Seconds per step and hours of the run; an empty string where they are not known."""
-    if (time := step_time(config, shape)) is None:
+    if time is None or config.run.steps is None:
         return ""
-    full = ", every response at full length" if config.plan.response_tokens is None else ""
-    hours = config.run.steps * time.total / 3600
-    return f", {time.total:,.1f} s per step, {counted(config.run.steps, 'step')} = {hours:,.1f} hours{full}"
+    full, digits, hours = "", 2, config.steps * time.total / 3600
+    if isinstance(config, GRPOConfig):
+        full, digits = ", every response at full length" * (config.plan.response_tokens is None), 1
+    steps = counted(config.steps, "step")
+    return f", {time.total:,.{digits}f} s per step, {steps} = {hours:,.{digits}f} hours{full}"
 
 
 def _ways(config: GRPOConfig, shape: ModelShape, searched: Sequence[Search]) -> Iterator[tuple[str, GRPOConfig]]:
-    """What would fit, in words, and its config: the best layout of the run's GPUs, or of more; one with adapters."""
+    """Layouts that would fit, in words and as a config: the best of the run's GPUs, or of more; one with adapters."""
     if not searched:
         fitting = (each for each in economies_on_cpu(config, shape) if problem_of(each, shape) is None)
         yield from (("this machine, with these keys", layout) for layout in islice(fitting, 1))

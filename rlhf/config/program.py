@@ -25,14 +25,12 @@ class TrainingProgramConfig(Section):
     Attributes:
         program: its name, `rlhf.` left out.
         hosted_learner: module and class of the learner.
-        planned_learner: module and function that estimates the memory of a learner.
         scalar_learner: its model gives one number per token, not logits.
         sequences_per_example: those that one microbatch has to hold together.
     """
 
     program: ClassVar[str]
     hosted_learner: ClassVar[str]
-    planned_learner: ClassVar[str] = "rlhf.check.memory:learner_memory"
     scalar_learner: ClassVar[bool] = False
     sequences_per_example: ClassVar[int] = 1
 

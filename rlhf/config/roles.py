@@ -96,7 +96,7 @@ def learner(config: Any) -> Role:
     cluster = config.cluster
     return Role(
         LEARNER, "learner", "model.path", config.model.path, cluster.learners, cluster.cpus_per_learner, _gpus(config),
-        hosted=config.hosted_learner, memory=config.planned_learner, training=config.training,
+        hosted=config.hosted_learner, memory="rlhf.check.memory:learner_memory", training=config.training,
         scalar=config.scalar_learner,
     )  # fmt: skip
 

@@ -32,7 +32,6 @@ class SupervisedConfig(TrainingProgramConfig):
     """
 
     examples_key: ClassVar[str]
-    planned_learner: ClassVar[str] = "rlhf.check.memory:supervised_memory"
     best_metrics: ClassVar[tuple[str, ...]] = ()
 
     run: SupervisedRunConfig

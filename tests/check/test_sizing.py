@@ -112,7 +112,9 @@ SIZES = ["cluster.learners=8", "cluster.engines=8", "plan.response_tokens=800", 
 
 
 def expected_time(config: GRPOConfig) -> list[tuple[str, str]]:
-    return hours.expected_time(config, shape_at(config.model.path))
+    time = hours.step_time(config, shape_at(config.model.path))
+    assert time is not None
+    return hours.time_rows(config, time)
 
 
 def test_the_hours_of_a_run_by_hand(make: Any) -> None:

@@ -11,10 +11,13 @@ import yaml
 
 from rlhf import reward_model, sft
 from rlhf.check import speed
-from rlhf.check.memory import learner_memory, supervised_memory, total
+from rlhf.check.hours import update_time
+from rlhf.check.layouts import problem_of
+from rlhf.check.memory import learner_memory, total
 from rlhf.check.model_shape import read_shape
+from rlhf.check.report import Examples
 from rlhf.check.speed import Lengths
-from rlhf.check.supervised import Examples, fit_problem, supervised_verdict, update_time
+from rlhf.check.verdict import supervised_verdict
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.reward_model import RewardTrainingConfig
@@ -59,41 +62,41 @@ def test_a_learner_takes_the_memory_of_one_of_grpo_and_a_reward_model_has_no_log
         "cluster": {"learners": 2}, "learner": {"max_tokens_per_microbatch": 16384},
     }))  # fmt: skip
     grpo = load_config(GRPOConfig, [str(tmp_path / "grpo.yaml")], [])
-    assert supervised_memory(shape, supervised) == learner_memory(shape, grpo)
-    assert not [part for part in supervised_memory(shape, pairs) if "logits" in part.name]
+    assert learner_memory(shape, supervised) == learner_memory(shape, grpo)
+    assert not [part for part in learner_memory(shape, pairs) if "logits" in part.name]
     adapted = make(SFTConfig, "model.lora.rank=8")
-    assert total(supervised_memory(shape, adapted)) < total(supervised_memory(shape, supervised))
+    assert total(learner_memory(shape, adapted)) < total(learner_memory(shape, supervised))
 
 
 def test_an_update_takes_the_seconds_of_its_tokens(make: Any) -> None:
     shape, config = read_shape(MODEL), make(SFTConfig, "learner.zero_stage=1")
     time = update_time(config, shape, 100)
     assert time is not None
-    assert time.computing == pytest.approx(64 * 100 / 2 * speed.compute_s(shape, config, Lengths(0, 100)))
+    assert time.update == pytest.approx(64 * 100 / 2 * speed.compute_s(shape, config, Lengths(0, 100)))
     gradients, weights = 2 * 4 * shape.parameters / 2, 2 * shape.parameters / 2  # float32 twice, bfloat16 once
     assert time.sending == pytest.approx((gradients + weights) / 300e9, rel=0.6)
     pairs = update_time(make(RewardTrainingConfig, "learner.zero_stage=1"), shape, 100)
     assert pairs is not None
-    assert time.computing < pairs.computing < 2 * time.computing  # two sides, without logits
+    assert time.update < pairs.update < 2 * time.update  # two sides, without logits
     assert update_time(make(SFTConfig, "cluster.device=cpu", "model.dtype=float32"), shape, 100) is None
 
 
 def test_what_does_not_fit_names_the_best_that_does(make: Any) -> None:
     shape, config = read_shape("Qwen/Qwen3-8B"), make(SFTConfig, "model.path=Qwen/Qwen3-8B", "run.steps=32")
-    refused = supervised_verdict(config, shape, Examples(1000, 100, ""))
+    refused = supervised_verdict(config, shape, 100)
     ((says, keys),) = refused.says
     assert says.startswith("does not fit: a learner needs ")
     assert "The best that fits: 2 learners, " in says
     assert refused.config is not None
-    assert fit_problem(refused.config, shape) is None
+    assert problem_of(refused.config, shape) is None
     overrides = keys.split()
     assert "learner.offload_optimizer=true" in overrides
-    assert fit_problem(make(SFTConfig, "model.path=Qwen/Qwen3-8B", *overrides), shape) is None
+    assert problem_of(make(SFTConfig, "model.path=Qwen/Qwen3-8B", *overrides), shape) is None
     alone = make(SFTConfig, "model.path=Qwen/Qwen3-8B", "cluster.learners=1", "cluster.gpu_memory_gib=24")
-    ((says, keys),) = supervised_verdict(alone, shape, Examples(9, 9, "")).says
+    ((says, keys),) = supervised_verdict(alone, shape, 9).says
     assert "with adapters (model.lora)" in says
     assert "model.lora.rank=32" in keys
-    huge = supervised_verdict(make(SFTConfig, "cluster.gpu_memory_gib=1"), shape, Examples(9, 9, ""))
+    huge = supervised_verdict(make(SFTConfig, "cluster.gpu_memory_gib=1"), shape, 9)
     assert huge.config is None
     assert "Use a smaller model" in huge.text
 
