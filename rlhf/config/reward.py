@@ -146,9 +146,10 @@ class RubricOptions(Section):
     timeout_s: PositiveFloat = key(60.0, "seconds that a request may wait for its answer")
     requests_at_once: PositiveInt = key(32, "requests at the same time")
     max_new_tokens: PositiveInt = key(512, "longest answer of the grader, tokens")
-    max_requests: PositiveInt | None = key(None, "requests of the program in all; null: no bound")
-    max_tokens: PositiveInt | None = key(None, "prompt and answer tokens of the program in all; null: no bound")
-    over_budget: Literal["stop", "unscorable"] = key("stop", "at a bound: end the run, or leave responses unscorable")
+    max_requests: PositiveInt | None = key(None, "requests of the program, after which it ends; null: no bound")
+    max_tokens: PositiveInt | None = key(
+        None, "prompt and answer tokens of the program, after which it ends; null: no bound"
+    )
 
     @model_validator(mode="after")
     def _one_kind_of_criteria(self) -> Self:

@@ -1,4 +1,4 @@
-"""What a reward function or `get_reward` of an environment may return: one number, or a mapping with a `score`."""
+"""The one reader of scores, from functions, environments, judges and endpoints: a number, or a mapping with `score`."""
 
 from __future__ import annotations
 
@@ -41,6 +41,22 @@ def read_returned(value: Any, *, finite: bool = False) -> Returned:
     others = {name: item for name, item in further.items() if as_number(item) is None}
     numbers = {name: _checked(item, name, finite) for name, item in further.items() if name not in others}
     return Returned(score, numbers, others)
+
+
+def read_scores(values: Any, count: int, *, finite: bool = True) -> list[float | None]:
+    """Read a list of `count` scores, each as `read_returned` does; NaN is None, as in TRL.
+
+    Raises:
+        TypeError, ValueError: as `read_returned`, and if it is no list or has another length.
+    """
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
+        raise TypeError(f"returned {type(values).__name__}, not a list of {count} scores")
+    scores = [
+        None if math.isnan(as_number(value) or 0.0) else read_returned(value, finite=finite).score for value in values
+    ]
+    if len(scores) != count:
+        raise ValueError(f"returned {len(scores)} scores, not {count}")
+    return scores
 
 
 def printable(text: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from rlhf.config.reward import FLOAT32_MAX, MODEL_PART
 from rlhf.config.reward_model import RewardModelConfig
+from rlhf.processes.returned import read_scores
 from rlhf.rewards.grade import NOT_JUDGED, OK
 from rlhf.rewards.http_client import HttpClient
 from rlhf.types import Prompt, RolloutGroup, ScoredRollout
@@ -114,12 +115,8 @@ def endpoint_scorer(config: RewardModelConfig) -> Score:
 
     async def score(conversations: list[Conversation]) -> list[float | None]:
         def read(reply: bytes) -> list[float | None]:
-            scores = json.loads(reply)["scores"]
-            if len(scores) != len(conversations):
-                raise ValueError(f"{len(scores)} scores for {len(conversations)} conversations")
-            if any(type(score) not in (int, float, type(None)) for score in scores):
-                raise TypeError("a score is text, or another value that is no number")
-            usable = (s if s is not None and abs(s) <= FLOAT32_MAX else None for s in scores)  # not one of 400 digits
+            scores = read_scores(json.loads(reply)["scores"], len(conversations), finite=False)
+            usable = (s if s is not None and abs(s) <= FLOAT32_MAX else None for s in scores)
             return [None if score is None else (score - mean) / std for score in usable]
 
         return await client.ask(json.dumps({"conversations": conversations}).encode(), read)

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import operator
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from rlhf.answers.thoughts import answer_of, marks_from_json
 from rlhf.config.printing import as_utf8
 from rlhf.config.reward import Criterion, RubricOptions
-from rlhf.rewards.grade import BAD_GOLD, FAILED, NO_ANSWER, UNSCORABLE, Grade
+from rlhf.processes.returned import read_scores
+from rlhf.rewards.grade import BAD_GOLD, FAILED, NO_ANSWER, Grade
 from rlhf.rewards.http_client import HttpClient, RequestError
 
 INSTRUCTION = (
@@ -32,12 +32,9 @@ INSTRUCTION = (
 MAX_CACHED = 20_000  # verdicts
 KNOWN = {"prompt_tokens": 0.0, "completion_tokens": 0.0, "cached_fraction": 1.0}  # what a grade in the cache costs
 MAX_USAGE = 10_000_000  # tokens of a request; a reply that says more is wrong
-# A key that is quoted inside a JSON string has a backslash before its last mark.
-SCORES, SCORE = (re.compile(rf"""["']{key}["']\s*:\s*""", re.IGNORECASE) for key in ("scores", "score"))
+# a key that is quoted inside a JSON string has a backslash before its last mark
+SCORES = re.compile(r"""["']scores["']\s*:\s*""", re.IGNORECASE)
 BEGINS_AS_JSON = ("{", "[", "`")  # so a mark of a thought that stands there is quoted
-TRAILING_COMMA = re.compile(r",(?=\s*[\]}])")
-WRITTEN_SCORE = re.compile(r"\s*+(\d++(?:\.\d*+)?)\s*+(?:/\s*+(\d++(?:\.\d*+)?)|(%))?\s*+", re.ASCII)
-
 
 _USED: dict[str, dict[str, int]] = {}  # of the budget since the program started, by options: a run may start again
 
@@ -45,15 +42,12 @@ _USED: dict[str, dict[str, int]] = {}  # of the budget since the program started
 class RubricGrader:
     """Grades by one part of the reward; requests run at the same time in a thread of their own.
 
-    Args:
-        say: gets one line when the budget is used up.
-
     Raises:
         ValueError: the environment variable with the key is not set.
     """
 
-    def __init__(self, options: RubricOptions, say: Callable[[str], None]) -> None:
-        self._options, self._say = options, say
+    def __init__(self, options: RubricOptions) -> None:
+        self._options = options
         self._client = HttpClient(
             "reward rubric: ", "url", options.url, timeout_s=options.timeout_s, retries=options.retries,
             at_once=options.requests_at_once, key_variable_name=options.key_variable_name,
@@ -61,7 +55,6 @@ class RubricGrader:
         self._used = _USED.setdefault(options.model_dump_json(), {"max_requests": 0, "max_tokens": 0})
         self._cache: dict[tuple[str, tuple[float, ...]], asyncio.Task[Grade]] = {}
         self._places = asyncio.Semaphore(options.requests_at_once)
-        self._told = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rubric", daemon=True)
         self._thread.start()
@@ -80,7 +73,7 @@ class RubricGrader:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def submit_many(self, jobs: Sequence[dict[str, Any]]) -> list[Future[Grade]]:
-        """Start to grade; a future raises RuntimeError if the budget is used up and `over_budget` is `stop`."""
+        """Start to grade; a future raises RuntimeError if the budget is used up."""
         return [asyncio.run_coroutine_threadsafe(self._grade(job), self._loop) for job in jobs]
 
     async def _grade(self, job: dict[str, Any]) -> Grade:
@@ -105,32 +98,24 @@ class RubricGrader:
         except RequestError as error:
             self._cache.pop((body, weights), None)
             return Grade(None, FAILED, detail=str(error))
-        if grade.status == UNSCORABLE:
-            self._cache.pop((body, weights), None)
         return grade._replace(metrics=KNOWN) if is_cached else grade
 
     async def _ask(self, body: str, weights: Sequence[float]) -> Grade:
         async with self._places:
-            if over := self._over_budget():
-                return Grade(None, UNSCORABLE, detail=over)
+            self._check_budget()
             self._used["max_requests"] += 1
             return await self._client.ask(body.encode(), lambda reply: self._read(reply, weights))
 
-    def _over_budget(self) -> str:
-        """Why nothing more is asked; "" while the budget lasts. Raises RuntimeError if the run is to end."""
+    def _check_budget(self) -> None:
+        """Raise RuntimeError, which ends the run, once the budget is used up."""
+        requests, tokens = self._used.values()
         for name, used in self._used.items():
             bound = getattr(self._options, name)
-            if bound is None or used < bound:
-                continue
-            requests, tokens = self._used.values()
-            reason = f"reward rubric: {name}={bound} is used up ({requests} requests, {tokens} tokens)"
-            if self._options.over_budget == "stop":
-                raise RuntimeError(f"{reason}. Raise it, and continue with --resume.")
-            if not self._told:
-                self._told = True
-                self._say(f"{reason}: from now on responses are unscorable.")
-            return reason
-        return ""
+            if bound is not None and used >= bound:
+                spent = f"{requests} requests, {tokens} tokens"
+                raise RuntimeError(
+                    f"reward rubric: {name}={bound} is used up ({spent}). Raise it, and continue with --resume."
+                )
 
     def _request(
         self, messages: Sequence[dict[str, Any]], response: str, reference: str, criteria: Sequence[Criterion]
@@ -157,7 +142,7 @@ class RubricGrader:
         try:
             if choice.get("finish_reason") == "length":
                 raise ValueError(f"the grader's answer was cut: raise max_new_tokens={self._options.max_new_tokens}")
-            scores = read_scores(choice["message"]["content"], len(weights))
+            scores = scores_in(choice["message"]["content"], len(weights))
         except ValueError as error:
             return Grade(None, FAILED, detail=str(error), metrics=metrics)
         return Grade(sum(map(operator.mul, weights, scores)) / sum(weights), metrics=metrics)
@@ -192,11 +177,10 @@ def check_criteria(columns: dict[str, Any], options: RubricOptions) -> Grade:
     return Grade(1.0)
 
 
-def read_scores(said: Any, count: int) -> tuple[float, ...]:
-    """The scores in the last `"scores": ...` of the grader's answer, whatever stands around it.
+def scores_in(said: Any, count: int) -> tuple[float, ...]:
+    """The scores in the last `"scores": [...]` of the grader's answer, whatever stands around it.
 
-    A score is a number from 0 to 1, also as text (`"0.7"`, `"7/10"`, `"70%"`), or an object whose `score` is one. For
-    one criterion no list is needed, and the key may be `score`.
+    Each is a number from 0 to 1, or an object whose `score` is one. One criterion needs no list.
 
     Raises:
         ValueError: there are none, not `count` of them, or one is no number from 0 to 1.
@@ -204,29 +188,18 @@ def read_scores(said: Any, count: int) -> tuple[float, ...]:
     shown = f"the grader said {str(said)[:200]!r}"
     if isinstance(said, list):  # parts
         said = "".join(str(part.get("text", "")) for part in said if isinstance(part, dict))
-    text = said if not isinstance(said, str) or said.lstrip().startswith(BEGINS_AS_JSON) else answer_of(said)
-    text = TRAILING_COMMA.sub("", text or "")
-    found = [*SCORES.finditer(text)] or ([*SCORE.finditer(text)] if count == 1 else [])
-    if not found:
+    text: Any = said if not isinstance(said, str) or said.lstrip().startswith(BEGINS_AS_JSON) else answer_of(said)
+    keys = [*SCORES.finditer(text or "")]
+    if not keys:
         raise ValueError(f'{shown}, which has no "scores" after its thoughts')
     try:
-        scores, _ = json.JSONDecoder().raw_decode(text, found[-1].end())
+        values, _ = json.JSONDecoder().raw_decode(text, keys[-1].end())
     except (ValueError, RecursionError):
         raise ValueError(f"{shown}, whose scores are no JSON") from None
-    numbers = [_number(score) for score in (scores if isinstance(scores, list) else [scores])]
-    if len(numbers) != count:
-        raise ValueError(f"{shown}, which does not give {count} scores")
-    if not all(0 <= number <= 1 for number in numbers):  # NaN is not
+    try:
+        scores = read_scores(values if isinstance(values, list) else [values], count)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{shown}: it {error}") from None
+    if not all(score is not None and 0 <= score <= 1 for score in scores):
         raise ValueError(f"{shown}, where a score is no number from 0 to 1")
-    return tuple(map(float, numbers))
-
-
-def _number(score: Any) -> float:
-    """A score as a number; NaN if it is none."""
-    if isinstance(score, dict):
-        score = score.get("score")
-    if isinstance(score, str) and (written := WRITTEN_SCORE.fullmatch(score)):
-        given, highest, percent = written.groups()
-        highest = float(100 if percent else highest or 1)
-        return float(given) / highest if highest else math.nan
-    return score if type(score) in (int, float) else math.nan
+    return tuple(score for score in scores if score is not None)

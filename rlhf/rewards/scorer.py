@@ -85,7 +85,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         try:
             for part in (part for part in config.all_parts if part.name == "rubric"):
                 if _written(part) not in self._rubrics:  # the same one, with another weight, in another source
-                    self._rubrics[_written(part)] = RubricGrader(_rubric_options(part), say)
+                    self._rubrics[_written(part)] = RubricGrader(_rubric_options(part))
             for grants, functions in by_grants.items():
                 self._pools[grants] = Pool(**limits, user_functions=functions, say=say)
             if self.pool.unconfined and any(part.name == "code" for part in config.all_parts):

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from rlhf.config.printing import as_utf8
-from rlhf.processes.returned import as_number
+from rlhf.processes.returned import read_scores
 
 OF_TRL = {"completions", "completion_ids", "environments", "trainer_state", "log_extra", "log_metric"}
 NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
@@ -84,7 +83,7 @@ async def judge(
         environments: of each rollout an `EnvironmentView`; None if there are none.
 
     Raises:
-        ValueError: the function returned another number of rewards, or what is no number.
+        TypeError, ValueError: the function returned another number of rewards, or a value that is no number.
         Exception: whatever the function raises.
     """
     metrics: dict[str, list[float]] = {}
@@ -102,26 +101,4 @@ async def judge(
     result = function(**given)
     if inspect.isawaitable(result):
         result = await result
-    return Judged(_rewards(function, result, len(prompts)), metrics)
-
-
-def _rewards(function: Callable[..., Any], result: Any, expected: int) -> list[float | None]:
-    name = getattr(function, "__name__", type(function).__name__)
-    if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__iter__"):
-        raise ValueError(
-            f"{name} returned {type(result).__name__}. It must return a list with one reward per completion."
-        )
-    rewards = [_number(name, value) for value in result]
-    if len(rewards) != expected:
-        raise ValueError(f"{name} returned {len(rewards)} rewards for {expected} completions.")
-    return rewards
-
-
-def _number(name: str, value: Any) -> float | None:
-    number = math.nan if value is None else as_number(value)
-    if number is None:
-        kind = "text" if isinstance(value, str | bytes) else type(value).__name__
-        raise ValueError(f"{name} returned {kind} in its list, not a number.")
-    if math.isinf(number):
-        raise ValueError(f"{name} returned {number}.")
-    return None if math.isnan(number) else number  # TRL's own form of None
+    return Judged(read_scores(result, len(prompts)), metrics)

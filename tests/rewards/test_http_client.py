@@ -86,7 +86,7 @@ def serving(answer: Answer) -> Iterator[tuple[int, list[str]]]:
 def judged(address: str, folder: Path, retries: int) -> tuple[Any, str]:
     options = {"url": f"http://{address}/judge", "model": "m", "criteria": [{"text": "is polite"}]}
     limits = {"timeout_s": TIMEOUT_S, "retries": retries, "key_variable_name": "JUDGE"}
-    grader = RubricGrader(RubricOptions.model_validate({**options, **limits}), lambda _: None)
+    grader = RubricGrader(RubricOptions.model_validate({**options, **limits}))
     about = {"messages": [{"role": "user", "content": "Greet me."}], "in_thought": False}
     try:
         (future,) = grader.submit_many([{"answer": "", "columns": {}, "metadata": about, "response": "Hello."}])

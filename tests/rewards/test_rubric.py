@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -18,8 +17,7 @@ from worlds import rollout_of
 
 from rlhf.config.reward import RewardConfig, RubricOptions
 from rlhf.rewards import http_client
-from rlhf.rewards.grade import Grade
-from rlhf.rewards.rubric import RubricGrader, read_scores
+from rlhf.rewards.rubric import RubricGrader, scores_in
 from rlhf.rewards.scorer import Scorer
 from rlhf.types import Prompt
 
@@ -71,12 +69,12 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
 
 
 def graded(
-    endpoint: Endpoint, responses: list[str], *, columns: Any = None, said: Any = None, waits: bool = True, **keys: Any
+    endpoint: Endpoint, responses: list[str], *, columns: Any = None, waits: bool = True, **keys: Any
 ) -> list[Any]:
     """The grades, or the errors, of responses; `waits`: each is graded before the next one."""
     criteria = {} if "criteria_column" in keys else {"criteria": CRITERIA}
     options = RubricOptions.model_validate({"url": endpoint.url, "model": "judge", **criteria, **keys})
-    grader = RubricGrader(options, [].append if said is None else said.append)
+    grader = RubricGrader(options)
     metadata = {"messages": [{"role": "user", "content": "Greet me."}], "in_thought": False}
     job = {"answer": "", "columns": columns or {}, "metadata": metadata}
     try:
@@ -119,42 +117,32 @@ def test_the_same_question_is_asked_once(endpoint: Endpoint) -> None:
     ['{"scores": [1, 0.5]}', '{"note": "fine", "scores": [1, 0.5]}', '{"scores": [1, 0.5], "reasons": ["a", "b"]}',
      '```json\n{"scores": [1, 0.5]}\n```', 'Here it is:\n{"scores": [1, 0.5]}\nI hope that helps.',
      '<think>{"scores": [0, 0]}?</think>{"scores": [1, 0.5]}', 'It is polite.</think>\n\n{"scores": [1, 0.5]}',
-     '{"scores": [0, 0]}\nNo:\n{"scores": [1, 0.5]}', '[{"scores": [1, 0.5]}]', '{"scores": [1, 0.5,],}',
-     '{"scores": ["1", "5/10"]}', '{"scores": ["100%", "0.5"]}', '{"Scores": [1.0, 5e-1]}', "{'scores': [1, 0.5]}",
+     '{"scores": [0, 0]}\nNo:\n{"scores": [1, 0.5]}', '[{"scores": [1, 0.5]}]',
+     '{"Scores": [1.0, 5e-1]}', "{'scores': [1, 0.5]}",
      '{"scores": [{"criterion": "polite", "score": 1}, {"criterion": "short", "score": 0.5}]}',
      '{"reason": "it says \\"scores\\": [0, 0]", "scores": [1, 0.5]}', '{"scores": [1, 0.5], "why": "it "said" so"}',
      '{"why": "a <think> of it", "scores": [1, 0.5]}', [{"type": "text", "text": '{"scores": [1, 0.5]}'}],
      '<|channel|>analysis<|message|>"scores": [0, 0]<|end|><|channel|>final<|message|>{"scores": [1, 0.5]}'],
 )  # fmt: skip
 def test_an_answer_is_read_whatever_stands_around_its_scores(said: Any) -> None:
-    assert read_scores(said, 2) == (1.0, 0.5)
+    assert scores_in(said, 2) == (1.0, 0.5)
 
 
-@pytest.mark.parametrize(
-    "said", ['{"score": 0.5}', '{"scores": 0.5}', '{"scores": "1/2"}', '{"scores": [{"score": 0.5}]}']
-)
+@pytest.mark.parametrize("said", ['{"scores": 0.5}', '{"scores": [0.5]}', '{"scores": [{"score": 0.5}]}'])
 def test_one_criterion_needs_no_list(said: str) -> None:
-    assert read_scores(said, 1) == (0.5,)
+    assert scores_in(said, 1) == (0.5,)
 
 
 @pytest.mark.parametrize(
     "said",
-    ["", "1", "fine", "I cannot grade this.", '{"scores": [1]}', '{"scores": [1, 2]}', '{"scores": [1, true]}',
-     '{"scores": [1, "7"]}', '{"scores": [1, "3/0"]}', '{"scores": [1, "good"]}', '{"scores": [1, NaN]}',
+    ["", "1", "fine", "I cannot grade this.", '{"scores": [1]}', '{"scores": [1, 2]}', '{"scores": [1, "0.5"]}',
+     '{"scores": [1, NaN]}', '{"scores": [1, 0.5,]}',
      '{"scores": [1, -0.1]}', '{"scores": [1, null]}', '{"scores": [1, 1', f'{{"scores": [1, {"9" * 400}]}}',
      '{"score": 1}', '<think>{"scores": [1, 1]}', "[1, 1]", '"scores": ' + "[" * 99999, None, []],
 )  # fmt: skip
 def test_an_answer_without_a_number_for_each_criterion_is_no_score(said: Any) -> None:
     with pytest.raises(ValueError, match="the grader said"):
-        read_scores(said, 2)
-
-
-def test_a_long_text_for_a_score_costs_the_trainer_milliseconds() -> None:
-    said = f'{{"scores": "{"1" * 50_000}{" " * 50_000}x"}}'
-    started = time.process_time()
-    with pytest.raises(ValueError, match="no number from 0 to 1"):
-        read_scores(said, 1)
-    assert time.process_time() - started < 1
+        scores_in(said, 2)
 
 
 def test_the_judge_reads_the_characters_of_the_response(endpoint: Endpoint) -> None:
@@ -184,11 +172,11 @@ ABSURD = (-1, "7", 1.5, True, 1e400, float("nan"), 10**30, [], None)
 @pytest.mark.parametrize("usage", [*({"prompt_tokens": 2, "completion_tokens": given} for given in ABSURD), [1], None])
 def test_a_count_of_tokens_that_cannot_be_is_ignored_and_lowers_no_budget(endpoint: Endpoint, usage: Any) -> None:
     endpoint.usage = usage
-    *grades, last = graded(endpoint, list("abcdef"), max_tokens=9, over_budget="unscorable")
+    *grades, last = graded(endpoint, list("abcdef"), max_tokens=9)
     counted = 2 if isinstance(usage, dict) else 0
     assert grades[0].metrics == {"prompt_tokens": counted, "completion_tokens": 0, "cached_fraction": 0}
     assert {grade.value for grade in grades} == {0.875}
-    assert last.status == ("unscorable" if counted else "ok")
+    assert isinstance(last, RuntimeError) == bool(counted)
 
 
 @pytest.mark.parametrize("change", [{"choices": []}, {"choices": None}, {"choices": [{"message": 1}]}, {"error": ""}])
@@ -214,23 +202,18 @@ def test_a_failure_is_not_kept(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.parametrize("bound", [{"max_requests": 2}, {"max_tokens": 200}])
-def test_at_the_budget_the_run_ends_by_name_or_responses_are_unscorable(endpoint: Endpoint, bound: Any) -> None:
-    *_, error = graded(endpoint, ["a", "b", "c"], **bound)
-    assert isinstance(error, RuntimeError)
-    assert str(error).startswith(f"reward rubric: {next(iter(bound))}={next(iter(bound.values()))} is used up")
-    said: list[str] = []
-    grades: list[Grade] = graded(endpoint, ["a", "b", "c", "d", "a"], said=said, over_budget="unscorable", **bound)
-    assert [grade.status for grade in grades] == ["ok", "ok", "unscorable", "unscorable", "ok"]  # the last is cached
-    assert len(said) == 1
-    assert graded(endpoint, ["e"], over_budget="unscorable", **bound)[0].status == "unscorable", (
-        "as if a run starts again"
-    )
+def test_at_the_budget_the_run_ends_by_name(endpoint: Endpoint, bound: Any) -> None:
+    *grades, error, cached = graded(endpoint, ["a", "b", "c", "a"], **bound)
+    assert [grade.status for grade in (*grades, cached)] == ["ok"] * 3
+    (again,) = graded(endpoint, ["e"], **bound)  # as if a run starts again
+    for each in (error, again):
+        assert isinstance(each, RuntimeError)
+        assert str(each).startswith(f"reward rubric: {next(iter(bound))}={next(iter(bound.values()))} is used up")
 
 
 def test_what_waits_for_a_place_when_the_budget_is_used_up_is_not_asked(endpoint: Endpoint) -> None:
-    options: Any = {"max_tokens": 200, "over_budget": "unscorable", "requests_at_once": 1}
-    grades = graded(endpoint, list("abcdefgh"), waits=False, **options)
-    assert [grade.status for grade in grades] == ["ok"] * 2 + ["unscorable"] * 6
+    grades = graded(endpoint, list("abcdefgh"), waits=False, max_tokens=200, requests_at_once=1)
+    assert [isinstance(grade, RuntimeError) for grade in grades] == [False] * 2 + [True] * 6
     assert len(endpoint.asked) == 2
 
 
