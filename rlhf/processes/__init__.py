@@ -26,7 +26,7 @@ These run in the one thread of `Workers`; other threads use `call_soon(function,
 The workers' half is a module of the user (`work`), imported once by the keeper, with two functions:
 
     load(hello) -> (loaded, about)   imports other people's code; a ValueError says why it cannot be loaded, then the
-                                     start fails, or later workers try again for `reload_s` before the driver gives up
+                                     start fails, or later a few more workers try before the driver gives up
     serve(channel, loaded)           answers messages until the driver hangs up, then returns
 
 Each worker has a folder for temporary files, removed with it, and a pipe as standard output (`output.printing_as`).

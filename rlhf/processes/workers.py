@@ -34,7 +34,6 @@ LOST = "lost"  # what it was forked from has ended, so its work is not to blame
 POLL_S = 0.02  # how often limits are checked while work is done
 MAX_FAILED_STARTS = 5  # in a row; after more, every further start would fail too
 MAX_STARTING = 32  # fork commands at a time, so that sending them never blocks
-RELOAD_EVERY_S = 1.0  # workers are started again so long after one could not load the code
 
 
 @dataclass(eq=False)
@@ -93,7 +92,6 @@ class Workers:
     """
 
     keeper_silent_s, ping_s = 20.0, 1.0  # seconds without an answer before the keeper is replaced; between pings
-    reload_s = 30.0  # how long new workers try to load the code as it was, before everything is given up
     end_s = 0.0  # that idle workers get to end by themselves when all is closed, before they are killed
 
     def __init__(
@@ -127,8 +125,7 @@ class Workers:
         self.unconfined: tuple[str, ...] = ()
         self.sources: dict[str, dict[str, str]] = {}
         self._printed = PrintedLines(noun, code, say)
-        self._cannot_load = ""  # why new workers cannot load the code
-        self._cannot_load_since = self._fork_after = 0.0
+        self._cannot_load = ""  # why the last new worker cannot load the code
         self._calls: deque[Callable[[], None]] = deque()
         self._adding = threading.Lock()  # a call is added before the last ones are made, or refused
         self._workers: dict[int, Worker] = {}
@@ -230,7 +227,7 @@ class Workers:
         worker.forker.send({"kill": worker.number})
         if worker.ready:
             self._failed_starts = 0
-        elif not self._cannot_load and why != LOST:
+        elif why != LOST:
             self._failed_starts += 1
         if worker.is_template:
             for other in self._below(worker):  # before the end of each is seen, and taken for its own
@@ -270,9 +267,11 @@ class Workers:
         self._selector.register(self.keeper.channel.socket, selectors.EVENT_READ, told)
 
     def _fork_missing(self) -> None:
-        """Fork a worker for each that is missing; later, and not for ever, while new ones cannot load the code."""
+        """Fork a worker for each that is missing, unless new ones fail again and again."""
         if self._failed_starts > MAX_FAILED_STARTS:
-            raise RuntimeError(f"the {self._noun} processes die while they start; their own messages are above")
+            remedy = "Put the code back as it was, or correct it, and continue with --resume."
+            why = self._cannot_load and f"{self._cannot_load} {remedy}"
+            raise RuntimeError(why or f"the {self._noun} processes die while they start; their own messages are above")
         live = [worker for worker in self._workers.values() if not worker.doomed]
         forker: Forker | None = self.keeper
         missing = self.size - sum(not worker.is_template for worker in live)
@@ -283,15 +282,6 @@ class Workers:
         missing = min(missing, MAX_STARTING - sum(not worker.pid for worker in live))
         if missing <= 0 or forker is None:
             return
-        if self._cannot_load:
-            now = time.monotonic()
-            if now < self._fork_after:
-                return
-            if now - self._cannot_load_since > self.reload_s:
-                raise RuntimeError(
-                    f"{self._cannot_load} New processes have tried for {self.reload_s:.0f} s. Put the code back as it "
-                    "was, or correct it, and continue with --resume."
-                )
         for _ in range(missing):
             self._fork(forker, is_template=self._plan["template"] and forker is self.keeper)
 
@@ -354,11 +344,11 @@ class Workers:
 
     def _on_first_message(self, worker: Worker, message: dict[str, Any]) -> None:
         if "broken" in message:
-            self._postpone(worker, str(message["broken"]))
+            self._refuse(worker, str(message["broken"]))
             return
         self.sources = self.sources or message["sources"]
         if changed := "; ".join(changed_sources(self.sources, message["sources"], noun=self._noun)):
-            self._postpone(worker, f"{changed} is not what the run began with.")
+            self._refuse(worker, f"{changed} is not what the run began with.")
             return
         self._cannot_load = ""
         self.unconfined = tuple(map(str, message["unconfined"]))
@@ -382,17 +372,11 @@ class Workers:
         if not output.ended and not output.read() and output.ended:
             self._selector.unregister(output)
 
-    def _postpone(self, worker: Worker, problem: str) -> None:
-        """End a worker that cannot load the code, to be replaced later; the start fails."""
+    def _refuse(self, worker: Worker, problem: str) -> None:
+        """End a worker that cannot load the code: the start fails, or later another worker tries."""
+        self._cannot_load = problem
         if not self._started.done():
             self._started.set_exception(ValueError(problem))
-        if self._started.exception() is not None:
-            return
-        now = time.monotonic()
-        if not self._cannot_load:
-            self._cannot_load_since = now
-            self._say(f"{problem} New processes try again for {self.reload_s:.0f} s.")
-        self._cannot_load, self._fork_after = problem, now + RELOAD_EVERY_S
         self.kill(worker, DIED)
 
     def _enforce_limits(self) -> None:
