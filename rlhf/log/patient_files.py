@@ -26,11 +26,6 @@ class PatientFiles:
         self.warn, self._max_waiting_bytes = warn, max_waiting_bytes
         self._waiting: deque[tuple[Callable[[Path, bytes], None], Path, bytes]] = deque()
         self._failure = ""
-        self._moved: tuple[Path, Path] | None = None
-
-    def move(self, before: Path, now: Path) -> None:
-        """From now on write below `now` what is named by a path below `before`, waiting text too."""
-        self._moved = (before, now)
 
     def append(self, path: Path, text: str) -> None:
         """Add text to the end of a file, all of it or nothing."""
@@ -60,8 +55,6 @@ class PatientFiles:
         failed_before, self._failure = self._failure, ""
         while self._waiting:
             write, path, data = self._waiting[0]
-            if self._moved is not None and path.is_relative_to(self._moved[0]):
-                path = self._moved[1] / path.relative_to(self._moved[0])
             try:
                 write(path, data)
             except OSError as error:

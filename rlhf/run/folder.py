@@ -11,7 +11,6 @@ import datetime
 import fcntl
 import json
 import math
-import os
 import re
 import secrets
 import shutil
@@ -82,7 +81,12 @@ class RunFolder:
     def __init__(
         self, path: str | Path, *, resume: bool, mirror: Mirror | None = None, start_at: str | None = None
     ) -> None:
-        self._use(Path(path))
+        self.path = Path(path)
+        self.metrics = self.path / "metrics.jsonl"
+        self.rollouts = self.path / "rollouts"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.summary = self.path / SUMMARY
         self.id = read_line(self.path / RUN_ID)
         self.restored: Path | None = None
         self.damaged: dict[str, str] = {}
@@ -97,14 +101,6 @@ class RunFolder:
         elif mirror is not None:
             mirror.check_empty()
         self.id = self.id or f"{self.path.resolve().name}-{secrets.token_hex(4)}"
-
-    def _use(self, path: Path) -> None:
-        self.path = path
-        self.metrics = path / "metrics.jsonl"
-        self.rollouts = path / "rollouts"
-        self.checkpoints = path / "checkpoints"
-        self.model = path / "model"
-        self.summary = path / SUMMARY
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -127,7 +123,8 @@ class RunFolder:
             ValueError: another run is using the folder, or it cannot be written.
         """
         try:
-            self._make_folders(self.path)
+            for folder in (self.path, self.rollouts, self.checkpoints):
+                folder.mkdir(parents=True, exist_ok=True)
             self._lock()
             self._fill(config)
         except OSError as error:
@@ -137,10 +134,6 @@ class RunFolder:
                 self._mirror.claim(self.id, anew=True)
             except OSError as error:
                 raise ValueError(f"{error}. {OTHER_MIRROR}") from None
-
-    def _make_folders(self, *more: Path) -> None:
-        for folder in (*more, self.rollouts, self.checkpoints):
-            folder.mkdir(parents=True, exist_ok=True)
 
     def _fill(self, config: Section) -> None:
         for left in self.checkpoints.glob(f"step-*{PARTIAL}"):
@@ -200,25 +193,6 @@ class RunFolder:
         """Let another run of this process use the folder."""
         if self._lock_file is not None:
             self._lock_file.close()
-
-    def follow(self) -> str:
-        """Find a folder that was renamed or removed meanwhile, and use its new paths; returns what happened, or ""."""
-        if self._lock_file is None:
-            return ""
-        before, lock = self.path, Path(f"/proc/self/fd/{self._lock_file.fileno()}")
-        try:
-            if read_line(before / RUN_ID) == self.id or (before / LOCK).samefile(lock):
-                return ""
-        except FileNotFoundError:
-            pass
-        except OSError:  # a file system that does not answer is no reason to end a run
-            return ""
-        now = Path(os.readlink(lock)).parent
-        if read_line(now / RUN_ID) != self.id:
-            self._make_folders()
-            return f"run.dir={before}: the folder was removed while the run used it."
-        self._use(now)
-        return f"run.dir={before}: the folder was renamed to {now} while the run used it."
 
     # --- checkpoints ---
 
@@ -284,7 +258,7 @@ class RunFolder:
         if final.exists() and not is_of_run(final, self.id):
             raise OSError(f"{final} is there and not of this run; rename it, or move it away")
         shutil.rmtree(folder, ignore_errors=True)
-        if self._lock_file is not None:  # a renamed folder is not made again; in an emptied one, what is missing is
+        if self._lock_file is not None:  # a run folder that was renamed is not made a second time
             self.checkpoints.mkdir(exist_ok=True)
         folder.mkdir(parents=self._lock_file is None)
         try:

@@ -87,7 +87,6 @@ class Run(Generic[C]):
         state: what the run has counted so far; a resumed run begins with the state of its checkpoint.
         restored: the checkpoint that a resumed run goes on from.
         progress: fields of the state that the program's own loop adds to a checkpoint.
-        lost_folder: what happened to the run folder, if it was renamed or removed: the run ends at the next boundary.
         failure: why the run ends, saved, at the next boundary; "" while nothing is wrong.
     """
 
@@ -120,7 +119,7 @@ class Run(Generic[C]):
             self.log.files.check,
         )  # fmt: skip
         self.progress: Callable[[], Mapping[str, Any]] = dict
-        self.lost_folder = self.failure = ""
+        self.failure = ""
         self._trained_shares: dict[str, float] = {}  # metrics of every evaluation
 
     def check_held_out(self, train: Iterable[Hashable], held_out: Mapping[str, Sequence[Hashable]]) -> None:
@@ -195,7 +194,6 @@ class Run(Generic[C]):
 
     def log_step(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
         """Write the metrics of a finished step, and say what looks wrong in them."""
-        self.follow_folder()
         self.log.write(step, values, details)
         for finding in self.diagnosis.after_step(step, values):
             self.log.alert(finding.title, finding.text)
@@ -217,13 +215,6 @@ class Run(Generic[C]):
         self.log.write(step, values)
         self.log.terminal.evaluation(step, values)
 
-    def follow_folder(self) -> None:
-        """Go on writing into the run folder where it was renamed to, until the run ends at the next step boundary."""
-        before = self.folder.path
-        if happened := self.folder.follow():
-            self.lost_folder = happened
-            self.log.files.move(before, self.folder.path)
-
     # --- checkpoints ---
 
     def checkpoint_is_due(self, step: int) -> bool:
@@ -231,38 +222,34 @@ class Run(Generic[C]):
         every, best = self.config.checkpoint_every, self.config.checkpoint.best
         is_best = best is not None and best_step(self.state.evaluations, best) == step
         is_last = step == self.config.steps
-        ends = self.stop.requested or bool(self.lost_folder or self.failure)
+        ends = self.stop.requested or bool(self.failure)
         return every is not None and (step % every == 0 or is_last or is_best or ends)
 
     async def checkpoint_if_due(self, step: int) -> None:
-        """Write a checkpoint if one is due or the last save failed. If a signal asks the run to end, then end it.
+        """Write a checkpoint if one is due or the last save failed. If a signal or `failure` ends the run, then end it.
 
-        RuntimeError if the run folder was renamed or removed: the run is saved and ends, or it would go on in two.
+        Raises:
+            RuntimeError: the run has a `failure`; it is saved.
+            CancelledError: a signal ends the run; it is saved.
         """
-        self.follow_folder()
         is_due = self.checkpoint_is_due(step)
         with self.clock.phase("checkpoint"), self.stop.saving():
             if (is_due and step > max(self.folder.saved_step, self.saver.writing_step)) or self.saver.failure:
                 await self._save(step)
-        if self.stop.requested or self.lost_folder or self.failure:
+        if self.stop.requested or self.failure:
             await self._end_saved(step)
 
     async def _end_saved(self, step: int) -> None:
-        """Complete the save that is under way; then end the run, if a signal or a lost run folder asks for that."""
+        """Complete the save that is under way; then end the run, if a signal or a failure asks for that."""
         with self.clock.phase("checkpoint"), self.stop.saving():
             await self.saver.finish()
-            self.follow_folder()
-            if self.lost_folder and self.saver.failure:  # the save had begun where the folder was before
-                await self._save(step)
-                await self.saver.finish()
-        if not (self.stop.requested or self.lost_folder or self.failure):
+        if not (self.stop.requested or self.failure):
             return
         self.stop.close()
-        where = f" run.dir={self.folder.path}" if self.lost_folder else ""
         saved = self.folder.saved_step
-        kept = f"Go on from step {saved} with --resume{where}." if saved else "Nothing was saved."
-        if why := self.lost_folder or self.failure:
-            raise RuntimeError(f"{why} The run ends after step {step}. {kept}")
+        kept = f"Go on from step {saved} with --resume." if saved else "Nothing was saved."
+        if self.failure:
+            raise RuntimeError(f"{self.failure} The run ends after step {step}. {kept}")
         self.log.print(f"the run ends after step {step}, as it was asked to. {kept}")
         raise asyncio.CancelledError
 

@@ -265,29 +265,6 @@ def test_a_disk_that_stays_full_from_the_log_of_a_step_on_ends_the_run_and_with_
     assert len(read_rollouts(run)) == 4 * 32
 
 
-def test_a_run_whose_folder_is_renamed_in_a_save_ends_saved_in_the_renamed_one(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    run, now = tmp_path / "run", tmp_path / "renamed"
-    config = write_config(
-        tmp_path, tiny_model_dir, run={"steps": 4}, data={"eval": None}, checkpoint={"every": 2},
-        logging={"wandb": {"mode": "disabled"}},  # wandb's service may write a table where the folder was
-    )  # fmt: skip
-    ended = run_with_faults(config, [Fault(2, "checkpoint", "shell", (f"mv {run} {now}",))])
-    assert ended.status == 1, ended.errors[-3000:]
-    assert f"error: run.dir={run}: the folder was renamed to {now} while the run used it. The run ends" in ended.errors
-    assert f"Go on from step 3 with --resume run.dir={now}." in ended.errors
-    assert "Traceback" not in ended.errors
-    assert not run.exists()
-    assert outliving(ended.processes) == []
-    resumed = run_with_faults(config, [], "--resume", f"run.dir={now}")
-    assert resumed.status == 0, resumed.errors[-3000:]
-    assert [row["step"] for row in read_steps(now)] == [1, 2, 3, 4]
-    assert len(read_rollouts(now)) == 4 * 32
-    again = run_with_faults(config, [], "--resume", f"run.dir={now}")
-    assert (again.status, "the run is finished, all 4 steps of it" in again.output) == (0, True)
-
-
 # --- services ---
 
 
