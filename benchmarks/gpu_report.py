@@ -87,8 +87,7 @@ def row_of(lines: list[dict[str, Any]], **first: Any) -> Row:
         values = [line[key] for line in later if key in line]
         if values:
             row[name] = statistics.median(values)
-    used = [value for line in steps for key, value in line.items() if re.fullmatch(r"memory/.+/gpu", key)]
-    return row | ({"most GiB of the GPU": max(used)} if used else {})
+    return row
 
 
 def accuracies(lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -167,7 +166,7 @@ def repeated(options: argparse.Namespace) -> tuple[str, list[Row]]:
 
     with ThreadPoolExecutor() as both:
         first, second = both.map(run, ("repeated-0", "repeated-1"))
-    timed = ("time/", "memory/", "tokens_per_second", "mfu", "seconds", "idle")
+    timed = ("time/", "tokens_per_second", "mfu", "seconds", "idle")
     names = {k for line in (*first, *second) for k in line if not any(part in k for part in timed)}
     pairs = [(k, repr(a.get(k)), repr(b.get(k))) for a, b in zip(first, second, strict=True) for k in names]
     differing = sorted({name for name, a, b in pairs if a != b})  # by their text, so that NaN equals NaN

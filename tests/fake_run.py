@@ -85,7 +85,6 @@ class FakeCluster:
     def __init__(self, config: Any, **_: Any) -> None:
         self.learners = FakeLearners(old_logprobs=isinstance(config, GRPOConfig) and config.needs_old_logprobs_pass)
         self.checkpoints = FakeCheckpoints()
-        self.heartbeat = SimpleNamespace(memory={}, others=dict)
         self.loaded: list[Path] = []
 
     async def load(self, folder: Path) -> None:
@@ -146,7 +145,6 @@ class FakeScorer:
     def __init__(self, config: Any, **_: Any) -> None:
         self.config = config
         self.sources: dict[str, Any] = {}
-        self.processes: dict[str, int] = {}
         self.noted: list[str] = []
 
     def close(self) -> None:

@@ -23,10 +23,10 @@ from ray.util.placement_group import remove_placement_group
 
 from rlhf.check.memory import check_shared_gpus
 from rlhf.check.resources import check_resources
+from rlhf.cluster import heartbeat
 from rlhf.cluster.actor_start import create, create_guest, environment_of, new_actor, shared_cores, shared_gpus
 from rlhf.cluster.actors import ActorGroup
 from rlhf.cluster.environment_nodes import HOST, EnvironmentNodes
-from rlhf.cluster.heartbeat import Heartbeat
 from rlhf.cluster.rank_group import RankGroup, RoleCheckpoints, folder_of
 from rlhf.cluster.session import RaySession
 from rlhf.config.environment import LOOPBACK
@@ -77,7 +77,6 @@ class Cluster:
         self._groups: dict[str, ActorGroup[Any]] = {}  # by role
         self._session = RaySession()
         self._watched: list[ActorGroup[Any]] = []  # by the heartbeat: all actors, those that are starting too
-        self.heartbeat = Heartbeat(self._watched)
         self._watching: list[asyncio.Task[None]] = []
         self._user: asyncio.Task[Any] | None = None  # the task that entered this context
         self._failure: Exception | None = None
@@ -103,7 +102,7 @@ class Cluster:
     async def __aenter__(self) -> Cluster:
         self._user = asyncio.current_task()
         try:
-            self._watching.append(asyncio.ensure_future(self.heartbeat.watch()))
+            self._watching.append(asyncio.ensure_future(heartbeat.watch(self._watched)))
             await self._start()
         except BaseException as error:
             await self.__aexit__(type(error), error, None)

@@ -171,12 +171,6 @@ class StartedEnvironments(Environments, contextlib.AbstractContextManager["Start
             return f"{tried} failed: {fault.said.removesuffix('.')}. {IS_BROKEN if fault.is_broken else MAY_BE_SOUND}"
         return ""
 
-    @property
-    def processes(self) -> dict[str, int]:
-        """Name -> process id of the keeper of the processes."""
-        endpoint = self._endpoint.pid if self._endpoint is not None else None
-        return {"environments": self.hosts.keeper.pid, **({} if endpoint is None else {"endpoint": endpoint})}
-
     def close(self) -> None:
         """End every process."""
         self.hosts.close()

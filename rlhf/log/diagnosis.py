@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any, NamedTuple
 
 from rlhf.types import rewards_differ
@@ -35,8 +35,6 @@ SPIKE = 10.0  # times the median gradient norm
 TOO_STALE, UNGRADED = 0.05, 0.02  # of the rollouts; of the grades
 FEW_CALLS, FAILING_CALLS = 0.05, 0.9  # calls of a rollout, below which chance decides; of the calls
 SLOW_GROUPS = 0.25  # of a step's time
-KEPT_ROWS = 64  # at most, evenly spaced over the whole run; at least half as many if the run has them
-GROWN, GROWN_GIB = 0.2, 0.25  # of a process's memory, in the second half of the run so far; caches fill up before
 
 
 class View(NamedTuple):
@@ -44,13 +42,11 @@ class View(NamedTuple):
 
     Attributes:
         last: the last STEPS steps. before: up to HISTORY steps before them. first: the first STEPS.
-        whole: steps of the whole run, evenly spaced.
     """
 
     last: Sequence[Row]
     before: Sequence[Row]
     first: Sequence[Row]
-    whole: Sequence[Row]
     config: Mapping[str, Any]
 
     def mean(self, name: str, rows: Sequence[Row] | None = None) -> float:
@@ -219,30 +215,6 @@ def grader_failures(view: View) -> Found:
         )
 
 
-def growing_memory(view: View) -> Found:
-    """Some process takes more in each quarter of the second half of the run; a cache that fills up grows less."""
-    rows = view.whole[len(view.whole) // 2 :]
-    if len(rows) < KEPT_ROWS // 4:
-        return
-    bounds = [len(rows) * quarter // 4 for quarter in range(5)]
-    grown = []
-    for name in (name for name in rows[0] if name.startswith("memory/")):
-        sizes = [view.mean(name, rows[start:end]) for start, end in pairwise(bounds)]
-        growth = sizes[-1] - sizes[0]
-        # on CPU an engine uses one part of its cache after the other
-        cache = view.config.get("rollout.kv_cache_gib", 0) if name.startswith("memory/engine/") else 0
-        is_much = growth > max(GROWN * sizes[0], GROWN_GIB) and sizes[-1] - view.whole[0].get(name, sizes[0]) > cache
-        if is_much and min(b - a for a, b in pairwise(sizes)) > growth / 6:
-            grown.append((growth, name, sizes))
-    if grown:
-        _, name, sizes = max(grown)
-        yield (
-            f"{name} rose from {sizes[0]:.2f} to {sizes[-1]:.2f} GiB since step {rows[0]['step']}, and goes on.",
-            "Look at what code of your own keeps, a reward most of all (reward.memory_mb bounds it). A restart with "
-            "--resume gives the memory back.",
-        )
-
-
 def no_tool_calls(view: View) -> Found:
     if view.mean("environment/used_fraction") == 0:
         yield (
@@ -286,7 +258,6 @@ RULES: dict[str, Callable[[View], Found]] = {
     "updates were skipped": skipped_updates,
     "lag at its bound": stale_rollouts,
     "grades are missing": grader_failures,
-    "memory keeps growing": growing_memory,
 }
 
 
@@ -317,19 +288,12 @@ class Diagnosis:
         self._config = config
         self._first: list[Row] = []
         self._rows: list[Row] = []
-        self._whole: list[Row] = []
-        self._steps, self._every = 0, 1  # steps seen; each `every`-th is in _whole
 
     def after_step(self, step: int, row: Row) -> list[Finding]:
         """The findings of rules that had found nothing before."""
         row = {**row, "step": step}
         self._first = [*self._first, row][:STEPS]
         self._rows = [*self._rows, row][-HISTORY - STEPS :]
-        if self._steps % self._every == 0:
-            self._whole.append(row)
-        self._steps += 1
-        if len(self._whole) > KEPT_ROWS:
-            self._whole, self._every = self._whole[::2], 2 * self._every
         found = self.now() if len(self._rows) >= min(STEPS, self._config["run.steps"]) else []
         new = [finding for finding in found if finding.title not in self.findings]
         for finding in found:
@@ -352,7 +316,7 @@ class Diagnosis:
 
     def now(self) -> list[Finding]:
         """What the rules find after the last step, however few steps there were."""
-        view = View(self._rows[-STEPS:], self._rows[:-STEPS], self._first, self._whole, self._config)
+        view = View(self._rows[-STEPS:], self._rows[:-STEPS], self._first, self._config)
         step = self._rows[-1]["step"]
         return [Finding(title, step, step, seen, advice) for title, seen, advice in view.findings()]
 

@@ -101,10 +101,6 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Waiting", ("time/engine_idle", "time/learner_idle", "time/slow_groups"), "s"),
         Panel("Microbatches", ("learner/packing_efficiency", "learner/*_fraction")),
     ),
-    "Memory": (
-        Panel("Resident", ("memory/driver", "memory/graders", "memory/*[0-9]"), "GiB"),
-        Panel("GPUs", ("memory/*/gpu",), "GiB"),
-    ),
     "Rollouts, counted": (
         Panel("Not trained on", ("account/filtered", "account/stale", "account/failed"), "rollouts"),
         Panel("Outcomes of grading", ("reward/status/*",), "responses"),

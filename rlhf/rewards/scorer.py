@@ -109,12 +109,6 @@ class Scorer(AbstractContextManager["Scorer"]):
         """Fingerprints of the code of the user functions (`processes/code.py`)."""
         return {name: files for pool in self._pools.values() for name, files in pool.sources.items()}
 
-    @property
-    def processes(self) -> dict[str, int]:
-        """Name -> process id of the keeper of each pool: `graders`, then `graders/1` and so on for other grants."""
-        pools = enumerate(self._pools.values())
-        return {f"graders/{number}" if number else "graders": pool.keeper.pid for number, pool in pools}
-
     def close(self) -> None:
         """End every process."""
         for pool in self._pools.values():

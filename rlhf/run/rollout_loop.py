@@ -77,9 +77,6 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
             with run.log.terminal.stage("grader"):
                 scorer = Scorer(config.reward, say=partial(say, wrap=False))
                 exit_stack.callback(scorer.close)
-                others: list[Scorer | StartedEnvironments] = [scorer, *([environments] if environments else [])]
-                # before its first look at the memory
-                run.cluster.heartbeat.others = lambda: {k: v for each in others for k, v in each.processes.items()}
                 scorer.restore(run.state.reward_status)
                 changed = code_warnings("reward", run.state.rewards, scorer.sources, restarted=run.restarted)
                 for warning in (*scorer.warnings, *changed):
@@ -294,7 +291,7 @@ class RolloutLoop(Generic[C]):
         if not config.learns_from_rewards:  # groups of equal rewards teach as much as others
             del metrics["reward/equal_group_fraction"]
         metrics |= learned
-        values = to_values(metrics) | measured | self.buffer.account_metrics() | run.cluster.heartbeat.memory
+        values = to_values(metrics) | measured | self.buffer.account_metrics()
         values["time/step"] = run.clock.step_seconds()
         phases, window_s = run.clock.take()
         rate, engines_busy_s = self.engines.meter.take()

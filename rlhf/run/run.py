@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from rlhf.check.start_checks import dtype_warnings, rate_warnings
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.cluster import Cluster
-from rlhf.cluster.heartbeat import Heartbeat
 from rlhf.cluster.rank_group import RankGroup, RoleCheckpoints
 from rlhf.config.base import reason
 from rlhf.config.load import flat_keys
@@ -50,7 +49,6 @@ class RunCluster(Protocol):
     """What a run asks of its cluster; tests drive a run with one that starts nothing."""
 
     checkpoints: RoleCheckpoints
-    heartbeat: Heartbeat
     lost: str
 
     @property

@@ -67,7 +67,6 @@ class SupervisedLoop:
     def log_step(self, step: int, outcome: UpdateOutcome) -> None:
         """Write the metrics of a finished step; RuntimeError after too many skipped updates in a row."""
         run, values = self._run, to_values(outcome.metrics)
-        values |= run.cluster.heartbeat.memory
         values["time/step"] = run.clock.step_seconds()
         phases, _ = run.clock.take()
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}

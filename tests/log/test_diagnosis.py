@@ -95,11 +95,6 @@ ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"rollout.max_policy_lag": 4},
         "Lower rollout.max_policy_lag=4",
     ),
-    "memory keeps growing": (
-        {"memory/engine/0": lambda step: 1.0 + 0.05 * (step - 40)},
-        {},
-        "memory/engine/0 rose from ",
-    ),
     "gradient spike": ({"learner/grad_norm": lambda step: 50.0 if step == 60 else 0.5}, {}, "was 50, usually 0."),
     "updates were skipped": ({"learner/updates_skipped": 1.0}, {}, "1 updates were skipped"),
     "lag at its bound, dropped": ({"account/stale": since_40(100)}, {}, "rollout.max_policy_lag=0"),
@@ -143,33 +138,6 @@ def test_a_finding_is_new_once_and_its_steps_go_on() -> None:
 def test_a_resumed_run_does_not_report_what_its_counters_held_before() -> None:
     rows = [row | {"learner/updates_skipped": 7.0, "account/stale": 9e9} for row in healthy_runs()[0][30:]]
     assert diagnose_run(rows, CONFIG) == []
-
-
-@pytest.mark.parametrize(
-    "size",
-    [
-        lambda step: 3.0 + min(step, 60) / 40,  # a cache that is full after step 60
-        lambda step: 1.0 + step / 100,  # less than rollout.kv_cache_gib=1
-        lambda step: 9.0 + step / 100,  # little of what there is
-        lambda step: 1.0 + 3 * (step % 20 == 0),  # now and then
-    ],
-)
-def test_memory_that_fills_up_or_comes_and_goes_is_no_leak(size: Any) -> None:
-    rows = healthy_runs()[0]
-    config = CONFIG | {"rollout.kv_cache_gib": 1.0}
-    assert diagnose_run([row | {"memory/engine/0": size(row["step"])} for row in rows], config) == []
-
-
-def test_a_slow_leak_of_a_long_run_is_found_from_few_rows() -> None:
-    diagnosis = Diagnosis(CONFIG | {"run.steps": 10_000})
-    found = [
-        (step, finding.seen)
-        for step in range(1, 5001)
-        for finding in diagnosis.after_step(step, {"memory/graders": 0.3 + step / 4000})
-    ]
-    ((step, seen),) = found
-    assert 500 < step < 4000
-    assert seen.startswith("memory/graders rose from ")
 
 
 def test_a_metric_that_is_outside_of_its_healthy_range_is_a_notice_and_no_finding() -> None:
