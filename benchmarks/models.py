@@ -44,7 +44,7 @@ def random_model(size: str, *, dtype: str = "bfloat16", mean_length: float | Non
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-    from rlhf.quickstart import make_tokenizer, save_model
+    from rlhf.learner.tiny_model import make_tokenizer, save_model
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"

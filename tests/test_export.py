@@ -28,7 +28,7 @@ from rlhf.config.model_folder import full_name
 from rlhf.config.sections import LoraConfig, ModelConfig
 from rlhf.data.model_files import model_fingerprint
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
-from rlhf.quickstart import make_tokenizer
+from rlhf.learner.tiny_model import make_tokenizer
 from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from worlds import run_world
@@ -23,7 +24,8 @@ from rlhf.config.parsers import tool_parser_of
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.supervised import SFTConfig
-from rlhf.quickstart import Problem, Product
+from rlhf.learner import tiny_model
+from rlhf.quickstart import Problem
 from rlhf.types import World
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -56,24 +58,24 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     ],
 )
 def test_any_text_comes_back_from_the_tokenizer_unchanged(text: str) -> None:
-    tokenizer = quickstart.make_tokenizer()
+    tokenizer = tiny_model.make_tokenizer()
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_decomposed_letters_come_back_composed_as_in_every_qwen_tokenizer() -> None:
-    tokenizer = quickstart.make_tokenizer()
+    tokenizer = tiny_model.make_tokenizer()
     assert tokenizer.decode(tokenizer.encode("e\u0301")) == unicodedata.normalize("NFC", "e\u0301") == "\u00e9"
 
 
 def test_a_box_is_one_token_that_survives_skipping_the_special_ones() -> None:
-    tokenizer = quickstart.make_tokenizer()
+    tokenizer = tiny_model.make_tokenizer()
     token_ids = tokenizer.encode("\\boxed{7}<|end|>")
     assert len(token_ids) == 4
     assert tokenizer.decode(token_ids, skip_special_tokens=True) == "\\boxed{7}"
 
 
 def test_chat_template_names_the_roles_and_opens_the_assistants_turn() -> None:
-    tokenizer = quickstart.make_tokenizer()
+    tokenizer = tiny_model.make_tokenizer()
     messages = [
         {"role": "system", "content": "Add."},
         {"role": "user", "content": "What is 1 + 2?"},
@@ -90,7 +92,7 @@ def test_saved_folder_loads_with_the_auto_classes_and_agrees_with_the_original(f
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    expected = quickstart.make_tokenizer()
+    expected = tiny_model.make_tokenizer()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert tokenizer.get_vocab() == expected.get_vocab()
@@ -100,22 +102,11 @@ def test_saved_folder_loads_with_the_auto_classes_and_agrees_with_the_original(f
     assert model.config.max_position_embeddings >= 2048
     assert model.generation_config.eos_token_id == [tokenizer.eos_token_id]
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
-    same = quickstart.make_model(**TINY, seed=3)
+    same = tiny_model.make_model(**TINY, seed=3)
     assert all(
         torch.equal(loaded, kept)
         for loaded, kept in zip(model.state_dict().values(), same.state_dict().values(), strict=True)
     )
-
-
-def test_untied_model_is_saved_with_its_own_head(tmp_path: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = quickstart.make_model(**TINY, tie_embeddings=False)
-    quickstart.save_model(model, quickstart.make_tokenizer(), tmp_path / "model")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-    assert not torch.equal(loaded.lm_head.weight, loaded.model.embed_tokens.weight)
 
 
 def test_careful_work_shows_every_column_sum_and_boxes_the_answer() -> None:
@@ -163,7 +154,7 @@ def test_a_pair_prefers_right_work_to_wrong_work_that_is_mostly_as_a_pupil_write
         problems = read_rows(folder / f"{name}.jsonl")
         assert [row["prompt"] for row in rows] == [problem["question"] for problem in problems]
         for row, problem in zip(rows, problems, strict=True):
-            assert quickstart.boxed(row["chosen"]) == problem["answer"]
+            assert row["chosen"].endswith(f"\\boxed{{{problem['answer']}}}")
             assert not row["rejected"].endswith(f"\\boxed{{{problem['answer']}}}")
     rejected = [row["rejected"] for row in pairs["train"]]
     whole = [work for work in rejected if work.endswith("}")]
@@ -185,17 +176,14 @@ def test_the_configs_of_ppo_and_the_reward_model_read_what_the_quickstart_and_ea
     assert config.reward_model.path == config.critic.path == f"{reward.run.dir}/model"
 
 
-def test_near_and_far_misses_are_never_right() -> None:
+def test_wrong_work_is_never_right() -> None:
     rng = random.Random(0)
     problem, other = Problem(347, 285), Problem(100, 200)
-    far = {quickstart.far_miss(problem, other, rng) for _ in range(300)}
-    near = {quickstart.near_miss(problem, rng) for _ in range(300)}
-    assert problem.worked() not in near | far
-    assert other.worked() in far
-    assert "12 13 06 \\boxed{638}" in far
-    assert "12 1" in far
-    assert "12 12 05 \\boxed{522}" in near  # both carries forgotten
-    assert problem.worked() not in {quickstart.far_miss(problem, problem, rng) for _ in range(100)}
+    wrong = {quickstart.wrong_work(problem, [other], rng) for _ in range(1000)}
+    assert problem.worked() not in wrong
+    assert wrong > {other.worked(), "12 13 06 \\boxed{638}", "12 1"}
+    assert "12 12 05 \\boxed{522}" in wrong  # both carries forgotten
+    assert problem.worked() not in {quickstart.wrong_work(problem, [problem], rng) for _ in range(100)}
 
 
 def warmed_up(_: World, folder: Path, seed: int) -> str:
@@ -229,15 +217,21 @@ def test_a_demonstration_is_what_the_careless_pupil_says_to_a_question() -> None
     assert talks == [["user", "assistant"]] * 4000
     said = [(row["messages"][0]["content"], row["messages"][1]["content"]) for row in rows]
     assert len({question for question, _ in said}) == 20
-    assert 0.2 < sum(quickstart.boxed(work) == answers[question] for question, work in said) / 4000 < 0.5
+    assert 0.2 < sum(work.endswith(f"\\boxed{{{answers[question]}}}") for question, work in said) / 4000 < 0.5
 
 
 # --- the task with tools ---
 
 
+def demonstrated_call(problem: Problem) -> list[dict[str, Any]]:
+    """The first demonstration that asks the calculator."""
+    rows = quickstart.make_tool_demonstrations([problem], 100, seed=0)
+    return next(row["messages"] for row in rows if len(row["messages"]) == 4)
+
+
 def test_a_call_has_the_form_of_hermes_and_costs_its_expression_and_two_tokens() -> None:
-    tokenizer = quickstart.make_tokenizer(tools=True)
-    talk = Product(347, 285).talk(asks=True)
+    tokenizer = tiny_model.make_tokenizer(tools=True)
+    talk = demonstrated_call(Problem(347, 285, "*"))
     tools = [{"type": "function", "function": {"name": "calculator", "parameters": {}}}]
     text = tokenizer.apply_chat_template(talk, tools=tools, tokenize=False)
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "347 * 285"}}\n</tool_call>'
@@ -248,8 +242,8 @@ def test_a_call_has_the_form_of_hermes_and_costs_its_expression_and_two_tokens()
     assert len(tokenizer.encode(call)) == len("347 * 285") + 2
     assert tool_parser_of(tokenizer.chat_template, "auto") == "hermes"
     config = load_config(GRPOConfig, [str(CONFIGS / "tools_quickstart.yaml")])
-    most = Product(999, 998)  # the longest numbers
-    ids = tokenizer.encode(tokenizer.apply_chat_template(most.talk(asks=True), tools=tools, tokenize=False))
+    longest = demonstrated_call(Problem(999, 998, "*"))
+    ids = tokenizer.encode(tokenizer.apply_chat_template(longest, tools=tools, tokenize=False))
     assert len(ids) <= SFT_TOKENS
     assert len(tokenizer.encode(call)) + 1 <= config.rollout.max_response_tokens
 
@@ -257,13 +251,13 @@ def test_a_call_has_the_form_of_hermes_and_costs_its_expression_and_two_tokens()
 def test_without_tools_the_template_writes_what_that_of_the_sums_does() -> None:
     talk = [{"role": "user", "content": "What is 1 + 2?"}, {"role": "assistant", "content": "3"}]
     texts = [
-        quickstart.make_tokenizer(tools=tools).apply_chat_template(talk, tokenize=False) for tools in (True, False)
+        tiny_model.make_tokenizer(tools=tools).apply_chat_template(talk, tokenize=False) for tools in (True, False)
     ]
     assert texts[0] == texts[1]
 
 
 def test_a_share_of_the_demonstrations_asks_the_calculator_and_the_others_copy_the_question() -> None:
-    problems = quickstart.make_problems(50, 0, Product)
+    problems = quickstart.make_problems(50, 0, "*")
     rows = quickstart.make_tool_demonstrations(problems, 4000, seed=0)
     answers = {problem.question: problem.answer for problem in problems}
     for row in rows:
@@ -288,7 +282,7 @@ def test_the_files_of_the_task_with_tools_fit_its_config(tmp_path: Path) -> None
         assert row["answer"] == str(int(left) * int(right))
         assert len(row["answer"]) == 6
     model = AutoTokenizer.from_pretrained(output / "model")
-    assert model.get_vocab() == quickstart.make_tokenizer(tools=True).get_vocab()
+    assert model.get_vocab() == tiny_model.make_tokenizer(tools=True).get_vocab()
     config = load_config(GRPOConfig, [str(CONFIGS / "tools_quickstart.yaml")])
     assert not list(config.warnings())
 

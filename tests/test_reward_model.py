@@ -58,7 +58,7 @@ def test_the_loss_of_a_pair_is_minus_the_log_of_the_probability_that_the_chosen_
 
 @pytest.mark.parametrize("row", ['{"chosen": "a"}', '{"chosen": [], "prompt": "q"}', "not json"])
 def test_a_row_that_is_no_pair_is_named(tmp_path: Path, row: str) -> None:
-    from rlhf.quickstart import make_tokenizer
+    from rlhf.learner.tiny_model import make_tokenizer
 
     good = json.dumps({"prompt": "q\u2028", "chosen": "a", "rejected": "b"}, ensure_ascii=False)
     (tmp_path / "pairs.jsonl").write_text(good + "\n\n" + row + "\n")

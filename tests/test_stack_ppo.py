@@ -17,7 +17,7 @@ from test_stack_grpo import CANARY_BOUND, check_account, read_log, read_steps
 from waiting import STACK_WAIT_S
 
 from rlhf.config.reward_model import RECORD_FILE
-from rlhf.quickstart import BOX_TOKEN
+from rlhf.learner.tiny_model import BOX_TOKEN
 from rlhf.run.folder import RunFolder
 
 pytestmark = pytest.mark.stack

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlhf.quickstart import INITIAL_WEIGHT_STD, make_tokenizer
+from rlhf.learner.tiny_model import INITIAL_WEIGHT_STD, make_tokenizer
 
 WINDOW = 16
 CONSTANT_NOISE_STD = 0.1  # added to tensors that are initialized to a constant

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlhf.answers.thoughts import marks_in
-from rlhf.quickstart import make_tokenizer
+from rlhf.learner.tiny_model import make_tokenizer
 from rlhf.rollout.requests import Completion, Parsing
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from worlds import make_config
 
-from rlhf.quickstart import make_tokenizer
+from rlhf.learner.tiny_model import make_tokenizer
 from rlhf.rollout.requests import Completion, Parsing, SamplingSettings
 from rlhf.rollout.sampler import to_rollout
 from rlhf.types import Prompt, Rollout

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf import quickstart
 from rlhf.config.sections import RolloutConfig
 from rlhf.data.model_files import truncate_token_id
+from rlhf.learner import tiny_model
 from rlhf.rollout.requests import Completion, SamplingSettings
 from rlhf.types import VersionSpan
 
@@ -46,7 +46,7 @@ def rollout(token: str | None) -> RolloutConfig:
 
 
 def test_the_truncate_token_is_one_token_of_the_model() -> None:
-    tokenizer = quickstart.make_tokenizer()
+    tokenizer = tiny_model.make_tokenizer()
     token_id = truncate_token_id(rollout("."), tokenizer)
     assert token_id is not None
     assert tokenizer.decode([token_id]) == "."

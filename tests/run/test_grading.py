@@ -13,10 +13,10 @@ import pytest
 from tokenizers import AddedToken
 from worlds import make_config, make_ppo_config
 
-from rlhf import quickstart
 from rlhf.answers.thoughts import Marks
 from rlhf.data.load import LoadedPrompts
 from rlhf.data.model_files import truncate_token_id
+from rlhf.learner import tiny_model
 from rlhf.log.clock import BusyMeter
 from rlhf.rewards.model_client import RewardModelClient
 from rlhf.rewards.scorer import Scorer
@@ -123,7 +123,7 @@ RLHF = {
 
 def original_rlhf(tmp_path: Path, texts: list[str]) -> tuple[Sampler, Grading]:
     """A sampler of these texts, one after another; its reward model scores a response by its number of characters."""
-    config, tokenizer = make_ppo_config(tmp_path / "model", **RLHF), quickstart.make_tokenizer()
+    config, tokenizer = make_ppo_config(tmp_path / "model", **RLHF), tiny_model.make_tokenizer()
 
     async def generate(_: Any, settings: SamplingSettings, **__: Any) -> list[Completion]:
         ids = np.array(tokenizer.encode(texts.pop(0), add_special_tokens=False), np.int32)
@@ -173,7 +173,7 @@ def test_the_marks_of_channels_stay_in_the_text_that_is_graded(tmp_path: Path) -
     """gpt-oss: the channels are special tokens, and without them a thought would be read as the answer. transformers
     does not count them among `all_special_tokens`.
     """
-    config, tokenizer = make_config(tmp_path / "model"), quickstart.make_tokenizer()
+    config, tokenizer = make_config(tmp_path / "model"), tiny_model.make_tokenizer()
     names = ["<|channel|>", "<|message|>", "<|return|>"]
     tokenizer.add_tokens([AddedToken(name, special=True) for name in names])
     said = "<|channel|>analysis<|message|>2+40<|return|>"
