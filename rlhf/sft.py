@@ -36,11 +36,7 @@ async def train(run: Run[SFTConfig], data: TrainEval) -> None:
     async with supervised_loop(run, data) as loop:
         await loop.evaluate_if_due(run.first_step)
         for step in range(run.first_step, run.config.steps):
-            run.clock.start_step()
-            async with run.profiled(step + 1):
-                with run.clock.phase("update"):
-                    outcome = await run.cluster.learners.train(step)
-            loop.log_step(step + 1, outcome)
+            await loop.train(step)
             await loop.evaluate_if_due(step + 1)
             await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
         await run.finish({})

@@ -64,7 +64,16 @@ class SupervisedLoop:
         example = run.tokenizer.decode(tokens.token_ids[: int(tokens.response_mask.argmax())].tolist())
         run.progress = lambda: {"stream": stream, "example": example}
 
-    def log_step(self, step: int, outcome: UpdateOutcome) -> None:
+    async def train(self, step: int) -> None:
+        """Take the optimizer step with this number, from 0, and log its metrics; the learners draw the minibatch."""
+        run = self._run
+        run.clock.start_step()
+        async with run.profiled(step + 1):
+            with run.clock.phase("update"):
+                outcome = await run.cluster.learners.train(step)
+        self._log_step(step + 1, outcome)
+
+    def _log_step(self, step: int, outcome: UpdateOutcome) -> None:
         """Write the metrics of a finished step; RuntimeError after too many skipped updates in a row."""
         run, values = self._run, to_values(outcome.metrics)
         values["time/step"] = run.clock.step_seconds()
