@@ -66,19 +66,7 @@ def _no_argument_of_ours(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 OUR_ARGUMENTS = {"messages", "conversation", "tools", "add_generation_prompt", "chat_template", "tokenize"}
-OUR_ARGUMENTS |= {"strftime_now"}  # data.date
-OUR_ARGUMENTS |= {
-    "template",
-    "tokenizer",
-    "key",
-    "form",
-    "said",
-    "strict",
-    "checked",
-    "notes",
-    "keep_assistant",
-}  # data.templates
-OUR_ARGUMENTS |= {"truncation", "max_length", "tokenizer_kwargs"}
+OUR_ARGUMENTS |= {"strftime_now", "keep_assistant", "truncation", "max_length", "tokenizer_kwargs"}
 OUR_ARGUMENTS |= {"continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding"}
 TemplateArguments = Annotated[dict[str, Any], AfterValidator(_no_argument_of_ours)]
 

@@ -52,7 +52,7 @@ from rlhf.data.templates import (
     unread_arguments,
     whole_text,
 )
-from rlhf.data.turns import TurnEnds, tag_warnings, turn_ends, unnamed_end
+from rlhf.data.turns import TurnEnds, turn_ends, unnamed_end
 from rlhf.types import PackedTokens
 
 KEY = "data.template"
@@ -252,8 +252,6 @@ class SFTEncoder:
             )
         if self.ends.unnamed in trained:
             yield from unnamed_end(self.ends, self.tokenizer, template)
-        if template not in PLAIN and GENERATION_TAG.search(template_source(template, self.tokenizer)):
-            yield from tag_warnings(self.tokenizer, template, self.arguments)
 
     def shown(self, tokens: PackedTokens) -> str:
         """The first sequence as text, with what is trained between >>> and <<<."""
@@ -277,7 +275,7 @@ class SFTEncoder:
                 f"{KEY}={template}: the tokenizer has no eos token, with which an answer ends. Set "
                 "eos_token in its tokenizer_config.json, or use a chat template."
             )
-        whole_text(talk.messages, template, self.tokenizer, KEY, tools=talk.tools, strict=talk.turns)
+        whole_text(talk.messages, template, self.tokenizer, KEY, {"tools": talk.tools}, strict=talk.turns)
         prompt = render(talk.messages[:-1], template, self.tokenizer)
         texts = [prompt, prompt + talk.messages[-1]["content"].removesuffix(end) + end]
         return self._differences(tokenize(texts, template, self.tokenizer), template)
@@ -293,17 +291,17 @@ class SFTEncoder:
         self._check_turns(talk)
         said = conversation(talk.messages, talk.template, self.tokenizer, talk.tools)
         try:
-            form = form_of(said, talk.template, self.tokenizer, KEY, strict=talk.turns, **options)
+            form = form_of(said, talk.template, self.tokenizer, KEY, options, strict=talk.turns)
         except ValueError:
             if not is_single:
                 raise
-            asked = whole_text(before, talk.template, self.tokenizer, KEY, **options, add_generation_prompt=True)
+            asked = whole_text(before, talk.template, self.tokenizer, KEY, {**options, "add_generation_prompt": True})
             if not self._opens_thought(asked, talk.template):
                 raise
             return self._behind(asked, talk, options)
 
         def text(messages: Sequence[Message], **more: Any) -> str:
-            return text_in(form, messages, talk.template, self.tokenizer, KEY, **options, **more)
+            return text_in(form, messages, talk.template, self.tokenizer, KEY, {**options, **more})
 
         self.notes.update(unwritten(talk.messages, form, template_source(talk.template, self.tokenizer)))
         whole = text(talk.messages)
@@ -338,7 +336,7 @@ class SFTEncoder:
     def _tagged(self, form: Form, talk: _Talk, text: Callable[..., str]) -> MaskedTokens:
         messages = prepared(form, talk.messages, talk.template, self.tokenizer, keep_assistant=True)
         options = {**talk.arguments, "tools": safe_tools(talk.tools, talk.template, self.tokenizer)}
-        ids, trained = tagged_ids(messages, talk.template, self.tokenizer, KEY, **options)
+        ids, trained = tagged_ids(messages, talk.template, self.tokenizer, KEY, options)
         if not trained.any() and any(messages[turn].get("content") for turn in talk.turns):
             raise ValueError(
                 f"no token of it is trained: {KEY}={talk.template} has {{% generation %}} tags around nothing that the "
@@ -363,7 +361,7 @@ class SFTEncoder:
         begins = [(begin.strip(), form) for form in marks for begin in form.begins]
         _, form = max((each for each in begins if opened.rstrip().endswith(each[0])), key=lambda each: len(each[0]))
         shorter = {name: value for name, value in turn.items() if name != "reasoning_content"} | {"content": STAND_IN}
-        text = whole_text([*before, shorter], talk.template, self.tokenizer, KEY, **options, checked=False)
+        text = whole_text([*before, shorter], talk.template, self.tokenizer, KEY, options, checked=False)
         written = f"{opened}{thought or ''}\n{form.ends[0]}\n\n{answer}{text.rpartition(STAND_IN)[2]}"
         return self._differences(tokenize([opened, written], talk.template, self.tokenizer), talk.template)
 

@@ -201,7 +201,7 @@ class Dialogue:
         text: str = chat_text(
             safe_messages(messages, template, tokenizer),
             template, tokenizer, KEY,
-            **{"tools": safe_tools(tools, template, tokenizer), **self._arguments, "add_generation_prompt": last},
+            {"tools": safe_tools(tools, template, tokenizer), **self._arguments, "add_generation_prompt": last},
         )  # fmt: skip
         return text
 

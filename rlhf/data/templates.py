@@ -72,7 +72,7 @@ def render(
         notes: counts what the template does not write.
     """
     options = {"tools": tools, "add_generation_prompt": True, **(arguments or {})}
-    return whole_text(messages, template, tokenizer, "data.template", notes=notes, **options)
+    return whole_text(messages, template, tokenizer, "data.template", options, notes=notes)
 
 
 def whole_text(
@@ -80,25 +80,25 @@ def whole_text(
     template: TemplateName,
     tokenizer: Any,
     key: str,
+    options: Mapping[str, Any],
     *,
     strict: Collection[int] = (),
     checked: bool = True,
     notes: Counter[str] | None = None,
-    **options: Any,
 ) -> str:
     """A conversation as a template writes it, in the form in which it writes all of it.
 
     Args:
         strict: numbers of messages whose thoughts must be written; the others are dropped where the template does.
+        options: arguments of `apply_chat_template`, such as `tools`, with those of the user's template.
         checked: False: what the template does to a text of this structure alone is not looked for.
-        options: `tools`, and what else transformers takes.
 
     Raises:
         ValueError: the template refuses the messages, or leaves out what they say; or there is no template.
     """
     said = conversation(messages, template, tokenizer, options.get("tools"))
-    form = form_of(said, template, tokenizer, key, strict=strict, **options)
-    text = text_in(form, messages, template, tokenizer, key, **options)
+    form = form_of(said, template, tokenizer, key, options, strict=strict)
+    text = text_in(form, messages, template, tokenizer, key, options)
     if notes is not None:
         notes.update(unwritten(messages, form, "" if template in PLAIN else template_source(template, tokenizer)))
     if checked:
@@ -125,9 +125,9 @@ def form_of(
     template: TemplateName,
     tokenizer: Any,
     key: str,
+    options: Mapping[str, Any],
     *,
     strict: Collection[int] = (),
-    **options: Any,
 ) -> Form:
     """The form in which a template writes such a conversation whole; remembered for its structure.
 
@@ -145,7 +145,7 @@ def form_of(
             known.clear()
 
         def written(messages: list[dict[str, Any]], tools: Any) -> str:
-            return text_in(None, messages, template, tokenizer, key, **{**options, "tools": tools})
+            return text_in(None, messages, template, tokenizer, key, {**options, "tools": tools})
 
         try:
             known[structure] = find_form(said, source, known_marks(template, tokenizer), written, strict)
@@ -164,10 +164,14 @@ def _known_forms(_tokenizer: Any, _source: str) -> dict[bytes, Form | str]:
 
 
 def text_in(
-    form: Form | None, messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, key: str,
-    *, keep_assistant: bool = False, **options: Any,
-) -> str:  # fmt: skip
-    """The text of messages in a form; None: they are in it already."""
+    form: Form | None,
+    messages: Sequence[dict[str, Any]],
+    template: TemplateName,
+    tokenizer: Any,
+    key: str,
+    options: Mapping[str, Any],
+) -> str:
+    """The text of messages in a form; None: they are in it. `keep_assistant` in options: see `safe_messages`."""
     match template:
         case "raw":
             return "\n\n".join(message["content"] for message in messages)
@@ -176,9 +180,9 @@ def text_in(
             if unknown := {message["role"] for message in messages} - names.keys():
                 raise ValueError(f"{key}=qa knows no message of {', '.join(unknown)}. Name a chat template.")
             return "".join(f"{names[message['role']]}{message['content']}\n" for message in messages) + "Answer:"
-    given = prepared(form, messages, template, tokenizer, keep_assistant=keep_assistant)
-    options["tools"] = safe_tools(options.get("tools"), template, tokenizer)
-    text: str = chat_text(given, template, tokenizer, key, **options)
+    passed = {**options, "tools": safe_tools(options.get("tools"), template, tokenizer)}
+    given = prepared(form, messages, template, tokenizer, keep_assistant=passed.pop("keep_assistant", False))
+    text: str = chat_text(given, template, tokenizer, key, passed)
     return text
 
 
@@ -284,7 +288,8 @@ def check_reward_input(config: GRPOConfig, prompt: Prompt, tokenizer: Any) -> No
     messages = [*prompt.messages, {"role": "assistant", "content": STAND_IN}]
     said = conversation(messages, how["template"], tokenizer, None)
     try:
-        form_of(said, how["template"], tokenizer, how["key"], add_generation_prompt=False, **how["arguments"])
+        options = {"add_generation_prompt": False, **how["arguments"]}
+        form_of(said, how["template"], tokenizer, how["key"], options)
     except ValueError as error:
         where = f"{how['key']}={how['template']}: "
         raise ValueError(f"{where}{prompt.id}: {str(error).removeprefix(where)}") from None
@@ -311,20 +316,20 @@ def conversation_ids(
         trained: the response is a row's, and must be written whole; else the model has sampled it.
         notes: counts what the template does not write.
     """
-    how: dict[str, Any] = {"tools": tools, "notes": notes}
     if template in PLAIN:
         *prompt, response = messages
-        text = render(prompt, template, tokenizer, **how) + response["content"]
+        text = render(prompt, template, tokenizer, tools=tools, notes=notes) + response["content"]
     else:
-        how |= {"strict": [len(messages) - 1] if trained else [], "checked": trained}
-        text = whole_text(messages, template, tokenizer, key, add_generation_prompt=False, **how, **(arguments or {}))
+        options = {"tools": tools, "add_generation_prompt": False, **(arguments or {})}
+        strict = [len(messages) - 1] if trained else []
+        text = whole_text(messages, template, tokenizer, key, options, strict=strict, checked=trained, notes=notes)
     return tokenize([text], template, tokenizer)[0]
 
 
 def chat_text(
-    messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, key: str, **options: Any
+    messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, key: str, options: Mapping[str, Any]
 ) -> Any:
-    """A conversation as a chat template writes it: its text, or what else `options` ask transformers for.
+    """A conversation as a chat template writes it: its text, or what else `options` ask `apply_chat_template` for.
 
     Raises:
         ValueError: the model has no chat template, or its template refuses these messages.
@@ -355,16 +360,16 @@ def _endless(key: str, template: TemplateName, tokenizer: Any) -> str:
 
 
 def tagged_ids(
-    messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, key: str, **options: Any
+    messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, key: str, options: Mapping[str, Any]
 ) -> tuple[np.ndarray, np.ndarray]:
     """The ids [L] int32 of a conversation, and a mask [L] that is True inside the template's {% generation %} tags."""
     if MARK not in json.dumps([messages, options], ensure_ascii=False, default=str):
         whole = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        encoded = chat_text(messages, template, tokenizer, key, **options, **whole)
+        encoded = chat_text(messages, template, tokenizer, key, {**options, **whole})
         return np.array(encoded["input_ids"], np.int32), np.array(encoded["assistant_masks"], bool)
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    text = chat_text(messages, template, tokenizer, key, **options)
+    text = chat_text(messages, template, tokenizer, key, options)
     source = tokenizer.get_chat_template(chat_template(template), tools=options["tools"])
     arguments = {**tokenizer.special_tokens_map, **options, "return_assistant_tokens_mask": True}
     with limited(_endless(key, template, tokenizer)):

@@ -90,7 +90,7 @@ def test_a_row_has_arguments_of_its_own_for_the_template() -> None:
     )
     assert tokenizer.decode(chosen.token_ids).startswith("rude[user]")
     for wrong, problem in (
-        ({"strict": 1, "tools": [1]}, "has strict, tools, which rlhf pas"),
+        ({"padding": 1, "tools": [1]}, "has padding, tools, which rlhf pas"),
         ("x", "is 'x', not an object"),
     ):
         with pytest.raises(ValueError, match=problem):
