@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -200,7 +199,7 @@ class RaySession:
         found = sorted(Path(self.temp).glob("session_latest/logs/worker-*"), key=lambda log: log.lstat().st_mtime)
         texts: dict[str, str] = {}  # by the name of the copy
         for log in found:
-            if text := _own_text(log):
+            if text := log.read_text(errors="replace"):
                 name = actors.get(log.stem.rpartition("-")[2], log.stem).replace(" ", "-")
                 texts[f"{name}.log"] = texts.get(f"{name}.log", "") + hide(text)
         if not texts:
@@ -233,17 +232,6 @@ class RaySession:
         if self._guard is not None:
             self._guard.communicate()  # it sees the end of its input
             self._guard = None
-
-
-def _own_text(log: Path) -> str:
-    """What a log holds; "" for anything but an ordinary file of this user that has no other name: it may be planted."""
-    try:
-        with open(os.open(log, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), errors="replace") as opened:
-            found = os.fstat(opened.fileno())
-            is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
-            return opened.read() if is_own else ""
-    except OSError:
-        return ""
 
 
 def error_in_logs(texts: Mapping[str, str]) -> str:

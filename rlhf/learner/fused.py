@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import Counter
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -35,27 +34,6 @@ def use_kernels(model: nn.Module) -> None:
         halves = _same_code(vars(file).get("rotate_half"), modeling_llama.rotate_half)
         if halves and _same_code(rotate, _LLAMA_ROTARY):
             setattr(file, ROTARY, functools.partial(_rotate, rotate))
-
-
-def account(model: nn.Module) -> str:
-    """Modules with kernels, and which norms, MLPs and rotary positions do not: releases may change their code."""
-    fused, others = Counter[str](), Counter[str]()
-    for module in model.modules():
-        kind = type(module).__name__
-        if isinstance(vars(module).get("forward"), functools.partial):
-            fused[kind] += 1
-        elif kind.endswith(("Norm", "MLP")):
-            usual = _same_code(type(module).forward, modeling_llama.LlamaMLP.forward)
-            others[f"{kind} (another {'activation' if usual else 'forward'})"] += 1
-    for file in {type(module).__module__ for module in model.modules()}:
-        if rotate := vars(sys.modules[file]).get(ROTARY):
-            counter = fused if isinstance(rotate, functools.partial) else others
-            counter[f"{ROTARY} of {file.rpartition('.')[2]}"] += 1
-
-    def listed(counter: Counter[str]) -> str:
-        return ", ".join(f"{number} {kind}" for kind, number in counter.items()) or "nothing"
-
-    return f"fused: {listed(fused)}; not fused: {listed(others)}"
 
 
 _LLAMA_ROTARY = modeling_llama.apply_rotary_pos_emb  # before it is replaced

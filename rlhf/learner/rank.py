@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from rlhf.algo.adam import set_step
 from rlhf.algo.lora import has_adapters
-from rlhf.algo.numerics import KERNEL_DEVICES
 from rlhf.algo.packing import filler
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.base import reason
@@ -29,7 +28,6 @@ from rlhf.config.roles import Training
 from rlhf.config.sections import ModelConfig
 from rlhf.learner import rank_checkpoint
 from rlhf.learner.deepspeed_settings import any_settings, join_world, training_settings, wrapped
-from rlhf.learner.fused import account
 from rlhf.learner.hub_format import (
     frozen_tensors,
     model_tensors,
@@ -126,10 +124,6 @@ class TrainedRank:
     def device_name(self) -> str:
         """The device's name from its driver, such as `NVIDIA H100 80GB HBM3`."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-
-    def kernels(self) -> str:
-        """Which modules of the model have kernels, for the log; "" on a device without kernels."""
-        return account(self.transformer) if self.device.type in KERNEL_DEVICES else ""
 
     def whole(self, param: Tensor, *, modify: bool = False) -> contextlib.AbstractContextManager[None]:
         """A context in which the tensor is whole: gathered where ZeRO-3 partitions it, unchanged elsewhere."""

@@ -93,8 +93,6 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
                 opened = len(run.state.outstanding) * config.rollout.samples_per_prompt
                 say(f"up to {opened} rollouts that were open when the run was saved begin anew")
             engines = await exit_stack.enter_async_context(make_engines(run.cluster, config))
-            if kernels := (await run.cluster.learners.call(lambda learner: learner.kernels()))[0]:
-                say(kernels)
             speed = LearnerSpeed(config, (await run.cluster.learners.call(lambda learner: learner.device_name()))[0])
             loop = RolloutLoop(run, data, tickets, scorer, engines, speed, first, teachers, environments)
             exit_stack.push_async_callback(loop.buffer.close)

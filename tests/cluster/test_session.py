@@ -174,26 +174,6 @@ def test_logs_are_named_by_role_and_the_cause_is_from_the_log_of_the_actor_that_
     assert "out of memory" in (logs / "engine-0.old").read_text()
 
 
-def test_of_logs_that_another_user_may_have_planted_nothing_is_kept(tmp_path: Path) -> None:
-    run, logs, private = tmp_path / "run", tmp_path / "ray/session_latest/logs", tmp_path / "private"
-    run.mkdir()
-    private.write_text("the key\n")
-    write_logs(tmp_path / "ray", p7_out="INFO ready\n", p9_out="of somebody else\n")
-    (logs / "worker-abc-01-1.out").symlink_to(private)
-    (logs / "worker-abc-01-2.out").hardlink_to(private)
-    (logs / "worker-abc-01-3.out").symlink_to(tmp_path / "nothing")
-    (logs / "worker-abc-01-4.out").mkdir()
-    os.mkfifo(logs / "worker-abc-01-5.out")
-    if os.geteuid() == 0:
-        os.chown(logs / "worker-abc-01-9.out", 65534, 65534)
-    else:
-        (logs / "worker-abc-01-9.out").unlink()
-    session = RaySession()
-    session.temp = str(tmp_path / "ray")
-    session.keep_logs(ClusterError("engine 0 is lost"), run, {"7": "engine 0"})
-    assert {log.name: log.read_text() for log in (run / "logs").iterdir()} == {"engine-0.log": "INFO ready\n"}
-
-
 def test_without_a_run_folder_the_cause_is_told_too_and_nothing_is_left_where_nothing_was_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
