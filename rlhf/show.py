@@ -5,8 +5,7 @@
     python -m rlhf.show runs/mine --contains 362 --max-reward 0
     python -m rlhf.show runs/mine --config                     the keys that differ from the defaults, as YAML
 
-A group is shown when one of its responses fits all filters; the others are shown with it. On a terminal it stops after
-each group: Enter shows the next one, q ends.
+A group is shown when one of its responses fits all filters; the others are shown with it.
 """
 
 from __future__ import annotations
@@ -46,23 +45,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         left_out = "of another version are null" if config is None else f"of rlhf.{config.program} have defaults"
         say(f"# {others} further keys {left_out}; all are in {run.config_file}")
         return
-    console = Console()
-    ask = sys.stdin.isatty() and sys.stdout.isatty()
-    shown = 0
-    for group in itertools.islice(_fitting(run, options), None if ask else options.groups):
-        if ask and shown and not _goes_on():
-            break
-        console.print(_picture(group))
-        shown += 1
-    if not shown:
+    groups = list(itertools.islice(_fitting(run, options), options.groups))
+    if not groups:
         raise ValueError(f"{run.path}: no group fits. Its rollouts are of steps {_range(run)}.")
-
-
-def _goes_on() -> bool:
-    try:
-        return input("Enter: next group, q: end ").strip() != "q"
-    except EOFError:
-        return False
+    Console().print(*map(_picture, groups), sep="\n")
 
 
 def _range(run: RunFiles) -> str:

@@ -1,4 +1,4 @@
-"""Which metrics belong together: the sections and panels of the report and of the wandb dashboard."""
+"""Which metrics belong together: the sections and charts of the report."""
 
 from __future__ import annotations
 

@@ -148,8 +148,6 @@ function traces(panel, section) {
       if (low && high) trace.error_y = { type: "data", symmetric: false, thickness: 1, width: 3,
         array: high.map((h, k) => h === null ? 0 : h - values[k]), arrayminus: low.map((l, k) => l === null ? 0 : values[k] - l) };
       made.push(trace);
-      if (metric === "learner/lr" && setting.planned_lr.length) made.push({ ...style, x: xOf(setting), y: setting.planned_lr, mode: "lines",
-        name: "planned", line: { color: color(i), width: 5 }, opacity: 0.3, showlegend: first });
     });
   });
   return made;

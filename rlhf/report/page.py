@@ -156,7 +156,6 @@ def _setting(of_setting: Sequence[RunFiles], names: Sequence[str], numbers: Sequ
     metrics = dict.fromkeys(metric for run in of_setting for metric in run.metrics)
     shown = [metric for metric in metrics if not (several and metric.endswith(BOUNDS))]
     lines = {metric: over_seeds(cells(metric, [0.0] * len(rows))) for metric in shown}
-    planned = of_setting[0].planned_learning_rates()
     return {
         "name": names[numbers[0]] + (f" and {len(numbers) - 1} more" if several else ""),
         "runs": numbers,
@@ -167,7 +166,6 @@ def _setting(of_setting: Sequence[RunFiles], names: Sequence[str], numbers: Sequ
         "seconds": _numbers(over_seeds(cells("time", began)).mean),
         "series": {metric: _numbers(line.mean) for metric, line in lines.items()},
         "bands": {metric: [_numbers(line.low), _numbers(line.high)] for metric, line in lines.items() if several},
-        "planned_lr": [planned.get(step) for step in steps] if planned else [],
     }
 
 

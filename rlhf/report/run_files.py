@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rlhf.algo.schedules import learning_rate
 from rlhf.answers.thoughts import split_thoughts
 from rlhf.config.changed import changed_values, config_of_any_program
 from rlhf.config.load import flat_keys, stored_values
@@ -70,15 +69,6 @@ class RunFiles:
         """The file of each training step whose rollouts were written, by step."""
         files = sorted(file for file in self.path.glob("rollouts/step-*.jsonl") if file.is_file())
         return {int(file.stem[5:]): file for file in files if file.stem[5:].isdecimal()}
-
-    def planned_learning_rates(self) -> dict[int, float]:
-        """By training step, the rate of the policy's last update in it; empty if the config is of another version."""
-        if self.program_config is None:
-            return {}
-        training = self.program_config.training
-        arguments = training.schedule_arguments
-        updates = {step: training.updates_before(step) for step in range(1, training.steps + 1)}
-        return {step: learning_rate(update, **arguments) for step, update in updates.items() if update}
 
 
 def read_run(folder: str | Path) -> RunFiles:

@@ -113,12 +113,6 @@ def test_a_folder_without_a_run_is_refused_with_the_remedy(tmp_path: Path) -> No
         read_run(tmp_path)
 
 
-def test_the_planned_rates_are_those_of_the_last_update_of_each_step(tmp_path: Path) -> None:
-    learner = {"minibatches_per_epoch": 2, "optimizer": {"lr": 0.8}, "schedule": {"name": "linear", "warmup_steps": 4}}
-    run = read_run(write_run(tmp_path / "run", learner=learner))  # 8 updates, of which 4 warm up
-    assert run.planned_learning_rates() == pytest.approx({1: 0.4, 2: 0.8, 3: 0.4, 4: 0.0})
-
-
 def test_the_config_of_a_resumed_run_is_the_one_that_is_shown(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run")
     text = (path / "config.yaml").read_text()
