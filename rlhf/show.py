@@ -1,11 +1,11 @@
-"""Program: the rollouts of a run in the terminal, group by group; or what its config changes.
+"""Program: prints rollouts of a run, group by group, or the keys of its config that differ from the defaults.
 
     python -m rlhf.show runs/mine                              the newest step first
     python -m rlhf.show runs/mine --step 20 --status no_answer
     python -m rlhf.show runs/mine --contains 362 --max-reward 0
     python -m rlhf.show runs/mine --config                     the keys that differ from the defaults, as YAML
 
-A group is shown when one of its responses fits all filters; the others are shown with it.
+A whole group is printed if one of its responses passes all filters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of("rlhf.show", __doc__)
     parser.add_argument("run", metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, help="training step (default: all, the newest first)")
-    parser.add_argument("--status", help="of the grading, such as no_answer or timeout")
+    parser.add_argument("--status", help="status of the grading, such as no_answer or timeout")
     parser.add_argument("--finish", help="how a response ended: stop, length or abort")
     parser.add_argument("--min-reward", type=float)
     parser.add_argument("--max-reward", type=float)
@@ -45,28 +45,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         left_out = "of another version are null" if config is None else f"of rlhf.{config.program} have defaults"
         say(f"# {others} further keys {left_out}; all are in {run.config_file}")
         return
-    groups = list(itertools.islice(_fitting(run, options), options.groups))
+    groups = list(itertools.islice(_selected_groups(run, options), options.groups))
     if not groups:
-        raise ValueError(f"{run.path}: no group fits. Its rollouts are of steps {_range(run)}.")
-    Console().print(*map(_picture, groups), sep="\n")
+        raise ValueError(f"{run.path}: no group passes the filters. It has rollouts of steps {_steps(run)}.")
+    Console().print(*map(_panel, groups), sep="\n")
 
 
-def _range(run: RunFiles) -> str:
+def _steps(run: RunFiles) -> str:
     steps = list(run.rollout_files())
     return f"{steps[0]} to {steps[-1]}" if steps else "none: logging.rollouts was false, or no step was finished"
 
 
-def _fitting(run: RunFiles, options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The groups that fit the filters: of one step, or without --step of all steps, newest first."""
+def _selected_groups(run: RunFiles, options: argparse.Namespace) -> Iterator[list[Row]]:
+    """The groups that pass the filters: of --step, or of all steps, newest first."""
     files = run.rollout_files()
     steps = [options.step] if options.step is not None else sorted(files, reverse=True)
     for step in steps:
         if step not in files:
-            raise ValueError(f"--step {step}: {run.path} has rollouts of steps {_range(run)}.")
-        yield from (group for group in read_groups(files[step]) if any(_fits(row, options) for row in group))
+            raise ValueError(f"--step {step}: {run.path} has rollouts of steps {_steps(run)}.")
+        yield from (group for group in read_groups(files[step]) if any(_passes(row, options) for row in group))
 
 
-def _fits(row: Row, options: argparse.Namespace) -> bool:
+def _passes(row: Row, options: argparse.Namespace) -> bool:
     reward, wanted = row["reward"], options.contains
     return (
         options.status in (None, row["status"])
@@ -77,7 +77,7 @@ def _fits(row: Row, options: argparse.Namespace) -> bool:
     )
 
 
-def _picture(group: Sequence[Row]) -> Panel:
+def _panel(group: Sequence[Row]) -> Panel:
     first = group[0]
     blocks = [_text(conversation(first))]
     if first["answer"]:
@@ -90,7 +90,7 @@ def _picture(group: Sequence[Row]) -> Panel:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """A text of a rollout for the terminal, without control characters; every field goes through here."""
+    """A field of a rollout, without control characters. Every field goes through here."""
     return Text(printable(text), style=style)
 
 
@@ -99,15 +99,15 @@ def _in_one_line(text: str) -> str:
 
 
 def _block(block: tuple[str, str]) -> Text:
-    """What the model wrote as it is; calls behind an arrow, what the environment said in gray behind its role."""
+    """Text of the model as it is, calls after an arrow, text of the environment in gray after its role."""
     kind, text = block
-    of_model = {"text": ("", ""), "thought": ("", "italic"), "call": ("-> ", "cyan")}
-    prefix, style = of_model.get(kind, (f"{kind} ", "dim"))
+    model_kinds = {"text": ("", ""), "thought": ("", "italic"), "call": ("-> ", "cyan")}
+    prefix, style = model_kinds.get(kind, (f"{kind} ", "dim"))
     return _text(f"{prefix}{text}", style)
 
 
 def _head(row: Row) -> str:
-    """What is known of a response, in one line."""
+    """The facts about a response in one line."""
     reward, _ = shown_reward(row["reward"])
     parts = row["reward_parts"]
     if parts and list(parts.values()) != [row["reward"]]:  # else the only part is the reward

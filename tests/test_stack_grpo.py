@@ -157,7 +157,7 @@ def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_from_a_w
     )
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert resumed.stdout.endswith("the loop goes on\n")
-    (notice,) = [line for line in resumed.stdout.splitlines() if "outside of the healthy range" in line]
+    (notice,) = [line for line in resumed.stdout.splitlines() if "outside the healthy range" in line]
     assert notice.startswith("warning: ")
     assert "reward/answered_fraction 0" in notice
     assert "step-000003: weights-00000.safetensors has another checksum" in resumed.stdout

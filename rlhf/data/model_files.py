@@ -24,7 +24,7 @@ from rlhf.config.model_folder import (
 )
 from rlhf.config.reward_model import RewardModelConfig, reward_model_record
 from rlhf.config.sections import ModelConfig, RolloutConfig
-from rlhf.log.reachable import no_answer
+from rlhf.log.reachable import connection_problem
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,7 +109,7 @@ def hub_silence() -> str:
 
     if constants.is_offline_mode():
         return "HF_HUB_OFFLINE is set"
-    reason = no_answer(constants.ENDPOINT)
+    reason = connection_problem(constants.ENDPOINT)
     return reason and f"{constants.ENDPOINT}: {reason}"
 
 

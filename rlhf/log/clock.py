@@ -1,4 +1,4 @@
-"""Seconds of a run by phase, and who waited for whom."""
+"""Seconds of a run by phase, and how long engines and learners waited."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-Watch = Callable[[str], contextlib.AbstractContextManager[Any]]  # a context around something that has a name
+Watch = Callable[[str], contextlib.AbstractContextManager[Any]]  # a context around work that has a name
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
         self._step_started = self._window_started = time.monotonic()
 
     def start_window(self) -> None:
-        """Count waiting from now on; call this when engines and learners have started."""
+        """Count idle seconds from now on; call this when engines and learners have started."""
         self._window_started = time.monotonic()
 
     def start_step(self) -> None:
@@ -42,7 +42,7 @@ class Clock:
         return time.monotonic() - self._step_started
 
     def take(self) -> tuple[dict[str, float], float]:
-        """(seconds by phase, seconds in total) since the last call; evaluation and checkpoint are included."""
+        """(seconds by phase, total seconds) since the last call, with evaluations and checkpoints."""
         now = time.monotonic()
         phases, window_s = self.step, now - self._window_started
         self.step, self._window_started = {}, now
@@ -53,7 +53,7 @@ LEARNER_PHASES = ("logprobs", "update", "transfer", "canary", "checkpoint")
 
 
 def waiting_seconds(phases: Mapping[str, float], window_s: float, engines_busy_s: float) -> dict[str, float]:
-    """Seconds in which no engine had a request, and seconds in which the learners had no work."""
+    """The metrics of idle time: seconds in which no engine had a request, and in which the learners had no work."""
     learners_busy_s = sum(phases.get(phase, 0.0) for phase in LEARNER_PHASES)
     return {
         "time/engine_idle": max(0.0, window_s - engines_busy_s),
@@ -62,7 +62,7 @@ def waiting_seconds(phases: Mapping[str, float], window_s: float, engines_busy_s
 
 
 class BusyMeter:
-    """Sampled tokens, and the seconds in which any engine had a request; idle time does not lower the rate."""
+    """Counts sampled tokens, and seconds in which any engine had a request. Idle time does not lower the rate."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -81,7 +81,7 @@ class BusyMeter:
             self._busy_s += time.monotonic() - self._since
 
     def take(self) -> tuple[float, float]:
-        """(tokens per busy second, busy seconds) since the last call; evaluations are included."""
+        """(tokens per busy second, busy seconds) since the last call, with evaluations."""
         now = time.monotonic()
         if self._running:
             self._busy_s += now - self._since

@@ -1,11 +1,11 @@
-"""What looks wrong in the metrics of a run: rules, each with what was seen and which key to turn, and healthy ranges.
+"""The diagnosis of a run: rules that find problems in its metrics, and the healthy range of each metric.
 
-A rule looks at the last few steps, and at the first ones where it compares. It is a pure function of metrics and
-config, so the run applies it after every step and the report to a finished run. Every bound is far from what healthy
-runs of this trainer show.
+A rule looks at the last few steps, and some compare them with the first steps. It is a pure function of metrics and
+config: the run applies it after every step, and the report applies it to a finished run. A rule says what it observed
+and which key to change. Every bound is far from the values of healthy runs of this trainer.
 
-A rule warns of what is surely wrong. A value outside of its healthy range may have a good reason, so it is a notice: at
-the end of a run, and in the report, whose charts show the range. docs/metrics.md has the same ranges.
+A rule warns of a certain problem. A value outside its healthy range may have a good reason, so it is only a notice, at
+the end of a run and in the report, whose charts show the range. docs/metrics.md has the same ranges.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlhf.types import rewards_differ
 Row = Mapping[str, Any]
 
 STEPS = 5  # steps that a rule looks at; one step of few prompts can look odd by chance
-HISTORY = 20  # steps before them, for the usual size of a gradient
+HISTORY = 20  # earlier steps, for the usual size of a gradient
 
 FEW_ANSWERS = 0.1
 CUT_OFF, EQUAL_GROUPS = 0.9, 0.95
@@ -33,15 +33,17 @@ HIGH_CLIP_FRACTION = 0.2  # runs that learn clip less than 0.02 of the tokens
 COLLAPSED = 0.1  # of the first entropy
 SPIKE = 10.0  # times the median gradient norm
 TOO_STALE, UNGRADED = 0.05, 0.02  # of the rollouts; of the grades
-FEW_CALLS, FAILING_CALLS = 0.05, 0.9  # calls of a rollout, below which chance decides; of the calls
+FEW_CALLS = 0.05  # mean calls per rollout; with fewer, the share of failed calls is chance
+FAILING_CALLS = 0.9  # of the calls
 SLOW_GROUPS = 0.25  # of a step's time
 
 
 class View(NamedTuple):
-    """What a rule sees of a run.
+    """The part of a run that a rule looks at.
 
     Attributes:
-        last: the last STEPS steps. before: up to HISTORY steps before them. first: the first STEPS.
+        last: rows of the last STEPS steps. before: up to HISTORY rows before them. first: the first STEPS rows.
+        config: every key of the run's config, with dots, and its value.
     """
 
     last: Sequence[Row]
@@ -50,26 +52,30 @@ class View(NamedTuple):
     config: Mapping[str, Any]
 
     def mean(self, name: str, rows: Sequence[Row] | None = None) -> float:
-        """Mean of a metric over the last steps; NaN, which is beyond no bound, unless all of them have it."""
+        """Mean of a metric over `rows`, by default the last steps. NaN, which exceeds no bound, if a row lacks it."""
         values = [row.get(name, math.nan) for row in (self.last if rows is None else rows)]
         return statistics.fmean(values) if values else math.nan
 
     def rise(self, *names: str) -> float:
-        """By how much counters of the whole run rose in the last steps, added up."""
+        """Sum of the increases of these cumulative counters over the last steps."""
         earlier = self.before[-1] if self.before else self.last[0]
         return sum(self.last[-1].get(name, 0) - earlier.get(name, 0) for name in names)
 
     def findings(self) -> Iterator[tuple[str, str, str]]:
-        """What the rules find: title, what was seen, advice."""
+        """(title, observation, advice) of each rule that finds a problem."""
         for title, rule in RULES.items():
-            for seen, advice in islice(rule(self), 1):
-                yield title, seen, re.sub(r"\{(.*?)\}", lambda key: f"{key[1]}={self.config.get(key[1])}", advice)
+            for observation, advice in islice(rule(self), 1):
+                yield (
+                    title,
+                    observation,
+                    re.sub(r"\{(.*?)\}", lambda key: f"{key[1]}={self.config.get(key[1])}", advice),
+                )
 
 
-Found = Iterator[tuple[str, str]]  # what was seen, and advice, in which {key} stands for the key and its value
+Problems = Iterator[tuple[str, str]]  # observation and advice, in which {key} stands for the key and its value
 
 
-def few_answers(view: View) -> Found:
+def few_answers(view: View) -> Problems:
     if (share := view.mean("reward/answered_fraction")) <= FEW_ANSWERS:
         advice = "Ask for that form with data.prompt_suffix, or choose a reward that reads what the model writes."
         if not view.mean("rollout/stopped_fraction") >= 0.5:
@@ -77,21 +83,21 @@ def few_answers(view: View) -> Found:
         yield f"{share:.1%} of the responses held an answer in the form that the reward reads.", advice
 
 
-def equal_groups(view: View) -> Found:
+def equal_groups(view: View) -> Problems:
     share, mean, low, high = (view.mean(f"reward/{name}") for name in ("equal_group_fraction", "mean", "min", "max"))
     # with a critic, groups of equal rewards have advantages, unless all groups have the same reward
-    with_signal = view.config.get("algo.advantage") == "gae" and rewards_differ((low, high))
-    with_signal |= view.config.get("algo.teacher.coef") is not None
-    if not share >= EQUAL_GROUPS or with_signal or any(few_answers(view)):  # that rule gives the reason
+    has_signal = view.config.get("algo.advantage") == "gae" and rewards_differ((low, high))
+    has_signal |= view.config.get("algo.teacher.coef") is not None
+    if not share >= EQUAL_GROUPS or has_signal or any(few_answers(view)):  # that rule names the cause
         return
     if math.isnan(mean):
         failed = [name for name in view.last[-1] if name.startswith("reward/status/") and view.rise(name) > 0]
         names = ", ".join(name.removeprefix("reward/status/") for name in failed if not name.endswith("/ok"))
         yield f"No response could be scored{names and f' ({names})'}.", "Repair the reward, or the data that it reads."
-    is_, use = ("easy", "harder") if mean > (low + high) / 2 else ("hard", "easier")
+    level, remedy = ("easy", "harder") if mean > (low + high) / 2 else ("hard", "easier")
     yield (
         f"In {share:.0%} of the groups all rewards were equal, which teaches nothing; the mean reward was {mean}.",
-        f"The data is too {is_} for the model: use {use} data.train, set rollout.dynamic_sampling=true, or raise "
+        f"The data is too {level} for the model: use {remedy} data.train, set rollout.dynamic_sampling=true, or raise "
         "{rollout.samples_per_prompt}."
         if rewards_differ((low, high))
         else "All responses have the same reward: read some (rlhf.show). Does the reward read the answers, and is the "
@@ -99,7 +105,7 @@ def equal_groups(view: View) -> Found:
     )
 
 
-def cut_off(view: View) -> Found:
+def cut_off(view: View) -> Problems:
     if (share := 1 - view.mean("rollout/stopped_fraction")) >= CUT_OFF:
         mask = ", or set algo.mask_truncated=false" if view.config.get("algo.mask_truncated") else ""
         yield (
@@ -108,22 +114,22 @@ def cut_off(view: View) -> Found:
         )
 
 
-def high_kl(view: View) -> Found:
+def high_kl(view: View) -> Problems:
     if (kl := view.mean("policy/kl_k1")) >= HIGH_KL:
         remedy = "Raise {algo.kl_coef}, or lower {learner.optimizer.lr}."
         estimator, place = view.config.get("algo.kl_estimator"), view.config.get("algo.kl_place")
         used = view.config.get("algo.kl_coef", 0.0) > 0
         if used and (estimator, place) == ("k1", "loss"):
-            remedy = "{algo.kl_estimator} in the loss holds nothing, and a larger kl_coef does harm: set it to k3."
+            remedy = "{algo.kl_estimator} in the loss does not limit the KL, and a larger kl_coef does harm: use k3."
         elif used and place == "reward" and estimator != "k1":
-            remedy = "{algo.kl_estimator} in the reward holds little near the reference: set it to k1."
+            remedy = "{algo.kl_estimator} in the reward limits the KL little near the reference: use k1."
         yield (
             f"The policy is {kl:.2f} nats per token away from the reference.",
             f"Read some responses: is the reward gamed? {remedy}",
         )
 
 
-def entropy_collapse(view: View) -> Found:
+def entropy_collapse(view: View) -> Problems:
     """Entropy also falls in a run that learns; there the reward rises."""
     entropy, first = view.mean("policy/entropy"), view.mean("policy/entropy", view.first)
     reward, first_reward = view.mean("reward/mean"), view.mean("reward/mean", view.first)
@@ -136,7 +142,7 @@ def entropy_collapse(view: View) -> Found:
         )
 
 
-def much_clipping(view: View) -> Found:
+def much_clipping(view: View) -> Problems:
     if (share := view.mean("policy/clip_fraction")) >= HIGH_CLIP_FRACTION:
         yield (
             f"{share:.0%} of the tokens were clipped: the updates of one step move the policy far.",
@@ -144,21 +150,23 @@ def much_clipping(view: View) -> Found:
         )
 
 
-def engine_drift(view: View) -> Found:
-    """The bound is what rounding costs this model, measured when the run started (cluster/canary.py)."""
+def engine_drift(view: View) -> Problems:
+    """The bound is the cost of rounding for this model, measured when the run started (cluster/canary.py)."""
     if (excess := max(row.get("policy/engine_kl_excess", 0.0) for row in view.last)) > 1:
-        places = [f"{name}={kl:.2g}" for name, kl in view.last[-1].items() if name.startswith("policy/engine_kl/from_")]
+        by_position = [
+            f"{name}={kl:.2g}" for name, kl in view.last[-1].items() if name.startswith("policy/engine_kl/from_")
+        ]
         lagging = "Lower {rollout.max_policy_lag}. If it stays at a lag of 0: "
         yield (
-            f"What the engines sample is {excess:.2g} times as far from the learner as rounding explains "
-            f"({', '.join(places)} nats per token).",
+            f"The engines' policy is {excess:.2g} times as far from the learner's as rounding explains "
+            f"({', '.join(by_position)} nats per token).",
             (lagging if view.config.get("rollout.max_policy_lag") else "")
             + "Do they compute the same model? Look at rotary scaling, windows, and the versions of vllm and "
             "transformers; run rlhf.doctor. Train on such rollouts with algo.importance_correction alone.",
         )
 
 
-def gradient_spike(view: View) -> Found:
+def gradient_spike(view: View) -> Problems:
     norms = [row["learner/grad_norm"] for row in view.before if "learner/grad_norm" in row]
     newest = view.last[-1].get("learner/grad_norm", math.nan)
     if len(norms) >= HISTORY // 2 and newest >= SPIKE * (usual := statistics.median(norms)):
@@ -168,18 +176,18 @@ def gradient_spike(view: View) -> Found:
         )
 
 
-def skipped_updates(view: View) -> Found:
+def skipped_updates(view: View) -> Problems:
     if (skipped := view.rise("learner/updates_skipped")) > 0:
         lower = "Lower {learner.optimizer.lr}, or go back to an earlier checkpoint (--resume-from)."
         if "rollout.samples_per_prompt" not in view.config:
             yield f"{skipped:.0f} updates were skipped, because a gradient was not finite.", lower
         yield (
-            f"{skipped:.0f} updates were skipped, because a number was not finite: the warning of the step says which.",
+            f"{skipped:.0f} updates were skipped, because a number was not finite; the step's warning names it.",
             f"{lower} If it happens at the first steps, run rlhf.doctor.",
         )
 
 
-def stale_rollouts(view: View) -> Found:
+def stale_rollouts(view: View) -> Problems:
     bound, sampled = view.config.get("rollout.max_policy_lag") or 0, view.rise("account/sampled")
     share = view.rise("account/stale") / sampled if sampled > 0 else 0.0
     step_s, slow_s = view.mean("time/step"), view.mean("time/slow_groups")
@@ -197,12 +205,11 @@ def stale_rollouts(view: View) -> Found:
     if bound >= 2 and view.mean("rollout/lag/p50") >= bound:
         yield (
             f"Half of the rollouts are as old as rollout.max_policy_lag={bound} allows.",
-            "The learners are what a step waits for: raise {cluster.learners}, or lower the lag, which then costs no "
-            "speed.",
+            "Steps wait for the learners: raise {cluster.learners}, or lower the lag, which costs no speed here.",
         )
 
 
-def grader_failures(view: View) -> Found:
+def grader_failures(view: View) -> Problems:
     counters = [name for name in view.last[-1] if name.startswith("reward/status/")]
     lost = [name for name in counters if name.endswith(("/timeout", "/died", "/failed"))]
     grades = view.rise(*counters)
@@ -210,22 +217,22 @@ def grader_failures(view: View) -> Found:
         names = " and ".join(name.removeprefix("reward/status/") for name in lost if view.rise(name) > 0)
         yield (
             f"{share:.1%} of the grades are missing ({names}).",
-            "Raise {reward.wall_seconds}, {reward.cpu_seconds} or {reward.memory_mb}; for a reward of your own, look "
+            "Raise {reward.wall_seconds}, {reward.cpu_seconds} or {reward.memory_mb}; if the reward is your own, look "
             "at its errors in the log.",
         )
 
 
-def no_tool_calls(view: View) -> Found:
+def no_tool_calls(view: View) -> Problems:
     if view.mean("environment/used_fraction") == 0:
         yield (
-            "No rollout called a tool: what is never tried is never learned.",
+            "No rollout called a tool, so the model cannot learn to use one.",
             "Does the prompt show the tools (--plan), and does the model write calls in the form of its template "
             "(rlhf.show)? {rollout.tool_parser} has to read that form. Train on a few conversations with calls first "
             "(rlhf.sft).",
         )
 
 
-def failing_tools(view: View) -> Found:
+def failing_tools(view: View) -> Problems:
     calls, errors = view.mean("environment/tool_calls"), view.mean("environment/tool_errors")
     if calls >= FEW_CALLS and errors > FAILING_CALLS * calls:
         yield (
@@ -235,15 +242,15 @@ def failing_tools(view: View) -> Found:
         )
 
 
-def too_few_turns(view: View) -> Found:
+def too_few_turns(view: View) -> Problems:
     if (share := view.mean("environment/ended_by/max_turns")) >= CUT_OFF:
         yield (
-            f"{share:.0%} of the rollouts ended because their turns were used up.",
+            f"{share:.0%} of the rollouts ended at the limit of turns.",
             "Raise {rollout.max_turns}. Read some (rlhf.show): does the model repeat a call, or never see its answer?",
         )
 
 
-RULES: dict[str, Callable[[View], Found]] = {
+RULES: dict[str, Callable[[View], Problems]] = {
     "no answers": few_answers,
     "equal rewards in almost all groups": equal_groups,
     "responses are cut off": cut_off,
@@ -263,7 +270,7 @@ RULES: dict[str, Callable[[View], Found]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found, in the steps `first` to `last`; `seen` is of the last step."""
+    """A problem that a rule found in the steps `first` to `last`; `seen`: the observation at step `last`."""
 
     title: str
     first: int
@@ -280,7 +287,7 @@ class Diagnosis:
     """Applies the rules after every training step, in order.
 
     Attributes:
-        findings: by title, one for each rule that found something.
+        findings: one by title for each rule that found a problem.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -290,13 +297,13 @@ class Diagnosis:
         self._rows: list[Row] = []
 
     def after_step(self, step: int, row: Row) -> list[Finding]:
-        """The findings of rules that had found nothing before."""
+        """Add the metrics of a step. Returns the findings of rules that had found no problem before."""
         row = {**row, "step": step}
         self._first = [*self._first, row][:STEPS]
         self._rows = [*self._rows, row][-HISTORY - STEPS :]
-        found = self.now() if len(self._rows) >= min(STEPS, self._config["run.steps"]) else []
-        new = [finding for finding in found if finding.title not in self.findings]
-        for finding in found:
+        current = self.now() if len(self._rows) >= min(STEPS, self._config["run.steps"]) else []
+        new = [finding for finding in current if finding.title not in self.findings]
+        for finding in current:
             first = self.findings.get(finding.title, finding).first
             self.findings[finding.title] = replace(finding, first=first)
         return new
@@ -307,22 +314,20 @@ class Diagnosis:
             self._rows[-1] = {**self._rows[-1], **values}
 
     def notice(self) -> str:
-        """Which metrics are outside of their healthy range in the last steps; "" if none is."""
+        """One sentence that names the metrics outside their healthy range in the last steps; empty if none is."""
         outside = outside_at_the_end(self._rows)
         named = ", ".join(f"{metric} {value:.3g} ({healthy})" for metric, value, healthy in outside)
-        return (
-            named and f"outside of the healthy range in the last steps: {named}. docs/metrics.md says what each means."
-        )
+        return named and f"outside the healthy range in the last steps: {named}. docs/metrics.md says what each means."
 
     def now(self) -> list[Finding]:
-        """What the rules find after the last step, however few steps there were."""
+        """All findings for the last steps, however few steps there were."""
         view = View(self._rows[-STEPS:], self._rows[:-STEPS], self._first, self._config)
         step = self._rows[-1]["step"]
         return [Finding(title, step, step, seen, advice) for title, seen, advice in view.findings()]
 
 
 def diagnose_run(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Finding]:
-    """The findings of a whole run, from its rows of metrics.jsonl; those without a training step are left out."""
+    """The findings of a whole run, from its rows of metrics.jsonl. Rows without a training step are ignored."""
     diagnosis = Diagnosis(config)
     for row in training_steps(rows):
         diagnosis.after_step(row["step"], row)
@@ -334,7 +339,7 @@ def training_steps(rows: Sequence[Row]) -> list[Row]:
 
 
 class Range(NamedTuple):
-    """Bounds that belong to the range; None: no bound on this side."""
+    """A closed range; None: no bound on this side."""
 
     low: float | None
     high: float | None
@@ -344,7 +349,7 @@ class Range(NamedTuple):
             return f"below {self.high}"
         return f"above {self.low}" if self.high is None else f"{self.low} to {self.high}"
 
-    def holds(self, value: float) -> bool:
+    def contains(self, value: float) -> bool:
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
 
@@ -375,23 +380,25 @@ HEALTHY = {
 
 
 class Outside(NamedTuple):
+    """A metric outside its healthy range."""
+
     metric: str
     value: float
     healthy: str
 
 
-def range_of(metric: str) -> Range | None:
-    """The range of a metric by its name; None if it has none."""
+def healthy_range(metric: str) -> Range | None:
+    """The healthy range of a metric, or None if it has none."""
     return next((healthy for pattern, healthy in HEALTHY.items() if fnmatchcase(metric, pattern)), None)
 
 
 def outside_at_the_end(rows: Sequence[Row]) -> list[Outside]:
-    """Metrics whose mean over those of the last training steps that have them is outside of their healthy range."""
+    """Metrics whose mean is outside their healthy range; the mean is over the last training steps that log them."""
     rows = training_steps(rows)[-STEPS:]
     outside = []
     for metric in dict.fromkeys(name for row in rows for name in row):
-        if healthy := range_of(metric):
+        if healthy := healthy_range(metric):
             mean = statistics.fmean(row[metric] for row in rows if metric in row)
-            if not healthy.holds(mean):
+            if not healthy.contains(mean):
                 outside.append(Outside(metric, mean, str(healthy)))
     return outside

@@ -1,4 +1,4 @@
-"""Which metrics belong together: the sections and charts of the report."""
+"""Groups of metrics: the sections and charts of the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from rlhf.log.sinks import BOUNDS
 
 
 class Panel(NamedTuple):
-    """One chart: the metrics that it shows, as patterns. `log`: with a logarithmic axis."""
+    """One chart.
+
+    Attributes:
+        metrics: patterns of metric names. log: whether the y-axis is logarithmic.
+    """
 
     title: str
     metrics: tuple[str, ...]
@@ -19,7 +23,7 @@ class Panel(NamedTuple):
     log: bool = False
 
 
-METRIC = "Metric of the evaluation"  # the report says what it is
+METRIC = "Metric of the evaluation"  # the report replaces this title by the name of the metric
 
 SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Examples": (
@@ -111,22 +115,22 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
 
 
 def matching(panel: Panel, names: Iterable[str]) -> list[str]:
-    """The metrics of a panel that exist, without the bounds of intervals, which belong to their metric."""
+    """The metrics among `names` that the panel shows; the bounds of intervals are part of their metric's curve."""
     present = [name for name in names if not name.endswith(BOUNDS)]
     return [name for pattern in panel.metrics for name in present if fnmatchcase(name, pattern)]
 
 
 def metric_titles(metrics: Mapping[str, str], evaluations: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """The title of the metric of each data set: accuracy if its values are from 0 to 1, else its name.
+    """The title of the metric of each data set: "accuracy (NAME)" if all its values are from 0 to 1, else its name.
 
     Args:
-        metrics: the name of the metric of each data set. evaluations: their logged values.
+        metrics: name of the metric by data set. evaluations: the logged values.
     """
     logged = set[str]().union(*evaluations)
-    left_range = {source for source in metrics if f"eval/{source}/outside_fraction" in logged}
+    unbounded = {source for source in metrics if f"eval/{source}/outside_fraction" in logged}
     return {
         source: f"accuracy ({logged_name(metric)})"
-        if may_be_accuracy(metric) and source not in left_range
+        if may_be_accuracy(metric) and source not in unbounded
         else logged_name(metric)
         for source, metric in metrics.items()
         if metric
@@ -134,7 +138,7 @@ def metric_titles(metrics: Mapping[str, str], evaluations: Iterable[Mapping[str,
 
 
 def metric_title(metrics: Mapping[str, str], evaluations: Iterable[Mapping[str, Any]]) -> str:
-    """`metric_titles` as one text; it names the data sets only if their titles differ."""
+    """`metric_titles` as one text, which names the data sets only if their titles differ."""
     titles = metric_titles(metrics, evaluations)
-    one = dict.fromkeys(titles.values())
-    return ", ".join(one if len(one) < 2 else (f"{source}: {title}" for source, title in titles.items()))
+    distinct = dict.fromkeys(titles.values())
+    return ", ".join(distinct if len(distinct) < 2 else (f"{source}: {title}" for source, title in titles.items()))

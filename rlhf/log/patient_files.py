@@ -1,6 +1,6 @@
-"""The files of a run's log: text that a full disk refuses waits in memory, and is written when there is room.
+"""Writes the files of a run's log. If the disk is full, text waits in memory until there is room.
 
-A run of weeks is worth more than its log: it goes on, and no row is lost while the process lives.
+A run of weeks is worth more than its log: the run continues, and no row is lost while the process lives.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-MAX_WAITING_BYTES = 256 * 2**20  # in memory; a run whose log needs more ends
-NEW = ".new"  # of a file that is being written
+MAX_WAITING_BYTES = 256 * 2**20  # in memory; a run ends if its waiting log is longer
+NEW = ".new"  # suffix of a file that is being written
 
 
 class PatientFiles:
-    """Writes in the order of the calls.
+    """Appends to files and replaces files, in the order of the calls.
 
     Args:
-        warn: told once when writing fails, and once when it works again.
+        warn: called once when writing fails, and once when it works again.
     """
 
     def __init__(self, warn: Callable[[str], None], *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
@@ -28,18 +28,18 @@ class PatientFiles:
         self._failure = ""
 
     def append(self, path: Path, text: str) -> None:
-        """Add text to the end of a file, all of it or nothing."""
+        """Append text to a file: all of it or nothing."""
         self._add(_append, path, text)
 
     def replace(self, path: Path, text: str) -> None:
-        """Write a file, which gets its name when it is whole."""
+        """Write a file under another name, and rename it when it is complete."""
         self._add(_replace, path, text)
 
     def check(self) -> None:
         """Write the waiting text.
 
         Raises:
-            OSError: if some text still waits; names the path, the bytes needed and the bytes free.
+            OSError: some text still waits. The message names the path, the bytes needed and the bytes free.
         """
         self._write()
         if self._waiting:
@@ -49,7 +49,7 @@ class PatientFiles:
         self._waiting.append((write, path, text.encode()))
         self._write()
         if sum(len(data) for _, _, data in self._waiting) > self._max_waiting_bytes:
-            raise OSError(f"{self._failure} No more of the log is kept in memory. Make room, and go on with --resume.")
+            raise OSError(f"{self._failure} The log in memory is at its limit. Make room, and go on with --resume.")
 
     def _write(self) -> None:
         failed_before, self._failure = self._failure, ""
@@ -62,14 +62,14 @@ class PatientFiles:
                 break
             self._waiting.popleft()
         if self._failure and not failed_before:
-            self.warn(f"{self._failure} The run goes on and keeps its log in memory; make room.")
+            self.warn(f"{self._failure} The run continues and keeps its log in memory; make room.")
         elif failed_before and not self._failure:
-            self.warn("the log is written again, and nothing of it was lost.")
+            self.warn("the log is written again; no row was lost.")
 
     def _describe(self, path: Path, error: OSError) -> str:
         needed = sum(len(data) for _, _, data in self._waiting)
         free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
-        return f"{path}: not written ({error.strerror or error}): {needed:,} bytes are needed, and {free:,} are free."
+        return f"{path}: cannot write ({error.strerror or error}): {needed:,} bytes are needed, {free:,} are free."
 
 
 def _append(path: Path, data: bytes) -> None:
@@ -78,7 +78,7 @@ def _append(path: Path, data: bytes) -> None:
         try:
             _write_all(file.fileno(), data)
         except OSError:
-            os.ftruncate(file.fileno(), size)  # half a line would be read as damage
+            os.ftruncate(file.fileno(), size)  # a partial line would look like a damaged file
             raise
 
 

@@ -1,4 +1,4 @@
-"""Whether an outside service answers at all, before its own client tries for minutes."""
+"""Asks an outside service for any answer, before its own client would try for minutes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import urllib.request
 ANSWER_S = 10.0  # for any answer; wandb itself would wait 90 s, the hub's client about as long for each file
 
 
-def no_answer(url: str) -> str:
-    """Why the server does not answer within ANSWER_S, name look-up included; "" if it answers anything."""
+def connection_problem(url: str) -> str:
+    """Why the server does not answer within ANSWER_S, name look-up included; empty if it answers at all."""
     reasons = [f"no answer within {ANSWER_S:.0f} s"]
 
     def ask() -> None:

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 STEP = "step"
 SUMMARY = "summary.json"  # in the folder of a finished run
-# They would send a run to a server that its config does not name.
+# These variables would send a run to a server that its config does not name.
 TRACKIO_VARIABLES = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 MAX_REASON = 200  # characters
 TRAINED_SHARE = "/in_training_fraction"  # name ending of the share of an evaluation's rows that are trained on
@@ -38,7 +38,7 @@ COLUMNS = ("step", "prompt", "answer", "text", "extracted", "reward", "advantage
 
 @dataclass(frozen=True)
 class Details:
-    """What a step has in addition to numbers, for the sinks that can show it.
+    """Data of a step other than numbers, for the sinks that can show it.
 
     Attributes:
         responses: sampled responses, rows as in rollouts/; empty in most steps.
@@ -52,7 +52,7 @@ NO_DETAILS = Details()
 
 
 def table_of_responses(responses: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of the table of sampled responses; parts of the reward have a column each."""
+    """(columns, rows) of the table of sampled responses; each part of the reward is a column."""
     parts = list(dict.fromkeys(part for row in responses for part in row["reward_parts"]))
 
     def cell(value: Any) -> Any:
@@ -86,7 +86,7 @@ class JsonlSink:
 
     def __init__(self, path: Path, files: PatientFiles, *, resume_step: int | None = None) -> None:
         if resume_step is not None and (unread := keep_lines_up_to(path, resume_step)):
-            files.warn(f"{path}: {unread} line(s) could not be read, and were left out.")
+            files.warn(f"{path}: {unread} line(s) could not be read and were dropped.")
         path.touch()
         self._path, self._files = path, files
 
@@ -95,10 +95,10 @@ class JsonlSink:
 
 
 def keep_lines_up_to(path: Path, step: int) -> int:
-    """Drop lines of later steps and lines that cannot be read; by rename, so that a crash loses no line.
+    """Remove the lines of later steps and unreadable lines. The new file is renamed, so that a crash loses no line.
 
     Returns:
-        Lines that could not be read, without a last one that a kill cut short.
+        Number of unreadable lines, without an incomplete last line, which a kill leaves.
     """
     if not path.exists():
         return 0
@@ -116,7 +116,7 @@ def keep_lines_up_to(path: Path, step: int) -> int:
 
 
 def read_rows(file: Path) -> Iterator[Row]:
-    """The JSON objects of a file, one per line; what is not one, as the end of a live file, is left out."""
+    """The JSON objects of a file, one per line. Other lines, such as the end of a growing file, are skipped."""
     with file.open("rb") as lines:
         for line in lines:
             try:
@@ -128,7 +128,7 @@ def read_rows(file: Path) -> Iterator[Row]:
 
 
 def read_summary(run: Path) -> Row:
-    """What a finished run wrote in its folder; empty if the run has not finished.
+    """The summary in the folder of a finished run; empty if the run has not finished.
 
     Raises:
         ValueError: the file cannot be read.
@@ -139,14 +139,14 @@ def read_summary(run: Path) -> Row:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: it cannot be read ({first_line(error)}).") from None
+        raise ValueError(f"{file}: the file cannot be read ({first_line(error)}).") from None
     if not isinstance(summary, dict) or type(summary.get("steps")) is not int:
-        raise ValueError(f"{file}: it does not say how many steps the run had.")
+        raise ValueError(f"{file}: the number of steps is missing.")
     return summary
 
 
 class TensorBoardSink:
-    """Event files for TensorBoard; resuming at a step makes TensorBoard hide what was logged after it."""
+    """Event files for TensorBoard. After a resume, TensorBoard hides the old rows after the checkpoint."""
 
     def __init__(self, folder: Path, *, resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -165,7 +165,7 @@ class TrackioSink:
     """A run of a Trackio project, opened with the first row; Trackio sends rows in its own thread and tries again.
 
     Args:
-        name: unique in the project; a run that has it already goes on. Steps that are taken again are there twice.
+        name: unique in the project. A run with this name is continued; steps that are repeated appear twice.
         resolved: the config of the run.
     """
 
@@ -194,7 +194,7 @@ class TrackioSink:
 
 
 class OptionalTracker:
-    """A tracker that the run can do without: when it fails, it gets no more rows, and a warning says so.
+    """Keeps a run going when a tracker fails: one warning, and no more rows for this tracker.
 
     Args:
         key: the key of the config that asks for the tracker, for the warning.
@@ -230,16 +230,20 @@ def shown_reward(reward: float | None) -> tuple[str, str]:
     return ("none", "red") if reward is None else (f"{reward:.4g}", "green" if reward > 0 else "red")
 
 
-def on_training_data(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The end of a run's title if a whole evaluation set is in its training data, else empty; `rows`: its metrics."""
-    ends = (name for row in rows for name, share in row.items() if name.endswith(TRAINED_SHARE) and share == 1)
-    names = [name.removesuffix(TRAINED_SHARE).removeprefix("eval").strip("/") for name in dict.fromkeys(ends)]
+def training_data_note(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A note for the title of a run that has a whole evaluation set in its training data; else empty.
+
+    Args:
+        rows: the metrics of the run.
+    """
+    trained = (name for row in rows for name, share in row.items() if name.endswith(TRAINED_SHARE) and share == 1)
+    names = [name.removesuffix(TRAINED_SHARE).removeprefix("eval").strip("/") for name in dict.fromkeys(trained)]
     sets = f" ({', '.join(names)})" if any(names) else ""
     return f", evaluated on its training data{sets}" if names else ""
 
 
 def evaluation_table(title: str, by_column: Mapping[str, Mapping[str, float]]) -> Table:
-    """Evaluations side by side, with their intervals: before and after training, or of several models."""
+    """A table of evaluations with their intervals, one column each: before and after training, or several models."""
     table = Table(Column("metric", overflow="fold"), title=escape(printable(title)))
     for column in by_column:
         table.add_column(escape(printable(column)), justify="right", overflow="fold")

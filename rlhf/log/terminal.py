@@ -1,7 +1,7 @@
-"""What a run prints: stages of its start, one line per step, evaluations, warnings; on a terminal also a live view.
+"""The output of a run: stages of its start, one line per step, evaluations, warnings; on a terminal also a live view.
 
-Elsewhere, such as in a file, lines fit in 80 columns, or in $COLUMNS if it is set; paths are never broken. Until the
-first step has its line, another line says every 10 seconds what the run waits for.
+In a file, lines fit in 80 columns, or in $COLUMNS if it is set; paths are never broken. Until the first step is
+finished, a line every 10 seconds says what the run waits for.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Row = Mapping[str, Any]
 
 REFRESHES_PER_S = 4
 PROGRESS_EVERY_S = 30.0  # between two lines about one evaluation, where there is no live view
-RESPONSE_LINES = 4  # of each of the two responses in the live view
+RESPONSE_LINES = 4  # shown of each of the two responses in the live view
 
 
 class Terminal:
     """The lines of a run, and its live view.
 
     Args:
-        warmup_steps: first steps, in which only the critic is trained.
+        warmup_steps: number of first steps, in which only the critic is trained.
 
     Attributes:
-        columns: of a step's line, from the left, as many as fit: title, metric, format.
-        sampling_waits_for: says what a step still needs while it is in the phase `sampling`.
+        columns: (title, metric, format) of the columns of a step's line; the last ones are dropped if they do not fit.
+        sampling_waits_for: returns what a step still needs while it is in the phase `sampling`.
     """
 
     ROLLOUT_COLUMNS = (
@@ -71,7 +71,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A stage of the start-up; stages may overlap."""
+        """A context for a stage of the start-up; stages may overlap."""
         began = time.monotonic()
         with self.phase(name):
             yield
@@ -79,7 +79,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase of a step, an evaluation, a checkpoint, the export."""
+        """A context for a phase of a step, an evaluation, a checkpoint or the export."""
         self._running[name] = time.monotonic()
         try:
             yield
@@ -87,17 +87,17 @@ class Terminal:
             del self._running[name]
             self._progress = None
 
-    def progress(self, what: str, total: int) -> Callable[[], None]:
-        """-> a function; each call counts one more of `total`, until the phase ends."""
+    def progress(self, noun: str, total: int) -> Callable[[], None]:
+        """Returns a function that counts one more of `total` at each call, until the phase ends."""
         done, printed = 0, time.monotonic()
 
         def count() -> None:
             nonlocal done, printed
             done += 1
-            self._progress = (what, done, total)
+            self._progress = (noun, done, total)
             if not self._is_live and time.monotonic() - printed > PROGRESS_EVERY_S:
                 printed = time.monotonic()
-                self.print(f"{what} {done}/{total}")
+                self.print(f"{noun} {done}/{total}")
 
         return count
 
@@ -136,7 +136,7 @@ class Terminal:
         self.print(f"warning: {message}", style="yellow", styled=len("warning: "))
 
     def print(self, text: str, *, style: str = "", styled: int | None = None, wrap: bool = True) -> None:
-        """Print lines; only the first `styled` characters have the style, if it is given."""
+        """Print lines. The style is for the first `styled` characters, or for all of them."""
         whole = printable(text)
         shown = Text("\n".join(wrapped(whole, self._console.width)) if wrap else whole)
         shown.stylize(style, 0, styled)
@@ -144,13 +144,13 @@ class Terminal:
         note_line()
 
     def remaining_s(self) -> float:
-        """The steps left at their mean since the first one began, with the evaluations and saves between them."""
+        """Steps left, times the mean duration so far of a step with the evaluations and saves between steps."""
         return (self._total - self._step) * (time.monotonic() - self._began) / max(1, self._step - self._first)
 
     # --- the live view ---
 
     def live(self) -> contextlib.AbstractContextManager[Any]:
-        """A context with the live view below the lines, on a terminal; elsewhere with lines before the first step."""
+        """A context that shows the live view on a terminal, and elsewhere prints lines until the first step."""
         if not self._is_live:
             return heartbeat(self._waiting_for, self.print)
         return Live(
@@ -159,7 +159,7 @@ class Terminal:
         )  # fmt: skip
 
     def view(self) -> RenderableType:
-        """The state of the run now."""
+        """The live view: progress, current phase, last metrics, last evaluation, two responses."""
         bar = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
         step = Text(f"{printable(self._title)}  step {self._step}/{self._total}", style="bold")
         bar.add_row(step, ProgressBar(total=self._total, completed=self._step), Text(self._eta()))
@@ -171,8 +171,8 @@ class Terminal:
         return Group(*parts, *map(_response, self._responses))
 
     def _now(self) -> str:
-        """What the run does now, and since when."""
-        running, now = [*self._running.items()], time.monotonic()  # at once: other threads begin and end phases
+        """The current phases of the run with their seconds so far."""
+        running, now = [*self._running.items()], time.monotonic()  # a copy: other threads begin and end phases
         texts = [f"{name} {now - began:.0f} s" for name, began in running if name != "start" or len(running) == 1]
         if (progress := self._progress) is not None:
             texts.append("{} {}/{}".format(*progress))
@@ -183,7 +183,7 @@ class Terminal:
         return ", ".join(texts) or "between two phases"
 
     def _waiting_for(self) -> str:
-        """A line that says what the run does; empty after its first step."""
+        """One line about the current phases; empty after the first step."""
         if self._step > self._first:
             return ""
         return f"{'starting' if 'start' in self._running else 'now'}: {self._now()}"
@@ -206,7 +206,7 @@ def _response(row: Row) -> Panel:
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3.4 h`, `2.1 d`."""
+    """A duration in the unit that fits: `45 s`, `12 min`, `3.4 h`, `2.1 d`."""
     for unit, size, form in (("d", 86400, ".1f"), ("h", 3600, ".1f"), ("min", 60, ".0f")):
         if seconds >= 1.5 * size:
             return f"{seconds / size:{form}} {unit}"
@@ -214,7 +214,7 @@ def duration(seconds: float) -> str:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Lines of at most this width, broken between words; a longer word, such as a path, stays whole."""
+    """Break text between words into lines of at most `width`; a longer word, such as a path, stays whole."""
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())] + "  "

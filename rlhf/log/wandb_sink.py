@@ -20,7 +20,7 @@ import wandb
 from rlhf.config.base import first_line
 from rlhf.config.secrets import hide
 from rlhf.config.sections import WandbConfig
-from rlhf.log.reachable import ANSWER_S, no_answer
+from rlhf.log.reachable import ANSWER_S, connection_problem
 from rlhf.log.sinks import NO_DETAILS, STEP, Details, with_details
 
 WANDB_START_S = 20.0  # for a server that answers to accept the run
@@ -35,8 +35,8 @@ class WandbSink:
     If the server does not answer or does not accept the run, the run is offline, with a warning.
 
     Args:
-        resolved: the config of the run. about: versions and the state of the source, which are added to it.
-        resume: id of the run, and the step of the checkpoint that it goes on from; None for a new run.
+        resolved: the config of the run. about: versions and the state of the source, which are added to the config.
+        resume: id of the run, and the step of the checkpoint to continue from; None for a new run.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class WandbSink:
         }  # fmt: skip
         run_id = config.run_id if resume is None else resume[0]
         same_run = common | {"id": run_id, "resume": "allow" if run_id else None}
-        # the server removes what was logged after the checkpoint; not every server can
+        # the server removes the rows after the checkpoint, if it can
         rewound = [] if resume is None else [common | {"resume_from": f"{resume[0]}?_step={resume[1]}"}]
         online = config.mode == "online" or (config.mode == "auto" and has_wandb_key())
         run = _start_online([*rewound, same_run], run_dir, warn) if online else None
@@ -83,7 +83,7 @@ class WandbSink:
 
 
 def _settings() -> wandb.Settings:
-    """New ones for each attempt, because `wandb.init` writes its arguments into them."""
+    """New settings for each attempt, because `wandb.init` writes its arguments into them."""
     return wandb.Settings(
         disable_git=True,  # in a repository, wandb would store the remote's address and every uncommitted change
         silent=True, init_timeout=WANDB_START_S, finish_timeout=WANDB_FINISH_S, finish_timeout_raises=True,
@@ -94,9 +94,9 @@ def _settings() -> wandb.Settings:
 def _start_online(
     attempts: Sequence[Mapping[str, Any]], run_dir: Path, warn: Callable[[str], None]
 ) -> wandb.Run | None:
-    """An online run, by the first of these arguments that the server takes; None, with a warning, if it takes none."""
-    # The server is asked first, because a run that fails to start keeps trying in the background, even when the program
-    # ends.
+    """An online run, from the first of `attempts` that the server accepts; None, with a warning, if it accepts none."""
+    # The server is asked first, because a run that fails to start keeps trying in the background, even after the
+    # program has ended.
     url, problem = server_problem()
     for arguments in () if problem else attempts:
         try:
@@ -114,14 +114,17 @@ def _start_online(
 
 
 def server_problem() -> tuple[str, str]:
-    """The server's address in wandb's settings, and why it does not answer; "" if it does, or if only wandb can ask."""
+    """The server's address in wandb's settings, and why it does not answer.
+
+    The reason is empty if the server answers, or if only wandb can ask it.
+    """
     settings = wandb.setup().settings
     through_proxy = settings.http_proxy or settings.https_proxy  # in wandb's own settings, which only wandb can use
-    return settings.base_url, "" if through_proxy else no_answer(settings.base_url)
+    return settings.base_url, "" if through_proxy else connection_problem(settings.base_url)
 
 
 def has_wandb_key() -> bool:
-    """Whether wandb could log in to the server of its settings without asking."""
+    """Whether wandb could log in to the server of its settings without a prompt."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     url = wandb.setup().settings.base_url

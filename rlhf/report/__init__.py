@@ -1,1 +1,1 @@
-"""Reads the files in the folder of a run, and makes a page that shows them."""
+"""Reads the folder of a run and writes a page about it."""

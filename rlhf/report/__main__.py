@@ -3,14 +3,13 @@
     python -m rlhf.report runs/mine
     python -m rlhf.report runs/k1 runs/k3 runs/k4 --output kl.html
 
-It begins with what differs between the configs, and between them and the defaults. It shows curves with the runs
-overlaid, evaluations, where the time went, what looks wrong (the diagnosis), and every rollout that was trained on; of
-long runs a sample, whose share it states. Runs whose configs differ in nothing but the seed are one line, their mean,
-with a 95% bootstrap interval over seeds as a band. It reads a run that is not finished too: write the page again to see
-the newest steps.
+The page begins with the differences between the configs, and between them and the defaults. It shows the curves of all
+runs, evaluations, seconds by phase, the diagnosis, and every rollout that was trained on (of long runs a sample, whose
+share it states). Runs whose configs differ only in the seed are one line, their mean, with a 95% bootstrap interval
+over seeds as a band. A run need not be finished: write the page again to see the newest steps.
 
-The page of one run is report.html in its folder. That of several runs lies next to the folder of the first one, as
-report-RUN-RUN.html.
+The page of one run is report.html in its folder. The page of several runs is report-RUN-RUN.html, next to the folder of
+the first run.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from rlhf.config.printing import say
 if TYPE_CHECKING:
     from rlhf.report.run_files import RunFiles
 
-LONGEST_NAME = 60  # characters of the names of runs in the name of a page; a file name has at most 255 bytes
+LONGEST_NAME = 60  # characters of run names in the file name of a page; a file name has at most 255 bytes
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog=started_as("rlhf.report"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; the first is the one to compare with")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; the others are compared with the first")
     parser.add_argument("--output", help="HTML file (default: see above)")
     options = parser.parse_args(argv)
     from rlhf.report.page import write_page
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def default_output(runs: Sequence[RunFiles]) -> Path:
-    """report.html in the folder of the only run; of several, a file next to the folder of the first one."""
+    """report.html in the folder of a single run; for several runs, a file next to the folder of the first one."""
     if len(runs) == 1:
         return runs[0].path / "report.html"
     names = re.sub(r"[^\w.,=+-]+", "_", "-".join(run.name for run in runs))

@@ -1,7 +1,7 @@
-"""The page: data of the runs, a plotting library and a program in JavaScript, all in one HTML file.
+"""Writes the page: data of the runs, a plotting library and a JavaScript program, all in one HTML file.
 
 Responses are untrusted text. The file holds them as compressed base64, the program shows them as text only, and the
-page's policy forbids it to load anything.
+page's security policy forbids loading anything.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import numpy as np
 
 from rlhf.config.load import flat_keys
 from rlhf.config.printing import as_utf8
-from rlhf.log.diagnosis import diagnose_run, outside_at_the_end, range_of
+from rlhf.log.diagnosis import diagnose_run, healthy_range, outside_at_the_end
 from rlhf.log.panels import METRIC, SECTIONS, Panel, matching, metric_titles
-from rlhf.log.sinks import BOUNDS, Row, on_training_data
+from rlhf.log.sinks import BOUNDS, Row, training_data_note
 from rlhf.report.run_files import RunFiles, conversation, response_blocks, sample_groups, states_no_answer
-from rlhf.report.settings import OF_ONE_RUN, differing_keys, over_seeds, settings_of
+from rlhf.report.settings import RUN_KEYS, differing_keys, over_seeds, settings_of
 
-ROLLOUT_BYTES = 96 * 2**20  # of rollout files that a page holds; 100,000 rollouts of the quickstart are 35 MB
-MAX_POINTS, MAX_POINTS_WITH_BAND = 2000, 500  # of one curve; a band takes time
+ROLLOUT_BYTES = 96 * 2**20  # most bytes of rollout files in a page; 100,000 rollouts of the quickstart are 35 MB
+MAX_POINTS, MAX_POINTS_WITH_BAND = 2000, 500  # per curve; drawing a band is slow
 TEXT_KEYS = ("prompt_id", "prompt", "answer", "text", "extracted", "status", "finish_reason")
 TOKEN_KEYS = ("tokens", "token_advantages", "token_differences")
 
@@ -37,7 +37,7 @@ TOKEN_KEYS = ("tokens", "token_advantages", "token_differences")
 def write_page(runs: Sequence[RunFiles]) -> str:
     """The HTML of a report of these runs."""
     parts = files("rlhf.report")
-    notes = [on_training_data(run.rows) for run in runs]
+    notes = [training_data_note(run.rows) for run in runs]
     names = ", ".join(name + note for name, note in zip(_names(runs), notes, strict=True))
     page = (parts / "page.html").read_text()
     for slot, text in {
@@ -65,13 +65,13 @@ def _packed_plotly() -> str:
 
 
 def _names(runs: Sequence[RunFiles]) -> list[str]:
-    """The names of the folders; their paths if two names are equal."""
+    """The names of the run folders, or their paths if two names are equal."""
     short = [run.name for run in runs]
     return short if len(set(short)) == len(runs) else [str(run.path) for run in runs]
 
 
 def _metrics(runs: Sequence[RunFiles]) -> dict[str, Any]:
-    """Everything that the page shows except rollouts."""
+    """All data of the page except rollouts."""
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
     settings, names = settings_of(runs), _names(runs)
     sections: list[dict[str, Any]] = [
@@ -95,12 +95,12 @@ def _metrics(runs: Sequence[RunFiles]) -> dict[str, Any]:
         "sections": [section for section in sections if section["panels"]],
         "keys": list(dict.fromkeys(key for config in configs for key in config)),
         "differing": differing,
-        "changed": [key for key in changed if key not in differing and not (runs[1:] and OF_ONE_RUN.fullmatch(key))],
+        "changed": [key for key in changed if key not in differing and not (runs[1:] and RUN_KEYS.fullmatch(key))],
     }
 
 
 def _panels(panel: Panel, metrics: Sequence[str], runs: Sequence[RunFiles], *, settings: int) -> list[dict[str, Any]]:
-    """The charts of a panel: one, or one per metric where several settings would have more than two lines each."""
+    """The charts of a panel: one, or one per metric if several settings would have more than two lines each."""
     by_title: dict[str, list[str]] = defaultdict(list)
     for name in matching(panel, metrics):
         by_title[_metric_title(name, runs) if panel.title == METRIC else panel.title].append(name)
@@ -116,51 +116,51 @@ def _panels(panel: Panel, metrics: Sequence[str], runs: Sequence[RunFiles], *, s
 
 
 def _metric_title(name: str, runs: Sequence[RunFiles]) -> str:
-    """What eval/<data set>/avg@<k> measures: accuracy, or a metric by its name; several if the runs differ.
+    """The title of eval/<data set>/avg@<k>: accuracy, or the name of the metric; several if the runs differ.
 
-    Runs of versions without `evaluation.metric` do not say it.
+    The config of a run of an old version has no `evaluation.metric`, so its title is METRIC.
     """
     source = name.split("/")[1]
     known = [run for run in runs if "evaluation.metric" in run.config]
-    of_runs = [metric_titles(run.program_config.metrics, run.rows) for run in known if run.program_config]
-    titles = dict.fromkeys(titles[source] for titles in of_runs if source in titles)
+    by_run = [metric_titles(run.program_config.metrics, run.rows) for run in known if run.program_config]
+    titles = dict.fromkeys(titles[source] for titles in by_run if source in titles)
     return " / ".join(titles).replace("accuracy (", "Accuracy (") or METRIC
 
 
 def _healthy(metrics: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The bounds of the healthy range of those metrics that have one, and the range in words."""
-    ranges = {metric: range_of(metric) for metric in metrics}
-    return {metric: {**found._asdict(), "words": str(found)} for metric, found in ranges.items() if found}
+    """The healthy ranges of the metrics that have one: bounds, and the range in words."""
+    ranges = {metric: healthy_range(metric) for metric in metrics}
+    return {metric: {**healthy._asdict(), "words": str(healthy)} for metric, healthy in ranges.items() if healthy}
 
 
-def _setting(of_setting: Sequence[RunFiles], names: Sequence[str], numbers: Sequence[int]) -> dict[str, Any]:
-    """A line of every chart: a run, or the mean of several, with the bounds of its interval in `bands`.
+def _setting(runs: Sequence[RunFiles], names: Sequence[str], numbers: Sequence[int]) -> dict[str, Any]:
+    """A line of every chart: a run, or the mean of several runs, with the bounds of its interval in `bands`.
 
     Args:
-        names: of all runs. numbers: which of them are of this setting.
+        runs: the runs of this setting. names: the names of all runs. numbers: the indices of `runs` among all runs.
     """
-    several = len(of_setting) > 1
-    steps = sorted({row["step"] for run in of_setting for row in run.rows})
+    several = len(runs) > 1
+    steps = sorted({row["step"] for run in runs for row in run.rows})
     every = -(-len(steps) // (MAX_POINTS_WITH_BAND if several else MAX_POINTS))
-    evaluated = {row["step"] for run in of_setting for row in run.rows if any(key.startswith("eval/") for key in row)}
+    evaluated = {row["step"] for run in runs for row in run.rows if any(key.startswith("eval/") for key in row)}
     steps = [step for number, step in enumerate(steps) if number % every == 0 or step in evaluated]
-    rows = [{row["step"]: row for row in run.rows} for run in of_setting]
-    began = [next((row["time"] for row in run.rows if "time" in row), 0.0) for run in of_setting]
+    rows = [{row["step"]: row for row in run.rows} for run in runs]
+    began = [next((row["time"] for row in run.rows if "time" in row), 0.0) for run in runs]
 
     def cells(metric: str, since: Sequence[float]) -> np.ndarray:
-        """[S, P]: each run's value of the metric at each step."""
-        found = [[each.get(step, {}).get(metric) for step in steps] for each in rows]
-        known = [[v if isinstance(v, int | float) and math.isfinite(v) else math.nan for v in line] for line in found]
-        return np.array(known, dtype=float).reshape(len(rows), len(steps)) - np.array(since)[:, None]
+        """[S, P]: the metric of S runs at P steps, minus the run's `since`; NaN where a run has no finite value."""
+        logged = [[by_step.get(step, {}).get(metric) for step in steps] for by_step in rows]
+        finite = [[v if isinstance(v, int | float) and math.isfinite(v) else math.nan for v in line] for line in logged]
+        return np.array(finite, dtype=float).reshape(len(rows), len(steps)) - np.array(since)[:, None]
 
-    metrics = dict.fromkeys(metric for run in of_setting for metric in run.metrics)
+    metrics = dict.fromkeys(metric for run in runs for metric in run.metrics)
     shown = [metric for metric in metrics if not (several and metric.endswith(BOUNDS))]
     lines = {metric: over_seeds(cells(metric, [0.0] * len(rows))) for metric in shown}
     return {
         "name": names[numbers[0]] + (f" and {len(numbers) - 1} more" if several else ""),
         "runs": numbers,
-        "seeds": [run.config.get("run.seed") for run in of_setting],
-        "shared": min((run.rows[-1]["step"] for run in of_setting if run.rows), default=0),
+        "seeds": [run.config.get("run.seed") for run in runs],
+        "shared": min((run.rows[-1]["step"] for run in runs if run.rows), default=0),
         "every": every,
         "steps": steps,
         "seconds": _numbers(over_seeds(cells("time", began)).mean),
@@ -187,12 +187,12 @@ def _numbers(values: np.ndarray) -> list[float | None]:
 
 
 def _number(value: Any) -> float | None:
-    """Six digits are more than a curve shows."""
+    """A number with six digits, which is more than a curve shows; None for other values."""
     return float(f"{value:.6g}") if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _seconds(run: RunFiles) -> dict[str, float]:
-    """Seconds by phase of the steps, with what came before and between them."""
+    """Seconds of the run by phase, with the phases before and between steps."""
     totals: dict[str, float] = defaultdict(float)
     for row in run.rows:
         for name, value in row.items():
@@ -202,11 +202,11 @@ def _seconds(run: RunFiles) -> dict[str, float]:
 
 
 def _rollouts(runs: Sequence[RunFiles]) -> dict[str, Any]:
-    """The rollouts in columns; a text that several rows have is stored once, in `texts`."""
+    """The rollouts as columns. Each distinct text is stored once, in `texts`."""
     texts: dict[str, int] = {}
     columns: dict[str, list[Any]] = defaultdict(list)
     samples = [sample_groups(run, ROLLOUT_BYTES // len(runs)) for run in runs]
-    groups = [(number, group) for number, (of_run, _) in enumerate(samples) for group in of_run]
+    groups = [(number, group) for number, (sampled, _) in enumerate(samples) for group in sampled]
     for count, (number, group) in enumerate(groups):
         for row in group:
             _add_row(columns, row, texts, run=number, group=count)
@@ -220,7 +220,7 @@ def _add_row(columns: dict[str, list[Any]], row: Row, texts: dict[str, int], *, 
     blocks = response_blocks(row)
     is_plain = blocks in ([], [("text", row["text"])])
     if not (row.get("turns") or is_plain):
-        row = {**row, "text": blocks[-1][1]}  # without its thought, which may be long and is stored once
+        row = {**row, "text": blocks[-1][1]}  # without its thought, which may be long and is stored among the blocks
     cells: dict[str, Any] = {"run": run, "group": group}
     cells |= {key: row[key] for key in ("step", "sample", "response_tokens")}
     cells |= {key: _number(row[key]) for key in ("reward", "advantage")}

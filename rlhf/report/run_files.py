@@ -1,4 +1,4 @@
-"""The files of a run folder, read while the run writes them or after its end: config, metrics and rollouts."""
+"""Reads the files of a run folder, during the run or after it: config, metrics and rollouts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RunFiles:
     """One run folder.
 
     Attributes:
-        config_file: the config that the run was last started with. values: what it holds.
-        rows: metrics by training step; an evaluation is in the row of its step. Step 0 is before the first step.
+        config_file: the config that the run was last started with. values: its content.
+        rows: metrics, one row per training step with the evaluation at that step. Step 0 is before training.
     """
 
     path: Path
@@ -39,12 +39,12 @@ class RunFiles:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Every key of the run's config, with dots: `learner.optimizer.lr`."""
+        """Every key of the run's config, with dots (`learner.optimizer.lr`), and its value."""
         return flat_keys(self.values)
 
     @cached_property
     def program_config(self) -> TrainingProgramConfig | None:
-        """The config as its program reads it; None if it is of another version."""
+        """The config as its program reads it; None if another version wrote it."""
         return config_of_any_program(self.values)
 
     @cached_property
@@ -66,19 +66,23 @@ class RunFiles:
         return [name for name in names if name not in ("step", "time")]
 
     def rollout_files(self) -> dict[int, Path]:
-        """The file of each training step whose rollouts were written, by step."""
+        """The rollout files by training step."""
         files = sorted(file for file in self.path.glob("rollouts/step-*.jsonl") if file.is_file())
         return {int(file.stem[5:]): file for file in files if file.stem[5:].isdecimal()}
 
 
 def read_run(folder: str | Path) -> RunFiles:
-    """A run folder, without a line that a running program has half written; ValueError if the folder holds no run."""
+    """Read a run folder, without an incomplete last line of a running program.
+
+    Raises:
+        ValueError: the folder is not a run folder.
+    """
     path = Path(folder)
     resumed = path / "config.resumed.yaml"
     config_file = resumed if resumed.is_file() else path / "config.yaml"
     if not (path / "metrics.jsonl").is_file() or not config_file.is_file():
         raise ValueError(
-            f"{path}: not a run folder, which has config.yaml and metrics.jsonl. Name the folder that run.dir gave."
+            f"{path}: not a run folder: config.yaml or metrics.jsonl is missing. Name the run.dir of a run."
         )
     rows: dict[int, Row] = {}
     for row in read_rows(path / "metrics.jsonl"):
@@ -93,18 +97,18 @@ def read_groups(file: Path) -> Iterator[list[Row]]:
 
 
 def conversation(row: Row) -> str:
-    """What the model was asked: the prompt, and each message by its role where there are several."""
+    """The prompt of a rollout; if it has several messages, each of them after its role."""
     if not row["context"]:
         return str(row["prompt"])
     messages = [*row["context"], {"role": "user", "content": row["prompt"]}]
-    return "\n\n".join(f"{each['role']}: {each['content']}" for each in messages)
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 def response_blocks(row: Row) -> list[tuple[str, str]]:
-    """(kind, text) of what followed the prompt, in order.
+    """(kind, text) of each part of a rollout after the prompt, in order.
 
-    The kinds are `text` and `thought`, which the model wrote, `call`, which it wrote too, and the role of what the
-    environment said. A rollout of one turn is its thought with the marks, if it has one, and its text.
+    The kinds are `text`, `thought` and `call` for parts that the model wrote, and the role for parts that the
+    environment wrote. The thought of a rollout of one turn keeps its marks.
     """
     if not row.get("turns"):
         text = str(row["text"])
@@ -125,15 +129,15 @@ def response_blocks(row: Row) -> list[tuple[str, str]]:
 
 
 def states_no_answer(row: Row) -> bool:
-    """Whether the reward looked for an answer and found none; a reward that reads no answers looks for none."""
+    """Whether the reward looked for an answer and found none. Some rewards do not look for one."""
     return bool(row["extracted"] == "" and row["status"] == NO_ANSWER)
 
 
 def sample_groups(run: RunFiles, max_bytes: int) -> tuple[list[list[Row]], float]:
-    """Groups of all steps, in order, and the share of the files' bytes that they are; 1 if they fit in `max_bytes`.
+    """Groups of all steps, in order, and their share of the bytes of all rollout files: 1 if these fit in `max_bytes`.
 
-    If they do not fit, each file gives its first groups, within its share of `max_bytes`; the unused part of a share
-    goes to the next file. The order of prompts is random, so the first groups are not special.
+    If they do not fit, the first groups of each file are taken, within its share of `max_bytes`; the unused part of a
+    share goes to the next file. The order of prompts is random, so the first groups are not special.
     """
     files = {file: file.stat().st_size for file in run.rollout_files().values()}
     total = sum(files.values())

@@ -1,6 +1,6 @@
-"""Runs of one setting: those whose configs are equal, except for the seed and for names and paths of the run itself.
+"""Groups runs by setting: their configs are equal, except for the seed and for names and paths of a single run.
 
-A page shows them as one line: their mean, and an interval over the seeds as a band.
+A page shows the runs of a setting as one line: their mean, with an interval over the seeds as a band.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ import numpy as np
 from rlhf.report.run_files import RunFiles
 from rlhf.run.evaluation import bootstrap_interval
 
-# `data.date` is filled in when a run starts
-OF_ONE_RUN = re.compile(r"run\.(?:seed|dir)|logging\..*|checkpoint\.mirror|data\.date")
-FEW = 3  # of so few seeds the lowest alone makes up more than 2.5% of all bootstrap samples (1 of 27)
+# keys that belong to a single run; `data.date` is filled in when a run starts
+RUN_KEYS = re.compile(r"run\.(?:seed|dir)|logging\..*|checkpoint\.mirror|data\.date")
+FEW = 3  # seeds; with three, 1 of 27 bootstrap samples has the lowest seed alone, which is more than 2.5%
 
 
 def settings_of(runs: Sequence[RunFiles]) -> list[list[int]]:
-    """The numbers of the runs of each setting, in the order of the first ones. A missing key counts as null."""
+    """The indices of the runs of each setting, in order of the first run. A missing key counts as null."""
     settings: dict[str, list[int]] = {}
     for number, run in enumerate(runs):
-        kept = {k: v for k, v in run.config.items() if v is not None and not OF_ONE_RUN.fullmatch(k)}
+        kept = {k: v for k, v in run.config.items() if v is not None and not RUN_KEYS.fullmatch(k)}
         settings.setdefault(json.dumps(kept, sort_keys=True), []).append(number)
     return list(settings.values())
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys that do not have the same value in all configs, without those that belong to a single run."""
+    """Keys whose values differ between the configs, without keys that belong to a single run."""
     keys = dict.fromkeys(key for config in configs for key in config)
     return [
-        key for key in keys if not OF_ONE_RUN.fullmatch(key) and len({repr(config.get(key)) for config in configs}) > 1
+        key for key in keys if not RUN_KEYS.fullmatch(key) and len({repr(config.get(key)) for config in configs}) > 1
     ]
 
 
 class OverSeeds(NamedTuple):
-    """[P] each: the mean over the seeds that have a value at a point, and its interval; NaN if no seed has one."""
+    """Mean over the seeds that have a value at a point, and its interval: [P] each; NaN if no seed has a value."""
 
     mean: np.ndarray
     low: np.ndarray
@@ -49,16 +49,15 @@ def over_seeds(values: np.ndarray) -> OverSeeds:
     """Mean and 95% bootstrap interval over seeds; for two or three seeds, from the lowest to the highest value.
 
     Args:
-        values: [S, P], of S seeds at P points; NaN where a seed has none.
+        values: [S, P], of S seeds at P points; NaN where a seed has no value.
     """
-    found = OverSeeds(*np.full((3, values.shape[1]), np.nan))
+    result = OverSeeds(*np.full((3, values.shape[1]), np.nan))
     present = ~np.isnan(values)
     for pattern in np.unique(present, axis=1).T:
         points = (present == pattern[:, None]).all(axis=0)
-        of_seeds = values[np.ix_(pattern, points)]
-        if len(of_seeds):
-            few = len(of_seeds) <= FEW
-            interval = (of_seeds.min(axis=0), of_seeds.max(axis=0)) if few else bootstrap_interval(of_seeds)
-            for column, numbers in zip(found, (of_seeds.mean(axis=0), *interval), strict=True):
+        seeds = values[np.ix_(pattern, points)]
+        if len(seeds):
+            interval = (seeds.min(axis=0), seeds.max(axis=0)) if len(seeds) <= FEW else bootstrap_interval(seeds)
+            for column, numbers in zip(result, (seeds.mean(axis=0), *interval), strict=True):
                 column[points] = numbers
-    return found
+    return result

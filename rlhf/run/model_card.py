@@ -17,7 +17,7 @@ from rlhf.config.references import from_environment
 from rlhf.config.secrets import hide
 from rlhf.config.sections import UNRESTRICTED, LoraConfig
 from rlhf.log.panels import metric_title
-from rlhf.log.sinks import on_training_data
+from rlhf.log.sinks import training_data_note
 from rlhf.run.state import RunState
 
 NEW_TOKENS = 512  # in the example, where the config says none
@@ -50,7 +50,7 @@ def model_card(state: RunState, *, merged: bool = False) -> str:
     trained = f"{state.account.trained:,} responses" if "rollout" in config else f"{rows:,} rows"
     sections = [
         "\n".join(["---", *head, "---"]),
-        f"# {Path(config['run']['dir']).name}, step {state.step}{on_training_data(state.evaluations.values())}",
+        f"# {Path(config['run']['dir']).name}, step {state.step}{training_data_note(state.evaluations.values())}",
         f"`{base}` after {state.step} of {config['run']['steps']} steps of {METHODS.get(program, program)} with rlhf: "
         f"{state.updates_taken} optimizer steps on {trained}.",
         "## What was changed\n\nThe keys of the config that differ from the defaults.\n\n"

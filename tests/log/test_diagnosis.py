@@ -76,19 +76,19 @@ ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "KL to the reference is running away, k1 in the loss": (
         {"policy/kl_k1": 3.0},
         {"algo.kl_estimator": "k1", "algo.kl_place": "loss", "algo.kl_coef": 0.1},
-        "algo.kl_estimator=k1 in the loss holds nothing, and a larger kl_coef does harm: set it to k3.",
+        "algo.kl_estimator=k1 in the loss does not limit the KL, and a larger kl_coef does harm: use k3.",
     ),
     "KL to the reference is running away, k3 in the reward": (
         {"policy/kl_k1": 3.0},
         {"algo.kl_estimator": "k3", "algo.kl_place": "reward", "algo.kl_coef": 0.1},
-        "algo.kl_estimator=k3 in the reward holds little near the reference: set it to k1.",
+        "algo.kl_estimator=k3 in the reward limits the KL little near the reference: use k1.",
     ),
     "entropy collapsed": ({"policy/entropy": 0.001, "reward/mean": 0.3}, {}, "learner.optimizer.lr=0.0005"),
     "much clipping": ({"policy/clip_fraction": 0.4}, {}, "learner.minibatches_per_epoch=2"),
     "engines and learner drift apart": (
         {"policy/engine_kl_excess": 7.0, "policy/engine_kl/from_64": 0.2},
         {},
-        "7 times as far from the learner as rounding explains (policy/engine_kl/from_64=0.2 nats",
+        "7 times as far from the learner's as rounding explains (policy/engine_kl/from_64=0.2 nats",
     ),
     "engines and learner drift apart, with a lag": (
         {"policy/engine_kl_excess": lambda step: 1.5 if step == 60 else 0.5},

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from documented import PAGE, check_documented, documented, matches
 
-from rlhf.log.diagnosis import HEALTHY, range_of
+from rlhf.log.diagnosis import HEALTHY, healthy_range
 
 TESTS = Path(__file__).parent.parent
 
@@ -33,7 +33,7 @@ def test_the_healthy_ranges_of_the_page_are_those_that_the_report_marks() -> Non
             (range_in_words, *_) = cells[4].split(";")
             if re.fullmatch(r"above [\d.]+|below [\d.]+|[\d.]+ to [\d.]+", range_in_words):
                 on_page |= dict.fromkeys(re.findall(r"`([^`]+)`", cells[1]), range_in_words)
-    in_code = {name: str(range_of(name)) for name in names if range_of(name)}
+    in_code = {name: str(healthy_range(name)) for name in names if healthy_range(name)}
     assert on_page == in_code
     for pattern in HEALTHY:
         assert any(fnmatchcase(name, pattern) for name in names), f"{pattern} is not on the page"

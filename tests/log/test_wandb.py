@@ -20,7 +20,7 @@ import wandb
 
 from rlhf.config.sections import WandbConfig
 from rlhf.log import wandb_sink
-from rlhf.log.reachable import ANSWER_S, no_answer
+from rlhf.log.reachable import ANSWER_S, connection_problem
 from rlhf.log.sinks import COLUMNS, Details
 from rlhf.log.wandb_sink import WANDB_START_S
 
@@ -87,9 +87,9 @@ def test_a_server_that_does_not_take_the_run_costs_seconds_and_one_message(
 def test_a_server_that_answers_anything_is_reached() -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OutOfOrder) as answering:
         threading.Thread(target=answering.serve_forever, args=[0.02], daemon=True).start()
-        assert no_answer(f"http://127.0.0.1:{answering.server_port}") == ""
+        assert connection_problem(f"http://127.0.0.1:{answering.server_port}") == ""
         answering.shutdown()
-    assert "refused" in no_answer(f"http://127.0.0.1:{answering.server_port}")
+    assert "refused" in connection_problem(f"http://127.0.0.1:{answering.server_port}")
 
 
 @pytest.mark.parametrize("error", [TimeoutError("timed out"), URLError(TimeoutError("timed out"))])
@@ -98,7 +98,7 @@ def test_a_request_that_gives_up_first_has_the_same_reason(error: OSError, monke
         raise error
 
     monkeypatch.setattr("urllib.request.urlopen", give_up)
-    assert no_answer("http://127.0.0.1") == f"no answer within {ANSWER_S:.0f} s"
+    assert connection_problem("http://127.0.0.1") == f"no answer within {ANSWER_S:.0f} s"
 
 
 class RecordedRun:

@@ -507,7 +507,7 @@ def test_a_response_is_shown_as_its_thought_and_its_answer(
 
 def test_a_filter_that_nothing_fits_and_a_step_that_is_not_there_say_which_steps_there_are(tmp_path: Path) -> None:
     path = str(write_run(tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"no group fits.*\b1 to 4\b"):
+    with pytest.raises(ValueError, match=r"no group passes the filters.*\b1 to 4\b"):
         show.main([path, "--contains", "nowhere"])
     with pytest.raises(ValueError, match=r"--step 9: .*\b1 to 4\b"):
         show.main([path, "--step", "9"])

@@ -291,7 +291,7 @@ def test_a_summary_that_cannot_be_read_counts_as_not_finished_with_a_message(
     run = Run(config, resume=True)
     assert run.first_step == 10
     (warning,) = run.folder.warnings
-    assert warning.startswith(f"{tmp_path / 'summary.json'}: it ")
+    assert warning.startswith(f"{tmp_path / 'summary.json'}: the ")
     assert warning.endswith(" The run counts as not finished.")
 
 
@@ -301,7 +301,7 @@ def test_lines_of_the_metrics_that_cannot_be_read_are_left_out_and_counted(tmp_p
     file.write_bytes(b'{"step": 1}\n' + torn + b'\n{"step": 2}\n{"step": 3}\n{"st\xff')
     JsonlSink(file, PatientFiles(warnings.append), resume_step=2)
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2]
-    assert warnings == [f"{file}: 1 line(s) could not be read, and were left out."]
+    assert warnings == [f"{file}: 1 line(s) could not be read and were dropped."]
 
 
 def test_a_config_of_any_bytes_in_the_folder_does_not_keep_a_run_from_going_on(model: Path, tmp_path: Path) -> None:

@@ -284,7 +284,7 @@ def test_a_teacher_replaces_the_reward_in_what_is_trained_and_logs_how_far_the_p
     assert rows[-1]["account/failed"] == 0
     assert ("reward/mean" in rows[-1]) == bool(reward)
     assert ("eval/test/avg@1" in evaluated(config)) == bool(reward)
-    assert "reward" not in capsys.readouterr().out.partition("outside of the healthy range")[2]
+    assert "reward" not in capsys.readouterr().out.partition("outside the healthy range")[2]
 
 
 def test_an_evaluation_of_which_too_much_is_ungraded_is_told_once_and_measures_the_rest(
