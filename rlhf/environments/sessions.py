@@ -22,7 +22,6 @@ from rlhf.processes.channel import as_json
 from rlhf.types import Outcome
 
 FULL = "CAPACITY_REACHED"  # what a server of OpenEnv answers when it has no place for another session
-PLACES = re.compile(r"\d+/\d+ sessions active")  # in that answer
 FULL_PAUSE_S = 0.5
 LEFT_OUT = (
     "Rows leave out columns with answers that the code of their environment does not name: name it as a parameter of "
@@ -53,10 +52,7 @@ class Sessions:
 
     def __init__(self, config: EnvironmentConfig, about: dict[str, dict[str, Any]]) -> None:
         self.config, self.about, self.open_sessions = config, about, 0
-        self._opening = 0  # sessions that wait for a process or a reset
-        self._refused = 0  # those of them that a full server has refused
-        self._most = 0  # the largest number of sessions at one time, open or opening
-        self._told_of_places = False
+        self._warned_of_places = False
         self.services: Mapping[str, Service] = {}
         self.opened: set[int] = set()
         self._answers: dict[int, Answer] = {}  # of coroutines, by session
@@ -79,44 +75,28 @@ class Sessions:
         except (TypeError, ValueError) as error:
             raise FailedError(f"open: {error}") from None
         start = {"environment": value, "row": columns, "seeds": dict(seeds)}
-        first, refusals = time.monotonic(), 0
-        self._opening += 1
-        self._most = max(self._most, len(self.opened) + self._opening)
-        try:
-            while True:
-                session = HostedSession(self, next(self.numbers), self.about[value], start)
-                self.open_sessions += 1
-                try:
-                    await session.begin()
-                except BaseException as error:
-                    await session.close()
-                    ours = self.opened or time.monotonic() - first < self.config.wall_seconds  # one of ours will leave
-                    if not isinstance(error, FailedError) or FULL not in str(error) or not ours:
-                        raise
-                    refusal = error
-                else:
-                    self.opened.add(session.number)
-                    return session
+        began, refusals = time.monotonic(), 0
+        while True:
+            session = HostedSession(self, next(self.numbers), self.about[value], start)
+            self.open_sessions += 1
+            try:
+                await session.begin()
+            except BaseException as error:
+                await session.close()
+                may_leave = self.opened or time.monotonic() - began < self.config.wall_seconds  # a session of ours
+                if not isinstance(error, FailedError) or FULL not in str(error) or not may_leave:
+                    raise
                 refusals += 1
-                self._refused += refusals == 1
-                if refusals == 2:  # by now all that begin together were refused once
-                    self._warn_of_places(PLACES.search(str(refusal)))
-                await asyncio.sleep(FULL_PAUSE_S)
-        finally:
-            self._opening -= 1
-            self._refused -= refusals > 0
-
-    def _warn_of_places(self, said: re.Match[str] | None) -> None:
-        """Warn once if at least as many rollouts wait for a place at the server as it serves."""
-        if self._told_of_places or not 0 < len(self.opened) <= self._refused:
-            return
-        shares = not any(about["blocking"] for about in self.about.values())  # one process has many sessions
-        self._told_of_places, needed = True, self._most if shares else min(self._most, self.config.processes)
-        self._say(
-            f"warning: environment: its server is full ({said[0] if said else FULL}), and {self._refused} rollouts "
-            f"wait for a place, which makes steps longer. Start it with max_concurrent_envs={needed}, and set "
-            "SUPPORTS_CONCURRENT_SESSIONS = True in its class."
-        )
+                if refusals == 2 and not self._warned_of_places:  # a session that has just ended may keep its place
+                    self._warned_of_places = True
+                    self._say(
+                        f"warning: environment: its server is full, and rollouts wait for a place: {error}. Start it "
+                        "with a larger max_concurrent_envs, and set SUPPORTS_CONCURRENT_SESSIONS = True in its class."
+                    )
+            else:
+                self.opened.add(session.number)
+                return session
+            await asyncio.sleep(FULL_PAUSE_S)
 
     @abstractmethod
     async def ask(self, session: int, message: dict[str, Any]) -> Any:

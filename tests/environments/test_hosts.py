@@ -107,8 +107,8 @@ def test_a_full_server_makes_sessions_wait_until_one_of_ours_leaves(monkeypatch:
         assert asyncio.run(play(opened)) == ["played"] * 7
         assert asyncio.run(play(opened)) == ["played"] * 7
     (told,) = said
-    assert "its server is full (2/2 sessions active)" in told
-    assert "max_concurrent_envs=7" in told
+    assert "its server is full" in told
+    assert "2/2 sessions active" in told
 
 
 def test_a_server_that_others_have_filled_costs_the_rollout_after_wall_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
