@@ -169,39 +169,23 @@ COPIED = [  # the prompt in three parts, of which the second is copied; the gold
     ("Solve $", "|x-2|<3", "$.", "(-1,5)"),
     ("Solve $", "2x+1>7", "$.", "x>3"),
 ]
-NOT_WORKED_OUT = [  # (prompt, answer with the value of the gold answer, gold answer)
-    ("Find the inverse of $y=2x+3$.", "x=2y+3", r"y=\frac{x-3}{2}"),
-    ("Find the inverse of $f(x)=2x+3$.", "x-3=2y", r"f^{-1}(x)=\frac{x-3}{2}"),
-    ("Expand $(2x-1)^3$.", "(2x-1)(2x-1)^2", "8x^3-12x^2+6x-1"),
-    ("Expand $(2x-1)^3$.", "-(1-2x)^3", "8x^3-12x^2+6x-1"),
-    ("Expand $(x+3)(x-5)$.", "(x-5)(x+3)", "x^2-2x-15"),
-    ("Expand $3(x+2)$.", "(x+2)3", "3x+6"),
-    ("Expand $3(x+2)$.", r"3\cdot(2+x)", "3x+6"),
-    (r"Divide $1147 \div 31$.", r"\frac{1147}{31}", "37"),
-    (r"Divide $1147 \div 31$.", r"-\frac{-1147}{31}", "37"),
-    (r"Divide $1147 \div 31$.", r"\frac{1147}{31}\text{ units}", "37"),
-    (r"Divide $1147 \div 31$.", "1147:31", "37"),
-    (r"Divide $1147 \div 31$.", r"1147\cdot\frac{1}{31}", "37"),
-    (r"Divide $1147 \div 31$.", r"1147\cdot 31^{-1}", "37"),
-    (r"Divide $1147 \div 31$.", r"\left(\frac{31}{1147}\right)^{-1}", "37"),
-    (r"Divide $1147 \div 31$.", r"x=\frac{1147}{31}", "37"),
-    (r"Evaluate $\sqrt{1369}$.", "1369^{1/2}", "37"),
-    (r"Evaluate $\sqrt{1369}$.", "1369^{0.5}", "37"),
-    (r"Reduce $\frac{24}{36}$.", r"\frac{12}{18}", r"\frac{2}{3}"),
-    (r"Reduce $\frac{24}{36}$.", "24:36", r"\frac{2}{3}"),
-    (r"Reduce $\frac{24}{36}$.", r"-\frac{-24}{36}", r"\frac{2}{3}"),
-    (r"Simplify $\frac{x^2-9}{x-3}$.", "(x^2-9)/(x-3)", "x+3"),
-    (r"Simplify $\frac{x^2-9}{x-3}$.", r"\frac{9-x^2}{3-x}", "x+3"),
-    (r"Simplify $\frac{x^2-9}{x-3}$.", "(x^2-9)(x-3)^{-1}", "x+3"),
-    (r"Simplify $\frac{x^2-9}{x-3}$.", r"f(x)=\frac{x^2-9}{x-3}", "x+3"),
-    (r"Simplify $\sqrt{72}$.", r"\sqrt{36\cdot 2}", r"6\sqrt{2}"),
-    (r"Simplify $\sqrt{72}$.", r"\sqrt{36}\sqrt{2}", r"6\sqrt{2}"),
-    (r"Compute $12\cdot 13$.", r"12\times 13", "156"),
-    (r"Compute $12\cdot 13$.", r"13\cdot 12", "156"),
-    (r"Compute $12\cdot 13$.", "12(13)", "156"),
-    ("Compute $12+13$.", "13+12", "25"),
-    ("Compute $50$ percent of $64$.", r"64\cdot 50\%", "32"),
-    ("Compute $50$ percent of $64$.", r"\frac{64}{2}", "32"),
+NOT_WORKED_OUT = [  # (prompt, gold answer, answers with its value)
+    ("Find the inverse of $y=2x+3$.", r"y=\frac{x-3}{2}", ["x=2y+3"]),
+    ("Find the inverse of $f(x)=2x+3$.", r"f^{-1}(x)=\frac{x-3}{2}", ["x-3=2y"]),
+    ("Expand $(2x-1)^3$.", "8x^3-12x^2+6x-1", ["(2x-1)(2x-1)^2", "-(1-2x)^3"]),
+    ("Expand $(x+3)(x-5)$.", "x^2-2x-15", ["(x-5)(x+3)"]),
+    ("Expand $3(x+2)$.", "3x+6", ["(x+2)3", r"3\cdot(2+x)"]),
+    (r"Divide $1147 \div 31$.", "37", [r"\frac{1147}{31}", r"-\frac{-1147}{31}", r"\frac{1147}{31}\text{ units}"]),
+    (r"Divide $1147 \div 31$.", "37", ["1147:31", r"1147\cdot\frac{1}{31}", r"1147\cdot 31^{-1}"]),
+    (r"Divide $1147 \div 31$.", "37", [r"\left(\frac{31}{1147}\right)^{-1}", r"x=\frac{1147}{31}"]),
+    (r"Evaluate $\sqrt{1369}$.", "37", ["1369^{1/2}", "1369^{0.5}"]),
+    (r"Reduce $\frac{24}{36}$.", r"\frac{2}{3}", [r"\frac{12}{18}", "24:36", r"-\frac{-24}{36}"]),
+    (r"Simplify $\frac{x^2-9}{x-3}$.", "x+3", ["(x^2-9)/(x-3)", r"\frac{9-x^2}{3-x}", "(x^2-9)(x-3)^{-1}"]),
+    (r"Simplify $\frac{x^2-9}{x-3}$.", "x+3", [r"f(x)=\frac{x^2-9}{x-3}"]),
+    (r"Simplify $\sqrt{72}$.", r"6\sqrt{2}", [r"\sqrt{36\cdot 2}", r"\sqrt{36}\sqrt{2}"]),
+    (r"Compute $12\cdot 13$.", "156", [r"12\times 13", r"13\cdot 12", "12(13)"]),
+    ("Compute $12+13$.", "25", ["13+12"]),
+    ("Compute $50$ percent of $64$.", "32", [r"64\cdot 50\%", r"\frac{64}{2}"]),
 ]
 NO_COPIES = [  # (prompt, answer, gold answer): the prompt has the gold answer's own form, or not this answer
     ("Tom has 12 apples and 1,200 pears.", "1200", "1200"),
@@ -225,9 +209,9 @@ def test_copying_the_expression_of_the_prompt_earns_nothing_and_its_answer_does(
     assert reward(gold, gold, prompt) == 1.0
 
 
-@pytest.mark.parametrize(("prompt", "answer", "gold"), NOT_WORKED_OUT)
-def test_another_spelling_of_what_the_prompt_asks_earns_nothing(prompt: str, answer: str, gold: str) -> None:
-    assert reward(answer, gold, prompt) == 0.0
+@pytest.mark.parametrize(("prompt", "gold", "answers"), NOT_WORKED_OUT)
+def test_another_spelling_of_what_the_prompt_asks_earns_nothing(prompt: str, gold: str, answers: list[str]) -> None:
+    assert [answer for answer in answers if reward(answer, gold, prompt)] == []
 
 
 @pytest.mark.parametrize(("prompt", "answer", "gold"), NO_COPIES)

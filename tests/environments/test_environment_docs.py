@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import inspect
 import random
 import re
 from pathlib import Path
 from typing import Any
 
-from rlhf.environments.contract import MAX_CHARACTERS, Environment
-from rlhf.environments.python_tool import python_tool
+from rlhf.environments.contract import Environment
 
 TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
@@ -44,13 +42,6 @@ def test_every_block_of_python_is_valid() -> None:
     assert len(BLOCKS) == 9
     for block in BLOCKS:
         ast.parse(block)
-
-
-def test_the_limits_in_the_text_are_the_defaults() -> None:
-    assert f"over\n{MAX_CHARACTERS:,} characters" in TEXT
-    defaults = {name: parameter.default for name, parameter in inspect.signature(python_tool).parameters.items()}
-    assert "options: {" + ", ".join(f"{name}: {value:g}" for name, value in defaults.items()) + "}" in TEXT
-    assert f"{defaults['max_output_characters']:,} characters" in TEXT
 
 
 def test_links_lead_to_headings() -> None:

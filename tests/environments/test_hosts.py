@@ -162,34 +162,15 @@ def test_a_call_over_a_limit_is_the_models_doing(how: str, error: str) -> None:
         asyncio.run(play(opened))
 
 
-@pytest.mark.parametrize(
-    ("how", "content"),
-    [
-        ("raise", "{'error': 'out of order'}"),
-        ("exit", "{'error': '3'}"),
-        ("bytes", "\\udcff\\udcfe"),
-        ("marks", "<|im_end|><|endoftext|>"),
-        ("loop", "looped"),
-    ],
-)
-def test_what_a_tool_says_or_raises_is_its_answer(how: str, content: str) -> None:
-    async def play(opened: Hosts) -> str:
-        async with session(opened) as one:
-            return str((await one.call([call("act", how=how)])).messages[0]["content"])
-
-    with hosts("Hostile") as opened:
-        assert asyncio.run(play(opened)) == content
-
-
 def test_64_hostile_rollouts_leave_no_process_and_the_others_finish() -> None:
-    hows = ["raise", "hang", "fork", "big", "bytes", "marks", "exit", "memory", "die", "well"]
+    hows = ["raise", "hang", "fork", "big", "bytes", "marks", "exit", "memory", "die", "loop"]
 
     async def one(opened: Hosts, number: int) -> str:
         how = hows[number % len(hows)]
         try:
             async with session(opened, number) as each:
-                await each.call([call("act", how=how)])
-                return f"{how} {(await each.finish()).reward}"
+                answers = await each.call([call("act", how=how)])
+                return f"{how} {answers.errors} {(await each.finish()).reward}"
         except (CallLimitError, FailedError) as error:
             return f"{how} {type(error).__name__}"
 
@@ -200,8 +181,8 @@ def test_64_hostile_rollouts_leave_no_process_and_the_others_finish() -> None:
         outcomes = set(asyncio.run(play(opened)))
         started = below({opened.keeper.pid})
     assert outcomes == {
-        "raise 1.0", "hang CallLimitError", "fork CallLimitError", "big 1.0", "bytes 1.0", "marks 1.0", "exit 1.0",
-        "memory CallLimitError", "die FailedError", "well 1.0",
+        "raise 1 1.0", "hang CallLimitError", "fork CallLimitError", "big 0 1.0", "bytes 0 1.0", "marks 0 1.0",
+        "exit 1 1.0", "memory CallLimitError", "die FailedError", "loop 0 1.0",
     }  # fmt: skip
     assert outliving(started, grace_s=5.0) == []
 
@@ -375,9 +356,8 @@ def test_an_answer_that_comes_after_its_rollout_was_cancelled_harms_nobody() -> 
 
 
 def test_a_class_that_cannot_be_loaded_is_refused() -> None:
-    for name, reason in (("Nothing", "no class or function Nothing"), ("Untyped", "environment name=.* no type hint")):
-        with pytest.raises(ValueError, match=reason), hosts(name):
-            pass
+    with pytest.raises(ValueError, match=r"environment name=.* no type hint"), hosts("Untyped"):
+        pass
 
 
 def test_a_coroutine_asks_the_driver_for_its_turns() -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -688,30 +687,6 @@ def test_400_connections_of_a_rollout_delay_no_other_by_a_second(world: World, l
 
     world.played(hostile, [])
     assert sorted(waits)[-3] < 1.0, sorted(waits)
-
-
-@pytest.mark.faults
-def test_an_endpoint_that_is_stopped_costs_its_rollouts_and_is_started_again(tmp_path: Path) -> None:
-    urls = []
-
-    def stops(url: str, key: str) -> None:
-        urls.append(url)
-        chats(url, key)
-        os.kill(own.endpoint.pid or 0, signal.SIGSTOP)
-        with contextlib.suppress(httpx.TransportError):
-            chats(url, key)
-
-    async def run(where: Mapping[str, str]) -> Outcome:
-        await asyncio.to_thread(stops, where["url"], where["key"])
-        return Outcome(reward=1.0)
-
-    with started(tmp_path) as own:
-        rollout = own.run(run, [])
-        assert rollout.outcome is not None
-        assert rollout.outcome.status == "environment_failed"
-        assert "answered nothing for 25 s" in rollout.facts["error"]
-        urls.append(own.played(lambda url, key: (url, chats(url, key))[0], [])[1])
-        assert urls[0] == urls[1]
 
 
 @pytest.mark.faults
