@@ -36,8 +36,6 @@ from rlhf.config.environment import KINDS
 from rlhf.data.dialogue import Dialogue
 from rlhf.data.messages import joined, read_message
 from rlhf.environments.turns import (
-    CALL_LIMIT,
-    FAILED,
     CallLimitError,
     FailedError,
     Limits,
@@ -45,8 +43,7 @@ from rlhf.environments.turns import (
     NextTurn,
     Played,
     check_size,
-    failed_rollout,
-    unsampled,
+    prompt_only_sequence,
 )
 from rlhf.rollout.requests import Completion
 from rlhf.rollout.token_log import TokenLog
@@ -157,8 +154,8 @@ class Branches:
                 raise FailedError(f"`generate` was called with max_tokens={asked!r}, not a whole number from 1 on.")
             most = min(most, asked)
         async with self._reading(most):
-            if why := "max_rollout_tokens" if self._left() < 1 else self.played.limit(self.limits):
-                return self._refuse(why)
+            if limit := "max_rollout_tokens" if self._left() < 1 else self.played.reached_limit(self.limits):
+                return self._refuse(limit)
             budget = min(most, self._left())
             try:
                 key = "data.max_prompt_tokens + rollout.max_rollout_tokens"
@@ -348,19 +345,13 @@ async def play_coroutine(
         await branches.all_answered()
         if not branches.sampled:
             raise FailedError("nothing was asked of the model, so there is nothing to train on.")
-    except CallLimitError as error:
-        played.end("stop", CALL_LIMIT)
-        outcome = Outcome(status=CALL_LIMIT, error=str(error))
-    except FailedError as error:
-        played.end("abort", FAILED)
-        outcome = Outcome(status=FAILED, error=str(error))
+    except (CallLimitError, FailedError) as error:
+        outcome = played.fail(error)
     await branches.all_answered()
-    if not branches.sampled:
-        return failed_rollout(prompt, sample, outcome.status, outcome.error)
     sequences = [sequence for log in branches.logs if (sequence := log.sequence()).response_length]
     played.calls = dict(branches.kinds)
     played.untrained_tokens = branches.sampled - sum(sequence.response_length for sequence in sequences)
-    return played.rollout(prompt, sample, sequences or [unsampled(prompt)], outcome)
+    return played.rollout(prompt, sample, sequences or [prompt_only_sequence(prompt)], outcome)
 
 
 def _texts(message: Mapping[str, Any]) -> list[str]:

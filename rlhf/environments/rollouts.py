@@ -29,7 +29,7 @@ from rlhf.environments.turns import (
     check_size,
     failed_rollout,
     play_turns,
-    unsampled,
+    prompt_only_sequence,
 )
 from rlhf.rollout.requests import Completion, Parsing, SamplingSettings, request_seed
 from rlhf.rollout.sampler import Generate
@@ -95,7 +95,7 @@ class Environments:
         try:
             session = await self._hosts.open(row_of(prompt), self.seeds(prompt, sample))
         except (CallLimitError, FailedError) as error:
-            return None, failed_rollout(prompt, sample, FAILED, str(error))
+            return None, failed_rollout(prompt, sample, FailedError(str(error)))
         try:
             how: dict[str, Any] = {"generate": turns, "templates": self._templates, "limits": limits}
             if session.plays:
@@ -104,7 +104,7 @@ class Environments:
             opened = self.opened_prompt(prompt, session)
             return opened, await play_turns(opened, sample, session, **how)
         except FailedError as error:  # the prompt that the reset has made cannot be used
-            return None, failed_rollout(prompt, sample, FAILED, str(error))
+            return None, failed_rollout(prompt, sample, error)
         finally:
             await session.close()
 
@@ -167,7 +167,7 @@ async def answered_at_once(
             if session.plays:
                 return None
             messages = opened_messages(prompt, session.opening, session.text, config)
-            rollout = played.rollout(prompt, 0, [unsampled(prompt)], await session.finish())
+            rollout = played.rollout(prompt, 0, [prompt_only_sequence(prompt)], await session.finish())
             return replace(prompt, messages=tuple(messages)), rollout
         finally:
             await session.close()

@@ -1,16 +1,16 @@
-"""The turns of one rollout: the model writes, its environment answers, until one of them ends it.
+"""The turns of one rollout: the model writes and its environment answers, until one of them ends the rollout.
 
     ids of the prompt -> generate -> the turn's tool calls -> session -> their answers, appended -> generate -> ...
 
-Pure asyncio: the engine is a function, the environment a session, so both may be anything. A rollout ends by name
-(`ended_by` of its facts):
+The engine is a function and the environment is a session, so tests can replace both. The facts of a rollout say how it
+ended:
 
     finish_reason  ended_by
     stop           answer             the last turn calls no tool
     stop           done               the environment says that it is over
     stop           call_limit         a call that the model asked for went over a limit of its process
     length         max_response_tokens, max_rollout_tokens, max_turns, max_rollout_s
-    abort          abort              the engine gave the last turn up
+    abort          abort              the engine aborted the last turn
     length         no_stop_token      the turn ended with another token than the template's, so nothing can follow it
     abort          environment_failed the environment's own code failed
 """
@@ -41,16 +41,16 @@ MAX_CHARS_PER_TOKEN = 128  # the longest tokens are runs of so many spaces
 
 
 class CallLimitError(Exception):
-    """A call that the model's own request made exceeded its time or memory."""
+    """A call of the model exceeded its limit of time or memory."""
 
 
 class FailedError(Exception):
-    """The environment's code, or the process that ran it, failed without the model's doing."""
+    """The environment's code or its process failed, and the model is not to blame."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What an environment answers to the calls of one turn."""
+    """The answers of an environment to the calls of one turn."""
 
     messages: tuple[Message, ...]
     done: bool = False
@@ -61,8 +61,8 @@ class Answers:
 class NextTurn(Protocol):
     """Continues ids [L] by at most `max_tokens`; `turn` counts the requests of the rollout from 0.
 
-    `recorded`: the first tokens whose experts are known (`TokenLog.recorded`). `offered`: the tools of this turn; with
-    none no call is looked for. None: those of the environment.
+    `recorded`: number of first tokens whose experts are known (`TokenLog.recorded`). `offered`: the tools of this turn;
+    None means the tools of the environment, and an empty list that no calls are parsed.
     """
 
     def __call__(
@@ -82,7 +82,7 @@ class Limits:
     vocabulary: int = 2**31 - 1  # ids that a coroutine may name
 
 
-# Metrics are made of these, so what an environment says under their names is dropped.
+# Metrics are made of these facts, so facts of an environment with these names are dropped.
 OWN_FACTS = (
     "turns", "tool_calls", "tool_errors", "broken_tools", "calls", "untrained_tokens", "environment_seconds",
     "ended_by", "error",
@@ -99,7 +99,7 @@ class Played:
     offers_tools: bool = True  # a coroutine makes its calls by itself
     tool_calls: int = 0
     tool_errors: int = 0
-    broken_tools: Counter[str] = field(default_factory=Counter)  # calls by what a tool raised that shows it broken
+    broken_tools: Counter[str] = field(default_factory=Counter)  # calls by the error of a broken tool
     calls: dict[str, int] = field(default_factory=dict)  # requests of a coroutine or program, by kind
     untrained_tokens: int = 0  # of sequences that `environment.trained_sequences` leaves out
     environment_s: float = 0.0
@@ -109,20 +109,26 @@ class Played:
     def end(self, finish_reason: str, ended_by: str) -> None:
         self.finish_reason, self.ended_by = finish_reason, ended_by
 
+    def fail(self, error: CallLimitError | FailedError) -> Outcome:
+        """End the rollout with an error; returns its outcome."""
+        is_limit = isinstance(error, CallLimitError)
+        self.end("stop" if is_limit else "abort", CALL_LIMIT if is_limit else FAILED)
+        return Outcome(status=self.ended_by, error=str(error))
+
     def end_cut(self, finish_reason: str, budget: int, limits: Limits) -> None:
-        """The last turn did not stop, but used up this budget of tokens, or the engine gave it up."""
+        """End the rollout after a turn that used up its budget of tokens, or that the engine aborted."""
         limit = "max_response_tokens" if budget == limits.max_response_tokens else "max_rollout_tokens"
         self.end(finish_reason, limit if finish_reason == "length" else finish_reason)
 
-    def limit(self, limits: Limits) -> str:
-        """The limit of turns or time that is used up; "" if none is."""
+    def reached_limit(self, limits: Limits) -> str | None:
+        """The name of the limit of turns or time that the rollout has reached."""
         if limits.max_turns is not None and self.turns >= limits.max_turns:
             return "max_turns"
-        over = limits.max_rollout_s is not None and time.monotonic() - self.began > limits.max_rollout_s
-        return "max_rollout_s" if over else ""
+        is_late = limits.max_rollout_s is not None and time.monotonic() - self.began > limits.max_rollout_s
+        return "max_rollout_s" if is_late else None
 
     async def timed(self, answer: Awaitable[Any]) -> Any:
-        """Wait for the environment."""
+        """Wait for the environment, and count the seconds."""
         began = time.monotonic()
         try:
             return await answer
@@ -141,24 +147,21 @@ class Played:
             "ended_by": self.ended_by,
             **({"error": outcome.error} if outcome.error else {}),
         }
-        where = prompt.id, prompt.epoch, sample, tuple(sequences)
-        return Rollout(*where, self.finish_reason, tuple(self.messages), facts, outcome)
+        return Rollout(
+            prompt.id, prompt.epoch, sample, tuple(sequences), self.finish_reason, tuple(self.messages), facts, outcome
+        )
 
 
 async def play_turns(
     prompt: Prompt, sample: int, session: HostedSession, *, generate: NextTurn, templates: Dialogue, limits: Limits
 ) -> Rollout:
-    """Play a rollout from a prompt that already has what `reset` said. What fails is in its outcome, never raised."""
+    """Play a rollout from a prompt that includes the text of `reset`. A failure is its outcome; it is never raised."""
     log, played = TokenLog(prompt.token_ids), Played()
     try:
         await _turns(log, played, session, generate, templates, limits)
         outcome = await played.timed(session.finish())
-    except CallLimitError as error:
-        played.end("stop", CALL_LIMIT)
-        outcome = Outcome(status=CALL_LIMIT, error=str(error))
-    except FailedError as error:
-        played.end("abort", FAILED)
-        outcome = Outcome(status=FAILED, error=str(error))
+    except (CallLimitError, FailedError) as error:
+        outcome = played.fail(error)
     return played.rollout(prompt, sample, [log.sequence()], outcome)
 
 
@@ -184,12 +187,12 @@ async def _turns(
         answers: Answers = await played.timed(session.call(calls))
         played.tool_errors += answers.errors
         played.broken_tools.update(f"{fault.tool}: {fault.said}" for fault in answers.faults if fault.is_broken)
-        why = "done" if answers.done else played.limit(limits)
-        if not why and not templates.can_go_on(completion.token_ids):
-            why = "no_stop_token"
-        if why:
+        ended_by = "done" if answers.done else played.reached_limit(limits)
+        if ended_by is None and not templates.can_go_on(completion.token_ids):
+            ended_by = "no_stop_token"
+        if ended_by is not None:
             played.messages += answers.messages
-            return played.end("stop" if answers.done else "length", why)
+            return played.end("stop" if answers.done else "length", ended_by)
         room = log.room(limits.max_rollout_tokens) - 1  # for at least one token of the next turn
         try:
             said = templates.fit(answers.messages, room, session.tools, after=log.last_id)
@@ -203,7 +206,7 @@ async def _turns(
 
 
 def check_size(messages: Sequence[Mapping[str, Any]], *, most: int, key: str) -> None:
-    """Refuse messages that cannot fit `most` tokens before they are rendered: that would hold up every rollout."""
+    """Refuse messages that cannot fit `most` tokens, since rendering them would delay every rollout."""
     contents = [message.get("content") or "" for message in messages]
     blocks = ([content] if isinstance(content, str) else map(str, content) for content in contents)
     size = sum(len(text) for texts in blocks for text in texts)
@@ -211,13 +214,12 @@ def check_size(messages: Sequence[Mapping[str, Any]], *, most: int, key: str) ->
         raise FailedError(f"{key}={most}: messages of {size:,} characters cannot fit so many tokens. Shorten them.")
 
 
-def unsampled(prompt: Prompt) -> TokenSequence:
-    """The sequence of a rollout in which nothing that is trained was sampled."""
+def prompt_only_sequence(prompt: Prompt) -> TokenSequence:
+    """The sequence of a rollout without any sampled token to train."""
     return TokenLog(prompt.token_ids if len(prompt.token_ids) else np.zeros(1, np.int32)).sequence()
 
 
-def failed_rollout(prompt: Prompt, sample: int, status: str, error: str) -> Rollout:
-    """A rollout that ended before anything was sampled: its environment could not be reset, or said nothing usable."""
+def failed_rollout(prompt: Prompt, sample: int, error: CallLimitError | FailedError) -> Rollout:
+    """A rollout that failed before it sampled a token."""
     played = Played()
-    played.end("abort" if status == FAILED else "stop", status)
-    return played.rollout(prompt, sample, [unsampled(prompt)], Outcome(status=status, error=error))
+    return played.rollout(prompt, sample, [prompt_only_sequence(prompt)], played.fail(error))
