@@ -1,4 +1,4 @@
-"""Environments and tools as a process runs them, in the contract of TRL 1.16; standard library only.
+"""Environments and tools with the contract of TRL 1.16, as a process runs them. Standard library only.
 
     environment = Environment("my/file.py:Game", options={...}, tools=["calculator"])   once per process
     episode = environment.episode()                                                     once per rollout
@@ -8,17 +8,8 @@
     await episode.close()                  the instance goes back to the pool
 
 TRL's rules: a class is made without arguments; `reset(**row)` returns None or text that is joined to the end of the
-last user message; every other public method is a tool; `get_reward()` is optional; instances are made once and reset
-often. Ours in addition:
-
-    reset          may be `async def`, may return a list of messages (the whole prompt, in place of the row's), takes
-                   only the columns that it names if it has no `**`, and gets a seed if it names `seed`
-    get_reward     may return {"score": ..., name: value}, as other rewards do; what is no number is a fact
-    close          is no tool; it is called when the process ends or drops the instance
-    done           no tool call ends a rollout of TRL. A class that has `done` in its body, as an attribute, a property
-                   or a method `def done(self) -> bool`, ends the rollout by it. An attribute that only `reset` sets
-                   does not: published classes have one, and answer later calls with "game over"
-    facts          a dictionary, which other parts of the reward can read
+last user message; every other public method is a tool; `get_reward()` is optional; an instance is reused for many
+rollouts. docs/environments.md lists the additions to TRL: `done`, `close`, `facts`, messages of `reset`, named numbers.
 """
 
 from __future__ import annotations
@@ -46,21 +37,21 @@ from rlhf.processes.returned import printable, printable_json, read_returned
 BUILT_IN: dict[str, Callable[..., Callable[..., Any]]] = {"calculator": lambda: calculator, "python": python_tool}
 NOT_TOOLS = ("reset", "get_reward", "close")
 TRACEBACK = "Traceback (most recent call last)"
-MAX_CHARACTERS = 100_000  # of one answer, some 25,000 tokens: a longer one is cut visibly
-CONTAINERS, MAX_NAMES = tuple | frozenset | list | set | dict, 256  # of names of columns: a list of words has more
+MAX_CHARACTERS = 100_000  # of one answer, about 25,000 tokens; a longer answer is cut, and says so
+CONTAINERS, MAX_NAMES = tuple | frozenset | list | set | dict, 256  # of column names; a larger list holds words
 
 
 class Environment:
     """A class or functions, imported and checked, and the pool of the class's instances.
 
     Attributes:
-        name: of the class, as TRL logs its reward; "" without a class.
+        name: the name of the class; an empty string without a class.
         tools: the schemas of the functions, then of the methods, as the prompt shows them.
-        has_reward: whether the class has `get_reward`.
-        blocking: names of the functions and methods that are no coroutines; only an environment without any may share
-            its process with other rollouts.
-        coroutines: the names of the others; an environment without any never waits and needs no event loop.
-        named: what `reset` and the texts in the code of the class name, in lower case: columns that it may read.
+        has_reward: True if the class has `get_reward`.
+        blocking: names of functions and methods that are not coroutines. Only an environment without them can share its
+            process with other rollouts.
+        coroutines: names of the coroutines. An environment without them needs no event loop.
+        column_names: names of columns that the code may read, in lower case (see `column_names`).
     """
 
     _methods: tuple[str, ...] = ()
@@ -74,17 +65,17 @@ class Environment:
     ) -> None:
         """Import everything and check it.
 
-        No instance of a class is made here: processes are forked from one that has an Environment, and must not share
-        the connections and threads of an instance. A function that makes instances has to be called once.
+        It makes no instance of a class: worker processes are forked from the process with this Environment, and must
+        not share an instance's connections and threads. A function that makes instances has to be called once.
 
         Args:
             name: `module:Class`, `path/to/file.py:Class` (or a function that returns an instance), `calculator`,
                 `python`; None for functions alone.
             options: arguments for the class, or for the built-in tool.
-            tools: functions by the same kinds of names; they do not belong to the class.
+            tools: names of functions, in the same forms; they do not belong to the class.
 
         Raises:
-            ValueError: naming what cannot be imported, made or offered to a model, and why.
+            ValueError: a class or function cannot be imported, made or offered to a model.
         """
         self._functions: dict[str, Callable[..., Any]] = {}
         self._factory: Callable[[], Any] | None = None
@@ -94,16 +85,16 @@ class Environment:
         label = f"environment name={name!r}"
         if name in BUILT_IN:
             self._add(name, options or {}, label)
-        self.name, self.has_reward, self._declares_done, self.named = "", False, False, set[str]()
+        self.name, self.has_reward, self._declares_done, self.column_names = "", False, False, set[str]()
         self.tools = [_schema(function) for function in self._functions.values()]
         waits: dict[str, bool] = {}
         if name is not None and name not in BUILT_IN:
             factory = _imported(name, label)
             self._factory = lambda: factory(**(options or {}))
             waits = self._examine(_class_of(factory, options or {}, label), options or {}, label)
-        offered = [tool["function"]["name"] for tool in self.tools]
-        if twice := next((one for one in offered if offered.count(one) > 1), None):
-            raise ValueError(f"{label}: two tools have the name {twice!r}. Rename one of them.")
+        names = [tool["function"]["name"] for tool in self.tools]
+        if duplicate := next((tool for tool in names if names.count(tool) > 1), None):
+            raise ValueError(f"{label}: two tools have the name {duplicate!r}. Rename one of them.")
         waits = {name: inspect.iscoroutinefunction(function) for name, function in self._functions.items()} | waits
         self.blocking = tuple(name for name in waits if not waits[name] and name != "close")
         self.coroutines = tuple(name for name in waits if waits[name])
@@ -117,30 +108,31 @@ class Environment:
         else:
             function = _imported(tool, label)
         if getattr(function, "__name__", None) in (None, *self._functions):
-            raise ValueError(f"{label}: a tool needs a name of its own. Use a function made by `def`.")
+            raise ValueError(f"{label}: a tool needs a name of its own. Use a function defined by `def`.")
         self._functions[function.__name__] = function
 
     def _examine(self, cls: type, options: Mapping[str, Any], label: str) -> dict[str, bool]:
-        """Find what the class has; returns whether each method that a rollout calls is a coroutine."""
+        """Read the methods of the class. Returns, for each method that a rollout calls, whether it is a coroutine."""
         # on the class: `getmembers` of an instance would evaluate its properties
-        found = dict(inspect.getmembers(cls, inspect.isfunction))
-        if "reset" not in found:
+        methods = dict(inspect.getmembers(cls, inspect.isfunction))
+        if "reset" not in methods:
             raise ValueError(f"{label}: {cls.__name__} has no method `reset`. It is called before each rollout.")
-        done_method = "done" in found and found["done"].__annotations__.get("return") in (bool, "bool")
+        done_method = "done" in methods and methods["done"].__annotations__.get("return") in (bool, "bool")
         self._methods = tuple(
-            n for n in found if not n.startswith("_") and n not in NOT_TOOLS and not (n == "done" and done_method)
+            n for n in methods if not n.startswith("_") and n not in NOT_TOOLS and not (n == "done" and done_method)
         )
-        self._declares_done = done_method or ("done" not in found and hasattr(cls, "done"))
-        self.name, self.has_reward = cls.__name__, "get_reward" in found
-        self.named = named_by(found["reset"], cls, options, *found.values())
+        # an attribute that only `reset` sets does not count: published classes answer later calls with "game over"
+        self._declares_done = done_method or ("done" not in methods and hasattr(cls, "done"))
+        self.name, self.has_reward = cls.__name__, "get_reward" in methods
+        self.column_names = column_names(methods["reset"], cls, options, *methods.values())
         for name in self._methods:
             is_static = isinstance(inspect.getattr_static(cls, name), staticmethod)
-            self.tools.append(_schema(found[name] if is_static else MethodType(found[name], cls)))
-        called = [*self._methods, "reset", "get_reward", "close"]
-        return {name: inspect.iscoroutinefunction(found[name]) for name in called if name in found}
+            self.tools.append(_schema(methods[name] if is_static else MethodType(methods[name], cls)))
+        called = [*self._methods, *NOT_TOOLS]
+        return {name: inspect.iscoroutinefunction(methods[name]) for name in called if name in methods}
 
     def episode(self) -> Episode:
-        """One rollout, with an instance of its own. Raises what the constructor of the class raises."""
+        """A new rollout with an instance of its own. Raises any exception of the class's constructor."""
         instance = None
         if self._factory is not None:
             instance = self._idle.pop() if self._idle else self._factory()
@@ -148,7 +140,7 @@ class Environment:
         return Episode(self, instance, {**self._functions, **{method.__name__: method for method in methods}})
 
     def is_done(self, instance: Any) -> bool:
-        """What the class says by `done`."""
+        """Whether the class ends the rollout by `done`."""
         if not self._declares_done:
             return False
         done = instance.done
@@ -167,8 +159,8 @@ class Environment:
             await _close(self._idle.pop())
 
 
-class _Asked(NamedTuple):
-    """A call as the model wrote it, and its arguments once they could be read."""
+class _Call(NamedTuple):
+    """A call as the model wrote it, and its arguments once they are read."""
 
     tool: str
     written: str
@@ -188,11 +180,11 @@ class Episode:
 
         Args:
             row: all columns of the row, without the one that chose the environment.
-            seeds: {"group": a number of the group's position in the stream, "sample": number in the group}; without
-                them nothing is seeded. All members of a group get the same state here, and their own in later calls.
+            seeds: {"group": number of the group, "sample": number in the group}; None: nothing is seeded. All members
+                of a group start in the same random state, and have a state of their own in later calls.
 
         Raises:
-            whatever `reset` of the class raises, and TypeError for what it may not return.
+            TypeError: `reset` returned a value of another type. Exceptions of `reset` are raised too.
         """
         self._seeds = seeds
         nothing = {"messages": None, "text": None}
@@ -220,28 +212,28 @@ class Episode:
         )
 
     async def call(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Run the calls of one turn: functions in order, then coroutines together; their answers in that order, too.
+        """Run the calls of one turn: functions in order, then coroutines together. The answers have the same order.
 
         Args:
             calls: `tool_calls` of an assistant message; arguments as JSON text or as a mapping. The `error` of a call
                 that could not be read is its answer.
 
         Returns:
-            {"answers": one message per call, {"role": "tool", "name", "content"}, "done": the class says that the
-            rollout ends here, "errors": how many answers are errors, "faults": those for which the model may not be to
-            blame, see `Fault`}. A content is text, but for a tool that returned a list, which stays one as it does in
-            TRL: `content_text` is what the model reads of it.
+            {"answers": one message per call, {"role": "tool", "name", "content"}, "done": True if the class ends the
+            rollout here, "errors": the number of answers that are errors, "faults": errors that the model may not have
+            caused, see `Fault`}. A content is text; only a list that a tool returned stays a list, as in TRL, and the
+            model reads `content_text` of it.
 
         Raises:
             MemoryError: any other exception of a tool becomes its answer.
         """
         answers: list[tuple[str, Any]] = []
-        waiting: list[tuple[_Asked, Any, Any]] = []
-        errors: list[tuple[_Asked, BaseException]] = []
+        waiting: list[tuple[_Call, Any, Any]] = []
+        errors: list[tuple[_Call, BaseException]] = []
         for call in calls:
             state = self._state(self._seeds and self._seeds["sample"], self._calls)
             self._calls += 1
-            asked = _Asked(_name(call), str(call.get("function")))
+            asked = _Call(_name(call), str(call.get("function")))
             try:
                 if call.get("error"):
                     raise ValueError(call["error"])
@@ -258,7 +250,7 @@ class Episode:
                 waiting.append((asked, result, state))
             except MemoryError:
                 raise
-            except BaseException as error:  # SystemExit, and what the confinement raises; the model must see it
+            except BaseException as error:  # the model must see SystemExit and errors of the confinement too
                 errors.append((asked, error))
                 answers.append((asked.tool, self._error(error, asked.written)))
         together = (self._awaited(result, state, asked.written) for asked, result, state in waiting)
@@ -281,12 +273,12 @@ class Episode:
         """Judge the rollout.
 
         Returns:
-            {"reward": of get_reward; None if there is none, or it says "not mine", "parts": the further numbers of
-            get_reward, "facts": what else it returned, and those of the class, "attributes": for an `EnvironmentView`,
-            None without a class}
+            {"reward": of get_reward, None if it is missing or returned None, "parts": its further numbers, "facts":
+            its further values, and the facts of the class, "attributes": for an `EnvironmentView`, None without a
+            class}
 
         Raises:
-            what `get_reward` raises, and ValueError or TypeError if it does not return a finite number.
+            ValueError, TypeError: `get_reward` returned no finite number. Its own exceptions are raised too.
         """
         if self._instance is None:
             return {"reward": None, "parts": {}, "facts": {}, "attributes": None}
@@ -305,7 +297,7 @@ class Episode:
         return {"reward": returned.score, "parts": returned.numbers, "facts": facts, "attributes": said}
 
     async def close(self, *, broken: bool = False) -> None:
-        """End the rollout; the instance serves another one unless it is broken (an exception left it half done)."""
+        """End the rollout. The instance serves another rollout unless it is `broken`: an exception interrupted it."""
         instance, self._instance = self._instance, None
         if instance is not None:
             await self._environment.give_back(instance, broken=broken)
@@ -321,7 +313,7 @@ class Episode:
         return await seeding.swapped(result, state) if inspect.isawaitable(result) else result
 
     async def _awaited(self, result: Any, state: Any, written: str) -> Any:
-        """The content of an answer, or the exception: SystemExit would end the event loop."""
+        """The content of an answer, or the exception; a raised SystemExit would end the event loop."""
         try:
             value = await seeding.swapped(result, state)
             with state:
@@ -339,9 +331,9 @@ class Episode:
         return self._text({"error": text})
 
     def _content(self, result: Any, written: str) -> Any:
-        """What the message says of a result: a list that JSON can say stays a list, all else is text.
+        """The content of the message for a result: a list that JSON can express stays a list; anything else is text.
 
-        A tool that returns its traceback tells of an error, as one that raises.
+        A returned traceback hides paths of this machine, like an exception.
         """
         if isinstance(result, str) and TRACEBACK in result:
             result = without_places(result, written=written)
@@ -357,21 +349,22 @@ class Episode:
         return printable(text if cut <= 0 else f"{text[:MAX_CHARACTERS]}\n[{cut} more characters were cut]")
 
 
-def named_by(function: Callable[..., Any], *others: Any) -> set[str]:
-    """The parameters of a function, and the texts in its code, in others, and in what they use of their modules.
+def column_names(function: Callable[..., Any], *others: Any) -> set[str]:
+    """Names, in lower case, of the columns that code may read; a name that the code computes is not found.
 
-    All in lower case. So a column that code reads is known before it runs, but for one whose name it computes.
+    These are the parameters of the function and every text in its code, in `others`, and in the functions, classes and
+    constants of their modules that they use.
     """
-    found = set(inspect.signature(function).parameters)
+    names = set(inspect.signature(function).parameters)
     waiting: list[Any] = [function, *others]
-    seen: dict[int, Any] = {}  # it keeps them, so that no other has the number of one
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay unique
     while waiting:
         each = waiting.pop()
         if id(each) in seen:
             continue
         seen[id(each)] = each
         if isinstance(each, str):
-            found.add(each)
+            names.add(each)
         elif isinstance(each, MappingProxyType) or (isinstance(each, CONTAINERS) and len(each) <= MAX_NAMES):
             waiting += [*each, *(each.values() if isinstance(each, Mapping) else ())]
         elif isinstance(each, CodeType):
@@ -385,10 +378,10 @@ def named_by(function: Callable[..., Any], *others: Any) -> set[str]:
         elif isinstance(each, FunctionType):
             used = [each.__globals__.get(name) for name in _names_in(each.__code__)]
             waiting += [inspect.unwrap(each), each.__code__, each.__defaults__, each.__kwdefaults__]
-            waiting += [one for one in used if isinstance(one, str | CONTAINERS)]
-            of_code = (one for one in used if isinstance(one, type | FunctionType))
-            waiting += [one for one in of_code if one.__module__ == each.__module__]
-    return {name.lower() for name in found}
+            waiting += [value for value in used if isinstance(value, str | CONTAINERS)]
+            code = (value for value in used if isinstance(value, type | FunctionType))
+            waiting += [value for value in code if value.__module__ == each.__module__]
+    return {name.lower() for name in names}
 
 
 def _names_in(code: CodeType) -> set[str]:
@@ -397,7 +390,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def content_text(content: Any) -> str:
-    """What a template writes for the content of a message: text as it is, the texts of blocks joined, else `str`."""
+    """The content of a message as text: texts of blocks are joined; any other value is written by `str`."""
     if isinstance(content, str):
         return content
     blocks = content if isinstance(content, list) else ()
@@ -413,7 +406,7 @@ def _name(call: Mapping[str, Any]) -> str:
 
 
 def _arguments(written: Any) -> Any:
-    """The arguments of a call; anything but a mapping is left for `**` to refuse, with TRL's text."""
+    """The arguments of a call. Values that are no mapping pass: `**` refuses them with TRL's error text."""
     if not isinstance(written, str):
         return {} if written is None else written
     try:
@@ -436,14 +429,14 @@ def _class_of(factory: Callable[..., Any], options: Mapping[str, Any], label: st
             inspect.signature(factory).bind(**options)
             return factory
         instance = factory(**options)
-    except BaseException as error:  # SystemExit, and what the confinement raises
+    except BaseException as error:  # SystemExit and errors of the confinement too
         raise ValueError(f"{label}: it cannot be made: {type(error).__name__}: {error}") from error
     asyncio.run(_close(instance))
     return type(instance)
 
 
 async def _close(instance: Any) -> None:
-    """Call `close()` if there is one; an instance that cannot be closed harms nobody else."""
+    """Call `close()` of an instance if it has one. Its exceptions are ignored."""
     with contextlib.suppress(Exception):
         if callable(close := getattr(instance, "close", None)) and inspect.isawaitable(result := close()):
             await result
@@ -452,7 +445,7 @@ async def _close(instance: Any) -> None:
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return json_schema(function)
-    except Exception as error:  # a hint may name what is not there
+    except Exception as error:  # a type hint may name a missing class
         where = getattr(function, "__qualname__", function)
         raise ValueError(f"The tool {where} cannot be offered to a model: {error}") from error
 
@@ -468,8 +461,8 @@ def _imported(name: str, label: str) -> Callable[..., Any]:
     except BaseException as error:  # a module may raise anything, SystemExit too
         install = "; `environment.python` names another interpreter"
         raise ValueError(f"{label}: {import_problem(name, error, install=install)}.") from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
+    function = getattr(module, attribute, None)
+    if not callable(function):
         raise ValueError(f"{label}: {module_name} has no class or function {attribute}. Correct the name.")
     seeding.import_numpy()
-    return found
+    return function

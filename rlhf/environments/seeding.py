@@ -1,4 +1,4 @@
-"""The random state of a rollout: `random`, and `numpy.random` where numpy is installed, seeded and swapped with it."""
+"""The random state of a rollout: `random`, and `numpy.random` if numpy is installed."""
 
 from __future__ import annotations
 
@@ -13,50 +13,49 @@ from typing import Any
 
 
 def derive(*parts: int | str) -> int:
-    """A seed of 32 bits, which is what numpy takes, that depends on every part and on nothing else."""
+    """A seed of 32 bits, as numpy needs, that depends only on the parts."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "big")
 
 
 def import_numpy() -> None:
-    """Import numpy where it is installed: a class that imports it in the middle of a call is then seeded as well."""
-    with contextlib.suppress(Exception):  # a broken numpy is no concern of a class that does not use it
+    """Import numpy if it is installed, so that a class that imports it later, during a call, is seeded too."""
+    with contextlib.suppress(Exception):  # a broken numpy does not matter to a class that does not use it
         if importlib.util.find_spec("numpy"):
             importlib.import_module("numpy.random")
 
 
 class RandomState:
-    """The global generators while a `with` block of one rollout runs; outside they are as if it had not run."""
+    """A `with` block of one rollout has its own state of the global generators, which it leaves as they were before."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._inside: tuple[Any, Any] | None = None
-        self._outside: tuple[Any, Any] = (None, None)
+        self._inside: dict[str, Any] = {}  # state by generator
+        self._outside: dict[str, Any] = {}
 
     def __enter__(self) -> None:
-        numpy_random = sys.modules.get("numpy.random")
-        self._outside = (random.getstate(), numpy_random and numpy_random.get_state())
-        inside, numpy_inside = self._inside or (None, None)
-        if inside is None:
-            random.seed(self._seed)
-        else:
-            random.setstate(inside)
-        if numpy_random and numpy_inside is None:
-            numpy_random.seed(self._seed)
-        elif numpy_random:
-            numpy_random.set_state(numpy_inside)
+        self._outside = {}
+        for name, (get_state, set_state, set_seed) in _generators().items():
+            self._outside[name] = get_state()
+            set_state(self._inside[name]) if name in self._inside else set_seed(self._seed)
 
     def __exit__(self, *_: object) -> None:
-        numpy_random = sys.modules.get("numpy.random")
-        self._inside = (random.getstate(), numpy_random and numpy_random.get_state())
-        outside, numpy_outside = self._outside
-        random.setstate(outside)
-        if numpy_random and numpy_outside is not None:
-            numpy_random.set_state(numpy_outside)
+        for name, (get_state, set_state, _) in _generators().items():
+            self._inside[name] = get_state()
+            if name in self._outside:  # numpy may have been imported inside
+                set_state(self._outside[name])
+
+
+def _generators() -> dict[str, tuple[Any, Any, Any]]:
+    """The functions that read, set and seed each generator; numpy's only if it is imported."""
+    generators = {"random": (random.getstate, random.setstate, random.seed)}
+    if numpy := sys.modules.get("numpy.random"):
+        generators["numpy"] = numpy.get_state, numpy.set_state, numpy.seed
+    return generators
 
 
 @types.coroutine
 def swapped(awaitable: Awaitable[Any], state: contextlib.AbstractContextManager[Any]) -> Generator[Any, Any, Any]:
-    """Await something; the state is in place while its code runs, and not while it waits."""
+    """Await something. The state is in place while its code runs, but not while it waits."""
     iterator: Any = awaitable.__await__()
     resume, value = next, iterator
     while True:

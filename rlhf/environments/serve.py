@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf.environments import seeding
-from rlhf.environments.contract import BUILT_IN, Environment, named_by
+from rlhf.environments.contract import BUILT_IN, Environment, column_names
 from rlhf.environments.program import LimitError, Program
 from rlhf.processes import attributes
 from rlhf.processes.channel import Channel
@@ -94,10 +94,10 @@ def _about(environment: Kind, part: Mapping[str, Any], answers: Sequence[str]) -
     if isinstance(environment, Environment):
         about |= {"tools": environment.tools, "rewards": environment.has_reward, "blocking": bool(environment.blocking)}
         about |= {"plays": False, "program": False}
-        named = environment.named
+        named = environment.column_names
     elif environment is not None and not isinstance(environment, Program):
         about |= {"blocking": False, "program": False}
-        named = named_by(environment)
+        named = column_names(environment)
     given = environment is None or part["gives_answer"]  # a service is the user's own
     return {**about, "withheld": [] if given else [column for column in answers if column not in named]}
 
