@@ -1,22 +1,16 @@
 """The rollout of a coroutine or a program, which asks for turns, one after another or many at once.
 
-Each request names its context, as messages or as ids. A context that goes on from a known one is appended to that log,
-with the ids that were sampled; one that leaves it earlier, or leaves it a second time, begins a sequence of its own
-with the ids up to there (they are no response of the new sequence, so a token is trained once). Any other context is
-rendered, and begins a sequence as a prompt does.
+Each request names its context, as messages or as ids. A request that continues the last turn of a log is appended to
+that log. A request that continues an earlier turn, or a turn that another request has continued, starts a new sequence
+with the ids up to that turn; they are its prompt, so each token is trained once. Any other context is rendered and
+starts a new sequence.
 
     play: generate([user]) ──> log 1: prompt, turn 1
           generate([user, turn 1, critique])  ──> log 1 goes on: critique, turn 2
           generate([user, turn 1, question])  ──> log 2: the ids of log 1 up to turn 1, question, turn 2'
 
-Each request is counted by its kind (`calls` of the facts):
-
-    first, continued        begins the rollout; goes on from a turn
-    parallel, retried       is asked for while others are sampled; asks once more for what was answered
-    branched                continues a turn that another request has already continued
-    rewritten               shares its first message with another: a message was changed, or a turn was cut by a limit
-                            before it ended, after which no log goes on
-    separate                shares nothing: a title, a summary, another agent
+Each request is counted by its kind in the facts (`calls`); docs/environments.md explains the kinds, and
+`environment.trained_sequences` chooses among them.
 """
 
 from __future__ import annotations
@@ -50,25 +44,25 @@ from rlhf.rollout.token_log import TokenLog
 from rlhf.types import Outcome, Prompt, Rollout
 
 MAX_RENDERED = 1000  # new messages of a request
-MAX_REFUSED = 1000  # turns past a limit that a coroutine may ask for: one that does not look at them never ends
-UNNOTICED_S = 0.005  # of the event loop, for one context
+MAX_REFUSED = 1000  # turns past a limit that a coroutine may ask for; a coroutine that ignores limits never ends
+UNNOTICED_S = 0.005  # a context that takes the event loop longer delays the next context of its rollout
 
 
 class TooLongError(FailedError):
     """A context is longer than a sequence may be."""
 
 
-# Runs the coroutine or program, which asks for the turns, to its end; raises as a session does.
+# Runs the coroutine or program to its end. Raises CallLimitError or FailedError.
 Play = Callable[["Branches"], Awaitable[Outcome]]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn that was asked for.
+    """The answer to a request.
 
     Attributes:
-        completion: None for a turn past a limit: it says nothing.
-        prompt_ids: [P] int32, what it was sampled after.
+        completion: None for a turn past a limit, which is empty.
+        prompt_ids: [P] int32, the tokens before the turn.
     """
 
     message: Message
@@ -78,15 +72,15 @@ class Turn:
 
 @dataclass
 class _Context:
-    """The end of a turn, after which a request may go on: `length` ids of a log."""
+    """The end of a turn, which a request may continue: the first `length` ids of a log."""
 
     log: TokenLog
     length: int
     messages: tuple[str, ...] | None  # the units up to here (`_units`); None: the request named ids
     continued: bool = False
 
-    def begins(self, request: Mapping[str, Any], messages: tuple[str, ...]) -> bool:
-        """Whether the request's context goes on from here."""
+    def is_continued_by(self, request: Mapping[str, Any], messages: tuple[str, ...]) -> bool:
+        """Whether the request's context starts with this context."""
         if "token_ids" in request:
             return np.array_equal(request["token_ids"][: self.length], self.log.token_ids[: self.length])
         return self.messages is not None and messages[: len(self.messages)] == self.messages
@@ -94,11 +88,11 @@ class _Context:
 
 @dataclass
 class Branches:
-    """The contexts of one rollout, and the turns that are asked for.
+    """The contexts and turns of one rollout.
 
     Attributes:
         trained: kinds of requests whose sequences are trained.
-        logs: of those sequences.
+        logs: the logs of these sequences.
     """
 
     generate: NextTurn
@@ -120,7 +114,7 @@ class Branches:
     ended: bool = False
 
     async def answer(self, request: Mapping[str, Any]) -> Message:
-        """The turn that a coroutine asks for; the message has finish_reason and token_ids too."""
+        """The turn for a coroutine: a message with finish_reason and token_ids."""
         turn = await self.turn(request)
         if turn.completion is None:
             return {**turn.message, "finish_reason": "length", "token_ids": []}
@@ -128,7 +122,7 @@ class Branches:
         return {**turn.message, "finish_reason": turn.completion.finish_reason, "token_ids": token_ids}
 
     async def turn(self, request: Mapping[str, Any]) -> Turn:
-        """`_answer`, counted while it is sampled."""
+        """The turn for a request; `all_answered` waits for it."""
         if self.ended:
             raise FailedError("the coroutine has ended")
         task = asyncio.current_task()
@@ -139,19 +133,19 @@ class Branches:
             self.answering.discard(task)
 
     async def all_answered(self) -> None:
-        """Wait for turns that a coroutine has left: no engine may be busy with a rollout that has ended."""
+        """Wait for turns that the coroutine did not wait for: no engine may work for a rollout that has ended."""
         self.ended = True
         if waiting := [task for task in self.answering if task is not None]:
             await asyncio.wait(waiting)
 
     async def _answer(self, request: Mapping[str, Any]) -> Turn:
-        """The turn after `messages` (and `tools`) or `token_ids`."""
+        """Sample the turn after the request's `messages` (with `tools`) or `token_ids`."""
         if not self.kinds:
-            self.played.began = time.monotonic()  # a program has waited for its place, and imported its client
+            self.played.began = time.monotonic()  # the wait for a process and the client's imports do not count
         most, asked = self.limits.max_response_tokens, request.get("max_tokens")
         if asked is not None:
             if not isinstance(asked, int) or asked < 1:
-                raise FailedError(f"`generate` was called with max_tokens={asked!r}, not a whole number from 1 on.")
+                raise FailedError(f"`generate` was called with max_tokens={asked!r}. Use a whole number of at least 1.")
             most = min(most, asked)
         async with self._reading(most):
             if limit := "max_rollout_tokens" if self._left() < 1 else self.played.reached_limit(self.limits):
@@ -174,7 +168,7 @@ class Branches:
         completion = await self._sampled(request, log, budget)
         message = dict(completion.message or {"role": "assistant", "content": ""})
         self.calls |= {call["id"]: self._call(call) for call in message.get("tool_calls") or ()}
-        if completion.finish_reason != "stop" and len(completion.token_ids) != asked:  # else as the coroutine wanted it
+        if completion.finish_reason != "stop" and len(completion.token_ids) != asked:  # not cut by max_tokens
             self.played.end_cut(completion.finish_reason, budget, self.limits)
         before = max((i for i, each in enumerate(messages) if each["role"] == "assistant"), default=-1)
         self.played.messages += [*map(_with_text, messages[before + 1 :]), message]  # since the model's last turn
@@ -205,11 +199,14 @@ class Branches:
 
     @contextlib.asynccontextmanager
     async def _reading(self, most: int = 0) -> AsyncIterator[None]:
-        """A context is read, when `most` tokens are left; for as long again no other is: it holds up everybody."""
+        """Wait until `most` tokens are left, then read a context.
+
+        Reading blocks the event loop of all rollouts, so the rollout's next context waits as long as this one took.
+        """
         await self.read.acquire()
-        began = float("inf")  # waiting for tokens, which may be cancelled, holds up nobody
+        began = float("inf")  # waiting for tokens, which may be cancelled, blocks no other rollout
         try:
-            async with self.turn_ended:  # those in progress may leave some of what they were promised
+            async with self.turn_ended:  # running turns may return some of their promised tokens
                 await self.turn_ended.wait_for(lambda: not self.promised or self._left() >= most)
             began = time.monotonic()
             yield
@@ -221,7 +218,7 @@ class Branches:
                 asyncio.get_running_loop().call_later(seconds, self.read.release)
 
     async def count(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> int:
-        """Tokens of a conversation, nothing of which is sampled."""
+        """The number of tokens of a conversation; nothing is sampled."""
         async with self._reading():
             try:
                 return len(self._ids({"messages": messages, "tools": tools}))
@@ -233,7 +230,7 @@ class Branches:
         return self.limits.max_rollout_tokens - self.sampled - self.promised
 
     def _refuse(self, why: str) -> Turn:
-        """A turn past a limit: it says nothing."""
+        """An empty turn past the limit `why`."""
         self.played.end("length", why)
         self.refused += 1
         if self.refused > MAX_REFUSED:
@@ -243,16 +240,20 @@ class Branches:
         return Turn({"role": "assistant", "content": ""}, None, np.empty(0, np.int32))
 
     def _log_of(self, request: Mapping[str, Any], units: Sequence[tuple[str, int]]) -> TokenLog | None:
-        """The log that the request goes on with, its ids appended up to where the engine is to go on.
+        """The log that the engine continues for this request, with the request's ids appended.
 
-        None if there is no room for another token; FailedError if the engine would refuse the ids.
+        Returns:
+            None if there is no room for another token.
+
+        Raises:
+            FailedError: the engine would refuse the ids.
         """
         texts = tuple(text for text, _ in units)
-        known = [context for context in self.contexts if context.begins(request, texts)]
+        known = [context for context in self.contexts if context.is_continued_by(request, texts)]
         context = max(known, key=lambda context: context.length, default=None)
         said = _said_after(context, request, units)
         if said is not None and any(message["role"] == "assistant" for message in said):
-            context = None  # a later turn was cut or changed: its text is a part of a prompt
+            context = None  # a later turn was cut or changed, so its text becomes part of a prompt
         if context is None:
             more = self._ids(request)
         elif said is None:
@@ -268,8 +269,8 @@ class Branches:
             if self.sampled:
                 return None
             raise TooLongError(
-                f"`generate` was called with {len(token_ids)} tokens, and a sequence has at most "
-                f"{self.limits.max_sequence_tokens}: data.max_prompt_tokens and rollout.max_rollout_tokens. Raise them."
+                f"`generate` was called with {len(token_ids)} tokens; a sequence has at most "
+                f"{self.limits.max_sequence_tokens}. Raise data.max_prompt_tokens or rollout.max_rollout_tokens."
             )
         asked = texts or (str(list(request["token_ids"])),)
         kind = self._kind(context, asked)
@@ -290,7 +291,7 @@ class Branches:
         return self.templates.prompt(list(map(_with_text, _few(request["messages"]))), request.get("tools"))
 
     def _kind(self, context: _Context | None, texts: tuple[str, ...]) -> str:
-        """What a request is to those before it; see above."""
+        """The kind of a request (`KINDS`, or "continued"), given the earlier requests."""
         if context is not None and not context.continued:
             return "continued"
         if not self.kinds:
@@ -305,10 +306,10 @@ class Branches:
         return "rewritten" if any(_opening(other) == opening for other in self.asked) else "separate"
 
     def _units(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
-        """What compares of messages, and the message that each is of: a block of text, or a whole other message.
+        """Parts of messages that can be compared, each with the number of its message.
 
-        Clients add and drop fields, cut spaces at the end of what the model said, leave its thoughts out, and make one
-        message of several of a user. A call is known by the id that it got here.
+        Clients add and drop fields, strip spaces after the model's text, omit its thoughts, and join messages of a
+        user. So a unit is a block of text with the message's role and calls. A call is known by its id.
         """
         return [
             (json.dumps([message["role"], text, calls], sort_keys=True), number)
@@ -333,10 +334,11 @@ async def play_coroutine(
     limits: Limits,
     trained: Collection[str] = KINDS,
 ) -> Rollout:
-    """Run a coroutine to its end. What fails is in the rollout's outcome, never raised.
+    """Run a coroutine or program to its end. A failure is the rollout's outcome; it is never raised.
 
     Args:
-        trained: kinds of requests; sequences that others have begun are not in the rollout, which is judged as it is.
+        trained: kinds of requests. The rollout leaves out sequences that requests of other kinds started; its reward
+            does not change.
     """
     branches = Branches(generate, templates, limits, trained)
     played = branches.played
@@ -344,7 +346,7 @@ async def play_coroutine(
         outcome = await play(branches)
         await branches.all_answered()
         if not branches.sampled:
-            raise FailedError("nothing was asked of the model, so there is nothing to train on.")
+            raise FailedError("the model was asked for nothing, so there is nothing to train on.")
     except (CallLimitError, FailedError) as error:
         outcome = played.fail(error)
     await branches.all_answered()
@@ -360,27 +362,27 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
         return [content.strip() if message["role"] == "assistant" else content]
     if isinstance(content, list) and all(isinstance(text, str) for text in content):
         return list(content)
-    return [json.dumps(content, sort_keys=True, default=str)]  # blocks of another form, which the template reads
+    return [json.dumps(content, sort_keys=True, default=str)]  # blocks of another form; the template reads them
 
 
 def _with_text(message: Mapping[str, Any]) -> Message:
-    """The message for a template: a content in parts as one text."""
+    """The message for a template: parts of its content are joined to one text."""
     read = read_message(message)
     content = read["content"]
     return read if isinstance(content, str) else {**read, "content": joined(content, read["role"])}
 
 
 def _few(messages: list[Any]) -> list[Any]:
-    """Messages that are rendered at once; some templates (Gemma 4's) take the square of their number."""
+    """The messages, if they are few; the time of some templates (Gemma 4's) grows with the square of their number."""
     if len(messages) > MAX_RENDERED:
-        raise FailedError(f"a request has {len(messages)} new messages, and at most {MAX_RENDERED} are taken at once.")
+        raise FailedError(f"a request has {len(messages)} new messages, and at most {MAX_RENDERED} are accepted.")
     return messages
 
 
 def _said_after(
     context: _Context | None, request: Mapping[str, Any], units: Sequence[tuple[str, int]]
 ) -> list[Message] | None:
-    """The messages of a request after a context; None where there is none, or the request names ids."""
+    """The messages of a request after a context; None without a context, or if the request names ids."""
     if context is None or "token_ids" in request:
         return None
     rest = units[len(context.messages or ()) :]
@@ -388,7 +390,7 @@ def _said_after(
 
 
 def _opening(texts: tuple[str, ...]) -> str | None:
-    """The first unit of a conversation that is no system prompt, which some agents write anew at every call."""
+    """The first unit that is no system prompt, since some agents rewrite the system prompt at every call."""
     return next((text for text in texts if not text.startswith('["system"')), None)
 
 

@@ -37,53 +37,53 @@ SHARED = 64  # sessions of coroutines that share a process
 
 @dataclass(eq=False)
 class _Seat:
-    """A session in the thread of the workers."""
+    """A session as the thread of the workers knows it."""
 
     number: int
     blocking: bool
-    once: bool  # its process is not used again: what a program leaves running has to end
+    once: bool  # its process is not used again, so that processes which a program left running end too
     worker: Worker | None = None  # None: it waits for one
-    asked: dict[int, tuple[str, asyncio.Future[Any]]] = field(default_factory=dict)  # requests that have no answer yet
+    asked: dict[int, tuple[str, asyncio.Future[Any]]] = field(default_factory=dict)  # requests without an answer
     waiting: list[dict[str, Any]] = field(default_factory=list)  # messages until it has a worker
     lost: Exception | None = None
 
 
-def _is_of_model(do: str, seat: _Seat) -> bool:
-    """Whether the model has asked for this work: a call, or a program, which has a process for itself."""
+def _caused_by_model(do: str, seat: _Seat) -> bool:
+    """True for tool calls and programs. If these exceed a limit, the model gets the blame."""
     return do == "call" or (do == "play" and seat.blocking)
 
 
 def _home(folder: Path) -> Path:
-    """The folder of a program, or that around the `bin` of an interpreter, which also has its packages."""
-    around = folder.parent
-    has_packages = any(any(around.glob(name)) for name in ("pyvenv.cfg", "lib/python*", "lib/node_modules"))
-    return around if folder.name == "bin" and around != Path("/") and has_packages else folder
+    """The folder of a program; for the `bin` of an interpreter its parent, which also has the packages."""
+    parent = folder.parent
+    has_packages = any(any(parent.glob(name)) for name in ("pyvenv.cfg", "lib/python*", "lib/node_modules"))
+    return parent if folder.name == "bin" and parent != Path("/") and has_packages else folder
 
 
-def _read_by(commands: Sequence[Sequence[str]], python: str) -> list[str]:
-    """What programs need to read: the folders of the files that their commands name, and of their interpreters.
+def readable_folders(commands: Sequence[Sequence[str]], python: str) -> list[str]:
+    """The folders that programs need to read: those of their interpreters and of the files in their commands.
 
     Raises:
-        ValueError: there is no such program.
+        ValueError: a program or script does not exist, or stands in /.
     """
     readable: set[Path] = set()
     for command in filter(None, commands):
-        found = shutil.which(python if command[0] == "python" else command[0])
-        if found is None:
+        program = shutil.which(python if command[0] == "python" else command[0])
+        if program is None:
             raise ValueError(
-                f"environment.command={list(command)}: no program {command[0]} is there. Name one, such as "
-                "venv/bin/python, or python for environment.python, by default the interpreter of the run."
+                f"environment.command={list(command)}: no program {command[0]} is there. Name another one, such as "
+                "venv/bin/python; `python` means environment.python, by default the interpreter of the run."
             )
         script = next((word for word in command[1:] if not word.startswith("-")), "")
         if script.endswith(".py") and not os.path.exists(script):
             raise ValueError(f"environment.command={list(command)}: there is no file {script}. Correct its path.")
-        own = {_home(Path(found).absolute().parent), _home(Path(found).resolve().parent)}
+        own = {_home(Path(program).absolute().parent), _home(Path(program).resolve().parent)}
         for path in (Path(command[number]).absolute() for number in named_files(command)):
             own.add(path if path.is_dir() else path.parent)
         if Path("/") in own:
             raise ValueError(
-                f"environment.command={list(command)}: its program, or what a word of it names, stands in /, so it "
-                "could read every file. Put that into a folder of its own."
+                f"environment.command={list(command)}: its program, or a file that it names, stands in /, so it "
+                "could read every file. Move it into a folder of its own."
             )
         readable |= own
     return sorted(map(str, readable))
@@ -93,11 +93,11 @@ class Hosts(Workers, Sessions):
     """The processes of a run's environments on this node; one event loop at a time opens sessions.
 
     Args:
-        port: of the endpoint, which programs may connect to.
+        port: the port of the endpoint, to which programs may connect.
         answers: columns that hold answers; see `serve.load`.
 
     Raises:
-        ValueError: a class or function cannot be loaded or offered to a model, and why.
+        ValueError: a class or function cannot be loaded or offered to a model.
         RuntimeError: the processes did not start in time.
     """
 
@@ -115,9 +115,9 @@ class Hosts(Workers, Sessions):
     ) -> None:
         Sessions.__init__(self, config, {})
         self.tools, self.port = tools, port
-        # The address of a service, which may have a password, is not told.
-        told = {"name", "options", "gives_answer"}
-        parts = {value: part.model_dump(include=told) for value, part in config.parts.items()}
+        # without the address of a service, which may hold a password
+        fields = {"name", "options", "gives_answer"}
+        parts = {value: part.model_dump(include=fields) for value, part in config.parts.items()}
         parts = parts or {"": {"name": None, "options": {}, "gives_answer": False}}
         hello = {"environments": parts, "tools": list(tools), "wall_seconds": config.wall_seconds, "answers": answers}
         names = [*(part["name"] or "" for part in parts.values()), *tools]
@@ -130,7 +130,7 @@ class Hosts(Workers, Sessions):
             raise ValueError(
                 f"environment.python={python}: no program is there. Name an interpreter (venv/bin/python)."
             )
-        readable = _read_by([part.command for part in config.parts.values()], python)
+        readable = readable_folders([part.command for part in config.parts.values()], python)
         reach = {"env": config.env, "readable": [*readable, *config.files], "files": config.files}
         for value, part in config.parts.items():
             parts[value]["program"] = part.model_dump(include={"command", "timeout_s", "returned_files"}) | reach
@@ -191,9 +191,9 @@ class Hosts(Workers, Sessions):
 
     def _end(self, session: int, broken: bool) -> None:
         seat = self._seats.pop(session, None)
-        if seat is None:  # it has asked nothing
+        if seat is None:  # the session has sent no request
             return
-        broken = broken or bool(seat.asked)  # it was cancelled in the middle of a call
+        broken = broken or bool(seat.asked)  # cancelled in the middle of a call
         self._lose(seat, FailedError("the session has ended"))
         if seat in self._waiting:
             self._waiting.remove(seat)
@@ -201,25 +201,25 @@ class Hosts(Workers, Sessions):
         if worker is None or worker.doomed:
             return
         del worker.work[session]
-        if seat.once or (broken and seat.blocking):  # it may compute for ever, or hold memory for good
+        if seat.once or (broken and seat.blocking):  # it may compute forever, or never free its memory
             self.kill(worker, DIED)
             return
         self.send(worker, {"session": session, "do": "close", "broken": broken})
         self._rest(worker)
 
     def _rest(self, worker: Worker) -> None:
-        """Stop the watch of a process of which nothing is asked."""
+        """Stop the watch of a process without open requests."""
         if not any(seat.asked for seat in worker.work.values()):
             worker.watch.stop()
         if not worker.work:
             worker.kind = None
 
     def most_processes(self, worker: Worker) -> int:
-        """Also where all tools are built in: the program of a model may fork for ever."""
+        """The limit of processes; it holds for built-in tools too, since a model's program may fork forever."""
         return self.shared_processes if worker.kind == "shared" else self._processes
 
     def on_turn(self) -> None:
-        """Give processes to the sessions that wait, and have more of them started."""
+        """Give processes to waiting sessions, and start more processes if needed."""
         idle = [worker for worker in self.free() if worker.kind is None]
         sharing = [worker for worker in self.free() if worker.kind == "shared"]
         left: deque[_Seat] = deque()
@@ -265,11 +265,11 @@ class Hosts(Workers, Sessions):
     def _answered(self, worker: Worker, message: dict[str, Any]) -> None:
         seat = next((seat for seat in worker.work.values() if message["id"] in seat.asked), None)
         if seat is None:
-            return  # it has left meanwhile
+            return  # the session has ended meanwhile
         do, future = seat.asked.pop(message["id"])
         if "error" not in message:
             self._resolve(future, message["result"])
-        elif message["limit"] and _is_of_model(do, seat):
+        elif message["limit"] and _caused_by_model(do, seat):
             self._resolve(future, CallLimitError(str(message["error"])))
         else:
             self._resolve(future, FailedError(f"{do}: {message['error']}"))
@@ -281,8 +281,8 @@ class Hosts(Workers, Sessions):
         asking = [seat for seat in seats if seat.asked]
         for seat in seats:
             do = next((do for do, _ in seat.asked.values()), "between calls")
-            of_model = over_limit and _is_of_model(do, seat) and len(asking) == 1
-            self._lose(seat, CallLimitError(detail) if of_model else FailedError(f"{do}: {detail}"))
+            is_models = over_limit and _caused_by_model(do, seat) and len(asking) == 1
+            self._lose(seat, CallLimitError(detail) if is_models else FailedError(f"{do}: {detail}"))
         worker.work.clear()
 
     def on_end(self, reason: str) -> None:
@@ -290,14 +290,14 @@ class Hosts(Workers, Sessions):
             self._lose(seat, FailedError(reason or "the environments were closed"))
 
     def _lose(self, seat: _Seat, error: Exception) -> None:
-        """End a session with an error, which all that it has asked and will ask gets."""
+        """End a session with an error: its open requests and all later ones get it."""
         seat.lost = error
         for _, future in seat.asked.values():
             self._resolve(future, error)
         seat.asked.clear()
 
     def _resolve(self, future: asyncio.Future[Any], value: Any) -> None:
-        """Give a future its value or exception, in its loop."""
+        """Set the value or exception of a future, in its event loop."""
 
         def resolve() -> None:
             if not future.done():

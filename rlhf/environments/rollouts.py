@@ -1,4 +1,4 @@
-"""Groups through environments: a session per rollout, the prompt as its reset leaves it, then its turns."""
+"""Groups with an environment: each rollout opens a session, adds the text of `reset` to its prompt, and plays turns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rlhf.rollout.requests import Completion, Parsing, SamplingSettings, request
 from rlhf.rollout.sampler import Generate
 from rlhf.types import Prompt, Rollout
 
-RESET_S = 30.0  # for a reset in a trial at the start of a run
+RESET_S = 30.0  # limit of a reset in a trial at the start of a run
 MAX_ERRORS, MAX_WARNINGS = 5, 10  # distinct errors that end a run and are shown; warnings about errors in a run
 IS_BROKEN = (
     "The tool is broken, not the model's call: repair it. If it refuses this call, let it raise a ValueError that says "
@@ -45,12 +45,12 @@ END_TOKENS = 64  # last tokens of a prompt in which a thought may be opened
 
 
 class Environments:
-    """The `play` of a Sampler whose rollouts have an environment or tools.
+    """Plays the rollouts of a Sampler that have an environment or tools.
 
     Args:
-        parsing: how the engines read tool calls in what the model writes.
-        tokenizer: decodes the end of a prompt that a reset has made.
-        endpoint: where programs reach the model; None where there are none.
+        parsing: how the engines read tool calls in responses.
+        tokenizer: decodes the end of a prompt that `reset` made.
+        endpoint: where programs reach the model; None without programs.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Environments:
     async def __call__(
         self, prompt: Prompt, samples: int, settings: SamplingSettings, generate: Generate
     ) -> tuple[Prompt, list[Rollout]]:
-        """Play the rollouts of a group at the same time; its prompt is that of the first one that could be reset."""
+        """Play the rollouts of a group concurrently. The group's prompt is that of the first successful reset."""
         played = [self._rollout(prompt, sample, settings, generate) for sample in range(samples)]
         tasks = [asyncio.ensure_future(rollout) for rollout in played]
         try:
             results = await asyncio.gather(*tasks)
         finally:
-            for task in tasks:  # one failed, or the group was cancelled: the others end, and close their sessions
+            for task in tasks:  # after an error or a cancellation the other rollouts end and close their sessions
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         first = next((opened for opened, _ in results if opened is not None), prompt)
@@ -89,7 +89,7 @@ class Environments:
     async def _rollout(
         self, prompt: Prompt, sample: int, settings: SamplingSettings, generate: Generate
     ) -> tuple[Prompt | None, Rollout]:
-        """The prompt as the reset leaves it, None if it failed, and the rollout."""
+        """The prompt after `reset`, None if it failed, and the rollout."""
         turns = next_turn(self._config, prompt, sample, replace(settings, parsing=self._parsing), generate)
         limits = self._limits(settings)
         try:
@@ -103,34 +103,34 @@ class Environments:
                 return None, await play_coroutine(prompt, sample, self._play(session), **how, trained=trained)
             opened = self.opened_prompt(prompt, session)
             return opened, await play_turns(opened, sample, session, **how)
-        except FailedError as error:  # the prompt that the reset has made cannot be used
+        except FailedError as error:  # the prompt that `reset` made cannot be used
             return None, failed_rollout(prompt, sample, error)
         finally:
             await session.close()
 
     def _play(self, session: HostedSession) -> Play:
-        """The rollout of a coroutine, or of a program behind the endpoint."""
+        """How to run a coroutine, or a program behind the endpoint."""
         if (endpoint := self._endpoint) is not None and session.is_program:
             return lambda branches: endpoint.play(branches, session.run)
         return lambda branches: session.play(branches.answer)
 
     def seeds(self, prompt: Prompt, sample: int) -> dict[str, int]:
-        """Those of a rollout: every member of a group starts in one state, and a resumed run repeats them."""
+        """The seeds of a rollout. Members of a group start in the same state; a resumed run repeats the seeds."""
         key = f"{self._config.run.seed}/{prompt.epoch}/{prompt.id}"
         return {"group": int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest()), "sample": sample}
 
     def opened_prompt(self, prompt: Prompt, session: HostedSession) -> Prompt:
-        """The prompt with the session's tools and what its reset said; FailedError if it cannot be used."""
+        """The prompt with the session's tools and the text of its reset. Raises FailedError if it cannot be used."""
         messages = opened_messages(prompt, session.opening, session.text, self._config)
         check_size(messages, most=self._config.data.max_prompt_tokens, key="data.max_prompt_tokens")
         try:
             token_ids = self._templates.prompt(messages, session.tools)
         except Exception as error:  # a template may raise anything about a message
-            raise FailedError(f"the prompt that reset has made cannot be rendered: {error}") from None
+            raise FailedError(f"the prompt that reset made cannot be rendered: {error}") from None
         if len(token_ids) > (longest := self._config.data.max_prompt_tokens):
             raise FailedError(
                 f"the prompt has {len(token_ids)} tokens after reset, more than data.max_prompt_tokens={longest}. "
-                "Raise it, or shorten what reset says and the descriptions of the tools."
+                "Raise it, or shorten the text of reset and the descriptions of the tools."
             )
         end = self._tokenizer.decode(token_ids[-END_TOKENS:].tolist(), skip_special_tokens=False)
         in_thought = opens_thought(end, self._parsing.marks)
@@ -149,16 +149,17 @@ class Environments:
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """What `reset` gets: the columns of the row, and the messages of its prompt, if it has one, as `prompt`."""
+    """The row for `reset`: its columns, and the messages of its prompt, if it has one, as `prompt`."""
     return {**prompt.columns, **({"prompt": list(prompt.messages)} if prompt.messages else {})}
 
 
 async def answered_at_once(
     hosts: Sessions, prompt: Prompt, text: str, config: GRPOConfig
 ) -> tuple[Prompt, Rollout] | None:
-    """A prompt after reset, and the rollout of a model that answers it with this text and calls no tool.
+    """The prompt after reset, and the rollout of a model that answers with this text and calls no tool.
 
-    None where nothing but a model can play the rollout (coroutines, programs), or the environment fails.
+    Returns:
+        None for coroutines and programs, which need a model, and if the environment fails.
     """
     played = Played(messages=[{"role": "assistant", "content": text}], turns=1)
     try:
@@ -179,7 +180,7 @@ def opened_messages(prompt: Prompt, opening: Sequence[Message] | None, text: str
     """The messages of the prompt after reset.
 
     Raises:
-        FailedError: there are none: neither the row nor reset has a prompt.
+        FailedError: neither the row nor reset has a prompt.
     """
     messages = [dict(message) for message in (prompt.messages if opening is None else opening)]
     if text and messages and messages[-1]["role"] == "user":
@@ -187,7 +188,7 @@ def opened_messages(prompt: Prompt, opening: Sequence[Message] | None, text: str
     elif text:
         messages.append({"role": "user", "content": text})
     if not messages:
-        raise FailedError("the row has no prompt, and reset has returned none. Return a text from reset.")
+        raise FailedError("the row has no prompt, and reset returned none. Return a text from reset.")
     if config.data.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.data.system_prompt})
     return messages
@@ -196,7 +197,7 @@ def opened_messages(prompt: Prompt, opening: Sequence[Message] | None, text: str
 def next_turn(
     config: GRPOConfig, prompt: Prompt, sample: int, settings: SamplingSettings, generate: Generate
 ) -> NextTurn:
-    """The requests of one rollout: each with its own noise, on the engine that has its prefix, while that lives."""
+    """A function for the turns of one rollout. Each turn has its own noise and prefers the engine of the last turn."""
     engine: int | None = None
 
     async def continue_ids(

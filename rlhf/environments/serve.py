@@ -1,16 +1,16 @@
-"""What a process with environments runs: messages of the driver -> the calls of its sessions. Standard library only.
+"""The program of a process with environments: it answers the driver's messages. Standard library only.
 
     {"id", "session", "do": "open", "environment", "row", "seeds"}   -> {"id", "result": {"messages", "text"}}
     {"id", "session", "do": "call", "calls"}                         -> {"id", "result": {"answers", "done", "errors"}}
     {"id", "session", "do": "finish"}                                -> {"id", "result": {"reward", "parts", ...}}
     {"id", "session", "do": "play", "row", "seeds"}                  -> {"id", "result": {"reward", "parts", ...}}
-          the program of a row, which gets "endpoint" too; or a coroutine, and meanwhile
-          {"asks", "session", "request"} -> {"answers", "message"} for each turn that it asks for
-    {"session", "do": "close", "broken"}                             nothing is answered
+          runs a program, whose message has "endpoint" too, or a coroutine, which asks for each of its turns:
+          {"asks", "session", "request"} -> {"answers", "message"}
+    {"session", "do": "close", "broken"}                             gets no answer
 
-What fails is answered with `error`, and with `limit` where the time or the memory of the call was used up. A session
-with blocking calls has the process for itself, and no event loop runs while it computes: its code may start one.
-Coroutines share the process and an event loop, in which `alive` is said every second.
+A failed request gets `error`, and `limit` is true if the call used up its time or memory. A session with blocking calls
+has a process of its own, and no event loop runs meanwhile, since its code may start one. Coroutines share a process and
+an event loop, which sends `alive` every second.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ MAX_ERROR = 2000  # characters of an error
 
 PROGRAM, SERVICE = "program", "service"
 Play = Callable[..., Awaitable[Any]]
-Kind = Environment | Program | Play | None  # None: a service, which the driver asks
+Kind = Environment | Program | Play | None  # None: a service; the driver asks it
 
 
 def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Make the environments, by the value of the column that chooses them; raises ValueError for a bad one.
+    """Make the environments by the value of the column that chooses them. Raises ValueError for a bad one.
 
     Args:
         hello: {"environments": {value: {"name", "options", "gives_answer", "program": arguments of `Program`}},
             "tools": names, "wall_seconds": of one call, "answers": columns that hold answers, in lower case}
 
     Returns:
-        The environments, with the limit of a call; and of each {"tools", "rewards", "blocking", "plays", "program",
-        "withheld"}: the columns that its rows leave out are those with answers that its code does not name.
+        The environments with the time limit of a call; and for each environment {"tools", "rewards", "blocking",
+        "plays", "program", "withheld"}. Withheld columns hold answers and are not named in its code; rows omit them.
     """
     parts, answers = hello["environments"], hello["answers"]
     environments = {value: _made(part, hello["tools"]) for value, part in parts.items()}
@@ -78,28 +78,28 @@ def _made(part: Mapping[str, Any], tools: Sequence[str]) -> Kind:
 
 
 def _coroutine(name: str | None) -> Play | None:
-    """The coroutine function of this name; None for everything else, also for what cannot be imported."""
+    """The coroutine function of this name; None if the name means anything else or cannot be imported."""
     if name is None or name in BUILT_IN:
         return None
-    with contextlib.suppress(BaseException):  # `Environment` says what is wrong
-        found = getattr(load_module(name), name.rpartition(":")[2], None)
-        return found if inspect.iscoroutinefunction(found) else None
+    with contextlib.suppress(BaseException):  # `Environment` reports the error
+        function = getattr(load_module(name), name.rpartition(":")[2], None)
+        return function if inspect.iscoroutinefunction(function) else None
     return None
 
 
 def _about(environment: Kind, part: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:
-    """What the driver is told of an environment, see `load`."""
+    """The description of an environment for the driver, see `load`."""
     about = {"tools": [], "rewards": True, "blocking": True, "plays": True, "program": True}
-    named = set[str]()
+    names = set[str]()
     if isinstance(environment, Environment):
         about |= {"tools": environment.tools, "rewards": environment.has_reward, "blocking": bool(environment.blocking)}
         about |= {"plays": False, "program": False}
-        named = environment.column_names
+        names = environment.column_names
     elif environment is not None and not isinstance(environment, Program):
         about |= {"blocking": False, "program": False}
-        named = column_names(environment)
-    given = environment is None or part["gives_answer"]  # a service is the user's own
-    return {**about, "withheld": [] if given else [column for column in answers if column not in named]}
+        names = column_names(environment)
+    gives_answer = environment is None or part["gives_answer"]  # a service is a server of the user
+    return {**about, "withheld": [] if gives_answer else [column for column in answers if column not in names]}
 
 
 def serve(channel: Channel, loaded: dict[str, Any]) -> None:
@@ -125,16 +125,16 @@ class Server:
 
     def __init__(self, channel: Channel, environments: Mapping[str, Kind], wall_seconds: float) -> None:
         self._channel, self._environments, self._wall_seconds = channel, environments, wall_seconds
-        self._sessions: dict[int, Any] = {}  # the episode of each
+        self._sessions: dict[int, Any] = {}  # session -> episode
         self._tasks: dict[int, set[asyncio.Task[None]]] = {}  # by session
         self._closing: set[asyncio.Task[None]] = set()  # of sessions that have ended
         self._arrived = asyncio.Event()
-        self._asked: dict[int, asyncio.Future[Any]] = {}  # turns that a coroutine waits for
+        self._asked: dict[int, asyncio.Future[Any]] = {}  # turns that coroutines wait for
         self._numbers = 0
-        self._has_coroutines = False  # the environment of the session that has this process for itself
+        self._has_coroutines = False  # of the environment that has this process for itself
 
     def runs_alone(self, message: Mapping[str, Any]) -> bool:
-        """Whether the message is of a session with blocking calls."""
+        """Whether the message belongs to a session with blocking calls."""
         if "environment" in message:
             environment = self._environments[message["environment"]]
             return isinstance(environment, Program) or (
@@ -161,7 +161,11 @@ class Server:
             self._send(message, answered)
 
     async def run_together(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
-        """Answer messages at the same time until no session is left; returns those after, and if the driver lives."""
+        """Answer messages concurrently until no session is left.
+
+        Returns:
+            The messages that came later, and whether the driver is still connected.
+        """
         self._arrived, loop, is_open = asyncio.Event(), asyncio.get_running_loop(), True
         loop.add_reader(self._channel.socket, self._arrived.set)
         alive = asyncio.ensure_future(self._say_alive())
@@ -186,7 +190,7 @@ class Server:
             self._channel.send({"alive": True})
 
     def _start(self, message: dict[str, Any]) -> None:
-        """Begin to answer a message of a session that shares the process."""
+        """Start to answer a message of a session that shares the process."""
         session = message["session"]
         if "answers" in message:
             if (future := self._asked.pop(message["answers"], None)) and not future.done():
@@ -216,10 +220,10 @@ class Server:
         try:
             self._channel.send(answer)
         except (TypeError, ValueError, RecursionError) as error:  # Python writes no number of over 4300 digits
-            self._channel.send(self._failed(message, f"what it says cannot be sent: {_text(error)}", limit=False))
+            self._channel.send(self._failed(message, f"its answer cannot be sent: {_text(error)}", limit=False))
 
     async def _answered(self, message: Mapping[str, Any], wall_seconds: float | None) -> dict[str, Any]:
-        """The answer to a message; {} for one that is not answered."""
+        """The answer to a message; an empty dictionary if the message gets none."""
         try:
             done = _caught(self._done(message))
             result = await (done if wall_seconds is None else _within(wall_seconds, done))
@@ -237,7 +241,7 @@ class Server:
         return {"id": message.get("id"), "error": printable(error)[:MAX_ERROR], "limit": limit}
 
     async def _done(self, message: Mapping[str, Any]) -> Any:
-        """Do what the message says."""
+        """Carry out the message's request."""
         session = message["session"]
         if message["do"] == "close":
             episode = self._sessions.pop(session, None)
@@ -260,7 +264,7 @@ class Server:
         session, quiet = message["session"], _Quiet(self._wall_seconds)
 
         async def generate(context: Any, *, tools: Any = (), max_tokens: int | None = None) -> Turn:
-            """The model's turn after these messages, or token ids."""
+            """The model's turn after these messages or token ids."""
             context = list(context)
             is_ids = bool(context) and not isinstance(context[0], Mapping)
             request = {"token_ids": [int(each) for each in context]} if is_ids else {"messages": context}
@@ -286,7 +290,7 @@ class Server:
 
 
 class Turn(dict[str, Any]):
-    """An assistant message, with what the engine says of it: `finish_reason` and `token_ids`."""
+    """An assistant message with two attributes of the engine: `finish_reason` and `token_ids`."""
 
     def __init__(self, message: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -295,11 +299,11 @@ class Turn(dict[str, Any]):
 
 
 class _EscapedError(Exception):
-    """Code raised what is no Exception: SystemExit, or that it has no network."""
+    """Code raised a BaseException that is no Exception, such as SystemExit or NoNetworkError."""
 
 
 async def _caught(awaitable: Awaitable[Any]) -> Any:
-    """Await code of the user; whatever it raises ends neither the event loop, nor the process, nor other rollouts."""
+    """Await code of the user. Its exceptions end neither the event loop, nor the process, nor other rollouts."""
     try:
         return await awaitable
     except (Exception, asyncio.CancelledError, GeneratorExit):
@@ -313,7 +317,7 @@ def _text(error: BaseException) -> str:
 
 
 async def _within(seconds: float, awaitable: Awaitable[Any]) -> Any:
-    """Await something for at most so long; unlike `wait_for` it does not mistake a TimeoutError of the code itself."""
+    """Await something for at most `seconds`; unlike `wait_for`, a TimeoutError of the code itself is not a limit."""
     task = asyncio.ensure_future(awaitable)
     try:
         if await asyncio.wait({task}, timeout=seconds) == (set(), {task}):
@@ -324,7 +328,7 @@ async def _within(seconds: float, awaitable: Awaitable[Any]) -> Any:
 
 
 class _Quiet:
-    """Ends a coroutine that neither comes to its end nor asks for a turn within `seconds`."""
+    """Ends a coroutine that neither finishes nor asks for a turn within `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._asking, self._heard = seconds, 0, time.monotonic()

@@ -1,4 +1,4 @@
-"""The sessions of a node's environments in the event loop; `hosts.py` and `nodes.py` reach their processes."""
+"""Sessions of environments in the event loop; `hosts.py` and `nodes.py` reach their processes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rlhf.environments.turns import Answers, CallLimitError, FailedError, Messag
 from rlhf.processes.channel import as_json
 from rlhf.types import Outcome
 
-FULL = "CAPACITY_REACHED"  # what a server of OpenEnv answers when it has no place for another session
+FULL = "CAPACITY_REACHED"  # in the answer of an OpenEnv server without room for another session
 FULL_PAUSE_S = 0.5
 LEFT_OUT = (
     "Rows leave out columns with answers that the code of their environment does not name: name it as a parameter of "
     "`reset`, or set environment.gives_answer: true"
 )
 MAX_PARTS, MAX_FACTS = 64, 64  # named numbers and facts of one rollout
-FAILED_COUNTS_S = 10.0  # that a failed session counts as open: where all fail at once, not every new one is opened
+FAILED_COUNTS_S = 10.0  # a failed session counts as open so long: a node where all fail gets few new sessions
 
 Answer = Callable[[Mapping[str, Any]], Awaitable[Message]]
 Service = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]  # see `service.Service.play`
@@ -42,9 +42,9 @@ class Sessions:
             "plays", "program", "withheld"}.
 
     Attributes:
-        services: those of the environments that are one, by that value.
-        opened: sessions that were reset; another node may have the same set.
-        open_sessions: how many this node has, those that wait for a process too; see FAILED_COUNTS_S.
+        services: the environments that are services, by the same value.
+        opened: sessions that were reset; another node may share this set.
+        open_sessions: number of sessions of this node, including those that wait for a process.
     """
 
     numbers = itertools.count(1)  # of the sessions of all nodes
@@ -59,7 +59,7 @@ class Sessions:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, row: Mapping[str, Any], seeds: Mapping[str, int]) -> HostedSession:
-        """Wait for a process, and for a place at the environment's server, and reset the environment of this row.
+        """Reset the environment of this row; wait for a process, and for room at the environment's server.
 
         Raises:
             FailedError: the row chooses no environment, or its reset failed.
@@ -100,28 +100,28 @@ class Sessions:
 
     @abstractmethod
     async def ask(self, session: int, message: dict[str, Any]) -> Any:
-        """Send a request of a session, and wait for its answer; the first one names its `environment`."""
+        """Send a request of a session and wait for its answer. The first request names the `environment`."""
 
     @abstractmethod
     def tell(self, session: int, message: dict[str, Any]) -> None:
-        """Send the turn that a coroutine has asked for."""
+        """Send a turn to the coroutine that asked for it."""
 
     @abstractmethod
     def end(self, session: int, *, broken: bool) -> None:
-        """End a session; `broken`: something failed in it, so its instance and its own process are not used again."""
+        """End a session. If it is `broken`, its instance and its own process are not used again."""
 
     def answers(self, session: int, answer: Answer) -> None:
-        """From now on `answer` gives the turns that the coroutine of this session asks for."""
+        """Use `answer` for the turns that the coroutine of this session asks for."""
         self._answers[session] = answer
 
     def leave(self, session: int, *, broken: bool) -> None:
-        """`end`, by the session itself."""
+        """End a session, and forget it."""
         self._answers.pop(session, None)
         self.opened.discard(session)
         self.end(session, broken=broken)
-        asyncio.get_running_loop().call_later(FAILED_COUNTS_S if broken else 0.0, self._one_less)
+        asyncio.get_running_loop().call_later(FAILED_COUNTS_S if broken else 0.0, self._count_ended)
 
-    def _one_less(self) -> None:
+    def _count_ended(self) -> None:
         self.open_sessions -= 1
 
     def _answer(self, session: int, number: int, request: dict[str, Any]) -> None:
@@ -144,12 +144,12 @@ class Sessions:
 
 
 class HostedSession:
-    """A rollout's environment, in a process of a node; every method raises CallLimitError or FailedError.
+    """A rollout's environment in a process of a node. Every method raises CallLimitError or FailedError.
 
     Attributes:
-        plays: a coroutine or program drives the rollout, in place of the model's calls.
-        opening: messages that the reset has made; None: those of the row.
-        text: of the reset, added to the last user message.
+        plays: True if a coroutine or program drives the rollout; otherwise the model's calls do.
+        opening: the messages of `reset`; None: the messages of the row.
+        text: the text of `reset`, which is added to the last user message.
     """
 
     def __init__(self, hosts: Sessions, number: int, about: Mapping[str, Any], start: dict[str, Any]) -> None:
@@ -161,7 +161,7 @@ class HostedSession:
         self._broken = False
 
     async def begin(self) -> None:
-        """Reset the environment; a coroutine begins when it is played."""
+        """Reset the environment. A coroutine or program starts later, in `play` or `run`."""
         if self.plays:
             return
         said = await self._ask({"do": "open", **self._start})
@@ -173,7 +173,7 @@ class HostedSession:
         said = await self._ask({"do": "call", "calls": list(calls)})
         with _checked("call"):
             messages = [{**_plain(each), "role": "tool", "name": str(each["name"])} for each in said["answers"]]
-            faults = [Fault(str(one["tool"]), str(one["said"]), bool(one["is_broken"])) for one in said["faults"]]
+            faults = [Fault(str(each["tool"]), str(each["said"]), bool(each["is_broken"])) for each in said["faults"]]
             errors = min(int(said["errors"]), len(calls))
             return Answers(tuple(messages), done=bool(said["done"]), errors=errors, faults=tuple(faults[:errors]))
 
@@ -191,7 +191,7 @@ class HostedSession:
             raise
 
     async def play(self, answer: Answer) -> Outcome:
-        """Run the coroutine to its end; `answer` gives it the turns that it asks for."""
+        """Run the coroutine to its end; `answer` supplies its turns."""
         failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         async def answer_or_fail(request: Mapping[str, Any]) -> Message:
@@ -212,21 +212,21 @@ class HostedSession:
             failed.cancel()
 
     async def run(self, endpoint: Mapping[str, str]) -> Outcome:
-        """Run the program, or have the service run its agent; `endpoint`: where it reaches the model, and its key."""
+        """Run the program, or ask the service for a rollout. `endpoint`: URL and key of the model."""
         ask = self._hosts.services.get(self._start["environment"], self._ask)
         return outcome_of(await ask({"do": "play", **self._start, "endpoint": dict(endpoint)}))
 
     async def close(self) -> None:
-        """Give the process back, or have it killed if it still computes or something failed in it."""
+        """Release the process. It is killed if it still computes or something failed in it."""
         self._hosts.leave(self.number, broken=self._broken)
 
 
 @contextlib.contextmanager
 def _checked(do: str) -> Iterator[None]:
-    """A context that reads what a process says; FailedError if it is not what our code sends."""
+    """A context that reads an answer of a process. Raises FailedError if the answer has another form than ours."""
     try:
         yield
-    except Exception as error:  # it may send anything: numbers beyond a float, nested lists
+    except Exception as error:  # user code may send anything: numbers beyond a float, nested lists
         raise FailedError(f"{do}: its process answered something else ({error})") from None
 
 
@@ -236,7 +236,7 @@ def _plain(message: Mapping[str, Any]) -> Message:
 
 
 def outcome_of(said: Mapping[str, Any]) -> Outcome:
-    """What a process says of a finished rollout."""
+    """The outcome of a finished rollout from the answer of its process."""
     with _checked("finish"):
         reward = None if said["reward"] is None else _number(said["reward"])
         parts = {str(name): _number(value) for name, value in list(said["parts"].items())[:MAX_PARTS]}

@@ -33,7 +33,7 @@ from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.rollout.requests import Parsing
 from rlhf.types import Prompt
 
-TRY_S = 10.0  # for the calls in the trial of all tools; each tool has at least a tenth of it
+TRY_S = 10.0  # limit of the calls in the trial of all tools; each tool has at least a tenth of it
 TURN_OFF = "Set environment.try_tools=false to try no tools at the start."
 MAY_BE_SOUND = (
     f"If no such arguments are allowed, let the tool raise a ValueError that says why: the model reads it. {TURN_OFF}"
@@ -41,18 +41,18 @@ MAY_BE_SOUND = (
 
 
 class StartedEnvironments(Environments, contextlib.AbstractContextManager["StartedEnvironments"]):
-    """The `play` of a sampler with its processes on this node; a context that ends them.
+    """Environments with their processes on this node; leaving the context ends the processes.
 
     Args:
-        say: gets the lines that the environments print, from another thread.
+        say: receives the printed lines of environments, from another thread.
 
     Raises:
-        ValueError: a class or function cannot be loaded, the template cannot go on after a turn, nothing would judge
-            the rollouts, or the key of a service or the address of the endpoint is not there.
+        ValueError: a class or function cannot be loaded, the template cannot continue after a turn, nothing would judge
+            the rollouts, the key of a service is missing, or the endpoint's address does not exist here.
 
     Attributes:
         spread: opens the sessions; a cluster adds its other nodes.
-        warnings: about the template, and what this kernel cannot keep the processes from.
+        warnings: about the template, and about restrictions that this kernel cannot enforce.
     """
 
     def __init__(self, config: GRPOConfig, tokenizer: Any, *, say: Callable[[str], None] = to_stderr) -> None:
@@ -91,8 +91,8 @@ class StartedEnvironments(Environments, contextlib.AbstractContextManager["Start
         kinds, reward = config.environment.trained_sequences, config.reward
         if kinds != ALL and not any(about["plays"] for about in self.hosts.about.values()):
             raise ValueError(
-                f"environment.trained_sequences={list(kinds)}: a rollout with a class or tools is one sequence, and no "
-                "request begins it. Remove the key."
+                f"environment.trained_sequences={list(kinds)}: a rollout with a class or tools is one sequence, "
+                "without requests. Remove the key."
             )
         if not (reward.leaves_something_ungraded and config.learns_from_rewards) or config.reward_model is not None:
             return
@@ -105,10 +105,10 @@ class StartedEnvironments(Environments, contextlib.AbstractContextManager["Start
                 )
 
     async def first_prompt(self, prompt: Prompt) -> Prompt:
-        """A prompt as the model will get it, from a session that is opened and closed for that.
+        """The prompt as the model will get it. A session is opened for that, and closed.
 
         Raises:
-            ValueError: its reset failed, or made a prompt that cannot be used.
+            ValueError: `reset` failed, or made a prompt that cannot be used.
         """
         try:
             session = await self.hosts.open(row_of(prompt), self.seeds(prompt, 0))
@@ -146,15 +146,15 @@ class StartedEnvironments(Environments, contextlib.AbstractContextManager["Start
                     opening = self.hosts.open(row_of(prompt), self.seeds(prompt, 0))
                     session = await asyncio.wait_for(opening, RESET_S)
                 except (TimeoutError, FailedError) as error:
-                    why = str(error) or f"its reset has not ended in {RESET_S:.0f} s"
-                    said = f"environment: its tools could not be tried with {prompt.id}: {why.removesuffix('.')}"
-                    warnings.append(f"{said}. {TURN_OFF}")
+                    reason = str(error) or f"its reset has not ended in {RESET_S:.0f} s"
+                    problem = f"environment: its tools could not be tried with {prompt.id}: {reason.removesuffix('.')}"
+                    warnings.append(f"{problem}. {TURN_OFF}")
                     break  # its other tools have the same reset
                 warnings.append(await self._try(tool["function"], session, max(TRY_S / 10, ends - time.monotonic())))
         return list(dict.fromkeys(filter(None, warnings)))
 
     async def _try(self, tool: Mapping[str, Any], session: HostedSession, within_s: float) -> str:
-        """A warning about a tool; an empty string if it answers or refuses on purpose. The session is closed."""
+        """Call a tool, and close the session. Returns a warning if the tool failed, or an empty string."""
         arguments = example(tool["parameters"])
         call = {"type": "function", "function": {"name": tool["name"], "arguments": arguments}}
         tried = f"environment: the tool {tool['name']}, tried with {arguments},"
@@ -182,7 +182,7 @@ class StartedEnvironments(Environments, contextlib.AbstractContextManager["Start
 
 
 def answer_columns(config: GRPOConfig) -> list[str]:
-    """The columns with answers, tests or criteria: those that the config names, and the usual ones; in lower case."""
+    """Columns with answers, tests or criteria, in lower case: the configured names and the usual names."""
     names = [*USUAL_COLUMNS["answer_column"], config.data.answer_column]
     names += [source.answer_column for source in (*config.data.train, *config.data.eval)]
     graded = [(part.name, part.options) for part in config.reward.all_parts]

@@ -291,7 +291,7 @@ def test_a_coroutine_that_asks_for_nothing_or_fails_costs_its_rollout() -> None:
         await answer({"messages": [USER]})
         raise FailedError("play: ValueError: no")
 
-    for coroutine, error in ((nothing, "asked of the model"), (fails, "ValueError")):
+    for coroutine, error in ((nothing, "the model was asked for nothing"), (fails, "ValueError")):
         rollout, _ = play(coroutine, ["one"])
         assert rollout.outcome is not None
         assert rollout.outcome.status == "environment_failed"

@@ -20,7 +20,7 @@ from processes import all_processes, below
 from waiting import eventually
 
 from rlhf.config.environment import EnvironmentConfig
-from rlhf.environments.hosts import Hosts, _read_by
+from rlhf.environments.hosts import Hosts, readable_folders
 from rlhf.environments.program import named_files
 from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.types import Outcome
@@ -193,7 +193,7 @@ def test_of_a_folder_bin_only_that_of_an_interpreter_opens_what_is_around_it(tmp
         program.write_text("#!/bin/sh\n")
         program.chmod(0o755)
         opened = tmp_path / around / ("" if packages else "bin")
-        assert _read_by([[str(program)]], sys.executable) == [str(opened)]
+        assert readable_folders([[str(program)]], sys.executable) == [str(opened)]
 
 
 def test_words_that_name_files_are_found_and_those_of_the_program_itself_are_left(
@@ -204,7 +204,7 @@ def test_words_that_name_files_are_found_and_those_of_the_program_itself_are_lef
         (tmp_path / name).write_text("")
     assert named_files(["python", "agent.py", "-m", "configs", "--out", "result.py"]) == {1, 3}
     assert named_files(["python", "-u", "-m", "configs", "agent.py"]) == {4}
-    _read_by([["python", "agent.py", "--out", "result.py"]], sys.executable)  # which it may write
+    readable_folders([["python", "agent.py", "--out", "result.py"]], sys.executable)  # which it may write
 
 
 def test_a_module_is_started_by_its_name_also_where_a_file_has_it(
