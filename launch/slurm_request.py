@@ -10,8 +10,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from rlhf.check.report import example_layout
-from rlhf.check.resources import count_gpus
+from rlhf.check.resources import count_gpus, count_nodes
 from rlhf.config.cli import PROGRAMS
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
@@ -28,7 +27,7 @@ def flags(config: TrainingProgramConfig) -> list[str]:
         nodes = math.ceil(gpus / per_node)
         if isinstance(config, GRPOConfig):
             per_node = min(gpus, config.cluster.gpus_per_node)
-            nodes = len(example_layout(roles, config.cluster))
+            nodes = count_nodes(roles, config.cluster.gpus_per_node)
     reserved = math.ceil(sum(role.count * role.cpus for role in roles) / nodes)
     asked = {"nodes": nodes, "cpus-per-task": max(reserved, CPUS_PER_GPU * max(1, per_node))}
     asked |= {"gpus-per-node": per_node} if per_node else {}

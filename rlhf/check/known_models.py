@@ -27,69 +27,52 @@ A3B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 76
 A22B = {**A3B, "moe_intermediate_size": 1536}
 MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
-# names, separated by blanks; the values of KEYS; and further keys
+# names, separated by blanks, each with @ and its context where that is another; the values of KEYS; and further keys
 ROWS: tuple[tuple[str, tuple[str | int | bool, ...], dict[str, int]], ...] = (
     ("Qwen/Qwen2.5-0.5B Qwen/Qwen2.5-0.5B-Instruct Qwen/Qwen2.5-Coder-0.5B Qwen/Qwen2.5-Coder-0.5B-Instruct",
      ("qwen2", 896, 4864, 24, 14, 2, 151936, True, 32768), {}),
-    ("Qwen/Qwen2.5-1.5B", ("qwen2", 1536, 8960, 28, 12, 2, 151936, True, 131072), {}),
-    ("Qwen/Qwen2.5-1.5B-Instruct Qwen/Qwen2.5-Coder-1.5B Qwen/Qwen2.5-Coder-1.5B-Instruct",
+    ("Qwen/Qwen2.5-1.5B@131072 Qwen/Qwen2.5-1.5B-Instruct Qwen/Qwen2.5-Coder-1.5B Qwen/Qwen2.5-Coder-1.5B-Instruct "
+     "Qwen/Qwen2.5-Math-1.5B@4096 Qwen/Qwen2.5-Math-1.5B-Instruct@4096",
      ("qwen2", 1536, 8960, 28, 12, 2, 151936, True, 32768), {}),
-    ("Qwen/Qwen2.5-Math-1.5B Qwen/Qwen2.5-Math-1.5B-Instruct",
-     ("qwen2", 1536, 8960, 28, 12, 2, 151936, True, 4096), {}),
     ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", ("qwen2", 1536, 8960, 28, 12, 2, 151936, False, 131072), {}),
     ("Qwen/Qwen2.5-3B Qwen/Qwen2.5-3B-Instruct Qwen/Qwen2.5-Coder-3B Qwen/Qwen2.5-Coder-3B-Instruct",
      ("qwen2", 2048, 11008, 36, 16, 2, 151936, True, 32768), {}),
-    ("Qwen/Qwen2.5-7B deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
-     ("qwen2", 3584, 18944, 28, 28, 4, 152064, False, 131072), {}),
-    ("Qwen/Qwen2.5-7B-Instruct Qwen/Qwen2.5-Coder-7B Qwen/Qwen2.5-Coder-7B-Instruct",
+    ("Qwen/Qwen2.5-7B@131072 deepseek-ai/DeepSeek-R1-Distill-Qwen-7B@131072 Qwen/Qwen2.5-7B-Instruct "
+     "Qwen/Qwen2.5-Coder-7B Qwen/Qwen2.5-Coder-7B-Instruct Qwen/Qwen2.5-Math-7B@4096 "
+     "Qwen/Qwen2.5-Math-7B-Instruct@4096",
      ("qwen2", 3584, 18944, 28, 28, 4, 152064, False, 32768), {}),
-    ("Qwen/Qwen2.5-Math-7B Qwen/Qwen2.5-Math-7B-Instruct", ("qwen2", 3584, 18944, 28, 28, 4, 152064, False, 4096), {}),
-    ("Qwen/Qwen2.5-14B deepseek-ai/DeepSeek-R1-Distill-Qwen-14B",
-     ("qwen2", 5120, 13824, 48, 40, 8, 152064, False, 131072), {}),
-    ("Qwen/Qwen2.5-14B-Instruct Qwen/Qwen2.5-Coder-14B Qwen/Qwen2.5-Coder-14B-Instruct",
+    ("Qwen/Qwen2.5-14B@131072 deepseek-ai/DeepSeek-R1-Distill-Qwen-14B@131072 Qwen/Qwen2.5-14B-Instruct "
+     "Qwen/Qwen2.5-Coder-14B Qwen/Qwen2.5-Coder-14B-Instruct",
      ("qwen2", 5120, 13824, 48, 40, 8, 152064, False, 32768), {}),
-    ("Qwen/Qwen2.5-32B Qwen/QwQ-32B", ("qwen2", 5120, 27648, 64, 40, 8, 152064, False, 131072), {}),
-    ("Qwen/Qwen2.5-32B-Instruct Qwen/Qwen2.5-Coder-32B Qwen/Qwen2.5-Coder-32B-Instruct Qwen/QwQ-32B-Preview",
+    ("Qwen/Qwen2.5-32B@131072 Qwen/QwQ-32B@131072 Qwen/Qwen2.5-32B-Instruct Qwen/Qwen2.5-Coder-32B "
+     "Qwen/Qwen2.5-Coder-32B-Instruct Qwen/QwQ-32B-Preview",
      ("qwen2", 5120, 27648, 64, 40, 8, 152064, False, 32768), {}),
-    ("Qwen/Qwen2.5-72B", ("qwen2", 8192, 29568, 80, 64, 8, 152064, False, 131072), {}),
-    ("Qwen/Qwen2.5-72B-Instruct", ("qwen2", 8192, 29568, 80, 64, 8, 152064, False, 32768), {}),
-    ("Qwen/Qwen2.5-Math-72B Qwen/Qwen2.5-Math-72B-Instruct",
+    ("Qwen/Qwen2.5-72B@131072 Qwen/Qwen2.5-72B-Instruct@32768 Qwen/Qwen2.5-Math-72B Qwen/Qwen2.5-Math-72B-Instruct",
      ("qwen2", 8192, 29568, 80, 64, 8, 152064, False, 4096), {}),
-    ("Qwen/Qwen3-0.6B", ("qwen3", 1024, 3072, 28, 16, 8, 151936, True, 40960), D128),
-    ("Qwen/Qwen3-0.6B-Base", ("qwen3", 1024, 3072, 28, 16, 8, 151936, True, 32768), D128),
-    ("Qwen/Qwen3-1.7B", ("qwen3", 2048, 6144, 28, 16, 8, 151936, True, 40960), D128),
-    ("Qwen/Qwen3-1.7B-Base", ("qwen3", 2048, 6144, 28, 16, 8, 151936, True, 32768), D128),
-    ("Qwen/Qwen3-4B", ("qwen3", 2560, 9728, 36, 32, 8, 151936, True, 40960), D128),
-    ("Qwen/Qwen3-4B-Base", ("qwen3", 2560, 9728, 36, 32, 8, 151936, True, 32768), D128),
-    ("Qwen/Qwen3-4B-Instruct-2507 Qwen/Qwen3-4B-Thinking-2507",
+    ("Qwen/Qwen3-0.6B Qwen/Qwen3-0.6B-Base@32768", ("qwen3", 1024, 3072, 28, 16, 8, 151936, True, 40960), D128),
+    ("Qwen/Qwen3-1.7B Qwen/Qwen3-1.7B-Base@32768", ("qwen3", 2048, 6144, 28, 16, 8, 151936, True, 40960), D128),
+    ("Qwen/Qwen3-4B@40960 Qwen/Qwen3-4B-Base@32768 Qwen/Qwen3-4B-Instruct-2507 Qwen/Qwen3-4B-Thinking-2507",
      ("qwen3", 2560, 9728, 36, 32, 8, 151936, True, 262144), D128),
-    ("Qwen/Qwen3-8B", ("qwen3", 4096, 12288, 36, 32, 8, 151936, False, 40960), D128),
-    ("Qwen/Qwen3-8B-Base", ("qwen3", 4096, 12288, 36, 32, 8, 151936, False, 32768), D128),
-    ("Qwen/Qwen3-14B", ("qwen3", 5120, 17408, 40, 40, 8, 151936, False, 40960), D128),
-    ("Qwen/Qwen3-14B-Base", ("qwen3", 5120, 17408, 40, 40, 8, 151936, False, 32768), D128),
+    ("Qwen/Qwen3-8B Qwen/Qwen3-8B-Base@32768", ("qwen3", 4096, 12288, 36, 32, 8, 151936, False, 40960), D128),
+    ("Qwen/Qwen3-14B Qwen/Qwen3-14B-Base@32768", ("qwen3", 5120, 17408, 40, 40, 8, 151936, False, 40960), D128),
     ("Qwen/Qwen3-32B", ("qwen3", 5120, 25600, 64, 64, 8, 151936, False, 40960), D128),
-    ("Qwen/Qwen3-30B-A3B", ("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, False, 40960), A3B),
-    ("Qwen/Qwen3-30B-A3B-Base", ("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, False, 32768), A3B),
-    ("Qwen/Qwen3-30B-A3B-Instruct-2507 Qwen/Qwen3-30B-A3B-Thinking-2507",
+    ("Qwen/Qwen3-30B-A3B@40960 Qwen/Qwen3-30B-A3B-Base@32768 Qwen/Qwen3-30B-A3B-Instruct-2507 "
+     "Qwen/Qwen3-30B-A3B-Thinking-2507",
      ("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, False, 262144), A3B),
-    ("Qwen/Qwen3-235B-A22B", ("qwen3_moe", 4096, 12288, 94, 64, 4, 151936, False, 40960), A22B),
-    ("Qwen/Qwen3-235B-A22B-Instruct-2507 Qwen/Qwen3-235B-A22B-Thinking-2507",
+    ("Qwen/Qwen3-235B-A22B@40960 Qwen/Qwen3-235B-A22B-Instruct-2507 Qwen/Qwen3-235B-A22B-Thinking-2507",
      ("qwen3_moe", 4096, 12288, 94, 64, 4, 151936, False, 262144), A22B),
-    ("meta-llama/Meta-Llama-3-8B meta-llama/Meta-Llama-3-8B-Instruct",
-     ("llama", 4096, 14336, 32, 32, 8, 128256, False, 8192), {}),
-    ("meta-llama/Llama-3.1-8B meta-llama/Llama-3.1-8B-Instruct meta-llama/Meta-Llama-3.1-8B "
-     "meta-llama/Meta-Llama-3.1-8B-Instruct deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+    ("meta-llama/Meta-Llama-3-8B@8192 meta-llama/Meta-Llama-3-8B-Instruct@8192 meta-llama/Llama-3.1-8B "
+     "meta-llama/Llama-3.1-8B-Instruct meta-llama/Meta-Llama-3.1-8B meta-llama/Meta-Llama-3.1-8B-Instruct "
+     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
      ("llama", 4096, 14336, 32, 32, 8, 128256, False, 131072), {}),
     ("allenai/Llama-3.1-Tulu-3-8B-DPO", ("llama", 4096, 14336, 32, 32, 8, 128264, False, 131072), {}),
     ("meta-llama/Llama-3.2-1B meta-llama/Llama-3.2-1B-Instruct",
      ("llama", 2048, 8192, 16, 32, 8, 128256, True, 131072), D64),
     ("meta-llama/Llama-3.2-3B meta-llama/Llama-3.2-3B-Instruct",
      ("llama", 3072, 8192, 28, 24, 8, 128256, True, 131072), D128),
-    ("meta-llama/Meta-Llama-3-70B meta-llama/Meta-Llama-3-70B-Instruct",
-     ("llama", 8192, 28672, 80, 64, 8, 128256, False, 8192), {}),
-    ("meta-llama/Llama-3.1-70B meta-llama/Llama-3.1-70B-Instruct meta-llama/Meta-Llama-3.1-70B "
-     "meta-llama/Meta-Llama-3.1-70B-Instruct meta-llama/Llama-3.3-70B-Instruct "
-     "deepseek-ai/DeepSeek-R1-Distill-Llama-70B",
+    ("meta-llama/Meta-Llama-3-70B@8192 meta-llama/Meta-Llama-3-70B-Instruct@8192 meta-llama/Llama-3.1-70B "
+     "meta-llama/Llama-3.1-70B-Instruct meta-llama/Meta-Llama-3.1-70B meta-llama/Meta-Llama-3.1-70B-Instruct "
+     "meta-llama/Llama-3.3-70B-Instruct deepseek-ai/DeepSeek-R1-Distill-Llama-70B",
      ("llama", 8192, 28672, 80, 64, 8, 128256, False, 131072), {}),
     ("meta-llama/Llama-3.1-405B meta-llama/Llama-3.1-405B-Instruct",
      ("llama", 16384, 53248, 126, 128, 8, 128256, False, 131072), {}),
@@ -116,8 +99,8 @@ ROWS: tuple[tuple[str, tuple[str | int | bool, ...], dict[str, int]], ...] = (
     ("google/gemma-3-4b-it", ("gemma3_text", 2560, 10240, 34, 8, 4, 262208, True, 131072), D256),
     ("google/gemma-3-12b-it", ("gemma3_text", 3840, 15360, 48, 16, 8, 262208, True, 131072), D256),
     ("google/gemma-3-27b-it", ("gemma3_text", 5376, 21504, 62, 32, 16, 262208, True, 131072), D128),
-    ("microsoft/Phi-3-mini-4k-instruct", ("phi3", 3072, 8192, 32, 32, 32, 32064, False, 4096), {}),
-    ("microsoft/Phi-3.5-mini-instruct", ("phi3", 3072, 8192, 32, 32, 32, 32064, False, 131072), {}),
+    ("microsoft/Phi-3-mini-4k-instruct microsoft/Phi-3.5-mini-instruct@131072",
+     ("phi3", 3072, 8192, 32, 32, 32, 32064, False, 4096), {}),
     ("microsoft/Phi-4-mini-instruct", ("phi3", 3072, 8192, 32, 24, 8, 200064, True, 131072), {}),
     ("microsoft/phi-4", ("phi3", 5120, 17920, 40, 40, 10, 100352, False, 16384), {}),
     ("allenai/OLMo-2-1124-7B allenai/OLMo-2-1124-7B-SFT allenai/OLMo-2-1124-7B-DPO allenai/OLMo-2-1124-7B-Instruct",
@@ -125,6 +108,15 @@ ROWS: tuple[tuple[str, tuple[str | int | bool, ...], dict[str, int]], ...] = (
     ("allenai/OLMo-2-1124-13B allenai/OLMo-2-1124-13B-SFT allenai/OLMo-2-1124-13B-DPO allenai/OLMo-2-1124-13B-Instruct",
      ("olmo2", 5120, 13824, 40, 40, 40, 100352, False, 4096), {}),
 )  # fmt: skip
+
+
+def _config_of(context: str, values: tuple[str | int | bool, ...], more: dict[str, int]) -> dict[str, Any]:
+    own_context = {"max_position_embeddings": int(context)} if context else {}
+    return dict(zip(KEYS, values, strict=True)) | more | own_context
+
+
 KNOWN_MODELS: dict[str, dict[str, Any]] = {
-    name: dict(zip(KEYS, values, strict=True)) | more for names, values, more in ROWS for name in names.split()
+    name: _config_of(context, values, more)
+    for names, values, more in ROWS
+    for name, _, context in (each.partition("@") for each in names.split())
 }

@@ -7,13 +7,12 @@ fits on the GPUs of the run at all, whole nodes are tried.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import chain, product
 from typing import Any, NamedTuple, TypeVar
 
 from rlhf.check.hours import Scale, step_time
-from rlhf.check.memory import GIB, kv_cache, memory_of_roles, memory_problems, preemption
+from rlhf.check.memory import memory_of_roles, memory_problems, preemption
 from rlhf.check.model_shape import ModelShape
 from rlhf.check.resources import count_gpus, counted
 from rlhf.config.base import Section
@@ -173,17 +172,6 @@ def with_adapters(config: C) -> C:
     return with_values(config, model={"lora": ADAPTERS}, learner={"optimizer": optimizer})
 
 
-def economies_on_cpu(config: GRPOConfig, shape: ModelShape) -> Iterator[GRPOConfig]:
-    """The config on CPU with a KV cache for at least one sequence, then variants that take less memory."""
-    least = math.ceil(config.max_sequence_tokens * kv_cache(shape, config)[0] / GIB)
-    config = with_values(config, rollout={"kv_cache_gib": max(config.rollout.kv_cache_gib, least)})
-    for base in (config, with_adapters(config)):
-        for tokens in microbatches(config):
-            for kind in dict.fromkeys((config.model.gradient_checkpointing, True)):
-                learner, model = {"max_tokens_per_microbatch": tokens}, {"gradient_checkpointing": kind}
-                yield with_values(base, learner=learner, model=model)
-
-
 def keys_of(config: Section, layout: Section) -> str:
     """The keys that differ in a layout, as one line to add to the command; `AS_SET` if none differs."""
     return " ".join(f"{key}={value}" for key, value in _differences(config, layout)) or AS_SET
@@ -211,27 +199,27 @@ def economies(config: SupervisedConfig) -> Iterator[list[SupervisedConfig]]:
     Tried in this order: the run's own learners, adapters, more nodes. Each is tried with the configured microbatch and
     then with one example per microbatch, because the estimate does not know how much slower small microbatches are.
     """
-    cluster, own = config.cluster, config.cluster.learners
-    least = config.sequences_per_example * config.max_sequence_tokens
-    budgets = dict.fromkeys((config.learner.max_tokens_per_microbatch, least))
+    learner, cluster, own = config.learner, config.cluster, config.cluster.learners
     bases = [(config, own)]
     if config.model.lora is None and not config.scalar_learner:
         bases.append((with_adapters(config), own))
     if cluster.device == "cuda":
         nodes = (count * cluster.gpus_per_node for count in NODES)
         bases += [(config, learners) for learners in nodes if learners > own]
+    one_example = config.sequences_per_example * config.max_sequence_tokens
+    budgets = dict.fromkeys((learner.max_tokens_per_microbatch, one_example))
     for (base, learners), tokens in product(bases, budgets):
-        yield list(_savings(base, learners, tokens))
-
-
-def _savings(config: SupervisedConfig, learners: int, tokens: int) -> Iterator[SupervisedConfig]:
-    """The config on this number of learners, with checkpointing, ZeRO-3 and an optimizer in host memory."""
-    learner = config.learner
-    for offload, stage, checkpointing in product(
-        dict.fromkeys((learner.offload_optimizer, learner.zero_stage > 0)),
-        dict.fromkeys((learner.zero_stage, 3 if learners > 1 else learner.zero_stage)),
-        CHECKPOINTING[config.model.gradient_checkpointing],
-    ):
-        section = {"max_tokens_per_microbatch": tokens, "offload_optimizer": offload, "zero_stage": stage}
-        model = {"gradient_checkpointing": checkpointing}
-        yield with_values(config, learner=section, model=model, cluster={"learners": learners})
+        options = product(
+            dict.fromkeys((learner.offload_optimizer, learner.zero_stage > 0)),
+            dict.fromkeys((learner.zero_stage, 3 if learners > 1 else learner.zero_stage)),
+            CHECKPOINTING[config.model.gradient_checkpointing],
+        )
+        yield [
+            with_values(
+                base,
+                learner={"max_tokens_per_microbatch": tokens, "offload_optimizer": offload, "zero_stage": stage},
+                model={"gradient_checkpointing": checkpointing},
+                cluster={"learners": learners},
+            )
+            for offload, stage, checkpointing in options
+        ]

@@ -30,7 +30,7 @@ from rlhf.check.memory import (
     with_article,
 )
 from rlhf.check.model_shape import ModelShape, config_at, read_shape
-from rlhf.check.resources import count_gpus, counted, with_gpus_here
+from rlhf.check.resources import count_gpus, count_nodes, counted, with_gpus_here
 from rlhf.check.speed import described_card
 from rlhf.check.start_checks import class_problems, plan_problems, rate_warnings
 from rlhf.check.verdict import Verdict, fit_verdict, supervised_verdict
@@ -40,16 +40,12 @@ from rlhf.config.load import resolved_yaml
 from rlhf.config.model_folder import looks_local
 from rlhf.config.printing import heartbeat, printable, to_stderr
 from rlhf.config.program import TrainingProgramConfig
-from rlhf.config.roles import REWARD_MODEL, Role, Training
-from rlhf.config.sections import LearnersConfig
+from rlhf.config.roles import Training
 from rlhf.config.supervised import SupervisedConfig
 from rlhf.data.model_files import local_model_config
 from rlhf.data.read import check_source, config_sources, count_rows, local_path, rows_per_epoch, too_few_prompts
 
 COLUMNS, LABEL = 100, 28
-FREE = "-"  # a GPU without a role
-SHORT_NAMES = {REWARD_MODEL: "reward"}  # names that are too long for a cell
-CELL_WIDTH = 10  # characters; the usual eight cells and the node's name fit in 100 columns
 BYTES_PER_TOKEN = 4  # assumed: the bytes of JSON's markup stand for the tokens of the template
 # Share of the bfloat16 elements that an update changes: 0.33% at lr 1e-6, 1.3% at 1e-5, measured on SmolLM2-135M. Steps
 # of Adam have the size of lr, whatever the gradient.
@@ -70,29 +66,26 @@ def printed(config: TrainingProgramConfig, flags: Namespace) -> bool:
         ValueError: the run that --plan shows would not start, or does not fit.
     """
     problems: list[str] = []
-    try:
-        for text in _texts(config, flags, problems):
-            sys.stdout.write(printable(text))
-            sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    prompt = ""
+    if flags.plan:
+        assert isinstance(config, GRPOConfig | SupervisedConfig)
+        refusals, prompt = _start(config)
+        text, problems = planned(config, refusals)
+        _write(text)
+    if flags.print_config:
+        _write("\n" * flags.plan + resolved_yaml(config))
+    _write(prompt)
     if problems:
         raise ValueError("\n".join(problems))
     return bool(flags.plan or flags.print_config)
 
 
-def _texts(config: TrainingProgramConfig, flags: Namespace, problems: list[str]) -> Iterator[str]:
-    """What is printed, each text as soon as it is known; `problems` gets why the run would be refused."""
-    prompt = ""
-    if flags.plan:
-        assert isinstance(config, GRPOConfig | SupervisedConfig)
-        refusals, prompt = _start(config)
-        plan = planned(config, refusals)
-        problems += plan.problems
-        yield plan.text
-    if flags.print_config:
-        yield "\n" * flags.plan + resolved_yaml(config)
-    yield prompt
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(printable(text))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _start(config: TrainingProgramConfig) -> tuple[list[str], str]:
@@ -374,50 +367,15 @@ def _placement(config: TrainingProgramConfig, gpu_memory: str) -> list[str]:
         cpus = sum(role.count * role.cpus for role in roles)
         who = ", ".join(counted(role.count, role.name) for role in roles)
         return rows(("on CPU", f"{who}; CPU cores reserved: {cpus:g}"))
-    nodes = example_layout(roles, cluster)
-    kinds = [("GPUs", f"{count_gpus(roles)} on {counted(len(nodes), 'node')} of {cluster.gpus_per_node}")]
-    kinds.append(("memory of a GPU", gpu_memory))
+    nodes = counted(count_nodes(roles, cluster.gpus_per_node), "node")
+    kinds = [("GPUs", f"{count_gpus(roles)} on {nodes} of {cluster.gpus_per_node}"), ("memory of a GPU", gpu_memory)]
     for role in roles:
         each = f"{counted(role.gpus, 'GPU')} each" if role.gpus else "on the GPUs of the learners"
         stage = f", ZeRO stage {role.training.section.zero_stage}" if role.training is not None else ""
         kinds.append((f"{role.name}s", f"{role.count}, {each}{stage}"))
-    lines = rows(*kinds)
-    if not isinstance(config, GRPOConfig):
-        return lines
-    if config.cluster.placement == "separate" and config.rollout.max_policy_lag == 0:
-        lines.append("  rollout.max_policy_lag=0: engines and learners take turns, so one of the two is always idle.")
-    lines.append("  One possible layout. Ray chooses the nodes at the start; the GPUs of one engine are on one node:")
-    return [*lines, *draw(nodes)]
-
-
-def example_layout(roles: Sequence[Role], cluster: LearnersConfig) -> list[list[str]]:
-    """[node][GPU]: name and number of the actor there; nodes are filled in the order of the roles.
-
-    An example, since Ray chooses the nodes. Two things are certain: the GPUs of one engine are on one node, and
-    colocated engines and critics share the GPUs of the learners that are shown with them.
-    """
-    per_node = cluster.gpus_per_node
-    gpus: list[str] = []
-    for role in roles:
-        label = SHORT_NAMES.get(role.name, role.name)
-        for number in range(role.count):
-            if role.guest and not role.gpus:
-                each = cluster.learners // role.count
-                for gpu in range(number * each, (number + 1) * each):
-                    gpus[gpu] = f"{gpus[gpu].replace('learner ', 'L')} + {role.name[0].upper()}{number}"
-                continue
-            if 1 < role.gpus <= per_node < len(gpus) % per_node + role.gpus:
-                gpus += [FREE] * (per_node - len(gpus) % per_node)
-            gpus += [f"{label} {number}"] * role.gpus
-    gpus += [FREE] * (-len(gpus) % per_node)
-    return [gpus[start : start + per_node] for start in range(0, len(gpus), per_node)]
-
-
-def draw(nodes: list[list[str]]) -> list[str]:
-    """A header, and one line per node."""
-    table = [("", [f"GPU {i}" for i in range(len(nodes[0]))])]
-    table += [(f"node {number}", gpus) for number, gpus in enumerate(nodes)]
-    return [f"  {name:<9} {' '.join(f'{cell:<{CELL_WIDTH}}' for cell in cells)}".rstrip() for name, cells in table]
+    if isinstance(config, GRPOConfig) and config.cluster.placement == "separate" and not config.rollout.max_policy_lag:
+        kinds.append(("rollout.max_policy_lag=0", "engines and learners take turns, so one of the two is always idle"))
+    return rows(*kinds)
 
 
 # --- memory ---

@@ -53,6 +53,17 @@ def count_gpus(roles: Sequence[Role]) -> int:
     return sum(role.count * role.gpus for role in roles)
 
 
+def count_nodes(roles: Sequence[Role], gpus_per_node: int) -> int:
+    """Nodes that these roles fill one after another; the GPUs of one engine are on one node."""
+    used = 0
+    for role in roles:
+        for _ in range(role.count):
+            if 1 < role.gpus <= gpus_per_node < used % gpus_per_node + role.gpus:
+                used += gpus_per_node - used % gpus_per_node
+            used += role.gpus
+    return -(-used // gpus_per_node)
+
+
 def joins_a_cluster(config: TrainingProgramConfig) -> bool:
     """Whether the run uses a running Ray cluster (cluster.ray_address or RAY_ADDRESS), not just this machine."""
     return bool(config.cluster.ray_address or os.environ.get("RAY_ADDRESS"))

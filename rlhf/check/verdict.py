@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from rlhf.check.hours import StepTime, step_time, update_time
-from rlhf.check.layouts import Search, economies, economies_on_cpu, keys_of, problem_of, search, with_adapters
+from rlhf.check.layouts import Search, economies, keys_of, problem_of, search, with_adapters
 from rlhf.check.memory import (
     GIB,
     RoleMemory,
@@ -53,16 +52,18 @@ def fit_verdict(
     if not problems:
         fits = f"fits{_needs(config, estimates)}{_hours(config, step_time(config, shape))}."
         return Verdict(True, [(fits, "")], config)
+    what = f"does not fit: {'; '.join(problems)}."
+    if not searched:
+        remedy = "Set model.gradient_checkpointing=true, train adapters (model.lora), use a smaller model"
+        return Verdict(False, [(f"{what} {remedy}, or shorter sequences ({config.sequence_keys}).", "")], None)
     ways = list(_ways(config, shape, searched))
     says = [(f"{way}{_hours(layout, step_time(layout, shape))}:", keys_of(config, layout)) for way, layout in ways]
-    what = f"does not fit: {'; '.join(problems)}."
-    if searched and searched[0].best(0):
+    if searched[0].best(0):
         return Verdict(False, [(f"{what} The best that fits: {says[0][0]}", says[0][1])], ways[0][1])
-    tried = "adapters, smaller microbatches" if config.model.lora is None else "smaller microbatches"
-    if searched:
-        what += f" No layout of {counted(searched[0].gpus, 'GPU')} does."
-        tried = f"up to {searched[-1].gpus} GPUs, {tried}"
+    what += f" No layout of {counted(searched[0].gpus, 'GPU')} does."
     if not ways:
+        adapters = ", adapters" * (config.model.lora is None)
+        tried = f"up to {searched[-1].gpus} GPUs{adapters}, smaller microbatches"
         return Verdict(False, [(f"{what} Nor does what was tried: {tried}. {_remedy(config)}", "")], None)
     return Verdict(False, [(f"{what} What would fit:", ""), *says], ways[0][1])
 
@@ -115,10 +116,6 @@ def _hours(config: GRPOConfig | SupervisedConfig, time: StepTime | None) -> str:
 
 def _ways(config: GRPOConfig, shape: ModelShape, searched: Sequence[Search]) -> Iterator[tuple[str, GRPOConfig]]:
     """Layouts that would fit, in words and as a config: the best of the run's GPUs, or of more; one with adapters."""
-    if not searched:
-        fitting = (each for each in economies_on_cpu(config, shape) if problem_of(each, shape) is None)
-        yield from (("this machine, with these keys", layout) for layout in islice(fitting, 1))
-        return
     lag, own, last = config.rollout.max_policy_lag, searched[0], searched[-1]
     if best := last.best(lag):
         yield counted(last.gpus, "GPU"), best.config

@@ -106,50 +106,43 @@ def test_versions_that_fit_pass(make: Any) -> None:
     assert result.status == "ok", result.text
 
 
-def test_a_package_out_of_its_range_is_named_with_the_range(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seems_installed(tmp_path / "site", "datasets", "0.1")
+COPIED = "Requires-Dist: rich>=14\nRequires-Dist: not-there>=1\n"
+COPIED += 'Requires-Dist: no-such-vllm>=1; extra == "cpu"\nProvides-Extra: cpu\n'
+ON_GPUS = 'Requires-Dist: vllm>=0.32; extra == "gpu"\nProvides-Extra: gpu\n'
+ON_GPUS += 'Requires-Dist: no-such-cuda>=13; extra == "gpu"\n'
+NO_PLUGIN = "plug-in of the package for vLLM is not installed"
+
+
+@pytest.mark.parametrize(
+    ("packages", "told", "not_told"),
+    [
+        ([("datasets", "0.1", {})], ["datasets 0.1 is not in <6,>=5.2"], "not installed"),
+        (
+            [("rlhf", "0.0.1", {"more": COPIED})],
+            ["not-there is not installed (>=1)", "neither no-such-vllm is installed", NO_PLUGIN],
+            "rich",
+        ),
+        ([("rlhf", "0.0.1", {"plugin": "rlhf = rlhf.moved:register"})], [NO_PLUGIN], "neither no-"),
+        (
+            [("rlhf", "0.0.1", {"more": ON_GPUS}), ("vllm", "0.32.0", {})],
+            ["no-such-cuda is not installed (>=13)"],
+            "neither",
+        ),
+    ],
+    ids=["out of its range", "a copy of the code", "an older plug-in", "the other packages of an extra"],
+)
+def test_packages_that_do_not_fit_are_named(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    packages: list[tuple[str, str, dict[str, str]]], told: list[str], not_told: str,
+) -> None:  # fmt: skip
+    for name, version, keys in packages:
+        seems_installed(tmp_path / "site", name, version, **keys)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     result = finding(machine.check_versions, make())
     assert result.status == "fail"
-    assert result.text == "datasets 0.1 is not in <6,>=5.2"
     assert "make setup" in result.remedy
-
-
-def test_a_copied_package_without_plug_in_and_engine_is_named(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs = "Requires-Dist: rich>=14\nRequires-Dist: not-there>=1\n"
-    needs += 'Requires-Dist: no-such-vllm>=1; extra == "cpu"\nProvides-Extra: cpu\n'
-    seems_installed(tmp_path / "site", "rlhf", "0.0.1", more=needs)
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    text = finding(machine.check_versions, make()).text
-    assert "not-there is not installed (>=1)" in text
-    assert "neither no-such-vllm is installed" in text
-    assert "plug-in of the package for vLLM is not installed" in text
-    assert "rich" not in text
-
-
-def test_a_plug_in_of_an_older_checkout_is_not_taken_for_this_one(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seems_installed(tmp_path / "site", "rlhf", "0.0.1", plugin="rlhf = rlhf.moved:register")
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    assert "plug-in of the package for vLLM is not installed" in finding(machine.check_versions, make()).text
-
-
-def test_the_other_requirements_of_the_gpu_extra_are_checked_too(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs = 'Requires-Dist: vllm>=0.32; extra == "gpu"\nProvides-Extra: gpu\n'
-    needs += 'Requires-Dist: no-such-cuda>=13; extra == "gpu"\n'
-    seems_installed(tmp_path / "site", "rlhf", "0.0.1", more=needs)
-    seems_installed(tmp_path / "site", "vllm", "0.32.0")
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    text = finding(machine.check_versions, make()).text
-    assert text.splitlines()[0] == "no-such-cuda is not installed (>=13)"
-    assert "neither" not in text
+    assert [text for text in told if text not in result.text] == []
+    assert not_told not in result.text
 
 
 @pytest.mark.slow
@@ -282,12 +275,6 @@ def test_a_gpu_or_a_driver_that_is_too_old_fails(make: Any, card: str, remedy: s
     result = finding(nodes.check_gpus, patient)
     assert result.status == "fail"
     assert re.match(remedy, result.remedy)
-
-
-def test_set_up_and_doctor_ask_for_the_same_driver_and_gpu() -> None:
-    script = (Path(__file__).parents[2] / "tools/setup.sh").read_text()
-    assert f"MIN_DRIVER={nodes.MIN_DRIVER} " in script
-    assert f"MIN_CAPABILITY={nodes.MIN_CAPABILITY:g} " in script
 
 
 def test_gpus_are_what_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

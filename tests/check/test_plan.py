@@ -20,8 +20,8 @@ from rlhf.check import resources
 from rlhf.check.layouts import with_values
 from rlhf.check.memory import trained_parameters
 from rlhf.check.model_shape import model_shape
-from rlhf.check.report import draw, example_layout, first_prompt_text, planned
-from rlhf.check.resources import check_resources, gpus_here
+from rlhf.check.report import first_prompt_text, planned
+from rlhf.check.resources import check_resources, count_nodes, gpus_here
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
@@ -127,6 +127,8 @@ def write_rows(path: Path, count: int) -> Path:
 
 def test_steps_and_epochs_follow_from_the_rows_of_the_data(make: Any, tmp_path: Path) -> None:
     many = write_rows(tmp_path / "many.jsonl", 1000)
+    hub = planned(make("data.train=openai/gsm8k")).text
+    assert line_of(hub, "data  ") == "not counted: openai/gsm8k is no local file"
     assert line_of(planned(make(f"data.train={many}")).text, "data  ") == (
         "1,000 rows / 32 = 31.2 steps per epoch; 100 steps = 3.20 epochs"
     )
@@ -141,12 +143,6 @@ def test_steps_and_epochs_follow_from_the_rows_of_the_data(make: Any, tmp_path: 
 def test_fewer_rows_than_a_step_takes_are_refused_with_both_numbers(make: Any, tmp_path: Path) -> None:
     (problem,) = planned(make(f"data.train={write_rows(tmp_path / 'few.jsonl', 31)}")).problems
     assert re.match(r"rollout\.prompts_per_step=32: .*\b31 prompts\b.*Use at most 31\b", problem)
-
-
-def test_data_that_cannot_be_counted_is_named_with_the_reason(make: Any) -> None:
-    assert (
-        line_of(planned(make("data.train=openai/gsm8k")).text, "data  ") == "not counted: openai/gsm8k is no local file"
-    )
 
 
 # --- the GPUs of this machine ---
@@ -240,12 +236,6 @@ def test_the_configs_for_one_gpu_fit_it_without_a_warning(name: str, shape: dict
     assert "Warnings" not in text
     assert line_of(text, "memory of a GPU").startswith(f"{memory} GiB, from cluster.gpu_memory_gib")
     assert line_of(text, "GPUs") == "1 on 1 node of 1"
-    rollouts, minibatches = config.rollouts_per_step, config.learner.minibatches_per_epoch
-    assert (
-        f"{config.rollout.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples = {rollouts:,} "
-        f"rollouts a step, {minibatches} minibatches of {rollouts // minibatches}"
-    ) in file.read_text()
-    assert f"= {config.training.total_updates} optimizer steps" in file.read_text()
     assert "\nfits: " in text
     assert "\ndoes not fit: " in plan_with(config, QWEN25 | shape | {"num_hidden_layers": 100})
     whole = plan_with(with_values(config, model={"lora": None}), QWEN25 | shape)
@@ -270,74 +260,30 @@ def test_trained_and_frozen_parameters_are_those_of_the_model_on_the_meta_device
     assert (planned.parameters, trained_parameters(planned, lora)) == (parameters, trained)
 
 
-def test_a_learning_rate_for_all_weights_is_a_warning_with_adapters(make: Any) -> None:
-    lora = ["model.lora.rank=8", "cluster.tensor_parallel=1"]
-    low = [text for text in make(*lora, "learner.optimizer.lr=1e-6").warnings() if "model.lora" in text]
-    assert len(low) == 1
-    assert low[0].startswith("learner.optimizer.lr=1e-06 with model.lora")
-    assert not [text for text in make(*lora, "learner.optimizer.lr=1e-4").warnings() if "model.lora" in text]
-
-
 # --- placement ---
 
 
-def layout_of(config: GRPOConfig) -> list[list[str]]:
-    return example_layout(config.roles(), config.cluster)
-
-
-def test_learners_come_first_and_engines_fill_the_rest_of_the_node(make: Any) -> None:
-    assert layout_of(make()) == [
-        ["learner 0", "learner 1", "learner 2", "learner 3", "engine 0", "engine 0", "engine 1", "engine 1"]
-    ]
-
-
-def test_an_engine_never_lies_across_two_nodes(make: Any) -> None:
-    nodes = layout_of(make("cluster.learners=6", "cluster.engines=1", "cluster.tensor_parallel=4"))
-    assert nodes == [[f"learner {rank}" for rank in range(6)] + ["-"] * 2, ["engine 0"] * 4 + ["-"] * 4]
-
-
-def test_16_nodes_hold_64_learners_and_8_engines_of_8(make: Any) -> None:
-    nodes = layout_of(make("cluster.learners=64", "cluster.engines=8", "cluster.tensor_parallel=8"))
-    assert len(nodes) == 16
-    assert nodes[7] == [f"learner {rank}" for rank in range(56, 64)]
-    assert [set(node) for node in nodes[8:]] == [{f"engine {engine}"} for engine in range(8)]
-
-
-def test_colocated_engines_share_the_gpus_of_the_learners(make: Any) -> None:
-    config = make("cluster.placement=colocated")
-    assert layout_of(config) == [["L0 + E0", "L1 + E0", "L2 + E1", "L3 + E1", "-", "-", "-", "-"]]
-    assert "GPUs                        4 on 1 node of 8" in planned(config).text
-
-
-def test_the_number_of_gpus_per_node_is_configurable(make: Any) -> None:
-    assert [len(node) for node in layout_of(make("cluster.gpus_per_node=4"))] == [4, 4]
-    assert len(draw(layout_of(make("cluster.gpus_per_node=4")))) == 3  # a header, two nodes
+@pytest.mark.parametrize(
+    ("overrides", "nodes"),
+    [
+        ([], 1),  # 4 learners, 2 engines of 2 GPUs
+        (["cluster.learners=6", "cluster.engines=1", "cluster.tensor_parallel=4"], 2),  # two GPUs stay free
+        (["cluster.learners=64", "cluster.engines=8", "cluster.tensor_parallel=8"], 16),
+        (["cluster.placement=colocated"], 1),
+        (["cluster.gpus_per_node=4"], 2),
+    ],
+)
+def test_an_engine_never_lies_across_two_nodes(make: Any, overrides: list[str], nodes: int) -> None:
+    config = make(*overrides)
+    assert count_nodes(config.roles(), config.cluster.gpus_per_node) == nodes
 
 
 # --- memory, and what is wrong ---
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("checkpoint.every=auto", "one every 10 steps, 2 are kept"),
-        ("checkpoint.every=1", "one every step, 2 are kept"),
-        ("checkpoint.mirror=s3://bucket/run", "one every 10 steps, 2 are kept"),
-        ("checkpoint.every=null", "none is saved"),
-    ],
-)
-def test_the_plan_says_how_often_a_checkpoint_is_saved(make: Any, override: str, words: str) -> None:
-    text = " ".join(plan_with(make(override), LLAMA31_8B).split())
-    assert f"; {words} " in text
-
-
-def test_a_model_that_is_not_found_gives_one_sentence_with_the_remedy(make: Any) -> None:
+def test_a_model_whose_size_is_not_known_is_told_with_the_reason(make: Any) -> None:
     text = " ".join(planned(make()).text.split())
     assert "memory is not known: config.json of model.path=no/model" in text
-    assert "`hf download no/model config.json`" in text
-
-
-def test_an_unknown_architecture_gives_one_sentence(make: Any) -> None:
     text = " ".join(plan_with(make(), {"model_type": "mamba"}).split())
     assert "memory is not known: model_type='mamba'" in text
 
@@ -499,30 +445,23 @@ def make_ppo(tmp_path: Path) -> Any:
     return build
 
 
-def test_critics_and_reward_models_have_gpus_of_their_own_between_learners_and_engines(make_ppo: Any) -> None:
+def test_critics_and_reward_models_have_gpus_of_their_own(make_ppo: Any) -> None:
     config = make_ppo("cluster.learners=2", "cluster.engines=1", "reward_model={path: no/reward, replicas: 2}")
-    drawn = planned(config).text
-    assert line_of(drawn, "node 0").split("  ")[0] == "learner 0"
-    assert re.findall(r"(?:learner|critic|reward|engine) \d", line_of(drawn, "node 0")) == [
-        "learner 0", "learner 1", "critic 0", "critic 1", "reward 0", "reward 1", "engine 0", "engine 0",
-    ]  # fmt: skip
-    assert line_of(drawn, "GPUs") == "8 on 1 node of 8"
-    assert line_of(drawn, "critics") == "2, 1 GPU each, ZeRO stage 2"
-    assert line_of(drawn, "reward models") == "2, 1 GPU each"
+    text = planned(config).text
+    assert line_of(text, "GPUs") == "8 on 1 node of 8"
+    assert line_of(text, "critics") == "2, 1 GPU each, ZeRO stage 2"
+    assert line_of(text, "reward models") == "2, 1 GPU each"
 
 
 def test_colocated_critics_share_the_gpus_of_learners_and_engines(make_ppo: Any) -> None:
-    config = make_ppo("cluster.placement=colocated")
-    assert layout_of(config) == [["L0 + C0 + E0", "L1 + C1 + E0", "L2 + C2 + E1", "L3 + C3 + E1", "-", "-", "-", "-"]]
-    drawn = planned(config).text
-    assert line_of(drawn, "GPUs") == "4 on 1 node of 8"
-    assert line_of(drawn, "critics") == "4, on the GPUs of the learners, ZeRO stage 2"
+    text = planned(make_ppo("cluster.placement=colocated")).text
+    assert line_of(text, "GPUs") == "4 on 1 node of 8"
+    assert line_of(text, "critics") == "4, on the GPUs of the learners, ZeRO stage 2"
 
 
 def test_an_endpoint_takes_no_gpu(make_ppo: Any) -> None:
     config = make_ppo("reward_model={endpoint: 'http://x', replicas: 4}")
     assert [role.name for role in config.roles()] == ["learner", "critic", "engine"]
-    assert "reward 0" not in planned(config).text
 
 
 def test_warm_up_steps_of_the_critic_count_for_the_critic_and_not_for_the_policy(make_ppo: Any) -> None:
@@ -555,12 +494,9 @@ def test_critics_and_reward_models_count_among_what_a_run_asks_for(make_ppo: Any
 # --- resources ---
 
 
-def test_fewer_gpus_than_asked_for_are_refused_with_both_numbers(make: Any) -> None:
+def test_fewer_gpus_or_cores_than_asked_for_are_refused_with_both_numbers(make: Any) -> None:
     with pytest.raises(ValueError, match=r"4 learners, 2 engines \(.*=2\) .*\b8 GPUs\b.*\b6\b"):
         check_resources(make(), {"CPU": 64.0, "GPU": 6.0})
-
-
-def test_fewer_cores_than_reserved_are_refused_with_both_numbers(make: Any) -> None:
     with pytest.raises(ValueError, match=r"\b3 CPUs\b.*\bthere are 2\b"):
         check_resources(make(), {"CPU": 2.0, "GPU": 8.0})
 
@@ -648,14 +584,3 @@ def test_a_pipe_that_is_closed_early_is_no_error() -> None:
     command = f"{sys.executable} -m rlhf.grpo --config configs/math.yaml --plan | head -1; exit ${{PIPESTATUS[0]}}"
     completed = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (completed.returncode, completed.stderr) == (0, "")
-
-
-def test_the_published_experiment_adds_up() -> None:
-    config = load_config(GRPOConfig, [str(ROOT / "configs/tulu3_8b_math.yaml")])
-    assert config.rollout.prompts_per_step == 8 * 6
-    assert config.rollouts_per_step == 48 * 16 == 768
-    assert config.rollouts_per_step // config.learner.minibatches_per_epoch == 384
-    assert config.run.steps == 1_000_000 // 768 == 1302
-    assert config.training.total_updates == 2604
-    gpus = config.cluster.learners + config.cluster.engines * config.cluster.tensor_parallel
-    assert gpus == 6 + 2

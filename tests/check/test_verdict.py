@@ -84,12 +84,7 @@ def test_pasted_keys_give_a_plan_that_fits_on_any_card(files: str, model: str, g
 def test_what_fits_on_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 2**30, "SC_PHYS_PAGES": 24}.__getitem__)
     text = first_of(planned(load("math+cpu")).text)
-    assert text.startswith("does not fit: 1 learner, 1 engine need 72.5 of 24.0 GiB. What would fit:\n")
-    assert check_keys("math+cpu") == [
-        "model.gradient_checkpointing=true model.lora.rank=32 model.lora.alpha=64 learner.optimizer.lr=1e-05"
-    ]
-    text = " ".join(first_of(planned(load("math+cpu", "model.path=Qwen/Qwen2.5-32B")).text).split())
-    assert re.search(r"Nor does what was tried: adapters, smaller microbatches\. Use a smaller model, or", text)
+    assert text.startswith("does not fit: 1 learner, 1 engine need 72.5 of 24.0 GiB. Set model.gradient_checkpointing")
 
 
 @pytest.mark.parametrize(
