@@ -95,13 +95,11 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool, merge: bo
     shutil.rmtree(partial, ignore_errors=True)
     try:
         if model.lora is None:
-            warning = _write_whole(partial, checkpoint, model, start, scalar=is_reward_model)
+            _write_whole(partial, checkpoint, model, start, scalar=is_reward_model)
         elif merge:
-            warning = _write_merged(partial, checkpoint, model, start)
+            _write_merged(partial, checkpoint, model, start)
         else:
-            warning = _write_adapter(partial, checkpoint, model)
-        if warning:
-            say(f"warning: {folder}: {warning}", file=sys.stderr)
+            _write_adapter(partial, checkpoint, model)
         for file in manifest_files((checkpoint / MANIFEST).read_bytes()):
             folder_of_file, _, name = file.partition("/")
             of_base = name in ("config.json", "generation_config.json") and model.lora is not None and not merge
@@ -119,7 +117,7 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool, merge: bo
         raise
 
 
-def _write_whole(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str], *, scalar: bool) -> str:
+def _write_whole(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str], *, scalar: bool) -> None:
     from rlhf.learner.hub_format import empty_model, frozen_tensors, model_tensors, write_model
     from rlhf.learner.rank_checkpoint import MODEL_FOLDER, WEIGHTS, LearnerIndex, SliceReader, check_shapes
 
@@ -134,7 +132,7 @@ def _write_whole(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapp
     frozen = frozen_tensors(transformer, tensors, model.path)
     if frozen:
         _check_start(model, start, "the checkpoint's other tensors are copied from the start model")
-    return write_model(folder, transformer, tensors, stored, frozen=frozen)
+    write_model(folder, transformer, tensors, stored, frozen=frozen)
 
 
 def _adapter(checkpoint: Path, model: ModelConfig) -> dict[str, Tensor]:
@@ -148,11 +146,11 @@ def _adapter(checkpoint: Path, model: ModelConfig) -> dict[str, Tensor]:
     return {n: reader.read(n, 0, math.prod(shape)).to(dtype).view(shape) for n, shape in index.shapes.items()}
 
 
-def _write_adapter(folder: Path, checkpoint: Path, model: ModelConfig) -> str:
+def _write_adapter(folder: Path, checkpoint: Path, model: ModelConfig) -> None:
     from rlhf.weights.adapter import write_adapter
 
     assert model.lora is not None
-    return write_adapter(folder, _adapter(checkpoint, model), model.lora, base=full_name(model.path))
+    write_adapter(folder, _adapter(checkpoint, model), model.lora, base=full_name(model.path))
 
 
 def _check_start(model: ModelConfig, start: Mapping[str, str], why: str, *, remedy: str = "Put that one back.") -> None:
@@ -167,7 +165,7 @@ def _check_start(model: ModelConfig, start: Mapping[str, str], why: str, *, reme
             )
 
 
-def _write_merged(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str]) -> str:
+def _write_merged(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str]) -> None:
     """Write start model + adapter, and say what rounding loses of the change. `start`: its fingerprint."""
     from rlhf.algo.lora import A, B
     from rlhf.learner.hub_format import load_whole, model_tensors, write_model
@@ -187,10 +185,9 @@ def _write_merged(folder: Path, checkpoint: Path, model: ModelConfig, start: Map
         weight.copy_(exact)
         lost += float((weight.float() - exact).square().sum())
         changed += float(change.square().sum())
-    warning = write_model(folder, transformer, tensors, iter(tensors.items()))
+    write_model(folder, transformer, tensors, iter(tensors.items()))
     share = (lost / changed) ** 0.5 if changed else 0.0
     say(f"merged in float32 and rounded to {model.dtype} once: the rounding is {share:.1%} of the adapter's change")
-    return warning
 
 
 def push(folder: Path, repository: str) -> None:
