@@ -96,7 +96,7 @@ $(real_task)/test.jsonl: tools/real_model_task.py | environment
 test: environment  ## all tests but those of test-faults; those on Ray, vLLM and DeepSpeed too
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m "not faults" $(PYTEST_ARGS)
 
-test-faults: environment  ## kill, stop and signal the processes of whole runs, and train and draw the studies; over half an hour
+test-faults: environment  ## kill, stop and signal the processes of whole runs, and train the studies; over half an hour
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m faults $(PYTEST_ARGS)
 
 soak: environment $(quickstart_data)/test.jsonl  ## the quickstart for STEPS=500 steps while engines and learners are killed; memory, counters, accuracy

@@ -101,20 +101,6 @@ def test_the_packers_place_every_length_once_and_karmarkar_karp_balances_best() 
     assert max(sums) - min(sums) < 16
 
 
-def test_the_packers_take_turns_for_as_many_rounds_each() -> None:
-    called = []
-
-    def named(name: str) -> packer.Packer:
-        def pack(lengths: np.ndarray) -> packer.Bins:
-            called.append(name)
-            return [[index] for index in range(len(lengths))]
-
-        return pack
-
-    packer.measured(np.array([16, 32]), {"a": named("a"), "b": named("b")}, 2)
-    assert called == ["a", "b", "a", "b"]
-
-
 def test_the_transfer_benchmark_sends_the_parameters_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(transfer.models.SIZES, "tiny", {**SMALL, "vocab_size": 64})
     source = transfer.Weights("tiny")
@@ -227,44 +213,6 @@ def test_of_several_rounds_the_fastest_ones_row_and_the_largest_peak_are_kept(mo
     rows = harness.interleaved("m", [{"name": "a"}, {"name": "b"}], 2)
     assert asked == ["a", "b", "a", "b"]
     assert rows == [{"seconds": 1.0, "forward": 0.5, "peak_mib": 7.0}, {"seconds": 8.0}]
-
-
-def test_a_report_is_written_with_the_machine_it_was_measured_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.getloadavg", lambda: (0.5, 0.0, 0.0))
-    options = harness.parser("").parse_args(["--output", str(tmp_path / "results")])
-    monkeypatch.setattr("os.getloadavg", lambda: (2.0, 0.0, 0.0))  # of the benchmark itself
-    harness.report("name", "title", [{"a": 1, "b": 0.5}], options, ["a note"], {"calibration": 1})
-    written = json.loads((tmp_path / "results" / "name.json").read_text())
-    assert written["rows"] == [{"a": 1, "b": 0.5}]
-    assert written["calibration"] == 1
-    assert "cores" in written["machine"]["cpu"]
-    assert written["machine"]["load"] == 0.5
-    assert "gpu" not in written["machine"]
-
-
-def test_the_machine_is_named_where_proc_cpuinfo_says_neither_model_nor_clock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    real = Path.read_text
-
-    def arm(path: Path, *arguments: Any, **keywords: Any) -> str:
-        text = "processor\t: 0\nFeatures\t: fp asimd\nCPU part\t: 0xd0c\n"
-        return text if str(path) == "/proc/cpuinfo" else real(path, *arguments, **keywords)
-
-    monkeypatch.setattr(Path, "read_text", arm)
-    assert "cores" in harness.machine("cpu")["cpu"]
-
-
-def test_the_gpus_of_the_machine_stand_in_the_title_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho NVIDIA H200\necho NVIDIA H200\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    here = harness.machine("cuda")
-    assert here["gpu"] == "2 x NVIDIA H200"
-    assert harness.place({"machine": here | {"load": 0.1}, "quick": False}).startswith("2 x NVIDIA H200; ")
 
 
 def test_the_processes_below_one_are_found_with_their_command_lines() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,11 +33,6 @@ def test_the_enumerated_gradients_are_those_that_the_estimators_are_known_by() -
     assert all(off[name]["bias"] > 0.1 for name in ("k1", "k2", "k3"))
     assert all(abs(on[name]["relative bias of the value"]) < 1e-12 for name in ("k1", "k3", "k4"))
     assert abs(on["k2"]["relative bias of the value"]) > 0.01
-
-
-def test_the_table_of_whole_responses_in_the_docs_is_what_the_study_computes() -> None:
-    rows = kl_report.response_table(kl_gradients.response_rows(kl_gradients.RESPONSE_SEEDS))
-    assert report.markdown(rows) in (ROOT / "docs/algorithms.md").read_text()
 
 
 def test_sampled_bias_and_variance_agree_with_the_enumerated_ones_within_their_standard_errors() -> None:
@@ -190,72 +183,6 @@ def test_a_run_is_the_trainers_config_with_what_the_run_names(tmp_path: Path) ->
         assert config.needs_reference
         assert config.rollouts_per_step == 128
         assert config.rollout.samples_per_prompt == run.responses
-
-
-def kl_record(run: Run, values: list[float]) -> dict[str, Any]:
-    step = {"k1": 0.1, "reward": 0.5, "length": 9.04, "entropy": 1.0, "tied": 0.25, "skipped": 0}
-    steps: list[dict[str, Any]] = [{**step, "step": number + 1, "k3": value} for number, value in enumerate(values)]
-    steps[-1] |= {"held-out k3": 0.3, "held-out reward": 0.6, "held-out length": 15.0}
-    return {**asdict(run), "prompts": 4, "date": "2026-11-22", "seconds": 1.0, "steps": steps}
-
-
-def test_a_run_that_has_a_file_is_not_run_again_and_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
-    done, left = all_runs([0])[:2]
-    (tmp_path / f"{done.name}.json").write_text(json.dumps(kl_record(done, [0.0, 0.1])))
-    assert kl.pending([done, left], tmp_path) == [left]
-    base = kl.study_config(Path("data"), steps=2, prompts=4)
-    assert [record["estimator"] for record in kl.read(base, [done, left], tmp_path)] == ["none"]
-    longer = kl.study_config(Path("data"), steps=40, prompts=4)
-    with pytest.raises(ValueError, match=r"\b2 steps of 4 prompts\b.*\b40 and 4\b"):
-        kl.scan(longer, [done, left], tmp_path, workers=0)
-
-
-# --- tables ---
-
-
-def test_the_table_has_the_median_and_the_range_over_seeds_of_the_median_of_the_second_half() -> None:
-    late = {0: [9.0, 9.0, 0.1, 0.9, 0.2], 1: [9.0, 9.0, 0.3, 0.3, 0.3], 2: [9.0, 9.0, 1.0, 2.0, 3.0]}
-    runs = [run for run in all_runs([0, 1, 2]) if run.estimator in (NONE, "k1")]
-    rows = [kl_report.summarize(kl_record(run, late[run.seed])) for run in runs if run.place == "loss" and not run.lag]
-    (line,) = kl_report.pivot(
-        [r for r in rows if r["minibatches"] == 4 and r["aggregation"] == "constant"],
-        "KL",
-        ["minibatches"],
-        "estimator",
-    )
-    assert line == {"minibatches": 4, "none": "0.3 (0.2..2)", "k1": "0.3 (0.2..2)"}
-    two = [r for r in rows if (r["minibatches"], r["aggregation"], r["advantage"]) == (2, "token_mean", "grpo")]
-    free, k1 = kl_report.pivot(two[:4], "length", ["estimator"], "beta")
-    assert free == {"estimator": "none", "beta 0": "9.04", "beta 1": "", "beta 0.01": "", "beta 0.03": ""}
-    assert (k1["beta 0"], k1["beta 1"]) == ("", "9.04")
-
-
-def test_a_part_has_the_whole_seeds_or_else_what_is_there() -> None:
-    runs = all_runs([0, 1])
-    of_reward = next(run for run in runs if run.seed == 1 and run.place == "reward")
-    rows = [kl_report.summarize(kl_record(run, [0.1, 0.2])) for run in runs if run != of_reward]
-    seeds = {part: {row["seed"] for row in kl_report.rows_of(part, rows, [0, 1])} for part in runs_of_seed(0)}
-    assert seeds == {"grid": {0, 1}, "betas": {0, 1}, "reward": {0}, "lag": {0, 1}, "ties": {0, 1}}
-    note = kl_report.caption("reward", kl_report.rows_of("reward", rows, [0, 1]), "KL")
-    assert note.startswith("KL. Seeds 0: median (smallest..largest)")
-    partial = kl_report.rows_of("reward", rows, [1])
-    assert kl_report.caption("reward", partial, "KL").startswith("KL. Seeds 1 (31 of 32 runs): median")
-
-
-@pytest.mark.faults
-@pytest.mark.slow
-def test_picture_and_tables_are_written_and_the_numbers_are_small(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="comes with the extra bench")
-    generator = np.random.default_rng(0)
-    records = [kl_record(run, list(generator.random(2))) for run in all_runs([0, 1])]
-    kl_report.write(records, tmp_path, seeds=[0, 1])
-    assert (tmp_path / "kl.png").stat().st_size > 5000
-    results = json.loads((tmp_path / "kl.json").read_text())
-    assert results["seeds"] == {part: [0, 1] for part in runs_of_seed(0)}
-    assert len(results["runs"]["rows"]) == 234
-    assert set(results["tables"]) == {"gradients", "responses", "ties", *kl_report.TABLES}
-    kl_report.write(records[:3], tmp_path, seeds=[0])  # a scan that has just begun
-    assert set(json.loads((tmp_path / "kl.json").read_text())["seeds"]) == {"grid"}
 
 
 # --- runs ---

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
-import pytest
 import torch
 
 from benchmarks.studies import lora
@@ -22,30 +20,6 @@ def test_a_merged_weight_is_the_sum_rounded_once_which_loses_what_is_small() -> 
     assert torch.equal(lora.merged(layer, weight), weight)
     layer.lora_B.data.fill_(2**-9)
     assert torch.equal(lora.merged(layer, weight), weight + 2**-7)
-
-
-def record(engine: str, lr: float, seed: int, kls: list[float]) -> dict[str, object]:
-    steps = [{"engine_kl": value, "k3": 0.1 * seed, "reward": 0.5 + 0.1 * seed} for value in kls]
-    return {**asdict(lora.Run(engine, lr, seed)), "steps": steps}
-
-
-def test_the_table_has_the_means_of_the_last_steps_and_the_range_of_the_seeds() -> None:
-    records = [
-        record(engine, lr, seed, [9.0] * 3 + [seed * (1.0 if engine == lora.MERGED else 0.0)] * lora.LAST)
-        for lr in (1e-3, 1e-4) for seed in (2, 0, 1) for engine in (lora.MERGED, lora.SERVED)
-    ]  # fmt: skip
-    rows = [list(row.values()) for row in lora.table(records)]
-    assert [row[:3] for row in rows] == [
-        [lr, engine, kl_] for lr in ("0.0001", "0.001")
-        for engine, kl_ in ((lora.SERVED, "0 (0 to 0)"), (lora.MERGED, "1 (0 to 2)"))
-    ]  # fmt: skip
-    assert {tuple(row[3:]) for row in rows} == {("0.1 (0 to 0.2)", "0.6 (0.5 to 0.7)")}
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="not installed: make setup-bench")
-    lora.draw([record(engine, 1e-4, 0, [0.1, 0.2]) for engine in (lora.SERVED, lora.MERGED)], tmp_path / "lora.png", {})
-    assert (tmp_path / "lora.png").stat().st_size > 5000
 
 
 def test_the_runs_train_adapters_in_bfloat16_without_a_kl_and_differ_in_rate_alone(tiny_model_dir: Path) -> None:

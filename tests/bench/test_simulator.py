@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import simulator
 from benchmarks.simulator import Simulation, System, bound_s
 
 PLAIN: dict[str, Any] = {
@@ -74,16 +71,6 @@ def test_the_bound_is_a_steps_tokens_on_full_engines() -> None:
     sampling, training = bound_s(system, [[3, 5]])
     assert sampling == pytest.approx(8 * 8 * (1 + 0.5 * 4) / 4 / 2)
     assert training == 2.0
-
-
-def test_a_replay_of_a_benchmark_that_had_no_machine_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "asynchronous.json"
-    file.write_text(json.dumps({"rows": [{"not measured": "needs 2 GPUs"}]}))
-    monkeypatch.setattr("sys.argv", ["simulator", "--quick", "--replay", str(file), "--output", str(tmp_path)])
-    assert simulator.main() == 0
-    written = json.loads((tmp_path / "simulator-replay.json").read_text())
-    assert "not measured" in written["rows"][0]
-    assert written["quick"]
 
 
 def test_at_lag_2_a_long_tailed_run_stays_near_the_bound_and_nearer_if_it_discards_slow_groups() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,8 @@ import torch
 from worlds import run_world
 
 from benchmarks.studies import (
-    adam,
-    adam_report,
     adam_update,
     algorithms,
-    batch_sizes,
     ppo_adam,
     report,
     runs,
@@ -39,49 +35,12 @@ LR = 0.01  # far enough that ratios of the tiny policy are clipped
 # --- tables ---
 
 
-def test_a_table_is_written_rounded_for_people_and_whole_for_programs(tmp_path: Path) -> None:
-    report.write_table(tmp_path / "table", [{"name": "a", "x": 1 / 3}, {"name": "b", "x": 1e-7}])
-    assert (tmp_path / "table.md").read_text() == "| name | x |\n| --- | --- |\n| a | 0.333 |\n| b | 1.00e-07 |\n"
-    assert (tmp_path / "table.csv").read_text().splitlines()[1] == f"a,{1 / 3!r}"
-
-
 DOCS = ROOT / "docs"
-
-
-@pytest.mark.parametrize("picture", sorted((DOCS / "studies").glob("*.json")), ids=lambda path: path.stem)
-def test_a_picture_of_the_docs_is_that_of_the_numbers_beside_it(picture: Path) -> None:
-    from PIL import Image
-
-    text = picture.read_text()
-    with Image.open(picture.with_suffix(".png")) as image:
-        assert image.info[report.DIGEST] == hashlib.sha256(text.encode()).hexdigest()
-    pages = "".join(path.read_text() for path in DOCS.glob("*.md"))
-    assert f"(studies/{picture.stem}.png)" in pages
-    assert f"<!-- studies/{picture.stem}.json: " in pages
 
 
 def test_the_tables_of_the_docs_that_are_marked_as_those_of_a_study_are() -> None:
     for page, text in report.tables_of_docs(DOCS).items():
         assert page.read_text() == text
-
-
-@pytest.mark.faults
-@pytest.mark.slow
-def test_every_study_draws_its_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="comes with the extra bench")
-    logged = {"step": 1, "reward/mean": 0.5, "policy/kl_k3": 0.0}
-    algorithms.draw({"grpo": [[logged]], "dapo": [[logged], [logged]]}, tmp_path / "algorithms.png", {})
-    groups = ppo_adam.grouped([ppo_record(run, [0.0, 0.1]) for run in ppo_adam.all_runs([0, 1])])
-    ppo_adam.draw(groups, tmp_path / "ppo_adam.png", {})
-    names = ("algorithms", "ppo_adam")
-    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in names)
-
-
-def test_a_quick_study_writes_to_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda _: True)
-    parser = report.parser("kl", "", trains=True)
-    assert report.parse(parser, ["--seeds", "4,5"]).seeds == [4, 5]
-    assert report.parse(parser, ["--quick"]).output == Path("runs/studies/kl/quick")
 
 
 def test_a_run_that_has_all_steps_is_not_made_again_and_one_that_was_cut_short_is(
@@ -238,55 +197,6 @@ def test_torch_with_32_eps_is_tensorflows_first_update_and_at_equal_size_the_sum
     tiny_case.model.zero_grad()
 
 
-def test_the_kinds_of_layers_are_the_whole_policy_which_is_put_back(
-    tiny_case: adam_update.Case, tiny_record: dict[str, list[report.Row]]
-) -> None:
-    assert sum(row["elements"] for row in tiny_record["kinds"]) == sum(p.numel() for p in tiny_case.model.parameters())
-    assert {row["layer"] for row in tiny_record["layers"]} == {-1, 0}
-    assert np.array_equal(adam_update.logprobs_of(tiny_case.model, tiny_case.batch, tiny_case.minibatch), tiny_case.old)
-    names = {
-        "h.0.ln_1.bias": "norm", "layers.3.input_layernorm.weight": "norm", "wpe.weight": "embedding",
-        "embed_tokens.weight": "embedding", "h.0.attn.c_proj.weight": "attention", "h.0.mlp.c_fc.bias": "MLP",
-        "layers.3.self_attn.q_proj.weight": "attention",
-    }  # fmt: skip
-    assert {name: adam_update.kind_of(f"transformer.model.{name}") for name in names} == names
-
-
-@pytest.mark.faults
-@pytest.mark.slow
-def test_the_tables_give_the_median_and_the_range_of_the_seeds_next_to_the_published_numbers(
-    tiny_record: dict[str, list[report.Row]], tmp_path: Path
-) -> None:
-    doubled = {"first": [{**row, "approximate KL": 2 * row["approximate KL"]} for row in tiny_record["first"]]}
-    seeds = [record | {"seed": seed} for seed, record in enumerate((tiny_record, tiny_record | doubled, tiny_record))]
-    by_policy = {"quickstart": seeds, "quickstart, 10 M": seeds[:1], "GPT-2's shape": seeds[:1]}
-    results = adam_report.study_results(by_policy, "the command")
-    tables = results["tables"]
-    first = next(r for r in tables["first"] if r["after one update"] == "approximate KL")
-    kl_torch = tiny_record["first"][0]["approximate KL"]
-    low, high = report.number(kl_torch), report.number(2 * kl_torch)
-    assert (first["GPT-2, published: torch"], first["quickstart: torch"]) == (0.002367, f"{low} ({low} to {high})")
-    assert "quickstart, 10 M: torch" not in first
-    ratios = next(r for r in tables["ratios"] if r["torch / tensorflow"] == "approximate KL")
-    assert ratios["GPT-2, published"] == pytest.approx(6.312)
-    assert len(tables["kinds"]) == 2 * len(adam_update.KINDS)
-    assert [row["eps"] for row in tables["eps"]] == ["1e-14", "1e-05", "1000"] * 3
-    raised = report.number(tiny_record["controls"][0]["approximate KL: tensorflow"])
-    assert tables["controls"][2]["KL: tensorflow, raised"] == raised
-    assert [row["policy"] for row in tables["sizes"]] == list(by_policy)
-    assert len(results["runs"]) == 5
-    pytest.importorskip("matplotlib", reason="comes with the extra bench")
-    adam_report.draw(by_policy, tmp_path / "adam.png", results)
-    assert (tmp_path / "adam.png").stat().st_size > 5000
-
-
-def test_a_policy_and_seed_that_has_its_file_is_not_computed_again(tmp_path: Path) -> None:
-    calls: list[int] = []
-    for _ in range(2):
-        record = adam.computed_once(tmp_path / "runs" / "a-0.json", lambda: {"first": [calls.append(1)]})
-    assert (record, calls) == ({"first": [None]}, [1])
-
-
 # --- schedules ---
 
 
@@ -357,37 +267,6 @@ def test_the_runs_of_the_study_of_adam_differ_in_the_optimizer_and_the_warm_up_o
     assert rest["learner"]["optimizer"]["betas"] == (0.9, 0.999)
 
 
-def ppo_record(run: ppo_adam.Run, kls: list[float]) -> dict[str, Any]:
-    """Each step has 1.0 of everything but the KL to the start; the policy does not learn in the first."""
-    steps = [{"step": n, "reward": 1.0, "kl_response": x, "k3": 2 * x} for n, x in enumerate(kls, start=1)]
-    learned: dict[str, float] = dict.fromkeys(("clip_fraction", "kl_old", "change"), 1.0)
-    return {**asdict(run), "seconds": 1.0, "steps": [steps[0], *(step | learned for step in steps[1:])]}
-
-
-def test_the_tables_of_ppo_have_the_median_of_the_named_steps_and_the_ratios_of_the_seeds() -> None:
-    """Both runs of a seed at the steps 1 to 8; torch's KL is a seed's number times that of tensorflow."""
-    records = [
-        ppo_record(run, [0.0, 0.0, *([0.1 * (run.seed if run.optimizer == ppo_adam.TORCH else 1)] * 6)])
-        for run in ppo_adam.all_runs([2, 3, 5])
-    ]
-    groups = ppo_adam.grouped(records)
-    rows = ppo_adam.runs_table(groups)
-    assert [row["warm-up"] for row in rows] == ["none"] * 6 + ["10 updates"] * 6
-    title, last = ppo_adam.METRICS["kl_response"][0], ppo_adam.METRICS["kl_last"][0]
-    assert (rows[0][title], rows[1][title], rows[0][last]) == (
-        "0.3 (0.2 to 0.5)",
-        "0.1 (0.1 to 0.1)",
-        "nan (nan to nan)",
-    )
-    pair = ppo_adam.pairs_table(groups)[0]
-    assert (pair["warm-up"], pair[title], pair[last]) == ("none", "2.00, 3.00, 5.00", "nan, nan, nan")
-    assert {row[title] for row in ppo_adam.warmup_table(groups)} == {"1.00, 1.00, 1.00"}
-    steps = ppo_adam.steps_table(groups)
-    assert [row["step"] for row in steps] == [3, 4, 5, 6, 7, 8] * 2
-    assert {row["ratio by seed"] for row in steps} == {"2.00, 3.00, 5.00"}
-    assert {row["ratio of k3, nats per token"] for row in steps} == {"2.00, 3.00, 5.00"}
-
-
 def train_ppo_runs(world: World, data: Path, runs: list[ppo_adam.Run]) -> list[list[report.Row]]:
     trainer = ppo_adam.Trainer(ppo_adam.study_config(data, steps=2, prompts=2))
     try:
@@ -409,24 +288,6 @@ def test_a_ppo_run_of_the_study_begins_from_the_same_policy_and_critic_whatever_
     assert 0 <= first[1]["change"] <= other[1]["change"]
 
 
-def test_a_seed_whose_curves_are_kept_is_not_trained_again(tmp_path: Path) -> None:
-    (tmp_path / "seed-3.json").write_text('{"recorded": [{"step": 1}], "worlds": [[2, 512, [{"step": 2}]]]}')
-    curves = batch_sizes.train_seed(tmp_path / "seed-3.json", Path("nowhere"), steps=1, seed=3)
-    assert curves == ([{"step": 1}], {(3, 2, 512): [{"step": 2}]})
-
-
-def test_the_table_of_batch_sizes_has_the_largest_distance_over_steps_and_seeds() -> None:
-    def curve(loss: float) -> runs.Steps:
-        metrics = dict.fromkeys(batch_sizes.METRICS, 0.0)
-        return [{**metrics, "microbatches": 4, "policy/loss": value} for value in (0.0, loss)]
-
-    recorded = {0: curve(0.5), 1: curve(0.5)}
-    first, last = batch_sizes.summarize({(0, 2, 512): curve(0.7), (1, 2, 512): curve(0.1)}, recorded)
-    assert (first["learners"], first["microbatches per update"]) == (2, 4)
-    assert first["loss: largest difference"] == pytest.approx(0.4)
-    assert last["loss: largest difference"] == "0 to 0.5"
-
-
 @pytest.mark.parametrize("name", algorithms.ALGORITHMS)
 def test_the_command_of_an_algorithm_is_a_run_of_the_quickstart_with_its_choices(name: str) -> None:
     config = config_of_run(GRPOConfig, "grpo", algorithms.CONFIG, algorithms.overrides(name, seed=3))
@@ -439,17 +300,3 @@ def test_the_command_of_an_algorithm_is_a_run_of_the_quickstart_with_its_choices
     losses = {"dppo": "dppo_tv", "own": "benchmarks/studies/own_loss.py:reinforce"}
     own_loss = ("gspo", "cispo", "sapo", *losses)
     assert config.algo.policy_loss == (losses.get(name, name) if name in own_loss else "ppo")
-
-
-def test_what_did_not_reach_the_log_counts_as_not_finite() -> None:
-    row: dict[str, Any] = {
-        "step": 1, "reward/mean": 0.5, "policy/loss": 0.0, "policy/kl_k3": 0.1, "policy/entropy": 1.0,
-        "policy/clip_fraction": 0.0, "learner/grad_norm": 1.0, "learner/updates_skipped": 0,
-    }  # fmt: skip
-    lost = {name: value for name, value in row.items() if name != "learner/grad_norm"}
-    assert algorithms.summarize("A", [[row] * 10])["not finite"] == 0
-    never_clips = {name: value for name, value in row.items() if name != "policy/clip_fraction"}
-    assert algorithms.summarize("SAPO", [[never_clips] * 10])["largest clip fraction"] == 0
-    summary = algorithms.summarize("A", [[row] * 10, [row] * 8 + [lost, {**row, "learner/updates_skipped": 1}]])
-    assert summary["not finite"] == 2
-    assert summary["largest KL (k3, nats per token)"] == 0.1
