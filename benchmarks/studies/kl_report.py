@@ -11,7 +11,6 @@ A part is shown with the seeds of which all its runs are there, or else with all
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -131,23 +130,6 @@ def gradient_table(rows: Sequence[report.Row]) -> list[report.Row]:
     return table
 
 
-def response_table(rows: Sequence[report.Row]) -> list[report.Row]:
-    """A line per policy that sampled, estimator and aggregation: median and range over the seeds."""
-    lines: dict[tuple[str, ...], list[report.Row]] = {}
-    for row in rows:
-        lines.setdefault((row["tokens"], row["estimator"], row["aggregation"]), []).append(row)
-    columns = {"size": "size", "kl": "cosine: KL", "longer": "longer responses", "away": "away from the sampler"}
-    table = []
-    for (tokens, estimator, aggregation), seeds in lines.items():
-        line: report.Row = {"tokens": tokens, "estimator": estimator, "aggregation": aggregation}
-        zero = max(row["size"] for row in seeds) < kl_gradients.ROUNDING
-        for key, title in columns.items():
-            known = not zero and not math.isnan(seeds[0][key])
-            line[title] = spread(row[key] for row in seeds) if known else "0" if key == "size" else ""
-        table.append(line)
-    return table
-
-
 def caption(part: str, rows: Sequence[report.Row], what: str) -> str:
     """Seeds, spread, command and date of the runs of a table."""
     numbers = sorted({row["seed"] for row in rows})
@@ -259,16 +241,10 @@ def write(records: Sequence[dict[str, Any]], output: Path, *, seeds: Sequence[in
     """All tables and the picture of the runs that are there."""
     gradients = kl_gradients.all_gradients(GRADIENT_SEEDS)
     report.write_table(output / "kl-gradients-all", gradients)
-    responses = kl_gradients.response_rows(kl_gradients.RESPONSE_SEEDS)
-    report.write_table(output / "kl-responses-all", responses)
-    tables = {"gradients": gradient_table(gradients), "responses": response_table(responses)}
+    tables = {"gradients": gradient_table(gradients)}
     names = ", ".join(map(str, GRADIENT_SEEDS))
-    notes = {
-        "gradients": f"Seeds {names}: median (smallest..largest) over seeds; {kl_gradients.SAMPLES:,} sampled tokens.",
-        "responses": f"{len(kl_gradients.RESPONSE_SEEDS)} policies: median (smallest..largest).",
-    }
-    for name, note in notes.items():
-        write_with_note(output / f"kl-{name}", tables[name], f"{note} {COMMAND}")
+    note = f"Seeds {names}: median (smallest..largest) over seeds; {kl_gradients.SAMPLES:,} sampled tokens. {COMMAND}"
+    write_with_note(output / "kl-gradients", tables["gradients"], note)
     rows = [summarize(record) for record in records]
     parts = {part: rows_of(part, rows, seeds) for part in runs_of_seed(0)}
     parts = {part: of_part for part, of_part in parts.items() if of_part}

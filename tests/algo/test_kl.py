@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.studies.kl_gradients import (
-    AGGREGATIONS,
-    LENGTHS,
-    LONGEST,
-    RESPONSES,
-    Policies,
-    cosine,
-    gradient_of,
-    length_gradient,
-    minibatch_gradient,
-    minibatches,
-    per_response,
-    prefix_kl_gradient,
-    response_policies,
-    sampler_kl_gradient,
-    token_logprobs,
-)
 from rlhf.algo.kl import KL_ESTIMATORS, KLController, kl_per_token
+from rlhf.algo.losses import aggregate
 from rlhf.algo.numerics import MAX_LOG_RATIO
 
 V = 5
@@ -153,67 +141,6 @@ def test_k1_k2_and_plain_k3_become_sums_under_the_old_policy_off_policy():
     assert expected_loss_gradient("k1", sampled_from=OLD).abs().max() > 0.01
 
 
-# --- two tokens: what a loss on tokens does not see ---
-
-
-def two_token_gradients(
-    estimator: str, place: str, *, ratio_weighted: bool = False, later_reference: int = 7
-) -> tuple[Tensor, Tensor]:
-    """Expected gradients in (logits of the first token, logits of the second given the first), by enumeration.
-
-    `later_reference` draws what the reference says of the second token.
-    """
-    first, second = policy(4).requires_grad_(), policy(5, V).requires_grad_()
-    log_pi = torch.stack(torch.broadcast_tensors(first.log_softmax(-1)[:, None], second.log_softmax(-1)))
-    ref_first, ref_second = policy(6).log_softmax(-1), policy(later_reference, V).log_softmax(-1)
-    log_ref = torch.stack(torch.broadcast_tensors(ref_first[:, None], ref_second))
-    probability = log_pi.sum(0).exp().detach()
-    if place == "exact":
-        ((log_pi.sum(0).exp()) * (log_pi - log_ref).sum(0)).sum().backward()
-    else:
-        penalty = kl_per_token(
-            log_pi, log_ref, estimator=estimator, old_logprobs=log_pi.detach(), ratio_weighted=ratio_weighted
-        )
-        if place == "loss":
-            (probability * penalty.sum(0)).sum().backward()
-        else:
-            (probability * penalty.sum(0).detach() * log_pi.sum(0)).sum().backward()
-    assert first.grad is not None
-    assert second.grad is not None
-    return first.grad, second.grad
-
-
-def test_no_estimator_in_the_loss_sees_the_effect_of_a_token_on_later_prefixes():
-    exact_first, exact_second = two_token_gradients("k1", "exact")
-    # What is missing: the first token chooses under which prefix the second token's KL is paid.
-    first = policy(4).requires_grad_()
-    log_second, log_ref_second = policy(5, V).log_softmax(-1), policy(7, V).log_softmax(-1)
-    later_kl = (log_second.exp() * (log_second - log_ref_second)).sum(-1)
-    (first.softmax(-1) * later_kl).sum().backward()
-    for estimator, weighted in (("k2", False), ("k4", False), ("k3", True)):
-        ours_first, ours_second = two_token_gradients(estimator, "loss", ratio_weighted=weighted)
-        assert_same(ours_second, exact_second)
-        assert_same(ours_first + first.grad, exact_first)
-    assert first.grad.abs().max() > 0.01
-
-
-def test_in_the_loss_the_first_token_does_not_feel_what_the_reference_says_of_the_second_and_in_the_reward_it_does():
-    elsewhere = 8
-    for estimator, weighted in (*((name, False) for name in KL_ESTIMATORS), ("k3", True)):
-        here, _ = two_token_gradients(estimator, "loss", ratio_weighted=weighted)
-        there, _ = two_token_gradients(estimator, "loss", ratio_weighted=weighted, later_reference=elsewhere)
-        assert_same(here, there)
-    for estimator, place in (("k1", "exact"), ("k1", "reward")):
-        here, _ = two_token_gradients(estimator, place)
-        there, _ = two_token_gradients(estimator, place, later_reference=elsewhere)
-        assert (here - there).abs().max() > 0.01
-
-
-def test_k1_in_the_loss_has_no_expected_gradient_at_any_token_of_a_sequence():
-    for gradient in two_token_gradients("k1", "loss"):
-        assert_same(gradient, torch.zeros_like(gradient))
-
-
 def test_one_gradient_of_k1_is_not_zero_and_grows_with_the_coefficient():
     """At one token and on-policy it is noise: the mean over tokens is 0 and the mean square is not."""
     log_pi, log_ref = THETA.log_softmax(-1), REF.log_softmax(-1)
@@ -226,19 +153,130 @@ def test_one_gradient_of_k1_is_not_zero_and_grows_with_the_coefficient():
     assert square == pytest.approx(float(1 - log_pi.exp().square().sum()))
 
 
-def test_k1_in_the_reward_is_the_exact_gradient_of_the_sequence_kl_and_k2_and_k3_are_not():
-    exact = torch.cat([part.flatten() for part in two_token_gradients("k1", "exact")])
-    in_reward = {
-        estimator: torch.cat([part.flatten() for part in two_token_gradients(estimator, "reward")])
-        for estimator in KL_ESTIMATORS
-    }
-    assert_same(in_reward["k1"], exact)
-    assert_same(in_reward["k4"], in_reward["k1"])
-    for biased in ("k2", "k3"):
-        assert (in_reward[biased] - exact).abs().max() > 0.01
-
-
 # --- responses that end: a division by a sampled length, and another policy that sampled ---
+
+AGGREGATIONS = ("constant", "token_mean", "sequence_mean")
+END, WORDS, LONGEST = 0, 3, 3  # a response ends with the token END or has LONGEST tokens
+RESPONSES = [
+    ids
+    for length in range(1, LONGEST + 1)
+    for ids in itertools.product(range(WORDS), repeat=length)
+    if END not in ids[:-1] and (ids[-1] == END or length == LONGEST)
+]
+LENGTHS = torch.tensor([len(ids) for ids in RESPONSES])
+PREFIXES = sorted({ids[:at] for ids in RESPONSES for at in range(len(ids))})
+# Of all tokens of all responses, one response after another: the number of the prefix, and the token.
+PREFIX_OF_TOKEN = torch.tensor([PREFIXES.index(ids[:at]) for ids in RESPONSES for at in range(len(ids))])
+TOKEN = torch.tensor([token for ids in RESPONSES for token in ids])
+ROUNDING = 1e-12  # of a gradient in float64
+SPREAD, REF_DISTANCE, OLD_DISTANCE = 0.7, 0.5, 0.2  # std of logits, and of their differences to those of the policy
+
+
+class Policies(NamedTuple):
+    """Logits [prefixes, words] of the policy, of its reference, and of the policy that samples off-policy."""
+
+    policy: Tensor
+    ref: Tensor
+    old: Tensor
+
+
+def response_policies(seed: int) -> Policies:
+    theta, to_ref, to_old = torch.randn(
+        3, len(PREFIXES), WORDS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    theta = SPREAD * theta
+    return Policies(theta, theta + REF_DISTANCE * to_ref, theta + OLD_DISTANCE * to_old)
+
+
+def token_logprobs(logits: Tensor) -> Tensor:
+    """[T] of all tokens of all responses, one response after another."""
+    return logits.log_softmax(-1)[PREFIX_OF_TOKEN, TOKEN]
+
+
+def per_response(x: Tensor) -> Tensor:
+    """[responses] sums of [T]."""
+    return torch.stack([part.sum() for part in x.split(LENGTHS.tolist())])
+
+
+def gradient_of(value: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    theta = logits.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(value(theta), theta)
+    return gradient
+
+
+@functools.cache
+def minibatches(size: int) -> dict[int, tuple[Tensor, Tensor]]:
+    """Number of tokens -> all minibatches of that many: responses [M, size], and where their tokens are in [T]."""
+    by_tokens: dict[int, list[tuple[int, ...]]] = {}
+    for chosen in itertools.product(range(len(RESPONSES)), repeat=size):
+        by_tokens.setdefault(int(LENGTHS[list(chosen)].sum()), []).append(chosen)
+    places = torch.arange(len(TOKEN)).split(LENGTHS.tolist())
+    return {
+        tokens: (torch.tensor(chosen), torch.cat([places[each] for minibatch in chosen for each in minibatch]))
+        for tokens, chosen in by_tokens.items()
+    }
+
+
+def minibatch_gradient(
+    name: str, policies: Policies, sampler: Tensor, aggregation: str, *, responses: int = 2
+) -> Tensor:
+    """Expected gradient of the KL loss of a minibatch of responses to one prompt, sampled with the logits `sampler`.
+
+    The losses of all minibatches, by the trainer's own `aggregate`, are added with their probabilities.
+    """
+    estimator, _, weighted = name.partition(" ")
+    log_old, log_ref = token_logprobs(sampler), token_logprobs(policies.ref)
+    probability = per_response(log_old).exp()
+
+    def expected_loss(theta: Tensor) -> Tensor:
+        kl = kl_per_token(
+            token_logprobs(theta), log_ref, estimator=estimator, old_logprobs=log_old, ratio_weighted=bool(weighted)
+        )
+        total = torch.zeros((), dtype=torch.float64)
+        for tokens, (chosen, places) in minibatches(responses).items():
+            lengths = LENGTHS[chosen.flatten()]
+            of_token = probability[chosen].prod(-1).repeat_interleave(tokens)
+            total = total + aggregate(
+                of_token * kl[places], torch.ones(len(places), dtype=torch.bool),
+                torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), lengths,
+                aggregation=aggregation, tokens=tokens, rollouts=responses, constant_length=LONGEST,
+            )  # fmt: skip
+        return total
+
+    return gradient_of(expected_loss, policies.policy)
+
+
+def prefix_kl_gradient(policies: Policies, sampler: Tensor, *, reverse: bool = True) -> Tensor:
+    """Gradient of KL(pi, ref) at each token given its prefix, summed; prefixes are as `sampler` reaches them.
+
+    reverse: False for KL(ref, pi).
+    """
+    probability = per_response(token_logprobs(sampler)).exp().repeat_interleave(LENGTHS)
+    log_ref = policies.ref.log_softmax(-1)
+
+    def expected_kl(theta: Tensor) -> Tensor:
+        log_pi = theta.log_softmax(-1)
+        of_prefix = log_pi.exp() * (log_pi - log_ref) if reverse else log_ref.exp() * (log_ref - log_pi)
+        return (probability * of_prefix.sum(-1)[PREFIX_OF_TOKEN]).sum()
+
+    return gradient_of(expected_kl, policies.policy)
+
+
+def length_gradient(logits: Tensor) -> Tensor:
+    """Of the expected number of tokens of a response."""
+    return gradient_of(lambda theta: per_response(token_logprobs(theta)).exp() @ LENGTHS.double(), logits)
+
+
+def sampler_kl_gradient(policies: Policies, sampler: Tensor) -> Tensor:
+    """Of KL(pi_old, pi) of whole responses, pi_old being the policy that sampled."""
+    probability = per_response(token_logprobs(sampler)).exp()
+    return gradient_of(lambda theta: -probability @ per_response(token_logprobs(theta)), policies.policy)
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    """Of two gradients; NaN where one of them is 0 but for rounding."""
+    return float((a * b).sum() / (a.norm() * b.norm())) if min(a.norm(), b.norm()) > ROUNDING else float("nan")
+
 
 POLICIES = response_policies(0)
 ON_POLICY, OFF_POLICY = POLICIES.policy, POLICIES.old
@@ -277,6 +315,16 @@ def test_summed_over_tokens_and_on_policy_k1_has_no_gradient_k3_that_of_the_forw
     for name in ("k2", "k4", WEIGHTED):
         assert_same(summed(name, ON_POLICY), prefix_kl_gradient(POLICIES, ON_POLICY))
     assert_same(summed("k3", ON_POLICY), prefix_kl_gradient(POLICIES, ON_POLICY, reverse=False))
+
+
+def test_no_estimator_in_the_loss_sees_the_effect_of_a_token_on_later_prefixes():
+    """A token also chooses under which prefix the KL of the next one is paid."""
+    log_pi, log_ref = (logits.log_softmax(-1) for logits in (ON_POLICY, POLICIES.ref))
+    of_response = per_response((log_pi.exp() * (log_pi - log_ref)).sum(-1)[PREFIX_OF_TOKEN])
+    missing = gradient_of(lambda theta: per_response(token_logprobs(theta)).exp() @ of_response, ON_POLICY)
+    assert missing.abs().max() > 0.01
+    for name in ("k2", "k4", WEIGHTED):
+        assert_same(summed(name, ON_POLICY) + missing, response_kl_gradient(POLICIES))
 
 
 @pytest.mark.parametrize("aggregation", DIVIDED)
@@ -347,6 +395,7 @@ def test_in_the_reward_k3_has_the_gradient_of_the_reverse_kl_less_that_of_the_fo
     """At a token e^-d has the mean 1 whatever came before, so it acts on that token alone: -KL(ref, pi)."""
     exact = response_kl_gradient(POLICIES)
     assert_same(reward_gradient("k1", POLICIES), exact)
+    assert_same(reward_gradient("k4", POLICIES), exact)
     forward = prefix_kl_gradient(POLICIES, ON_POLICY, reverse=False)
     assert_same(reward_gradient("k3", POLICIES), exact - forward)
 
