@@ -330,6 +330,10 @@ CONTRADICTIONS = [
     ),
     (["reward=[]"], ["reward=[] without a reward_model", "Name a reward"]),
     (["reward={by_source: {chat: []}}"], ["reward=[] without a reward_model", "or a reward_model"]),
+    (
+        ["data.curriculum={}", "reward=[]", "reward_model={path: judge}"],
+        ["data.curriculum", "its metric is reward_model", "Name another evaluation.metric"],
+    ),
     (["algo.teacher={}"], ["algo.teacher: it has no model", "Set exactly one"]),
     (["algo.teacher={path: t, own: average}"], ["algo.teacher: it has path=t and own=average", "exactly one"]),
     (["algo.teacher={own: policy}"], ["algo.teacher.own=policy without hint_column", "Name the hint_column"]),

@@ -140,6 +140,7 @@ def test_what_cannot_be_is_refused_with_key_value_reason_and_remedy(
 
 def test_a_reward_that_compares_with_an_answer_cannot_judge_prompts_that_the_environment_makes() -> None:
     assert "reward name='math' with prompts that the environment makes" in refusal("environment=my.module:Game")
+    assert "data.curriculum with prompts that the" in refusal("environment=my.module:Game", "data.curriculum={}")
     assert load("environment=my.module:Game", "reward=[my.module:score, format]")
 
 

@@ -66,6 +66,11 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "learner.schedule.warmup_steps=99": ("learner.schedule.warmup_steps", "=99", "Shorten the warm-up"),
     "learner.schedule.min_lr=1": ("learner.schedule.min_lr", "=1.0", "must not exceed the peak"),
     "reward=[]": ("reward", "[]", "Name a reward"),
+    "data.curriculum={min_pass_rate: 1}": (
+        "data.curriculum.min_pass_rate",
+        "=1 with max_pass_rate=1",
+        "Lower the former",
+    ),
     "data.train=[]": ("data.train", "empty", "Name a file"),
     "model.lora.targets=q_proj": ("model.lora.targets", "=q_proj", "such as [q_proj, v_proj]"),
     "model.lora.rank=600": ("model.lora.rank", "=600", "less than or equal to 512"),
