@@ -211,6 +211,21 @@ def relative_error(gradients: dict[str, np.ndarray], expected: dict[str, np.ndar
     return error / sum(float((g**2).sum()) for g in expected.values()) ** 0.5
 
 
+def record_gradients(rank: Any) -> list[dict[str, np.ndarray]]:
+    """The gradients by name of each update that this rank takes from now on, through the real DeepSpeed engine."""
+    from deepspeed.utils import safe_get_full_grad
+
+    seen: list[dict[str, np.ndarray]] = []
+    apply = rank._apply
+
+    def see() -> Any:
+        seen.append({name: safe_get_full_grad(p).float().numpy().copy() for name, p in rank.trained.items()})
+        return apply()
+
+    rank._apply = see
+    return seen
+
+
 def rows_of_minibatch(minibatch: Minibatch) -> list[int]:
     """The rows that are computed in it, over all ranks, sorted."""
     return sorted(int(row) for rank in minibatch.microbatches for rows in rank for row in rows)

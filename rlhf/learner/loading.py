@@ -41,7 +41,6 @@ Loaded = tuple[PreTrainedModel, LoadStateDictInfo]
 SHOWN = 3  # tensors of each kind in a message
 ROWS_AT_ONCE = 4096  # of two matrices that are compared
 OF_PEFT = (".base_model.model.", ".base_layer.", ".lora_A.", ".modules_to_save.")
-OF_TEXT_MODEL = ("language_model.", "text_model.", "llm.", "thinker.")  # names of it in larger models
 OF_QUANTIZED = (".qweight", ".weight_scale", ".weight_packed", "_blocks", ".SCB", ".weight.absmax")
 OLD_CONSTANT = ".masked_bias"  # in files of GPT-2 and GPT-Neo that transformers 4 or older wrote
 
@@ -159,7 +158,7 @@ def check_report(
     if findings:
         names = [*missing, *unexpected, *(name for name, *_ in report.mismatched_keys)]
         file, kind = _file_of(local_model_folder(path), names), type(transformer).__name__
-        what = " ".join([*findings, _remedy(missing, unexpected)])
+        what = " ".join([*findings, _remedy(unexpected)])
         raise ValueError(
             f"{key}={path}: {file} does not hold the tensors of {kind} as config.json describes it. {what}"
         )
@@ -178,32 +177,12 @@ def _file_of(folder: Path, names: Iterable[str]) -> str:
     return next((name for name in [*of_names, *usual] if (folder / name).is_file()), SINGLE)
 
 
-def _remedy(missing: set[str], unexpected: set[str]) -> str:
+def _remedy(unexpected: set[str]) -> str:
     if any(part in f".{name}" for name in unexpected for part in OF_PEFT):
         return "An adapter was saved without being merged: save what peft's `model.merge_and_unload()` returns."
     if any(part in name for name in unexpected for part in OF_QUANTIZED):
         return "The weights are quantized, and there is no quantized training: name the model in bfloat16."
-    if (part := _inserted(missing, unexpected)).startswith(OF_TEXT_MODEL):
-        return (
-            f"Names have {part} in them: these are the weights of a text model inside of a larger model. Use the "
-            "config.json of that model, or save the text model alone in transformers."
-        )
-    if part:
-        return (
-            f"Names have {part} in them: a wrapper was saved with the model (DDP, FSDP, torch.compile). Save the model "
-            "inside of it."
-        )
     return "Download or save the model again, with the config.json that belongs to these weights."
-
-
-def _inserted(missing: set[str], unexpected: set[str]) -> str:
-    """What makes a missing name of an unexpected one if it is left out, such as `module.`; "" if nothing does."""
-    for name in sorted(unexpected):
-        words = name.split(".")
-        for first, stop in itertools.combinations(range(len(words)), 2):
-            if ".".join(words[:first] + words[stop:]) in missing:
-                return ".".join(words[first:stop]) + "."
-    return ""
 
 
 def check_tied(transformer: PreTrainedModel, path: str, *, key: str) -> None:

@@ -408,21 +408,6 @@ def test_files_of_weights_count_where_transformers_looks_for_them(
     assert all(part in problem for problem in problems)
 
 
-@pytest.mark.parametrize(("prefix", "remedy"), [("module._orig_mod.", "wrapper"), ("language_model.", "text model")])
-def test_what_stands_in_every_name_is_told_also_for_a_model_that_gets_another_head(
-    model: Path, prefix: str, remedy: str
-) -> None:
-    """The language model's head is then no tensor that is missing."""
-    change_json(model, "config.json", tie_word_embeddings=False)
-    change_tensors(
-        model, lambda stored: {prefix + n: t for n, t in (stored | {HEAD: stored[EMBEDDING].clone()}).items()}
-    )
-    for program in ("sft", "reward-model"):
-        (problem,) = problems_of(program, model)
-        assert f"Names have {prefix} in them: " in problem
-        assert remedy in problem
-
-
 def test_a_model_without_the_files_of_its_tokenizer_is_refused_and_not_given_an_empty_one(model: Path) -> None:
     loaded = ModelConfig(path=str(model))
     (model / "tokenizer.json").unlink()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import make_groups, make_ppo_config, relative_error, rows_of_minibatch, run_world, save
+from worlds import make_groups, make_ppo_config, record_gradients, relative_error, rows_of_minibatch, run_world, save
 
 from rlhf.config.ppo import PPOConfig
 from rlhf.step.batch import make_batch
@@ -42,23 +42,17 @@ def minibatches_of(config: PPOConfig) -> list[Minibatch]:
 
 def collect_gradients(world: World, model: Path) -> Any:
     """(stage, budget) -> gradients of the first minibatch by name, on this rank, through the real DeepSpeed engine."""
-    from deepspeed.utils import safe_get_full_grad
-
     from rlhf.learner.critic import Critic
-
-    class Probe(Critic):
-        def _apply(self) -> tuple[float, bool]:
-            self.seen = {name: safe_get_full_grad(param).float().clone() for name, param in self.trained.items()}
-            return super()._apply()
 
     by_case = {}
     for stage in STAGES:
         for budget in BUDGETS:
             config = config_for(model, learners=world.size, budget=budget, stage=stage)
-            critic = Probe(config, world)
+            critic = Critic(config, world)
+            seen = record_gradients(critic)
             critic.start_step(BATCH.tokens, [minibatches_of(config)[:1]])
             critic.update(TARGETS)
-            by_case[stage, budget] = {name: grad.numpy() for name, grad in critic.seen.items()}
+            (by_case[stage, budget],) = seen
     return by_case
 
 

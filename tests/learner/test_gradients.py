@@ -13,6 +13,7 @@ from worlds import (
     make_groups,
     plan_first_epoch,
     random_column,
+    record_gradients,
     relative_error,
     rows_of_minibatch,
     run_world,
@@ -50,22 +51,16 @@ def collect_gradients(
     world: World, model: Path, budgets: tuple[int, ...], stages: tuple[int, ...], dtype: str, reduced: str = "bfloat16"
 ) -> Any:
     """(stage, budget) -> gradients of the first minibatch by name, on this rank, through the real DeepSpeed engine."""
-    from deepspeed.utils import safe_get_full_grad
-
     from rlhf.learner.policy import Learner
     from rlhf.learner.policy_model import load_policy
-
-    class Probe(Learner):
-        def _apply(self) -> tuple[float, bool]:
-            self.seen = {name: safe_get_full_grad(param).float().clone() for name, param in self.trained.items()}
-            return super()._apply()
 
     by_case = {}
     groups = make_groups(**GROUPS)
     for stage in stages:
         for budget in budgets:
             config = config_for(model, learners=world.size, budget=budget, stage=stage, dtype=dtype, reduced=reduced)
-            learner = Probe(config, world)
+            learner = Learner(config, world)
+            seen = record_gradients(learner)
             with learner.loading():  # at stage 3 a share of each parameter, from the first byte on
                 loaded = load_policy(config.model, temperature=1.0)
             assert all((p.numel() == 0) == (stage == 3) for p in loaded.parameters())
@@ -73,7 +68,7 @@ def collect_gradients(
             old, ref = random_column(batch, 1), random_column(batch, 2)
             learner.start_step(batch.tokens, [minibatches[:1]])
             learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref))
-            by_case[stage, budget] = {name: grad.numpy() for name, grad in learner.seen.items()}
+            (by_case[stage, budget],) = seen
     return by_case
 
 

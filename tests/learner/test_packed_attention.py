@@ -201,42 +201,9 @@ def test_the_gradient_of_a_beginning_that_hundreds_share_is_added_up_in_float32(
     torch.testing.assert_close(x.grad.float(), expected.expand(2, 3), rtol=2**-8, atol=0)
 
 
-@pytest.mark.usefixtures("norms_in_float64")
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", MODELS)
-def test_packed_logprobs_and_gradients_are_those_of_each_sequence_alone(name: str, batch: str) -> None:
-    torch.manual_seed(0)
-    plain = MODELS[name]().double()
-    packed_model = MODELS[name]().double()
-    packed_model.load_state_dict(plain.state_dict())
-    packed_model.set_attn_implementation(PACKED)
-    rollouts, order = BATCHES[batch]
-    packed = pack_rows(rollouts, order)
-    tokens = DeviceTokens.of(packed, torch.device("cpu"))
-    packed_logprobs = PolicyModel(packed_model, temperature=0.7)(tokens).logprobs
-    weights = torch.linspace(0.5, 1.5, len(packed_logprobs), dtype=packed_logprobs.dtype)
-    (packed_logprobs * weights).sum().backward()
-
-    expected = torch.zeros_like(packed_logprobs)
-    for i, row in enumerate(order):
-        (sequence,) = rollouts[row].sequences
-        ids = torch.from_numpy(sequence.token_ids).long()
-        log_softmax = torch.log_softmax(plain(input_ids=ids[None]).logits[0, :-1] / 0.7, -1)
-        mask = torch.from_numpy(sequence.response_mask)
-        start = int(packed.cu_seqlens[i])
-        logprobs = torch.where(mask[1:], log_softmax.gather(-1, ids[1:, None])[:, 0], 0.0)
-        expected = expected.index_add(0, start + 1 + torch.arange(len(logprobs)), logprobs.to(expected.dtype))
-    torch.testing.assert_close(packed_logprobs, expected, rtol=0, atol=1e-12)
-    (expected * weights).sum().backward()
-    for (parameter, value), other in zip(packed_model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(
-            value.grad, other.grad, rtol=1e-9, atol=1e-11, msg=lambda m, p=parameter: f"{p}: {m}"
-        )
-
-
 CRITICS = {
-    "qwen2": lambda: Qwen2ForSequenceClassification(Qwen2Config(**SMALL, num_labels=1)),
-    "llama, attention bias": lambda: LlamaForSequenceClassification(
+    "critic, qwen2": lambda: Qwen2ForSequenceClassification(Qwen2Config(**SMALL, num_labels=1)),
+    "critic, llama, attention bias": lambda: LlamaForSequenceClassification(
         LlamaConfig(**SMALL, attention_bias=True, num_labels=1)
     ),
 }
@@ -244,26 +211,37 @@ CRITICS = {
 
 @pytest.mark.usefixtures("norms_in_float64")
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", CRITICS)
-def test_packed_values_and_gradients_of_a_critic_are_those_of_each_sequence_alone(name: str, batch: str) -> None:
+@pytest.mark.parametrize("name", [*MODELS, *CRITICS])
+def test_packed_outputs_and_gradients_are_those_of_each_sequence_alone(name: str, batch: str) -> None:
+    """Log-probs of a policy, values of a critic."""
     torch.manual_seed(0)
-    plain = CRITICS[name]().double()
-    packed_model = CRITICS[name]().double()
+    make = (MODELS | CRITICS)[name]
+    plain, packed_model = make().double(), make().double()
     packed_model.load_state_dict(plain.state_dict())
     packed_model.set_attn_implementation(PACKED)
-    rollouts, order = BATCHES[batch]
-    packed = pack_rows(rollouts, order)
-    packed_values = ValueModel(packed_model)(DeviceTokens.of(packed, torch.device("cpu")))
-    weights = torch.linspace(0.5, 1.5, len(packed_values), dtype=packed_values.dtype)
-    (packed_values * weights).sum().backward()
 
-    expected = torch.zeros_like(packed_values)
-    for start, (sequence,) in zip(packed.cu_seqlens.tolist(), [rollouts[row].sequences for row in order], strict=False):
-        ids = torch.from_numpy(sequence.token_ids).long()
-        values = plain.score(plain.model(input_ids=ids[None]).last_hidden_state[0, :-1]).squeeze(-1)
-        values = torch.where(torch.from_numpy(sequence.response_mask)[1:], values, 0.0)
-        expected = expected.index_add(0, start + 1 + torch.arange(len(values)), values)
-    torch.testing.assert_close(packed_values, expected, rtol=0, atol=1e-12)
+    def outputs_alone(ids: torch.Tensor) -> torch.Tensor:
+        if name in CRITICS:
+            return plain.score(plain.model(input_ids=ids[None]).last_hidden_state[0, :-1]).squeeze(-1)
+        log_softmax = torch.log_softmax(plain(input_ids=ids[None]).logits[0, :-1] / 0.7, -1)
+        return log_softmax.gather(-1, ids[1:, None])[:, 0]
+
+    rollouts, order = BATCHES[batch]
+    row = pack_rows(rollouts, order)
+    tokens = DeviceTokens.of(row, torch.device("cpu"))
+    if name in CRITICS:
+        packed = ValueModel(packed_model)(tokens)
+    else:
+        packed = PolicyModel(packed_model, temperature=0.7)(tokens).logprobs
+    weights = torch.linspace(0.5, 1.5, len(packed), dtype=packed.dtype)
+    (packed * weights).sum().backward()
+
+    expected = torch.zeros_like(packed)
+    for start, (sequence,) in zip(row.cu_seqlens.tolist(), [rollouts[i].sequences for i in order], strict=False):
+        alone = outputs_alone(torch.from_numpy(sequence.token_ids).long())
+        alone = torch.where(torch.from_numpy(sequence.response_mask)[1:], alone, 0.0)
+        expected = expected.index_add(0, start + 1 + torch.arange(len(alone)), alone.to(expected.dtype))
+    torch.testing.assert_close(packed, expected, rtol=0, atol=1e-12)
     (expected * weights).sum().backward()
     for (parameter, value), other in zip(packed_model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(

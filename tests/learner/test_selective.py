@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from worlds import make_config, make_groups, pack_rows, plan_first_epoch, random_column, rollout_of, run_world
+from worlds import (
+    make_config,
+    make_groups,
+    pack_rows,
+    plan_first_epoch,
+    random_column,
+    record_gradients,
+    rollout_of,
+    run_world,
+)
 
 from rlhf.algo.lora import adapt, linear_names
 from rlhf.learner.packed_attention import PACKED
@@ -94,14 +103,7 @@ def test_a_product_that_is_written_to_is_computed_again() -> None:
 
 def second_gradients(world: World, model: Path, checkpointing: Any) -> dict[str, np.ndarray]:
     """Gradients of the second update at ZeRO-3, when no bias is 0 any more."""
-    from deepspeed.utils import safe_get_full_grad
-
     from rlhf.learner.policy import Learner
-
-    class Probe(Learner):
-        def _apply(self) -> tuple[float, bool]:
-            self.seen = {name: safe_get_full_grad(param).float().numpy().copy() for name, param in self.trained.items()}
-            return super()._apply()
 
     config = make_config(
         model,
@@ -111,13 +113,14 @@ def second_gradients(world: World, model: Path, checkpointing: Any) -> dict[str,
         },
         cluster={"device": "cpu", "learners": world.size},
     )  # fmt: skip
-    learner = Probe(config, world)
+    learner = Learner(config, world)
+    seen = record_gradients(learner)
     batch, minibatches, advantages = plan_first_epoch(
         config, make_groups(groups=4, samples=4, vocabulary=250, longest=60, seed=3)
     )
     learner.start_step(batch.tokens, [minibatches])
     learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), random_column(batch, 1), None))
-    return learner.seen
+    return seen[1]
 
 
 @pytest.mark.stack

@@ -18,6 +18,7 @@ from worlds import (
     make_ppo_config,
     plan_epochs,
     random_column,
+    record_gradients,
     rows_of_minibatch,
     run_world,
 )
@@ -55,20 +56,13 @@ def advantages_of(config: Any, batch: StepBatch, old: np.ndarray, ref: np.ndarra
 
 def step_of_rank(world: World, model: Path, program: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Weights of the moved policy, and the gradients of the first of two minibatches, by name."""
-    from deepspeed.utils import safe_get_full_grad
-
     from rlhf.learner.policy import Learner
-
-    class Probe(Learner):
-        def _apply(self) -> tuple[float, bool]:
-            self.seen.append({name: safe_get_full_grad(param).float().numpy() for name, param in self.trained.items()})
-            return super()._apply()
 
     config = config_for(model, program)
     batch = make_batch(make_groups(**GROUPS), mask_truncated=False)
     (minibatches,) = epochs = plan_epochs(batch, config, step=0)
-    learner = Probe(config, world)
-    learner.seen = []
+    learner = Learner(config, world)
+    seen = record_gradients(learner)
     learner.perturb_weights()
     weights = {name: tensor.numpy().copy() for name, tensor in learner}
     learner.start_step(batch.tokens, epochs)
@@ -78,7 +72,7 @@ def step_of_rank(world: World, model: Path, program: str) -> tuple[dict[str, np.
         torch.distributed.all_reduce(column)
         columns.append(column.numpy())
     learner.update(PolicyTargets(advantages_of(config, batch, *columns, program), *columns))
-    return weights, learner.seen[0]
+    return weights, seen[0]
 
 
 def response_logprobs(net: Any, batch: StepBatch) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import relative_error, run_world, save
+from worlds import record_gradients, relative_error, run_world, save
 
 from rlhf.algo.packing import draw_minibatches, pack
 from rlhf.config.reward_model import RewardTrainingConfig
@@ -88,26 +88,17 @@ CASES = [{"max_tokens_per_microbatch": 128, "zero_stage": 2}, {"zero_stage": 0},
 
 def first_updates(world: World, kind: str, model: Path) -> list[Any]:
     """For each case: what the first update measured, the gradients, and the first weights of the head."""
-    from deepspeed.utils import safe_get_full_grad
-
     results = []
     for case in CASES:
         trainer = trainer_of(kind, config_for(kind, model, learners=world.size, **case), world)
-        gradients: dict[str, np.ndarray] = {}
         head = trainer.trained.get("score.weight", torch.zeros(0))
         with trainer.whole(head):
             start = head.detach().clone().numpy()
-        apply = trainer._apply
-
-        def see(trainer: Any = trainer, gradients: Any = gradients, apply: Any = apply) -> Any:
-            gradients |= {name: safe_get_full_grad(param).clone().numpy() for name, param in trainer.trained.items()}
-            return apply()
-
-        trainer._apply = see
+        gradients = record_gradients(trainer)
         evaluated: Any = []
         while (of_part := trainer.evaluate(len(evaluated))) is not None:
             evaluated.append(of_part)
-        results.append((trainer.train(0), merge_metrics(evaluated), gradients, start))
+        results.append((trainer.train(0), merge_metrics(evaluated), gradients[0], start))
     return results
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, run_world, save
+from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, record_gradients, run_world, save
 
 from rlhf.log.reductions import UpdateOutcome
 from rlhf.step.batch import broadcast_to_tokens
@@ -116,16 +116,7 @@ def adam_torch(weights: torch.Tensor, grads: list[torch.Tensor], *, lr: float, e
 
 def run_adam(world: World, model: Path, variant: str, updates: int) -> dict[str, Any]:
     """Start and end weights and the gradients between, through ZeRO-2."""
-    from deepspeed.utils import safe_get_full_grad
-
     from rlhf.learner.policy import Learner
-
-    class Probe(Learner):
-        grads: list[dict[str, torch.Tensor]] = []  # noqa: RUF012
-
-        def _apply(self) -> tuple[float, bool]:
-            self.grads.append({name: safe_get_full_grad(p).clone() for name, p in self.trained.items()})
-            return super()._apply()
 
     config = make_config(
         model,
@@ -137,7 +128,8 @@ def run_adam(world: World, model: Path, variant: str, updates: int) -> dict[str,
         },
         cluster={"device": "cpu", "learners": world.size},
     )
-    learner = Probe(config, world)
+    learner = Learner(config, world)
+    gradients = record_gradients(learner)
     names = ("model.norm.weight", "model.layers.0.self_attn.q_proj.bias", "model.layers.1.mlp.up_proj.weight")
     start = {name: learner.trained[name].detach().numpy().copy() for name in names}
     targets = start_step(learner, config)
@@ -147,7 +139,7 @@ def run_adam(world: World, model: Path, variant: str, updates: int) -> dict[str,
     return {
         "start": start,
         "end": {name: learner.trained[name].detach().numpy().copy() for name in names},
-        "grads": {name: np.stack([g[name].numpy() for g in learner.grads]) for name in names},
+        "grads": {name: np.stack([g[name] for g in gradients]) for name in names},
         "held": {key: group[key] for key in ("betas", "eps", "weight_decay", "lr")},
     }
 

@@ -1,4 +1,4 @@
-"""Rows of a CPU engine in a deterministic run: alike in every batch, and sampled with noise of their own."""
+"""Rows of a CPU engine in a deterministic run are alike in every batch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from rlhf.rollout.requests import request_seed
-from rlhf.types import Prompt
 from rlhf.weights.cpu_kernels import add_adapter_in_two_products, round_rows_alike
 
 pytestmark = pytest.mark.slow
-
-VOCABULARY = 12
 
 
 @pytest.fixture
@@ -71,54 +66,6 @@ def test_other_engines_keep_vllms_product() -> None:
     product = ops.onednn_mm
     round_rows_alike()
     assert ops.onednn_mm is product
-
-
-def generators(requests: int) -> list[torch.Generator]:
-    """As vLLM makes them of the seeds of two samples per prompt."""
-    prompts = [Prompt(f"p/{row}", 0, np.zeros(0, np.int32), (), "", "p") for row in range(requests // 2)]
-    return [torch.Generator().manual_seed((request_seed(0, prompt) or 0) + i) for prompt in prompts for i in (0, 1)]
-
-
-def draw(logits: Tensor, of: list[torch.Generator]) -> tuple[Tensor, Tensor]:
-    """A token for each row of logits and the log-probs that vLLM reports."""
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
-
-    tokens, logprobs = TopKTopPSampler("processed_logprobs")(logits.clone(), dict(enumerate(of)), None, None)
-    return tokens, logprobs
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_tokens_follow_the_softmax_and_those_of_a_response_or_a_group_are_independent() -> None:
-    requests = 6_000
-    logits = torch.randn(VOCABULARY).expand(requests, -1)
-    of = generators(requests)
-    first, logprobs = draw(logits, of)
-    assert torch.equal(logprobs, logits.log_softmax(-1))  # of the distribution itself, without the noise
-    second, _ = draw(logits, of)
-    p = logits[0].softmax(-1).double().numpy()
-
-    def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
-        expected = counts.sum() * probabilities
-        return float(((counts - expected) ** 2 / expected).sum())
-
-    def pairs(a: Tensor, b: Tensor) -> np.ndarray:
-        return np.bincount((a * VOCABULARY + b).numpy(), minlength=VOCABULARY**2)
-
-    # the 0.999 quantiles of chi-square with 11 and 143 degrees of freedom
-    assert chi_square(np.bincount(first.numpy(), minlength=VOCABULARY), p) < 31.3
-    assert chi_square(pairs(first, second), np.outer(p, p).ravel()) < 199
-    assert chi_square(pairs(first[::2], first[1::2]), np.outer(p, p).ravel()) < 199
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_a_response_does_not_depend_on_the_others_in_the_batch() -> None:
-    logits = torch.randn(3, 64, VOCABULARY)  # three tokens of 64 responses
-    together, alone = generators(64), generators(64)
-    tokens = torch.stack([draw(step, together)[0] for step in logits])
-    for row in (40, 3):  # in another order, and among others
-        among = [row, 50 + row % 3]
-        own = [alone[i] for i in among]
-        assert [int(draw(step[among], own)[0][0]) for step in logits] == tokens[:, row].tolist()
 
 
 @pytest.mark.private

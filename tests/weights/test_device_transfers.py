@@ -192,27 +192,6 @@ def test_a_tensor_that_a_later_transfer_does_not_load_is_named_and_the_update_is
     assert EVENTS[-1] == "end of loaded_weights"
 
 
-def test_a_tensor_that_vllm_skips_from_the_first_transfer_on_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model, sender = connect("ipc", monkeypatch)
-    model.skipped = "norm"
-    for version in (1, 2):
-        sender.send(version)
-    model.skipped = "head"
-    with pytest.raises(ValueError, match=r"engine 7: head\b.* 0 of its 16 elements"):
-        sender.send(3)
-
-
-@pytest.mark.parametrize("backend", ["nccl", "ipc"])
-def test_a_tensor_that_the_learner_no_longer_sends_is_named(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, _, sender = connect(backend, monkeypatch)
-    sender.send(1)
-    del source.tensors["head"]
-    EVENTS.clear()
-    with pytest.raises(ValueError, match=r"engine 7: of head 0 of 32 bytes.*\bworker 0\b"):
-        sender.send(2)
-    assert EVENTS[-1] == "end of loaded_weights"
-
-
 @pytest.mark.parametrize("backend", ["memory", "gloo", "nccl", "ipc"])
 def test_an_engine_that_fails_at_a_bucket_ends_the_transfer_at_once_with_its_error_and_without_a_finish(
     backend: str, monkeypatch: pytest.MonkeyPatch

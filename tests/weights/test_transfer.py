@@ -144,17 +144,6 @@ def test_buckets_in_memory_do_not_overlap_and_begin_where_any_type_may() -> None
     assert [bucket.end - bucket.start for bucket in cut] == [2 * (7 * 3 + 5), 4, 2 * 4 * 4]
 
 
-def test_a_failing_engine_fails_the_transfer_instead_of_hanging_it() -> None:
-    class Failing(Engine):
-        def answer(self, method: str, *arguments: Any) -> Any:
-            if method == "update_weights":
-                raise RuntimeError("no such layer")
-            return super().answer(method, *arguments)
-
-    with pytest.raises(RuntimeError, match="no such layer"):
-        connect(Weights(0), Failing(), nodes=("a",)).send(1)
-
-
 def test_ranks_that_do_not_send_take_part_in_gathering() -> None:
     gathered = []
 
