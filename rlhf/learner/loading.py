@@ -40,8 +40,27 @@ Loaded = tuple[PreTrainedModel, LoadStateDictInfo]
 
 SHOWN = 3  # tensors of each kind in a message
 ROWS_AT_ONCE = 4096  # of two matrices that are compared
-OF_PEFT = (".base_model.model.", ".base_layer.", ".lora_A.", ".modules_to_save.")
-OF_QUANTIZED = (".qweight", ".weight_scale", ".weight_packed", "_blocks", ".SCB", ".weight.absmax")
+# Parts of the names of tensors that the model has no place for, and what to do then; the first that fits.
+REMEDIES = (
+    (
+        (".base_model.model.", ".base_layer.", ".lora_A.", ".modules_to_save."),
+        "An adapter was saved without being merged: save what peft's `model.merge_and_unload()` returns.",
+    ),
+    (
+        (".qweight", ".weight_scale", ".weight_packed", "_blocks", ".SCB", ".weight.absmax"),
+        "The weights are quantized, and there is no quantized training: name the model in bfloat16.",
+    ),
+    (
+        (".language_model.", ".text_model.", ".llm.", ".thinker."),
+        "These are the weights of a text model inside of a larger model. Use the config.json of that model, or save "
+        "the text model alone in transformers.",
+    ),
+    (
+        (".module.", "._orig_mod."),
+        "A wrapper was saved with the model (DDP, FSDP, torch.compile). Save the model inside of it.",
+    ),
+)
+DOWNLOAD = "Download or save the model again, with the config.json that belongs to these weights."
 OLD_CONSTANT = ".masked_bias"  # in files of GPT-2 and GPT-Neo that transformers 4 or older wrote
 
 
@@ -158,7 +177,10 @@ def check_report(
     if findings:
         names = [*missing, *unexpected, *(name for name, *_ in report.mismatched_keys)]
         file, kind = _file_of(local_model_folder(path), names), type(transformer).__name__
-        what = " ".join([*findings, _remedy(unexpected)])
+        named = (
+            remedy for parts, remedy in REMEDIES if any(part in f".{name}" for name in unexpected for part in parts)
+        )
+        what = " ".join([*findings, next(named, DOWNLOAD)])
         raise ValueError(
             f"{key}={path}: {file} does not hold the tensors of {kind} as config.json describes it. {what}"
         )
@@ -175,14 +197,6 @@ def _file_of(folder: Path, names: Iterable[str]) -> str:
     of_names = [index[name] for name in names if name in index]
     usual = [SINGLE, INDEX, TORCH_INDEX, *(file.name for file in torch_files(folder))]
     return next((name for name in [*of_names, *usual] if (folder / name).is_file()), SINGLE)
-
-
-def _remedy(unexpected: set[str]) -> str:
-    if any(part in f".{name}" for name in unexpected for part in OF_PEFT):
-        return "An adapter was saved without being merged: save what peft's `model.merge_and_unload()` returns."
-    if any(part in name for name in unexpected for part in OF_QUANTIZED):
-        return "The weights are quantized, and there is no quantized training: name the model in bfloat16."
-    return "Download or save the model again, with the config.json that belongs to these weights."
 
 
 def check_tied(transformer: PreTrainedModel, path: str, *, key: str) -> None:

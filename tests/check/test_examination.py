@@ -141,8 +141,9 @@ def move_a_token(folder: Path) -> None:
 DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "an unmerged adapter": (with_prefix("base_model.model."), ("base_model.model.", "merge_and_unload")),
     "an adapted layer": (rename("q_proj.", "q_proj.base_layer."), ("q_proj.base_layer.weight", "merge_and_unload")),
-    "a compiled model": (with_prefix("_orig_mod."), ("have _orig_mod. in them", "torch.compile")),
-    "a wrapped model": (with_prefix("module."), ("have module. in them", "DDP")),
+    "a compiled model": (with_prefix("_orig_mod."), ("_orig_mod.", "torch.compile")),
+    "a wrapped model": (with_prefix("module."), ("module.", "DDP")),
+    "a text model": (with_prefix("language_model."), ("language_model.", "inside of a larger model")),
     "a layer more in the config": (in_config(num_hidden_layers=3, layer_types=None), ("model.layers.2.", "random")),
     "a layer fewer in the config": (in_config(num_hidden_layers=1, layer_types=None), ("model.layers.1.", "no place")),
     "a lost tensor": (lose(NORM), (f"random: {NORM}.",)),
