@@ -1,4 +1,4 @@
-"""Rewards that wait run next to each other; groups, mappings and files as rewards; retries and a rate limit."""
+"""Rewards that wait run next to each other; groups, mappings and files as rewards; retries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worlds import rollout_of
 from rlhf.config.reward import RewardConfig, RewardPart
 from rlhf.processes.channel import Channel
 from rlhf.rewards.grade import Grade
-from rlhf.rewards.patience import RateLimit, patiently
+from rlhf.rewards.patience import patiently
 from rlhf.rewards.pool import Pool
 from rlhf.rewards.registry import call_user_function, load_user_function
 from rlhf.rewards.scorer import Scorer
@@ -216,12 +216,3 @@ def test_a_call_is_tried_again_until_it_succeeds_or_the_retries_are_used() -> No
     tries.clear()
     with pytest.raises(OSError, match="busy"):
         asyncio.run(patiently(call, retries=1, first_wait_s=0.0))
-
-
-def test_a_rate_limit_spreads_calls_evenly() -> None:
-    async def run() -> float:
-        limit, started = RateLimit(100), time.monotonic()
-        await asyncio.gather(*(limit.wait() for _ in range(21)))
-        return time.monotonic() - started
-
-    assert asyncio.run(run()) >= 0.199
