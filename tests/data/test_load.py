@@ -389,30 +389,14 @@ def test_the_first_prompt_is_shown_with_its_special_tokens_and_its_answer(folder
     ("row", "message"),
     [
         ({"question": "q"}, r"row 2 of train\.jsonl\b.*`answer` is missing.*answer_format=none"),
-        ({"question": "q", "answer": None}, r"row 2 of train\.jsonl\b.*`answer` is missing"),
-        ({"question": "q", "answer": " "}, r"row 2 of train\.jsonl\b.*`answer` is empty"),
-        ({"question": "q", "answer": []}, r"row 2 of train\.jsonl\b.*`answer` is a list"),
         ({"answer": "1"}, r"row 2 of train\.jsonl\b.*`question` is missing"),
         ({"question": "", "answer": "1"}, r"row 2 of train\.jsonl\b.*`question` is empty"),
-        (
-            {"question": 7, "answer": "1"},
-            r"row 2 of train\.jsonl: `question` is 7\b",
-        ),
         ({"question": [], "answer": "1"}, r"row 2 of train\.jsonl: `question` is \[\]"),
-        ({"question": ["q"], "answer": "1"}, r"row 2 of train\.jsonl: `question` holds 'q'"),
-        (
-            {"question": [{"role": "human", "content": "q"}], "answer": "1"},
-            r"row 2 of train\.jsonl: .*\bsystem, user, assistant\b",
-        ),
         (
             {"question": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "answer": "1"},
             r"row 2 of train\.jsonl: .*`question` is the assistant's",
         ),
         ({"question": "half \ud83d", "answer": "1"}, r"row 2 of train\.jsonl: `question`.*surrogate pair"),
-        (
-            {"question": "q", "answer": "\udc00"},
-            r"row 2 of train\.jsonl\b.*`answer`.*surrogate pair",
-        ),
         ({"question": "q\0", "answer": "1"}, r"row 2 of train\.jsonl: `question`.*\bNUL\b"),
         ({"question": "q", "answer": "1\0"}, r"row 2 of train\.jsonl\b.*`answer`.*\bNUL\b"),
         ([1], r"row 2 of train\.jsonl is a list, not an object"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from worlds import rollout_of
 
 from rlhf.config.reward import CodeOptions, RewardConfig
 from rlhf.processes.attributes import as_json
-from rlhf.rewards.code import START_S, code_reward, find_code
+from rlhf.rewards.code import code_reward, find_code
 from rlhf.rewards.code_tests import read_tests
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.pool import Pool
@@ -135,10 +136,6 @@ def test_a_response_whose_process_cannot_start_is_not_wrong(
     result = grade(HONEST, tests)
     assert (result.value, result.status) == (None, "unscorable")
     assert "no process for the solution" in result.detail
-
-
-def test_a_start_that_takes_too_long_is_seen_before_the_limit_of_the_response() -> None:
-    assert RewardConfig().wall_seconds > START_S
 
 
 UNCONFINED = """
@@ -677,27 +674,16 @@ def test_a_response_without_code_has_no_answer() -> None:
         7,
         [{"input": "3"}],
         [{"input": "3", "output": "9", "testtype": "functional"}],
-    ],
-)
-def test_tests_that_the_grader_cannot_decide_are_refused(tests: Any) -> None:
-    with pytest.raises(ValueError, match=r"Write `assert f|no name|Keep one kind"):
-        read_tests(tests)
-    assert grade(HONEST, tests).status == "bad_gold"
-
-
-@pytest.mark.parametrize(
-    "tests",
-    [
         {"inputs": 5, "outputs": [5]},
         [{"input": 5, "output": 4, "fn_name": "f"}],
         [{"input": [5], "output": 4, "fn_name": 7}],
         ["assert math.isclose(f(2), 4, foo=1)"],
     ],
 )
-def test_tests_of_a_wrong_shape_are_refused_with_the_right_ones(tests: Any) -> None:
+def test_tests_that_the_grader_cannot_decide_are_refused(tests: Any) -> None:
     result = grade(HONEST, tests)
     assert result.status == "bad_gold"
-    assert "Write `assert f" in result.detail
+    assert re.search(r"Write `assert f|no name|Keep one kind", result.detail)
 
 
 def test_the_expected_result_is_not_in_what_the_solution_is_asked() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -126,16 +124,6 @@ def test_each_part_has_its_own_lines(grade: Callable[..., Grade], file: Path, sa
 
 
 @pytest.mark.slow
-def test_a_flood_is_bounded_and_does_not_stop_the_grading(
-    grade: Callable[..., Grade], said: list[str], pool: Pool
-) -> None:
-    assert grade("for n in range(20000): print(n)").value == 1.0
-    assert grade("print('more')").value == 1.0
-    assert eventually(lambda: pool._printed._dropped == 20001 - MAX_LINES)
-    assert len(said) == 1 + MAX_LINES
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("function", ["stops", "stops_with_pdb"])
 def test_a_breakpoint_says_why_it_cannot_work_and_what_to_do(
     grade: Callable[..., Grade], file: Path, function: str
@@ -192,32 +180,3 @@ def test_a_terminal_that_is_gone_does_not_end_the_grading() -> None:
         raise BrokenPipeError
 
     PrintedLines("reward", ["mine.py:f"], broken).lines(b"a\nb\n")
-
-
-@pytest.mark.slow
-def test_a_worker_that_ends_before_its_last_lines_are_read_ends_nothing_else(file: Path) -> None:
-    first, go_on = threading.Event(), threading.Event()
-    said: list[str] = []
-
-    def say(line: str) -> None:
-        said.append(line)
-        if line.endswith(": first"):
-            first.set()
-            assert go_on.wait(WAIT_S)
-
-    job = {"name": f"{file}:computes", "options": {}, "answer": "", "columns": {}, "metadata": {}}
-    code = "import time; print('first'); time.sleep(0.5); print('last'); os._exit(1)"
-    with Pool(workers=1, user_functions=[RewardPart(name=job["name"])], say=say) as pool:
-        real_select = pool._selector.select
-
-        def control_first(timeout: float | None = None) -> list[Any]:
-            return sorted(real_select(timeout), key=lambda event: event[0].fileobj is not pool.keeper.channel.socket)
-
-        pool._selector.select = control_first  # type: ignore[method-assign]
-        lost = pool.submit(dict(job, response=code))
-        assert first.wait(WAIT_S)
-        assert select.select([pool.keeper.channel.socket], [], [], WAIT_S)[0]  # the keeper says that it is gone
-        go_on.set()
-        assert lost.result(timeout=WAIT_S).status == "died"
-        assert pool.submit(dict(job, response="print('next')")).result(timeout=WAIT_S).value == 1.0
-    assert [line.rpartition(": ")[2] for line in said[1:]] == ["first", "last", "next"]

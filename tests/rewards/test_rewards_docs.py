@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from rlhf.config.reward import OPTIONS_OF_REWARD, STEPS_OF_MODE, MathOptions, RewardConfig
+from rlhf.config.reward import OPTIONS_OF_REWARD, STEPS_OF_MODE, MathOptions
 from rlhf.rewards.grade import STATUSES
 from rlhf.rewards.math import math_reward
 
@@ -36,19 +35,7 @@ def test_the_grader_agrees_with_the_table_of_equalities(gold: str, answer: str, 
     assert grade.value == float(verdict == "right")
 
 
-def test_the_table_is_not_empty() -> None:
-    assert len(EQUALITIES) > 40
-
-
 def test_every_reward_step_and_status_is_documented_and_no_other() -> None:
     assert {row[0] for row in table_after("sources, write a mapping")} >= set(OPTIONS_OF_REWARD)
     assert [row[0] for row in table_after("## Where the answer is looked for")] == list(STEPS_OF_MODE["lenient"])
     assert {row[0] for row in table_after("The pool needs Linux.")} == set(STATUSES)
-
-
-def test_the_limits_in_the_text_are_the_defaults() -> None:
-    config = RewardConfig()
-    for key in ("cpu_seconds", "wall_seconds", "memory_mb", "failure_fraction", "failures_always_allowed"):
-        stated = re.search(rf"`{key}`[, (]+([\d.]+)\)", TEXT)
-        assert stated is not None, key
-        assert float(stated[1]) == getattr(config, key)

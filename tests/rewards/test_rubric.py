@@ -187,15 +187,6 @@ def test_a_reply_of_another_form_is_a_failure_and_ends_nothing(endpoint: Endpoin
     assert "2 tries failed" in grade.detail
 
 
-def test_a_busy_endpoint_is_asked_again_and_a_refusal_is_not(endpoint: Endpoint) -> None:
-    endpoint.says = lambda asked: 503 if len(endpoint.asked) < 3 else '{"scores": [1, 1]}'
-    assert graded(endpoint, ["Hello."], retries=2)[0].value == 1.0
-    endpoint.says = lambda asked: 401
-    (grade,) = graded(endpoint, ["Hello."], retries=2)
-    assert (grade.value, grade.status, len(endpoint.asked)) == (None, "failed", 4)
-    assert "401" in grade.detail
-
-
 def test_a_failure_is_not_kept(endpoint: Endpoint) -> None:
     endpoint.says = lambda asked: 503 if len(endpoint.asked) < 2 else '{"scores": [1, 1]}'
     assert [grade.value for grade in graded(endpoint, ["Hello."] * 2, retries=0)] == [None, 1.0]

@@ -34,7 +34,6 @@ CONFIG = {
     "by_source": {
         "gsm8k": ["gsm8k"],
         "user": [{"name": "hostile_rewards:length", "scale": 2.0}, {"name": "hostile_rewards:sees", "weight": 10.0}],
-        "async": ["hostile_rewards:asynchronous"],
         "bad": ["hostile_rewards:by_response"],
     },
     "workers": 2,
@@ -119,10 +118,6 @@ def test_a_row_without_a_gradable_answer_is_unscorable(scorer: Scorer) -> None:
     assert result.status == "bad_gold"
 
 
-def test_by_source_picks_other_parts(scorer: Scorer) -> None:
-    assert score(scorer, prompt("5", "gsm8k"), "2 + 3\n#### 5").reward_parts == {"gsm8k": 1.0}
-
-
 def test_of_an_evaluation_answers_that_say_the_same_have_one_vote(
     scorer: Scorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,10 +154,6 @@ def test_a_user_function_gets_the_response_the_columns_the_metadata_and_its_opti
     assert result.reward == 18.0
 
 
-def test_a_user_function_may_be_asynchronous(scorer: Scorer) -> None:
-    assert score(scorer, prompt("5", "async"), "x").reward == 0.5
-
-
 def test_a_user_function_that_returns_none_is_unscorable_and_not_a_failure(scorer: Scorer) -> None:
     results = [score(scorer, prompt("5", "bad"), "none") for _ in range(5)]
     assert [(result.reward, result.status) for result in results] == [(None, "unscorable")] * 5
@@ -190,12 +181,6 @@ def test_gold_answers_that_cannot_be_graded_are_named(scorer: Scorer) -> None:
     assert bad[-1].reason == "gsm8k: gold answer 'a lot' is not a number"
 
 
-def test_counters_count_by_part_and_status(scorer: Scorer) -> None:
-    before = scorer.counters["math/no_answer"]
-    score(scorer, prompt("5"), "nothing")
-    assert scorer.counters["math/no_answer"] == before + 1
-
-
 def test_failures_beyond_the_budget_stop_the_run_with_one_clear_error(scorer: Scorer) -> None:
     bad = prompt("5", "bad")
     for _ in range(2):
@@ -221,16 +206,6 @@ def test_each_error_of_a_user_function_is_reported_once() -> None:
     assert first.startswith("reward hostile_rewards:by_response: 2 of 3 ")
     assert first.endswith(": KeyError: 'a key'")
     assert ": returned 2 values for one response. Set `group: true`" in second
-
-
-def test_a_user_function_that_cannot_be_loaded_is_one_error_at_the_start() -> None:
-    with pytest.raises(ValueError, match=r"no_such_module_anywhere:reward.*cannot be imported"):
-        Scorer(RewardConfig.model_validate({"parts": ["no_such_module_anywhere:reward"], "workers": 1}))
-
-
-def test_a_module_without_the_function_is_named_too() -> None:
-    with pytest.raises(ValueError, match="posixpath has no function reward"):
-        load_user_function(RewardPart(name="posixpath:reward").model_dump())
 
 
 @pytest.mark.parametrize(

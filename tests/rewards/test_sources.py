@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import os
 import signal
@@ -13,15 +12,11 @@ from typing import Any
 
 import pytest
 from waiting import WAIT_S, eventually, worker_pids
-from worlds import rollout_of
 
-from rlhf.config.reward import RewardConfig, RewardPart
+from rlhf.config.reward import RewardPart
 from rlhf.processes.code import changed_sources, loaded_sources
 from rlhf.rewards.pool import Pool
 from rlhf.rewards.registry import load_user_function
-from rlhf.rewards.scorer import Scorer
-from rlhf.rollout.buffer import RolloutBuffer, Staleness, Ticket
-from rlhf.types import Prompt, RolloutGroup
 
 ONE = "import helper\n\ndef score(response, **_):\n    return helper.VALUE\n"
 
@@ -67,32 +62,6 @@ def test_a_reward_that_stays_away_ends_every_wait_with_the_reason(folder: Path) 
 
 
 @pytest.mark.slow
-def test_a_run_that_waits_for_groups_ends_when_the_reward_stays_away(folder: Path) -> None:
-    config = {"parts": [job(folder)["name"]], "workers": 1}
-    with Scorer(RewardConfig.model_validate(config)) as scorer:
-
-        async def sample(prompt: Prompt) -> RolloutGroup:
-            await scorer.score_group(prompt, [rollout_of([1])], ["x"])
-            raise AssertionError("graded by nothing")
-
-        async def take() -> None:
-            prompt = Prompt("p", 0, None, (), "", "s")  # type: ignore[arg-type]
-            tickets = iter(Ticket(number, prompt) for number in range(9))
-            buffer = RolloutBuffer(
-                sample, lambda: next(tickets), groups_per_step=2, total_steps=1, staleness=Staleness(0)
-            )
-            try:
-                await asyncio.wait_for(buffer.take(), WAIT_S)
-            finally:
-                await buffer.close()
-
-        (folder / "mine.py").unlink()
-        lose_worker(scorer.pool)
-        with pytest.raises(RuntimeError, match=r"mine\.py cannot be imported"):
-            asyncio.run(take())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["mine.py", "helper.py"])
 def test_code_that_is_edited_while_the_run_is_running_grades_nothing(folder: Path, changed: str) -> None:
     before = (folder / changed).read_text()
@@ -102,16 +71,6 @@ def test_code_that_is_edited_while_the_run_is_running_grades_nothing(folder: Pat
         lose_worker(pool)
         with pytest.raises(RuntimeError, match=rf"^reward name='{folder}/mine\.py:score': {changed} is not "):
             pool.submit(job(folder)).result(timeout=WAIT_S)
-
-
-@pytest.mark.slow
-def test_closing_the_pool_is_an_exception_for_whom_it_leaves_without_a_grade(folder: Path) -> None:
-    (folder / "mine.py").write_text("import time\n\ndef score(response, **_):\n    time.sleep(5)\n")
-    with pool_of(folder) as pool:
-        futures = [pool.submit(job(folder)) for _ in range(3)]
-    for future in futures:
-        with pytest.raises(RuntimeError, match="closed"):
-            future.result(timeout=0)
 
 
 @pytest.fixture
@@ -169,28 +128,6 @@ def test_a_function_is_changed_if_its_file_or_one_that_is_loaded_again_is_anothe
     assert changed == "reward name='m.py:f': __init__.py"
 
 
-@pytest.mark.slow
-def test_functions_that_move_to_another_pool_are_the_same_code(folder: Path) -> None:
-    (folder / "second.py").write_text("import other\n" + ONE)
-    names = [f"{folder}/{file}:score" for file in ("mine.py", "second.py")]
-
-    def loaded(*parts: Any) -> dict[str, dict[str, str]]:
-        with Scorer(RewardConfig.model_validate({"parts": list(parts), "workers": 1})) as scorer:
-            return scorer.sources
-
-    together, apart = loaded(*names), loaded(names[0], {"name": names[1], "network": True})
-    assert sorted(apart[names[0]]) == ["helper.py", "mine.py"]
-    assert (
-        list(changed_sources(together, apart, noun="reward"))
-        == list(changed_sources(apart, together, noun="reward"))
-        == []
-    )
-    (folder / "helper.py").write_text("VALUE = 2.0\n")
-    assert (
-        len(list(changed_sources(together, loaded(names[0], {"name": names[1], "network": True}), noun="reward"))) == 2
-    )
-
-
 MAKES_UP_A_FILE = """import standard, sys, types
 sys.modules["ops"] = types.ModuleType("ops")
 sys.modules["ops"].__file__ = "PLACE"
@@ -212,14 +149,3 @@ def test_made_up_files_and_the_standard_library_are_not_code_of_a_reward(
             sys.modules.pop(name, None)
         ((_, files),) = sources(f"{folder}/mine.py:score").items()
         assert sorted(files) == ["helper.py", "mine.py"]
-
-
-@pytest.mark.slow
-def test_a_worker_that_fails_outside_the_reward_says_where(folder: Path) -> None:
-    breaks = "from rlhf.processes import output\n\ndef no(_):\n    raise OSError('no end')\n\n"
-    breaks += "output.WorkerStdout.end_line = no\n"
-    (folder / "mine.py").write_text(breaks + ONE)
-    said: list[str] = []
-    with pytest.raises(RuntimeError, match="their own messages are above"):
-        pool_of(folder, say=said.append)
-    assert sum("OSError: no end" in line for line in said) > 1  # not of the first worker alone

@@ -20,7 +20,7 @@ from rlhf.processes.channel import Channel
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.patience import patiently
 from rlhf.rewards.pool import Pool
-from rlhf.rewards.registry import call_user_function, load_user_function
+from rlhf.rewards.registry import load_user_function
 from rlhf.rewards.scorer import Scorer
 from rlhf.rewards.worker import Grader
 from rlhf.types import Prompt
@@ -140,21 +140,6 @@ def test_a_group_whose_function_fails_is_unscorable(monkeypatch: pytest.MonkeyPa
     assert [(score.reward, score.status) for score in results] == [(None, "failed")] * 2
 
 
-def test_a_number_that_is_no_float_is_a_failure_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FIXTURES))
-    huge = load_user_function(RewardPart(name="hostile_rewards:huge").model_dump())
-    assert call_user_function(huge, job("x")).detail.endswith("returned a number too large for a float")
-
-
-def test_a_reward_may_be_a_function_in_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "def score(response, *, factor=1, **_):\n    return {'score': factor * len(response), 'words': 1}\n"
-    )
-    (result,) = scores([{"name": f"{file}:score", "factor": 3}], ["four"])
-    assert result.reward == 12.0
-
-
 def test_a_file_is_loaded_once_for_all_its_functions_and_never_taken_for_another_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +174,8 @@ def test_a_file_that_cannot_be_imported_fails_for_each_of_its_functions(tmp_path
         ("hostile_rewards:takes_no_answer", {}, "cannot be called: .*'answer'"),
         ("hostile_rewards:length", {"scael": 1}, "cannot be called: .*'scael'"),
         ("no/such/file.py:score", {}, "no/such/file.py .*FileNotFoundError"),
+        ("no_such_module_anywhere:reward", {}, r"no_such_module_anywhere:reward.*cannot be imported"),
+        ("posixpath:reward", {}, "posixpath has no function reward"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_one_error_at_the_start(
