@@ -37,7 +37,7 @@ from rlhf.data.model_files import (
     reward_template,
     text_config,
 )
-from rlhf.data.vocabulary import check_stored_vocabulary, lacks_tokenizer
+from rlhf.data.vocabulary import lacks_tokenizer
 
 WITH_TORCHVISION = "qwen3_5"  # the beginning of model types (Qwen 3.5 to 3.8) whose class in vLLM imports it
 NAMED_TOKENS = ("bos_token", "eos_token")  # in tokenizer_config.json; config.json has their ids
@@ -381,7 +381,6 @@ def _misfits(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]:
                 f"model.path={config.model.path}, whose token ids it reads. Start it from a model with the same "
                 "tokenizer."
             )
-        yield from gather(partial(check_stored_vocabulary, config.model.path, path, f"{key}={path}"))
     for role in config.roles(trains=trains):
         if role.name == REWARD_MODEL:
             yield from _template_problem(role, config)
