@@ -9,7 +9,6 @@ import pytest
 from worlds import group_of, make_groups, rollout_of
 
 from rlhf.config.sections import AlgoConfig
-from rlhf.rollout.buffer import Account
 from rlhf.rollout.sampler import penalize_non_stop
 from rlhf.step.advantages import penalize_kl, step_advantages
 from rlhf.step.batch import (
@@ -93,36 +92,8 @@ def test_equal_rewards_get_beta_times_the_centred_kl_also_where_the_advantage_di
     assert step_advantages(batch, penalized, "grpo") == pytest.approx(penalized - penalized.mean())
 
 
-def test_a_response_without_a_known_kl_leaves_the_baseline_when_the_kl_is_in_the_reward() -> None:
-    batch = batch_with([1.0] * 4)
-    rewards = with_penalty(batch, np.array([True, True, False, True]))
-    assert np.isnan(rewards).tolist() == [False, False, True, False]
-    assert step_advantages(batch, rewards, "dr_grpo")[2] == 0.0
-
-
 def test_an_unscorable_response_is_not_trained_gets_no_advantage_and_leaves_the_baseline() -> None:
     batch = batch_with([1.0, None, 0.0, 0.0])
     assert batch.trained.tolist() == [True, False, True, True]
     advantages = step_advantages(batch, batch.rewards, "dr_grpo")
     assert advantages == pytest.approx([2 / 3, 0.0, -1 / 3, -1 / 3])
-
-
-@pytest.mark.parametrize("normalize_over", ["responses", "tokens"])
-def test_the_advantage_of_a_step_leaves_its_rewards_so_unscorable_rollouts_are_counted_as_failed(
-    normalize_over: str,
-) -> None:
-    batch = batch_with([1.0, None, 0.0, 0.0])
-    step_advantages(batch, batch.rewards, "reinforce_pp_baseline", normalize_over)
-    np.testing.assert_equal(batch.rewards, [1, np.nan, 0, 0])
-    account = Account()
-    account.add_step(batch)
-    assert (account.failed, account.filtered, account.trained) == (1, 0, 3)
-
-
-def test_reinforce_plus_plus_counts_the_tokens_of_the_responses_if_asked() -> None:
-    batch = batch_with([1.0, None, 0.0, 0.0])
-    lengths = batch.response_lengths * batch.trained
-    advantages = step_advantages(batch, batch.rewards, "reinforce_pp", "tokens")
-    assert len(set(lengths.tolist())) > 2
-    assert (advantages * lengths).sum() == pytest.approx(0.0, abs=1e-6)
-    assert (advantages**2 * lengths).sum() == pytest.approx(lengths.sum(), rel=1e-5)

@@ -91,21 +91,13 @@ def test_rewards_are_clipped_before_the_kl_and_rollouts_that_are_not_trained_tak
     assert mean_over_responses(batch, credit.advantages) == pytest.approx([2.0, 0.0, *[1.0] * 7])
 
 
-def test_a_step_of_which_no_rollout_is_trained_has_no_credit() -> None:
-    rollouts = [sample.rollout for group in make_groups(**GROUPS) for sample in group.samples]
-    batch = make_batch([group_of(rollouts, [None] * 9)], mask_truncated=False)
+@pytest.mark.parametrize("trained", [False, True], ids=["no rollout is trained", "trained responses are empty"])
+def test_a_step_without_a_token_to_train_has_no_credit_and_logs_no_nan(trained: bool) -> None:
+    empty = rollout_of(np.zeros(3), np.zeros(3), finish_reason="abort")
+    rollouts = [empty] if trained else [sample.rollout for group in make_groups(**GROUPS) for sample in group.samples]
+    batch = make_batch([group_of(rollouts, [1.0 if trained else None] * len(rollouts))], mask_truncated=False)
     values = np.ones(len(batch.tokens.token_ids), np.float32)
     credit = assign_credit(batch, values, None, None, kl_coef=0.0, algo=PPOAlgoConfig())
-    assert not credit.advantages.any()
-    assert not credit.returns.any()
-    assert credit.metrics == {}
-
-
-def test_a_step_whose_trained_responses_are_all_empty_has_no_credit_and_logs_no_nan() -> None:
-    empty = rollout_of(np.zeros(3), np.zeros(3), finish_reason="abort")
-    batch = make_batch([group_of([empty, empty])], mask_truncated=False)
-    assert batch.trained.all()
-    credit = assign_credit(batch, np.ones(6, np.float32), None, None, kl_coef=0.0, algo=PPOAlgoConfig())
     assert not credit.advantages.any()
     assert not credit.returns.any()
     assert credit.metrics == {}
@@ -153,13 +145,6 @@ def test_token_rewards_are_whitened_with_their_kl_and_keep_their_mean_unless_it_
     # Without a critic and with gamma 0 an advantage is the token's own reward.
     np.testing.assert_allclose(credit.advantages[batch.tokens.response_mask], rewards, atol=2e-4)
     assert credit.metrics["reward/token_sum"] == pytest.approx(sum(rewards) / 2, abs=4e-4)
-
-
-def test_the_score_is_clipped_and_paid_at_the_last_token_and_the_kl_is_not_clipped() -> None:
-    batch, values, old, ref = by_hand()
-    algo = PPOAlgoConfig(whiten_advantages=False, reward_clip=0.75, kl_coef=0.5, gamma=0.0, lam=0.0)
-    credit = assign_credit(batch, np.zeros_like(values), old, ref, kl_coef=0.5, algo=algo)
-    np.testing.assert_allclose(credit.advantages, [0, -1.0, 0.75 + 0.5, 0, -0.75 - 0.25])
 
 
 def test_explained_variance_compares_the_returns_with_the_values_before_the_update() -> None:
