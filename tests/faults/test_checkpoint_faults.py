@@ -92,15 +92,19 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_used(
     tmp_path: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     run_with(tmp_path, 2, 4)
-    newest = tmp_path / "checkpoints" / "step-000004"
+    oldest, newest = (tmp_path / "checkpoints" / f"step-00000{step}" for step in (2, 4))
     damage(newest / name)
     resumed = RunFolder(tmp_path, resume=True)
-    assert resumed.restored == tmp_path / "checkpoints" / "step-000002"
+    assert resumed.restored == oldest
     (warning,) = resumed.warnings
     flipped_in_text = name == "manifest.json" and damage is flip_a_byte  # may be another number in the manifest
     assert "step-000004: " in warning
+    assert "step-000002" not in warning
     assert name in warning or flipped_in_text
     assert not (newest / "exploded").exists()
+    damage(oldest / name)
+    with pytest.raises(ValueError, match=rf"(?s)^run\.dir={tmp_path}: --resume .*step-000004: .*step-000002: "):
+        RunFolder(tmp_path, resume=True)
 
 
 def test_a_pickle_that_the_manifest_vouches_for_is_refused_and_never_run(tmp_path: Path) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import errno
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,58 +77,6 @@ def flip_one_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-
-
-def empty(file: Path) -> None:
-    file.write_bytes(b"")
-
-
-def remove(file: Path) -> None:
-    file.unlink()
-
-
-@pytest.mark.parametrize(
-    ("file", "damage", "reason"),
-    [
-        ("weights-00000.safetensors", flip_one_bit, "weights-00000.safetensors has another checksum"),
-        ("critic/exp_avg-00000.safetensors", flip_one_bit, "critic/exp_avg-00000.safetensors has another checksum"),
-        ("driver.json", empty, "driver.json has 0 bytes"),
-        ("weights-00000.safetensors", remove, "weights-00000.safetensors is missing"),
-        ("manifest.json", remove, "manifest.json is missing"),
-        ("manifest.json", empty, "manifest.json is not readable"),
-    ],
-)
-def test_a_damaged_checkpoint_is_named_and_the_newest_undamaged_one_is_used(
-    tmp_path: Path, file: str, damage: Callable[[Path], None], reason: str
-) -> None:
-    written = write_checkpoints(tmp_path, 2, 4, 6)
-    damage(tmp_path / "checkpoints" / "step-000006" / file)
-    resumed = RunFolder(tmp_path, resume=True)
-    assert resumed.restored == written.checkpoints / "step-000004"
-    (warning,) = resumed.warnings
-    assert f"step-000006: {reason}" in warning
-    assert "step-000002" not in warning
-    damage(tmp_path / "checkpoints" / "step-000004" / file)
-    damage(tmp_path / "checkpoints" / "step-000002" / file)
-    with pytest.raises(ValueError, match=rf"{tmp_path}.*--resume") as caught:
-        RunFolder(tmp_path, resume=True)
-    for step in (2, 4, 6):
-        assert f"step-00000{step}: {reason}" in str(caught.value)
-
-
-def test_a_folder_that_only_has_the_name_of_a_checkpoint_is_skipped(tmp_path: Path) -> None:
-    written = write_checkpoints(tmp_path, 2)
-    (written.checkpoints / "step-000009").mkdir()
-    resumed = RunFolder(tmp_path, resume=True)
-    assert resumed.restored == written.checkpoints / "step-000002"
-    assert "step-000009: manifest.json is missing, as where it was not finished" in resumed.warnings[0]
-
-
-def test_no_warning_is_given_where_no_checkpoint_is_damaged(tmp_path: Path) -> None:
-    written = write_checkpoints(tmp_path, 2, 4)
-    resumed = RunFolder(tmp_path, resume=True)
-    assert resumed.restored == written.checkpoints / "step-000004"
-    assert resumed.warnings == ()
 
 
 def test_damaged_checkpoints_do_not_count_as_kept_ones(tmp_path: Path) -> None:
@@ -407,19 +353,6 @@ def test_resuming_is_suggested_only_if_there_is_a_complete_checkpoint(tmp_path: 
     folder.finish_checkpoint(folder.begin_checkpoint(1), RunState(step=1), keep=1)
     with pytest.raises(ValueError, match=r"--resume"):
         RunFolder(tmp_path, resume=False)
-
-
-def test_a_disk_that_is_full_when_a_checkpoint_begins_keeps_no_folder_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    folder = RunFolder(tmp_path / "run", resume=False)
-    monkeypatch.setattr("rlhf.run.folder.write_synced", full)
-    with pytest.raises(OSError, match="No space left"):
-        folder.begin_checkpoint(2)
-    assert list(folder.checkpoints.iterdir()) == []
 
 
 # --- what a run leaves for evaluations of its models ---
