@@ -4,7 +4,7 @@
     rlhf grpo --config configs/math.yaml --plan
     rlhf configs copy quickstart                       a config of this package as a file here
     rlhf configs schema                                JSON Schema next to it, with which an editor completes keys
-    eval "$(rlhf completion bash)"                     Tab completes programs, flags and keys; also zsh and tcsh
+    eval "$(rlhf completion)"                          Tab completes programs and keys in bash
 
 No heavy package is imported before the requested program starts.
 """
@@ -12,10 +12,7 @@ No heavy package is imported before the requested program starts.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
 import json
-import re
 import runpy
 import shutil
 import sys
@@ -23,24 +20,28 @@ import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from unittest import mock
 
 from rlhf.config import cli
 from rlhf.config.cli import PROGRAMS
+from rlhf.config.describe import describe_keys
 from rlhf.config.printing import say
 
 OTHERS = {
     "configs": "list the configs; copy one; schema for editors",
-    "completion": "completion for a shell",
+    "completion": "print a script with which bash completes keys",
 }
-PACKAGES = ("report",)
-SHELLS = ("bash", "zsh", "tcsh")
 
-# Keys end in "=", after which bash must not put a space.
-NO_SPACE_AFTER_KEYS = """
-_rlhf() { _shtab_rlhf; [[ ${COMPREPLY[*]} == *= ]] && compopt -o nospace; }
-complete -o filenames -F _rlhf rlhf
-"""
+COMPLETION = """\
+_rlhf() {
+    local words
+    case "$COMP_CWORD ${COMP_WORDS[1]}" in
+        "1 "*) words='%s' ;;
+%s
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))
+    [[ ${COMPREPLY[*]} == *= ]] && compopt -o nospace
+}
+complete -o default -F _rlhf rlhf"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -49,9 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if program == "configs":
         _configs(rest)
     elif program == "completion":
-        shell = argparse.ArgumentParser(prog="rlhf completion", description="Print a script for a shell to evaluate.")
-        shell.add_argument("shell", choices=SHELLS)
-        say(completion(shell.parse_args(rest).shell))
+        say(completion())
     else:
         sys.argv[1:] = rest
         runpy.run_module(_module(program), run_name="__main__", alter_sys=True)
@@ -119,50 +118,15 @@ def _write_schemas(folder: Path) -> None:
             say(f"{file}: a config names it with  # yaml-language-server: $schema={file.name}")
 
 
-def completion(shell: str) -> str:
-    """A script that completes programs, their flags and, in bash, the keys of the config."""
-    import shtab
-
-    parser = argparse.ArgumentParser(prog="rlhf")
-    programs = parser.add_subparsers()
-    for name, program in PROGRAMS.items():
-        built = parser_of(name)
-        for action in built._actions:
-            if action.dest == "overrides":
-                action.choices = keys_of(name) if shell == "bash" else None
-            elif action.metavar in ("FILE", "RUN", "DIR"):
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
-        programs.add_parser(name, help=program.text, parents=[built], add_help=False)
-    configs = programs.add_parser("configs", help=OTHERS["configs"])  # shtab leaves out programs without help
-    actions = configs.add_subparsers()
-    schema = actions.add_parser("schema", help="JSON Schema for editors")
-    schema.add_argument("folder", nargs="?").complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-    copy = actions.add_parser("copy", help="copy a config to a file here")
-    copy.add_argument("name", choices=[path.stem for path in sorted(cli.config_folder().glob("*.yaml"))])
-    programs.add_parser("completion", help=OTHERS["completion"]).add_argument("shell", choices=SHELLS)
-    script: str = shtab.complete(parser, shell=shell)
-    return script + (NO_SPACE_AFTER_KEYS if shell == "bash" else "")
-
-
-def keys_of(program: str) -> list[str]:
-    """The keys that a program's help shows, without those inside lists, each as `section.key=`."""
-    epilog = (parser_of(program).epilog or "").split(cli.REWARD_HEADER)[0]
-    return [f"{key}=" for key in re.findall(r"^  ([\w.]+) (?:=|\(required\))", epilog, flags=re.MULTILINE)]
-
-
-def parser_of(program: str) -> argparse.ArgumentParser:
-    """The parser of a program, which is stopped where it is about to parse: before it does anything else."""
-    built: list[argparse.ArgumentParser] = []
-
-    def stop(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        built.append(parser)
-        raise SystemExit
-
-    module = importlib.import_module(_module(program) + (".__main__" if program in PACKAGES else ""))
-    patched = mock.patch.multiple(argparse.ArgumentParser, parse_args=stop, parse_known_intermixed_args=stop)
-    with patched, contextlib.suppress(SystemExit):
-        module.main(["--config", "FILE"])
-    return built[0]
+def completion() -> str:
+    """A script for bash that completes programs and the keys of their configs."""
+    keys = {
+        name: " ".join(f"{key.name}=" for key in describe_keys(program.config) if "[]" not in key.name)
+        for name, program in PROGRAMS.items()
+        if program.config is not None
+    }
+    cases = (f"        *' {name}') words='{words}' ;;" for name, words in keys.items())
+    return COMPLETION % (" ".join((*PROGRAMS, *OTHERS)), "\n".join(cases))
 
 
 def start() -> None:

@@ -330,11 +330,10 @@ def _epochs(config: GRPOConfig, prompts: int | str) -> str:
         return f"not counted: {prompts}"
     if not prompts:
         return "no rows"
-    each, steps, curriculum = config.rollout.prompts_per_step, config.run.steps, config.data.curriculum
-    acts = "" if curriculum is None else f"; the curriculum acts after {curriculum.warmup_epochs:g}"
+    each, steps = config.rollout.prompts_per_step, config.run.steps
     return (
         f"{prompts:,} rows / {each:,} = {prompts / each:,.1f} steps per epoch; "
-        f"{counted(steps, 'step')} = {steps * each / prompts:,.2f} epochs{acts}"
+        f"{counted(steps, 'step')} = {steps * each / prompts:,.2f} epochs"
     )
 
 

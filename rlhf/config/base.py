@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import stat
@@ -67,10 +68,10 @@ FilePath = Annotated[str, AfterValidator(with_home)]  # of a file or folder, the
 MAX_LISTED = 50  # names in a message
 
 
-def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
+def suggest(name: str, known: Iterable[str], prefix: str = "", *, cutoff: float = 0.5) -> str:
     """The known name that is spelled most like `name`, or all known names unless they are many."""
     known = list(known)
-    if nearest := difflib.get_close_matches(name, known, n=1, cutoff=0.5):
+    if nearest := difflib.get_close_matches(name, known, n=1, cutoff=cutoff):
         return f"Did you mean {prefix}{nearest[0]}?"
     if len(known) > MAX_LISTED:
         return f"None of the {len(known)} known names is like it. Remove it."
@@ -88,6 +89,20 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
+
+
+def short_value(value: Any) -> str:
+    """A value as a message shows it, at most 80 characters; text keeps its quotes where YAML needs them."""
+    text = value if isinstance(value, str) and not reads_as_another_type(value) else json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def reads_as_another_type(text: Any) -> bool:
+    """Whether this text without its quotes would be a number, true, false or null."""
+    try:
+        return isinstance(text, str) and not isinstance(json.loads(text), str)
+    except ValueError:
+        return False
 
 
 MISSING = "there is no such file"

@@ -59,8 +59,6 @@ CARDS = {
     "RTX A6000": Card(155.0, 48.0, 768, 64),
     "RTX PRO 6000": Card(468.0, 95.6, 1792, 128),
 }
-WITHOUT_BFLOAT16 = ("V100", "T4", "P100", "P40", "RTX 2080", "RTX 2080 Ti", "Quadro RTX 8000", "TITAN RTX")
-OTHER_MAKERS = ("MI210", "MI250", "MI250X", "MI300X", "MI325X", "MI355X", "Gaudi 3", "TPU")
 EQUAL_MEMORY = 0.99  # a sheet's 141 GB is 140.4 GiB
 
 
@@ -94,16 +92,11 @@ def _known(given: str) -> str:
     """The entry of CARDS for the value of cluster.gpu, which may be a driver's name; ValueError if there is none."""
     if name := card_at(given):
         return name
-    listed = f"Known are {', '.join(CARDS)}."
-    plain = given.removeprefix("NVIDIA ").removeprefix("Tesla ").split("-")[0]
-    if plain in WITHOUT_BFLOAT16:
-        raise ValueError(f"cluster.gpu={given}: it has no bfloat16, which every run on GPUs computes in. {listed}")
-    if plain in OTHER_MAKERS:
-        raise ValueError(f"cluster.gpu={given}: a run needs CUDA, so an NVIDIA card. {listed}")
     guess = difflib.get_close_matches(given.upper(), CARDS, n=1, cutoff=0.7)
-    remedy = "For another card, name a similar one and set cluster.gpu_memory_gib and cluster.peak_tflops."
+    remedy = "For another NVIDIA card with bfloat16, name a similar one, and set gpu_memory_gib and peak_tflops."
     raise ValueError(
-        f"cluster.gpu={given}: no such card is known. {f'Did you mean {guess[0]}? ' if guess else ''}{listed} {remedy}"
+        f"cluster.gpu={given}: no such card is known. {f'Did you mean {guess[0]}? ' if guess else ''}"
+        f"Known are {', '.join(CARDS)}. {remedy}"
     )
 
 

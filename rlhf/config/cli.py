@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from rlhf.config.base import Section
 from rlhf.config.describe import Key, describe_keys
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.load import flat_keys, load_config, named_here, read_values, wrong_keys
+from rlhf.config.load import flat_keys, load_config, meant, read_values, wrong_keys
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.printing import say, waiting
 from rlhf.config.program import TrainingProgramConfig
@@ -82,7 +82,6 @@ PROGRAMS = {
     "export": Program("a checkpoint as a model folder"),
     "report": Program("a page about runs"),
     "show": Program("the rollouts of a run"),
-    "dashboard": Program("lay out a wandb dashboard"),
     "doctor": Program("check whether a run will work on this machine"),
     "quickstart": Program("make a tiny model and its data"),
 }
@@ -156,7 +155,10 @@ def parse(
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a key of the YAML")
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     for argument in unknown:
-        raise ValueError(f"{argument}: there is no such flag. {_remedy(argument, schema)}")
+        key = argument.lstrip("-").partition("=")[0].replace("-", "_")
+        nearest = meant(key, [known.name for known in describe_keys(schema)])
+        reason = "there is no such flag, and keys are written without dashes, as section.key=value"
+        raise ValueError(f"{argument}: {reason}. {nearest} --help lists all.")
     if not arguments.config:
         named = [text for text in arguments.overrides if text.endswith((".yaml", ".yml"))]
         example = (named or ["configs/math.yaml"])[0]
@@ -176,42 +178,15 @@ def parse(
 
 def _check_program(program: str, schema: type[Section], files: Sequence[str]) -> None:
     """Raise a ValueError if a file has fewer wrong keys as the config of another program."""
-    read = {file: read_values([file], []) for file in files}
-    wrong = {
-        name: {file: wrong_keys(known.config, values) for file, values in read.items()}
-        for name, known in PROGRAMS.items()
-        if known.config is not None
-    }
-    here = next(name for name in wrong if PROGRAMS[name].config is schema)
-    for file in read:
-        other = min(wrong, key=lambda name: (len(wrong[name][file]), name != here))
-        if other == here:
-            continue
-        keys = ", ".join(sorted(wrong[here][file] - wrong[other][file]))
-        if any(len(wrong[other][each]) > len(wrong[here][each]) for each in read):
-            remedy = "Leave it out, and set what you want of it as section.key=value."
-        elif program == f"rlhf.{here.replace('-', '_')}":
-            remedy = f"Start it with: rlhf {other} --config {' --config '.join(files)}"
-        elif other in WITH_ENGINES:  # the program reads the configs of several
-            remedy = f"Add --program {other}."
-        else:
-            remedy = f"{program} takes those of {', '.join(f'rlhf {name}' for name in WITH_ENGINES)}."
-        raise ValueError(
-            f"--config {file}: a config of rlhf {other}, not of rlhf {here} "
-            f"({textwrap.shorten(keys, 100, placeholder=' ...')}). {remedy}"
-        )
-
-
-def _remedy(argument: str, schema: type[Section]) -> str:
-    """How to write what an unknown flag may mean."""
-    name, _, value = argument.lstrip("-").partition("=")
-    name = name.replace("-", "_")
-    names = [key.name for key in describe_keys(schema)]
-    keys = named_here(name, names) or [key for key in names if f".{key}".endswith(f".{name}") and "[]" not in key]
-    meant = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
-    if not meant:
-        return "Flags and keys are listed by --help; keys are written without dashes, as section.key=value."
-    return f"Write it without dashes, as a key: {meant}."
+    configs = {name: known.config for name, known in PROGRAMS.items() if known.config is not None}
+    here = next(name for name, config in configs.items() if config is schema)
+    for file in files:
+        wrong = {name: len(wrong_keys(config, read_values([file], []))) for name, config in configs.items()}
+        other = min(wrong, key=lambda name: (wrong[name], name != here))
+        if other != here:
+            flag = f", add --program {other}" if other in WITH_ENGINES and program != f"rlhf.{here}" else ""
+            remedy = f"Start rlhf {other} with it{flag}, or leave it out."
+            raise ValueError(f"--config {file}: a config of rlhf {other}, not of rlhf {here}. {remedy}")
 
 
 def _list_keys(schema: type[Section], *, unread: Collection[str] = ()) -> str:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from rlhf.config.base import REQUIRED, FilePath, Fraction, NonNegative, Section, key, with_home
+from rlhf.config.base import REQUIRED, FilePath, NonNegative, Section, key, with_home
 
 NamedTemplate = Literal["model", "chatml", "qwen-math", "tulu", "qa", "raw"]
 TEMPLATE_SUFFIX = ".jinja"
@@ -27,15 +26,10 @@ OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip")  # fi
 USUAL_COLUMNS = {
     "prompt_column": ("question", "problem", "prompt", "messages", "instruction", "query"),
     "answer_column": (
-        "answer",
-        "ground_truth",
-        "final_answer",
-        "expected_answer",
-        "solution",
-        "reward_model.ground_truth.target",
-        "reward_model.ground_truth",
+        "answer", "ground_truth", "final_answer", "expected_answer", "solution",
+        "reward_model.ground_truth.target", "reward_model.ground_truth",
     ),
-}
+}  # fmt: skip
 
 
 def is_template_file(template: str) -> bool:
@@ -59,25 +53,21 @@ TEMPLATE_CHOICES = "chat template: model (its own), chatml, qwen-math, tulu, a .
 PLAIN = ("raw", "qa")  # templates without turns
 
 
+# of apply_chat_template, of data.date (strftime_now), and of functions in data/templates.py (keep_assistant)
+OUR_ARGUMENTS = {
+    "messages", "conversation", "tools", "add_generation_prompt", "chat_template", "tokenize", "truncation",
+    "max_length", "tokenizer_kwargs", "continue_final_message", "return_dict", "return_tensors",
+    "return_assistant_tokens_mask", "padding", "strftime_now", "keep_assistant",
+}  # fmt: skip
+
+
 def _no_argument_of_ours(arguments: dict[str, Any]) -> dict[str, Any]:
     if ours := sorted(OUR_ARGUMENTS & arguments.keys()):
         raise ValueError(f"{', '.join(ours)}: rlhf passes it itself. Remove it.")
     return arguments
 
 
-OUR_ARGUMENTS = {"messages", "conversation", "tools", "add_generation_prompt", "chat_template", "tokenize"}
-OUR_ARGUMENTS |= {"strftime_now", "keep_assistant", "truncation", "max_length", "tokenizer_kwargs"}
-OUR_ARGUMENTS |= {"continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding"}
 TemplateArguments = Annotated[dict[str, Any], AfterValidator(_no_argument_of_ours)]
-
-
-def argument_problems(template: str | None, arguments: dict[str, Any]) -> Iterator[str]:
-    """A problem if arguments are set for a template that is plain text."""
-    if arguments and template in PLAIN:
-        yield (
-            f"data.chat_template_kwargs with data.template={template}: plain text takes no arguments. Remove them, or "
-            "name a chat template."
-        )
 
 
 class DatasetConfig(Section):
@@ -107,7 +97,7 @@ class SourceConfig(DatasetConfig):
     top_k: PositiveInt | None = key(None, "data.eval: its own; null: evaluation.top_k")
     min_p: float | None = key(None, "data.eval: its own; null: evaluation.min_p", ge=0, lt=1)
     max_response_tokens: PositiveInt | None = key(None, "data.eval: its own; null: evaluation.max_response_tokens")
-    metric: FilePath | None = key(None, "its own (data.train: for the curriculum); null: evaluation.metric")
+    metric: FilePath | None = key(None, "data.eval: its own; null: evaluation.metric")
 
     @property
     def is_environment(self) -> bool:
@@ -170,21 +160,6 @@ class DatasetsConfig(Section, Generic[S]):
         return tuple({"path": entry} if isinstance(entry, str) else entry for entry in entries)
 
 
-class CurriculumConfig(Section):
-    """Which prompts are drawn less; the pass rate of a prompt is that of its last group."""
-
-    min_pass_rate: Fraction = key(0.0, "prompts whose last group has at most this share of right answers come less")
-    max_pass_rate: Fraction = key(1.0, "prompts whose last group has at least this share come less")
-    warmup_epochs: NonNegative = key(1.0, "first passes over the data in which all prompts come alike")
-
-    @model_validator(mode="after")
-    def _is_a_range(self) -> Self:
-        if self.min_pass_rate >= self.max_pass_rate:
-            given = f"data.curriculum.min_pass_rate={self.min_pass_rate:g} with max_pass_rate={self.max_pass_rate:g}"
-            raise ValueError(f"{given}: no prompt is between them. Lower the former, or raise the latter.")
-        return self
-
-
 class DataConfig(DatasetsConfig[SourceConfig]):
     """Prompts for training and evaluation; each set of `eval` is reported by itself."""
 
@@ -203,9 +178,6 @@ class DataConfig(DatasetsConfig[SourceConfig]):
     prompt_suffix: str | None = key(None, "text added to the prompt on a line of its own; null: none", min_length=1)
     max_prompt_tokens: PositiveInt = key(1024, "longest prompt with its template, tokens; longer ones are left out")
     eval_rows: PositiveInt | None = key(None, "first rows of each evaluation set to use; null: all", resume="free")
-    curriculum: CurriculumConfig | None = key(
-        None, "draw prompts less, the further their pass rate is from a half; null: all alike"
-    )
 
     @property
     def template_arguments(self) -> dict[str, Any]:
@@ -217,25 +189,21 @@ class DataConfig(DatasetsConfig[SourceConfig]):
         for name, sources in (("data.train", self.train), ("data.eval", self.eval)):
             for label, count in Counter(source.label for source in sources).items():
                 if count > 1:
-                    raise ValueError(
-                        f"{name}: {count} sources are labelled {label!r}, so their prompts would have the same ids. "
-                        "Give each its own `source`."
-                    )
+                    reason = "so their prompts would have the same ids. Give each its own `source`."
+                    raise ValueError(f"{name}: {count} sources are labelled {label!r}, {reason}")
         unweighted = [source.path for source in self.train if source.weight is None]
         if unweighted and len(unweighted) < len(self.train):
-            raise ValueError(
-                f"data.train: {unweighted[0]} has no weight while other sources have one, so its share is not defined. "
-                "Give every source a weight, or none."
-            )
+            reason = "while other sources have one. Give every source a weight, or none."
+            raise ValueError(f"data.train: {unweighted[0]} has no weight, {reason}")
         for source in self.train:
             for name, value in source.sampling.items():
-                reason = f"only for evaluation sets. Remove it, or set rollout.{name}."
-                raise ValueError(f"data.train: {source.path} has {name}={value:g}, {reason}")
-            if source.metric is not None and self.curriculum is None:
-                reason = "without data.curriculum nothing reads it. Remove it, or set it in data.eval."
+                reason = f"only evaluation sets have it. Remove it, or set rollout.{name}."
+                raise ValueError(f"data.train: {source.path} has {name}={value:g}: {reason}")
+            if source.metric is not None:
+                reason = "only evaluation sets have it. Remove it, or set it in data.eval."
                 raise ValueError(f"data.train: {source.path} has metric={source.metric}: {reason}")
         for source in self.eval:
             if source.weight is not None:
-                reason = "but evaluation sets are not mixed. Remove it, or use rows."
-                raise ValueError(f"data.eval: {source.path} has weight={source.weight:g}, {reason}")
+                reason = "evaluation sets are not mixed. Remove it, or use rows."
+                raise ValueError(f"data.eval: {source.path} has weight={source.weight:g}: {reason}")
         return self

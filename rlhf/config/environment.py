@@ -21,7 +21,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from rlhf.config.base import USER_CODE, FilePath, Fraction, Section, key, suggest
+from rlhf.config.base import USER_CODE, FilePath, Fraction, Section, key, short_value, suggest
+from rlhf.config.conditions import unread_keys
 
 PROGRAM, SERVICE = "program", "service"
 TOOLS = ("calculator", "python")
@@ -33,13 +34,14 @@ EXAMPLES = {
     SERVICE: '{name: service, url: "http://HOST:PORT"}',
 }
 NEEDED = {PROGRAM: "command", SERVICE: "url"}
-FOR_ALONE = {
-    "command": (PROGRAM,),
-    "returned_files": (PROGRAM,),
-    "url": (SERVICE,),
-    "key_variable_name": (SERVICE,),
-    "timeout_s": (PROGRAM, SERVICE),
+PART_READS_IF = {
+    "command": "name=program",
+    "returned_files": "name=program",
+    "url": "name=service",
+    "key_variable_name": "name=service",
+    "timeout_s": "name=program|service",
 }
+READS_IF = PART_READS_IF | {"options": "name", "gives_answer": "name", "trained_sequences": "name or by_name"}
 OF_PROCESSES = ("python", "env", "network", "files", "cpu_seconds", "wall_seconds", "memory_mb")  # of the run
 KINDS = ("first", "parallel", "retried", "branched", "rewritten", "separate")  # of requests that begin a sequence
 ALL = ("all",)
@@ -84,33 +86,24 @@ class EnvironmentPart(_Driven):
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> Self:
-        for field, names in FOR_ALONE.items():
-            if (value := getattr(self, field)) and self.name not in names:
-                raise ValueError(
-                    f"environment.{field}{_shown(field, value)} with name={self.name}: it is for {' or '.join(names)} "
-                    f"alone. Remove it, or write {EXAMPLES[names[0]]}."
-                )
+        for problem in unread_keys(self, PART_READS_IF, "environment."):
+            raise ValueError(problem)
         if (needed := NEEDED.get(self.name)) and not getattr(self, needed):
             raise ValueError(f"environment.name={self.name}: {needed} is missing. Write {EXAMPLES[self.name]}.")
         if needed and self.options:
-            raise ValueError(
-                f"environment.options={self.options} of a {self.name}: it takes none. Put them into {needed}."
-            )
+            raise ValueError(f"environment.options: a {self.name} takes none. Put them into {needed}.")
         if self.gives_answer and self.name == SERVICE:
-            raise ValueError("environment.gives_answer=True of a service: it gets the whole row. Remove the key.")
+            raise ValueError("environment.gives_answer=true: a service gets the whole row. Remove the key.")
         for pattern in self.returned_files:
             try:
                 parts = pattern.split("/")
-                inside = ".." not in parts and not [*Path(os.devnull).glob(pattern)]
+                inside = ".." not in parts and not [*Path(os.devnull).glob(pattern)] and pattern.isprintable()
                 inside = inside and all(part == "**" or "**" not in part for part in parts)
-                inside = inside and pattern.isprintable()
             except (ValueError, IndexError, NotImplementedError):  # it is no pattern, or absolute
                 inside = False
             if not inside:
-                raise ValueError(
-                    f"environment.returned_files={list(self.returned_files)}: {pattern!r} is no pattern of files below "
-                    "the program's folder. Write such as answer.txt or src/*.py."
-                )
+                reason = "no pattern of files below the program's folder. Write such as answer.txt or src/*.py."
+                raise ValueError(f"environment.returned_files: {pattern!r} is {reason}")
         try:
             address = urlsplit(self.url or "http://host")
             is_address = bool(address.hostname) and address.port != 0
@@ -119,10 +112,8 @@ class EnvironmentPart(_Driven):
         if not is_address:
             raise ValueError(f"environment.url: it names no host and port. Write such as {EXAMPLES[SERVICE]}.")
         if self.key_variable_name and "@" in address.netloc:
-            raise ValueError(
-                f"environment.key_variable_name={self.key_variable_name} with a password in the url: both would be the "
-                "request's authorization. Keep one of them."
-            )
+            reason = "both authorize the request. Keep one of them."
+            raise ValueError(f"environment.key_variable_name with a password in environment.url: {reason}")
         return self
 
 
@@ -193,10 +184,8 @@ class EnvironmentConfig(_Driven):
         kinds = ALL if value == "all" else tuple(value) if isinstance(value, list | tuple) else ()
         if kinds == ALL or (kinds and all(kind in KINDS for kind in kinds)):
             return kinds
-        raise ValueError(
-            f"environment.trained_sequences={value!r}: a sequence is named by the request that begins it, and what "
-            f"continues it goes with it. Use [all], or some of [{', '.join(KINDS)}]."
-        )
+        remedy = f"Use all, or some of [{', '.join(KINDS)}]: the requests that begin a sequence."
+        raise ValueError(f"environment.trained_sequences={value!r}: unknown kinds. {remedy}")
 
     @field_validator("endpoint_host")
     @classmethod
@@ -204,47 +193,23 @@ class EnvironmentConfig(_Driven):
         with contextlib.suppress(ValueError):
             if not ((address := IPv4Address(value)).is_unspecified or address.is_multicast):
                 return value
-        raise ValueError(
-            f"environment.endpoint_host={value!r}: agents are told it as the address of the driver's node, so it is "
-            f"one IPv4 address. Use {LOOPBACK}, or one that `hostname -I` prints there."
-        )
+        remedy = f"Use {LOOPBACK}, or an address of the driver's node, as `hostname -I` prints it."
+        raise ValueError(f"environment.endpoint_host={value!r}: not one IPv4 address. {remedy}")
 
     @model_validator(mode="after")
     def _one_way_of_naming(self) -> Self:
         if self.name is not None and self.by_name:
-            raise ValueError(
-                f"environment.name={self.name} with environment.by_name: each row would have two environments. Keep "
-                "one of the keys."
-            )
-        for field in ("options", "gives_answer"):
-            if self.name is None and (value := getattr(self, field)):
-                raise ValueError(
-                    f"environment.{field}={value} without environment.name: nothing reads it. Name the class, or set "
-                    "it in environment.by_name."
-                )
-        for field, names in FOR_ALONE.items():
-            if self.name is None and (value := getattr(self, field)):
-                raise ValueError(
-                    f"environment.{field}{_shown(field, value)} without environment.name: nothing reads it. Write "
-                    f"{EXAMPLES[names[0]]}."
-                )
-        if self.only_services:
-            for field in OF_PROCESSES:
-                if (value := getattr(self, field)) != type(self).model_fields[field].default:
-                    raise ValueError(
-                        f"environment.{field}{_shown(field, value)} with a service: it runs in processes of yours, "
-                        "which get nothing from the run. Remove the key."
-                    )
+            reason = "each row would have two environments. Keep one of the keys."
+            raise ValueError(f"environment.name={self.name} with environment.by_name: {reason}")
+        for problem in unread_keys(self, READS_IF if self.name is None else {}, "environment."):
+            raise ValueError(problem)
+        for field in OF_PROCESSES if self.only_services else ():
+            if (value := getattr(self, field)) != type(self).model_fields[field].default:
+                reason = "a service runs in processes of yours, which get nothing from the run. Remove the key."
+                raise ValueError(f"environment.{field}={short_value(value)}: {reason}")
         if self.endpoint_host != LOOPBACK and not self.uses_endpoint:
-            raise ValueError(
-                f"environment.endpoint_host={self.endpoint_host} without a program or service: nothing reads it. "
-                "Remove the key."
-            )
-        if self.trained_sequences != ALL and not self.parts:
-            raise ValueError(
-                f"environment.trained_sequences={list(self.trained_sequences)} without an environment: nothing reads "
-                "it. Remove the key."
-            )
+            reason = "nothing reads it without a program or service. Remove the key."
+            raise ValueError(f"environment.endpoint_host={self.endpoint_host}: {reason}")
         return self
 
     @property
@@ -269,13 +234,6 @@ class EnvironmentConfig(_Driven):
     @property
     def uses_endpoint(self) -> bool:
         return any(part.name in NEEDED for part in self.parts.values())
-
-
-def _shown(field: str, value: Any) -> str:
-    """`=value`; nothing of an address, which may have a password."""
-    if field == "url":
-        return ""
-    return f"={value:g}" if isinstance(value, float) else f"={list(value) if isinstance(value, tuple) else value}"
 
 
 def checked_name(name: str, key: str, built_in: tuple[str, ...] = BUILT_IN) -> str:

@@ -9,10 +9,11 @@ from pydantic import field_validator
 
 from rlhf.config import contradictions, sections
 from rlhf.config.base import key
-from rlhf.config.data import ENVIRONMENT, DataConfig, argument_problems
+from rlhf.config.conditions import conflicts
+from rlhf.config.data import ENVIRONMENT, DataConfig
 from rlhf.config.environment import TOOLS, EnvironmentConfig, tool_names
 from rlhf.config.library_options import changes_numbers
-from rlhf.config.program import TrainingProgramConfig, dtype_problems
+from rlhf.config.program import PLAIN_TEXT_CONFLICTS, TrainingProgramConfig, dtype_problems
 from rlhf.config.reward import ENVIRONMENT_PART, MODEL_PART, RewardConfig
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.config.roles import Training
@@ -108,17 +109,13 @@ class GRPOConfig(TrainingProgramConfig):
     def metrics(self) -> dict[str, str]:
         return {source.label: self.metric_of(source.label) for source in self.data.eval}
 
-    def metric_of(self, source: str, *, trains: bool = False) -> str:
+    def metric_of(self, source: str) -> str:
         """The name of the metric of a data source: a part of its reward, or a further number that a part returns.
 
         By default it is the only part that compares with an answer, or the only part. Order and weights do not matter.
         Empty if several parts could be the metric (an evaluation refuses that), or if nothing grades the source.
-
-        Args:
-            trains: for the curriculum of data.train, which may have a source of the same name as data.eval.
         """
-        sources = self.data.train if trains else self.data.eval
-        named = (each.metric for each in sources if each.label == source and each.metric)
+        named = (each.metric for each in self.data.eval if each.label == source and each.metric)
         verifiers = [part.name for part in self.reward.parts_of(source) if part.is_verifier]
         others = [name for name in self.graders_of(source) if name != ENVIRONMENT_PART]  # which may give no reward
         kinds = (verifiers, others or self.graders_of(source))
@@ -212,57 +209,21 @@ class GRPOConfig(TrainingProgramConfig):
             )
 
     def sampling_contradictions(self) -> Iterator[str]:
-        """Those that also an evaluation meets, which trains nothing."""
-        rollout = self.rollout
-        token, limit = rollout.truncate_token, rollout.max_response_tokens
-        if rollout.truncate_after and (rollout.truncate == "response" or rollout.truncate_after >= limit):
-            yield (
-                f"{rollout.truncate_after=} with {rollout.truncate=!s} and {rollout.max_response_tokens=}: no text "
-                "could be cut. Set truncate=graded_text, and stay below the longest response; or leave it at 0."
-            )
-        if rollout.truncate == "graded_text" and (token is None or rollout.stop):
-            yield (
-                f"{rollout.truncate=!s} with {rollout.truncate_token=!s} and rollout.stop={list(rollout.stop)}: "
-                "responses go on to max_response_tokens, and the text that is graded ends at that token alone. Name a "
-                "token and no stop strings, or set truncate=response."
-            )
-        if rollout.longest < limit:
-            yield (
-                f"{rollout.max_rollout_tokens=} with {rollout.max_response_tokens=}: one turn may be longer than the "
-                "whole rollout. Raise the former to at least the latter, or set it to null."
-            )
-        if self.run.deterministic and "enable_chunked_prefill" in rollout.engine:
-            reason = "a prompt that is computed in pieces is rounded by where they end"
-            yield f"rollout.engine.enable_chunked_prefill with run.deterministic=true: {reason}. Remove it."
-        yield from argument_problems(self.data.template, self.data.chat_template_kwargs)
-        for evaluation in self.evaluations.values() or [self.evaluation]:
-            if (evaluation.max_response_tokens or 0) > rollout.max_response_tokens:
-                yield (
-                    f"{evaluation.max_response_tokens=} with {rollout.max_response_tokens=}: the engines would cut "
-                    "evaluation responses off at the latter. Raise it to at least the former."
-                )
-            if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
-                yield (
-                    f"{evaluation.samples_per_prompt=} with evaluation.temperature=0: greedy samples of a prompt are "
-                    "all the same, and an engine takes one. Take one sample, or a temperature."
-                )
-        yield from dtype_problems("model.dtype", self.model.dtype, self.cluster.device)
+        """The contradictions that matter to an evaluation, which trains nothing."""
+        yield from contradictions.sampling_problems(self)
+        yield from conflicts(self, PLAIN_TEXT_CONFLICTS)
+        yield from dtype_problems(self, "model.dtype")
         yield from contradictions.environment_problems(self)
         yield from contradictions.metric_problems(self)
 
     def contradictions(self) -> Iterator[str]:
-        yield from contradictions.sampling_problems(self)
-        yield from contradictions.bound_problems(self)
+        yield from contradictions.training_problems(self)
         yield from contradictions.support_problems(self)
         yield from self.sampling_contradictions()
-        yield from contradictions.curriculum_problems(self)
         yield from teacher_problems(self)
         yield from contradictions.best_problems(self)
         yield from super().contradictions()
         yield from self.step_problems()
-        yield from contradictions.learner_problems(self)
-        yield from contradictions.replay_problems(self)
-        yield from contradictions.cluster_problems(self)
 
 
 def _names_environments(environment: Any) -> bool:

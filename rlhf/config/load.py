@@ -7,13 +7,13 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf.config.base import Section, first_line, no_file, suggest
+from rlhf.config.base import Section, first_line, no_file, reads_as_another_type, short_value, suggest
 from rlhf.config.describe import Key, describe_keys
 from rlhf.config.limit import limited
 from rlhf.config.printing import as_utf8
@@ -30,109 +30,34 @@ S = TypeVar("S", bound=Section)
 
 MAX_YAML, MAX_DEPTH = 2**18, 50  # characters, with each alias written out, and levels
 
-# Our keys -> their names in TRL (one word) and verl (the end of a path); of several keys, the first that a program has.
-_NAMES_ELSEWHERE = {
-    "model.path": "model_name_or_path actor_rollout_ref.model.path model.partial_pretrain",
-    "model.lora.rank": "lora_r lora_rank",
-    "model.lora.alpha": "lora_alpha",
-    "model.lora.targets": "lora_target_modules model.target_modules",
-    "model.lora.exclude": "model.exclude_modules",
-    "model.gradient_checkpointing": "enable_gradient_checkpointing",
-    "model.dtype": "fsdp_config.model_dtype torch_dtype",
-    "data.train": "dataset_name data.train_files",
-    "data.eval": "data.val_files",
-    "data.train[].rows": "train_max_samples",
-    "data.eval_rows": "val_max_samples",
-    "data.prompt_column": "data.prompt_key",
-    "data.template": "chat_template_path custom_chat_template",
-    "data.chat_template_kwargs": "apply_chat_template_kwargs",
-    "data.max_prompt_tokens": "max_prompt_length",
-    "data.max_tokens": "max_length max_seq_length",
-    "reward": "reward_funcs custom_reward_function.path custom_reward_function.name",
-    "reward_model.path": "reward_model.model.path reward_model.model_path",
-    "environment": "environment_factory",
-    "tools": "tool_config_path function_tool_path",
-    "rollout.prompts_per_step or learner.sequences_per_update or learner.pairs_per_update": (
-        "batch_size per_device_train_batch_size data.train_batch_size gen_batch_size"
-    ),
-    "rollout.samples_per_prompt": "num_generations rollout.n",
-    "rollout.max_response_tokens": "max_completion_length max_response_length rollout.response_length",
-    "rollout.max_turns": "max_tool_calling_iterations max_assistant_turns",
-    "rollout.tool_parser": "multi_turn.format",
-    "rollout.dynamic_sampling": "filter_groups.enable",
-    "rollout.dynamic_sampling_part": "filter_groups.metric",
-    "rollout.max_replacements": "max_num_gen_batches",
-    "rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization",
-    "rollout.max_concurrent_sequences": "max_num_seqs",
-    "rollout.engine": "engine_kwargs enable_chunked_prefill max_num_batched_tokens",
-    "algo.advantage": "adv_estimator norm_adv_by_std_in_grpo scale_rewards",
-    "algo.policy_loss": "loss_mode",
-    "algo.clip_low and algo.clip_high": "epsilon clip_ratio cliprange",
-    "algo.clip_low": "clip_ratio_low",
-    "algo.clip_high": "epsilon_high clip_ratio_high",
-    "algo.dual_clip": "clip_ratio_c",
-    "algo.loss_aggregation": "loss_type loss_agg_mode",
-    "algo.mask_truncated": "mask_truncated_completions",
-    "algo.kl_coef": "beta kl_loss_coef kl_ctrl.kl_coef",
-    "algo.kl_place": "use_kl_loss use_kl_in_reward",
-    "algo.kl_estimator": "kl_loss_type kl_penalty",
-    "algo.kl_controller": "kl_ctrl.type",
-    "algo.kl_horizon": "kl_ctrl.horizon",
-    "algo.kl_target": "kl_ctrl.target_kl",
-    "algo.entropy_coef": "entropy_coeff",
-    "learner.optimizer.lr": "learning_rate actor.optim.lr model.optim.lr",
-    "learner.optimizer.weight_decay": "actor.optim.weight_decay",
-    "learner.optimizer.betas": "actor.optim.betas",
-    "learner.schedule.name": "lr_scheduler_type actor.optim.warmup_style",
-    "learner.schedule.warmup_steps": "actor.optim.lr_warmup_steps",
-    "learner.schedule.warmup_fraction": "warmup_ratio actor.optim.lr_warmup_steps_ratio",
-    "learner.schedule.min_lr": "actor.optim.min_lr_ratio",
-    "learner.max_grad_norm": "grad_clip actor.optim.clip_grad",
-    "learner.epochs_per_step": "num_iterations actor.ppo_epochs",
-    "learner.minibatches_per_epoch": "steps_per_generation actor.ppo_mini_batch_size",
-    "learner.max_tokens_per_microbatch": (
-        "gradient_accumulation_steps ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu ppo_micro_batch_size "
-        "use_dynamic_bsz log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu"
-    ),
-    "learner.offload_optimizer": "fsdp_config.optimizer_offload fsdp_config.param_offload",
-    "critic.path": "critic.model.path",
-    "critic.optimizer.lr": "critic.optim.lr",
-    "critic.epochs_per_step": "critic.ppo_epochs",
-    "critic.minibatches_per_epoch": "critic.ppo_mini_batch_size",
-    "critic.value_clip": "cliprange_value",
-    "critic.warmup_steps": "critic_warmup",
-    "run.dir": "output_dir default_local_dir",
-    "run.epochs or run.steps": "num_train_epochs total_epochs",
-    "run.steps": "max_steps total_training_steps",
-    "checkpoint.every": "save_steps save_freq",
-    "checkpoint.keep": "save_total_limit max_actor_ckpt_to_keep",
-    "evaluation.every": "eval_steps test_freq",
-    "evaluation.at_start": "val_before_train",
-    "evaluation.samples_per_prompt": "val_kwargs.n",
-    "evaluation.temperature": "val_kwargs.temperature",
-    "evaluation.top_p": "val_kwargs.top_p",
-    "logging.wandb.mode": "report_to trainer.logger",
-    "logging.wandb.project": "project_name",
-    "logging.wandb.name": "run_name experiment_name",
-    "cluster.tensor_parallel": "vllm_tensor_parallel_size tensor_model_parallel_size",
-    "cluster.gpus_per_node": "n_gpus_per_node",
-    "cluster.engines and cluster.learners": "trainer.nnodes",
+# Names of TRL -> our keys. verl's are deeply nested, so a table of them would be a program.
+NAMES_ELSEWHERE = {
+    "model_name_or_path": "model.path",
+    "dataset_name": "data.train",
+    "reward_funcs": "reward",
+    "environment_factory": "environment",
+    "batch_size": "rollout.prompts_per_step",
+    "per_device_train_batch_size": "rollout.prompts_per_step",
+    "gradient_accumulation_steps": "learner.max_tokens_per_microbatch",
+    "num_generations": "rollout.samples_per_prompt",
+    "max_completion_length": "rollout.max_response_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "num_iterations": "learner.epochs_per_step",
+    "learning_rate": "learner.optimizer.lr",
+    "lr_scheduler_type": "learner.schedule.name",
+    "warmup_ratio": "learner.schedule.warmup_fraction",
+    "beta": "algo.kl_coef",
+    "epsilon": "algo.clip_low",
+    "epsilon_high": "algo.clip_high",
+    "scale_rewards": "algo.advantage",
+    "loss_type": "algo.loss_aggregation",
+    "mask_truncated_completions": "algo.mask_truncated",
+    "max_steps": "run.steps",
+    "output_dir": "run.dir",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "evaluation.every",
+    "report_to": "logging.wandb.mode",
 }
-_OURS = {name: ours for ours, names in _NAMES_ELSEWHERE.items() for name in names.split()}
-_SECTIONS_ELSEWHERE = ("actor_rollout_ref", "algorithm", "trainer", "custom_reward_function")  # of verl
-
-
-def named_here(path: str, keys: Collection[str]) -> list[str]:
-    """The keys of a schema that stand for a key of TRL or verl; empty if there are none.
-
-    A key of the same name counts too, if it only has further sections in front of it there.
-    """
-    parts = path.lstrip("+").split(".")
-    for ends in (".".join(parts[first:]) for first in range(len(parts))):
-        for ours in (each.split(" and ") for each in _OURS.get(ends, "").split(" or ") if each):
-            if all(any(f"{known}.".startswith(f"{key}.") for known in keys) for key in ours):
-                return ours
-    return [ends for ends in (".".join(parts[first:]) for first in range(1, len(parts) - 1)) if ends in keys][:1]
 
 
 # Short forms: at these places a plain value stands for {key: value}. As an entry of a list it replaces the whole entry;
@@ -395,18 +320,7 @@ def _lines(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> Iter
     message = problem["msg"].removeprefix("Value error, ")
     match problem["type"]:
         case "extra_forbidden":
-            leaves = flat_keys(problem["input"], key)
-            ours = {name: named_here(name, keys) for name in leaves}
-            if not any(ours.values()) and key not in _SECTIONS_ELSEWHERE:
-                yield f"{given}: {_unknown(key, keys)}"
-                return
-            yield from (
-                f"{name}={short_value(value)}: there is no such key. It is {' and '.join(ours[name])} here."
-                for name, value in leaves.items()
-                if ours[name]
-            )
-            if without := [name for name in leaves if not ours[name]]:
-                yield f"{', '.join(without)}: nothing here corresponds to it. Remove it; --help lists all keys."
+            yield f"{given}: there is no such key. {meant(key, keys)}"
         case "missing" if isinstance(problem["loc"][-1], int):
             name = key.rpartition(".")[0]
             yield f"{name}: too few entries, its type is {keys[name].kind}."
@@ -433,38 +347,25 @@ def _lines(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> Iter
             yield f"{given}: a section is expected. Set a key in it, such as {example}."
         case "literal_error" if described is not None:
             yield f"{given}: it has to be {problem['ctx']['expected']} ({described.description})."
-        case "int_type" | "float_type" | "bool_type" if _reads_as_another_type(problem["input"]):
+        case "int_type" | "float_type" | "bool_type" if reads_as_another_type(problem["input"]):
             yield f"{given}: the quotes make it text. Write {key}={problem['input']}."
         case _:
             about = f" ({described.kind}: {described.description})" if described is not None else ""
             yield f"{given}: {message[0].lower()}{message[1:]}{about or '. See --help for this key'}."
 
 
-def _unknown(key: str, keys: Mapping[str, Key]) -> str:
-    """Why an unknown key is refused, and the known key that may be meant."""
+def meant(key: str, keys: Iterable[str]) -> str:
+    """Which of these keys an unknown one may mean: the same name elsewhere, that of TRL, or the nearest."""
     section, _, name = key.rpartition(".")
     paths = dict.fromkeys(known[: dot.start()] for known in keys for dot in re.finditer(r"\.|$", known))  # and sections
-    if moved := [known for known in paths if known.endswith(f".{name}") and "[]" not in known]:
-        return f"there is no such key. Did you mean {' or '.join(moved)}?"
+    elsewhere = NAMES_ELSEWHERE.get(name, "")
+    if moved := [path for path in paths if (f".{path}".endswith(f".{name}") and "[]" not in path) or path == elsewhere]:
+        return f"Did you mean {' or '.join(moved)}?"
     prefix, general = (f"{section}.", f"{_general(section)}.") if section else ("", "")
-    names = [re.split(r"[.[]", known.removeprefix(general))[0] for known in keys if known.startswith(general)]
-    return f"there is no such key. {suggest(name, dict.fromkeys(names), prefix)}"
+    names = [re.split(r"[.[]", path.removeprefix(general))[0] for path in paths if path.startswith(general)]
+    return suggest(name, dict.fromkeys(names), prefix)
 
 
 def _general(key: str) -> str:
     """`data.train.0.path` -> `data.train[].path`, as the list of keys names it."""
     return re.sub(r"\.\d+", "[]", key)
-
-
-def short_value(value: Any) -> str:
-    """A value as a message shows it, at most 80 characters; text keeps its quotes where YAML needs them."""
-    text = value if isinstance(value, str) and not _reads_as_another_type(value) else json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _reads_as_another_type(text: Any) -> bool:
-    """Whether this text without its quotes would be a number, true, false or null."""
-    try:
-        return isinstance(text, str) and not isinstance(json.loads(text), str)
-    except ValueError:
-        return False

@@ -6,9 +6,9 @@ vLLM itself is not imported: its names are read from its source, so that a wrong
 from __future__ import annotations
 
 import ast
+import importlib.util
 from functools import cache
-
-from rlhf.config.vllm_source import vllm_source
+from pathlib import Path
 
 # The first row whose marks are all in the template. A more special form stands before the more general one.
 TOOL_PARSERS = (
@@ -65,7 +65,10 @@ def check_tool_parser(name: str) -> None:
 @cache
 def vllm_parsers() -> tuple[str, ...]:
     """The names of vLLM's tool parsers, in order; () if vLLM is not installed."""
-    for node in vllm_source("tool_parsers/__init__.py"):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
-            return tuple(sorted(ast.literal_eval(node.value)))
-    return ()
+    package = importlib.util.find_spec("vllm")
+    if package is None or package.origin is None:
+        return ()
+    source = (Path(package.origin).parent / "tool_parsers/__init__.py").read_text()
+    tables = (node.value for node in ast.parse(source).body if isinstance(node, ast.Assign))
+    names = [tuple(sorted(ast.literal_eval(table))) for table in tables if isinstance(table, ast.Dict)]
+    return names[0] if names else ()

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from rlhf.config.base import FilePath, Fraction, NonNegativeInt, key
+from rlhf.config.conditions import unread_keys
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import Training
 from rlhf.config.sections import AlgoConfig, KLEstimator, TrainedConfig
@@ -82,14 +83,10 @@ class PPOConfig(GRPOConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        run, algo, critic = self.run, self.algo, self.critic
+        yield from unread_keys(self, {"algo.kl_controller": "algo.kl_place=reward and algo.kl_coef"})
+        run, critic = self.run, self.critic
         if critic.warmup_steps >= run.steps:
-            remedy = "Shorten the warm-up or run longer."
-            yield f"{critic.warmup_steps=}: the run has {run.steps=}, so the policy would never be updated. {remedy}"
-        if algo.teacher is not None:
-            yield "algo.teacher in rlhf.ppo: its advantages are those of the critic. Use rlhf.grpo, or remove the key."
-        if algo.kl_controller == "adaptive" and not self.kl_in_reward:
-            yield (
-                f"{algo.kl_controller=!s} with {algo.kl_coef=} and {algo.kl_place=!s}: the controller multiplies a "
-                "coefficient in the reward. Set kl_place=reward and a kl_coef above 0, or kl_controller=fixed."
-            )
+            reason = f"the run has {run.steps=}, so the policy would never be updated. Shorten it, or run longer."
+            yield f"{critic.warmup_steps=}: {reason}"
+        if self.algo.teacher is not None:
+            yield "algo.teacher: advantages of rlhf.ppo are those of the critic. Use rlhf.grpo, or remove the key."

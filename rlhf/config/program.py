@@ -10,12 +10,18 @@ from pydantic import ValidationInfo, model_validator
 
 from rlhf.config import sections
 from rlhf.config.base import Section
+from rlhf.config.conditions import conflicts
 from rlhf.config.roles import ROLES, Role, Training, engine
 from rlhf.config.secrets import hidden, with_references
 
 if TYPE_CHECKING:
     from rlhf.config.data import DatasetsConfig
 
+PLAIN_TEXT_CONFLICTS = {
+    "data.chat_template_kwargs and data.template=raw|qa": (
+        "plain text takes no arguments. Remove them, or name a chat template."
+    )
+}
 LOW_ADAPTER_RATE = 1e-5  # full training of these models uses 1e-6
 
 
@@ -56,10 +62,10 @@ class TrainingProgramConfig(Section):
             times = f"{self.sequences_per_example} x " if self.sequences_per_example > 1 else ""
             yield (
                 f"{learner.max_tokens_per_microbatch=}: an example may have {times}{self.sequence_keys} = {longest} "
-                "tokens, and is never split. Raise the budget to at least that, or shorten the sequences."
+                "tokens, and is never split. Raise the budget, or shorten the sequences."
             )
         for role, training in self.trained_roles():
-            yield from _section_problems(role.section, training.section, dtype=self.model.dtype)
+            yield from _section_problems(self, role.section, training.section)
 
     def step_problems(self, counted_as: str = "") -> Iterator[str]:
         """Keys that do not fit the number of steps; `counted_as` says in messages how it comes about."""
@@ -71,8 +77,7 @@ class TrainingProgramConfig(Section):
             if warmup >= max(1, updates):
                 yield (
                     f"{role.section}.schedule.warmup_steps={warmup}: the run has only {updates} optimizer steps "
-                    f"({counted_as or training.counted_as}). Shorten the warm-up (as warmup_fraction it follows the "
-                    "length of the run), or run longer."
+                    f"({counted_as or training.counted_as}). Shorten the warm-up, or set warmup_fraction."
                 )
 
     @model_validator(mode="after")
@@ -168,27 +173,24 @@ class TrainingProgramConfig(Section):
         return values
 
 
-def _section_problems(key: str, trained: sections.TrainedConfig, *, dtype: str) -> Iterator[str]:
+def _section_problems(config: TrainingProgramConfig, key: str, trained: sections.TrainedConfig) -> Iterator[str]:
     """Contradictions within the section of one trained model; `key` is the name of the section."""
-    schedule, lr = trained.schedule, trained.optimizer.lr
-    if schedule.warmup_steps and schedule.warmup_fraction:
-        yield (
-            f"{key}.schedule.warmup_steps={schedule.warmup_steps} and "
-            f"{key}.schedule.warmup_fraction={schedule.warmup_fraction}: both set the warm-up. Set one of them."
-        )
-    if schedule.min_lr > lr:
-        yield (f"{key}.schedule.min_lr={schedule.min_lr}: above {key}.optimizer.lr={lr}. It must not exceed the peak.")
-    if trained.offload_optimizer and trained.zero_stage == 0:
-        yield f"{key}.offload_optimizer=true with {key}.zero_stage=0: offloading needs stage 1, 2 or 3."
-    if trained.zero_stage == 0 and dtype == "bfloat16":
-        yield (
-            f"{key}.zero_stage=0 with model.dtype=bfloat16: DeepSpeed would accumulate gradients in bfloat16 there. "
-            "Use stage 1 or higher, which costs nothing on one learner, or model.dtype=float32."
-        )
+    yield from conflicts(
+        config,
+        {
+            f"{key}.schedule.warmup_steps and {key}.schedule.warmup_fraction": "both set the warm-up. Set one of them.",
+            f"{key}.offload_optimizer and {key}.zero_stage=0": "offloading needs stage 1, 2 or 3.",
+            f"{key}.zero_stage=0 and model.dtype=bfloat16": (
+                "DeepSpeed would accumulate gradients in bfloat16. Use stage 1 or higher, or model.dtype=float32."
+            ),
+        },
+    )
+    if trained.schedule.min_lr > trained.optimizer.lr:
+        reason = f"above {key}.optimizer.lr={trained.optimizer.lr}, which is the peak. Lower it."
+        yield f"{key}.schedule.min_lr={trained.schedule.min_lr}: {reason}"
 
 
-def dtype_problems(key: str, dtype: str, device: str) -> Iterator[str]:
+def dtype_problems(config: TrainingProgramConfig, key: str) -> Iterator[str]:
     """A problem if the attention for packed rows does not support the dtype on the device."""
-    if device == "cuda" and dtype == "float32":
-        remedy = f"Set {key}=bfloat16 (master weights are float32 anyway), or cluster.device=cpu."
-        yield f"{key}=float32 with cluster.device=cuda: flash attention on packed rows takes bfloat16. {remedy}"
+    reason = f"flash attention on packed rows takes bfloat16. Set {key}=bfloat16 (master weights are float32)."
+    yield from conflicts(config, {f"{key}=float32 and cluster.device=cuda": reason})

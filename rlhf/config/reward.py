@@ -15,8 +15,18 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from rlhf.config.base import USER_CODE, FilePath, Fraction, NonNegative, NonNegativeInt, Section, key, suggest
-from rlhf.config.load import short_value, validated
+from rlhf.config.base import (
+    USER_CODE,
+    FilePath,
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    Section,
+    key,
+    short_value,
+    suggest,
+)
+from rlhf.config.load import validated
 
 ExtractionStep = Literal["box", "answer_tag", "hash", "answer_is", "math_span", "last_number"]
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from rlhf.config.base import FilePath, NonNegativeInt, Section, key
+from rlhf.config.conditions import conflicts, unread_keys
 from rlhf.config.data import NamedTemplate
 from rlhf.config.model_folder import local_model_folder, read_json
 from rlhf.config.sections import AnyLearnerConfig, ModelDType
@@ -40,17 +41,16 @@ class RewardModelConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        reward_model = self
+        given = f"reward_model.path={self.path} and reward_model.endpoint={self.endpoint}"
         if (self.path is None) == (self.endpoint is None):
-            raise ValueError(f"{reward_model.path=!s} and {reward_model.endpoint=!s}: set exactly one of them.")
-        if self.reference_samples is not None and (self.mean is not None or self.std is not None):
-            raise ValueError(
-                f"{reward_model.reference_samples=} with {reward_model.mean=} and {reward_model.std=}: the samples set "
-                "both. Remove the key, or mean and std."
-            )
-        if self.template is not None and self.endpoint is not None:
-            reason = "an endpoint gets messages, and writes them itself. Remove one of them."
-            raise ValueError(f"{reward_model.template=!s} with {reward_model.endpoint=!s}: {reason}")
+            raise ValueError(f"{given}: set exactly one of them.")
+        remedy = "the samples set mean and std. Remove one of them."
+        reasons = {"reference_samples and mean!=null": remedy, "reference_samples and std!=null": remedy}
+        for problem in (
+            *conflicts(self, reasons, "reward_model."),
+            *unread_keys(self, {"template": "path"}, "reward_model."),
+        ):
+            raise ValueError(problem)
         return self
 
 

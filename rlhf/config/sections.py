@@ -15,13 +15,7 @@ from rlhf.config.teacher import TeacherConfig
 
 KLEstimator = Literal["k1", "k2", "k3", "k4"]  # of algo/kl.py
 PolicyLoss = Annotated[str, OwnOr("ppo", "gspo", "cispo", "sapo", "dppo_tv")]
-READ_BY_LOSSES = {  # keys of `algo` that only these policy losses read
-    "clip_low": ("ppo", "gspo", "cispo", "dppo_tv"),
-    "clip_high": ("ppo", "gspo", "cispo", "dppo_tv"),
-    "dual_clip": ("ppo", "gspo"),
-    "sapo_tau_positive": ("sapo",),
-    "sapo_tau_negative": ("sapo",),
-}
+CLIPPING_LOSSES = ("ppo", "gspo", "cispo", "dppo_tv")  # they read clip_low and clip_high
 Advantage = Annotated[str, OwnOr("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline")]
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM
 ModelDType = Literal["bfloat16", "float32"]
@@ -236,7 +230,7 @@ class AlgoConfig(Section):
     @property
     def clips(self) -> bool:
         """Whether policy_loss stops the gradient of some tokens, or cuts their weight."""
-        return self.policy_loss in READ_BY_LOSSES["clip_low"]
+        return self.policy_loss in CLIPPING_LOSSES
 
     @property
     def own_functions(self) -> dict[str, str]:

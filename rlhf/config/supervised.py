@@ -10,8 +10,9 @@ from pydantic import PositiveInt
 
 from rlhf.config import sections
 from rlhf.config.base import key
-from rlhf.config.data import DatasetConfig, DatasetsConfig, TemplateArguments, TemplateName, argument_problems
-from rlhf.config.program import TrainingProgramConfig, dtype_problems
+from rlhf.config.conditions import conflicts
+from rlhf.config.data import DatasetConfig, DatasetsConfig, TemplateArguments, TemplateName
+from rlhf.config.program import PLAIN_TEXT_CONFLICTS, TrainingProgramConfig, dtype_problems
 
 
 class SupervisedRunConfig(sections.AnyRunConfig):
@@ -81,12 +82,11 @@ class SupervisedConfig(TrainingProgramConfig):
         yield from super().contradictions()
         if self.scalar_learner and self.model.lora is not None:
             yield "model.lora: a reward model is trained whole, head and all. Remove the key."
-        yield from dtype_problems("model.dtype", self.model.dtype, self.cluster.device)
+        yield from dtype_problems(self, "model.dtype")
         checkpoint, evaluates = self.checkpoint, self.data.eval and self.evaluation.every
         if checkpoint.best is not None and (checkpoint.best not in self.best_metrics or not evaluates):
-            known = ", ".join(self.best_metrics)
-            use = f"Use {known}, with data.eval and evaluation.every, or null." if known else "Set it to null."
-            yield f"{checkpoint.best=!s}: no evaluation measures it as a value of which the highest is best. {use}"
+            remedy = f"Use {' or '.join((*self.best_metrics, 'null'))}, with data.eval and evaluation.every."
+            yield f"{checkpoint.best=!s}: no evaluation measures it as a value to maximize. {remedy}"
 
 
 class SFTDataConfig(SupervisedDataConfig):
@@ -117,4 +117,4 @@ class SFTConfig(SupervisedConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        yield from argument_problems(self.data.template, self.data.chat_template_kwargs)
+        yield from conflicts(self, PLAIN_TEXT_CONFLICTS)

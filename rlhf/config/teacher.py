@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
@@ -78,69 +78,28 @@ class TeacherConfig(TeacherModel):
 
 
 def teacher_problems(config: Any) -> Iterator[str]:
-    """Contradictions between `algo.teacher` and the rest of a GRPO config."""
+    """Contradictions between `algo.teacher` and the rest of a GRPO config; more are in config/contradictions.py."""
     teacher: TeacherConfig | None = config.algo.teacher
     if teacher is None:
         return
-    rollout, algo = config.rollout, config.algo
-    sources = [source.label for source in config.data.train]
+    algo = config.algo
+    sources, teachers = [source.label for source in config.data.train], teacher.all.values()
     if teacher.named or not teacher.by_source:
         yield from teacher.problems("algo.teacher")
-    elif teacher.hint_column:
-        reason = "no teacher reads it, since by_source names them all. Set it there, for each."
-        yield f"algo.teacher.hint_column={teacher.hint_column}: {reason}"
     for name, each in teacher.by_source.items():
         yield from each.problems(f"algo.teacher.by_source.{name}")
         if name not in sources:
             yield f"algo.teacher.by_source.{name}: data.train has no such source. {suggest(name, sources)}"
-    if rollout.temperature != 1:
-        yield (
-            f"{rollout.temperature=} with algo.teacher: a teacher judges at temperature 1. If the student samples at "
-            "another, the difference of their log-probs is not 0 even for two equal models. Set temperature=1."
-        )
-    for name in rollout.restriction:
-        reason = "a teacher judges among all tokens, and the student would sample from a part of them"
-        yield f"rollout.{name}={getattr(rollout, name):g} with algo.teacher: {reason}. Remove one of them."
-    if any(each.own == "average" for each in teacher.all.values()) and not config.averages:
+    if any(each.own == "average" for each in teachers) and not config.averages:
         remedy = "Set algo.ref_update=average, and algo.log_kl=true or a kl_coef."
         yield f"algo.teacher.own=average with {algo.ref_update=!s}: there is no average. {remedy}"
-    if config.acts and any(each.hint_column for each in teacher.all.values()):
+    if any(each.hint_column for each in teachers) and config.acts:
         reason = "an environment writes the prompt, so there is none to add a hint to. Remove one of them."
         yield f"algo.teacher.hint_column with an environment or tools: {reason}"
-    if config.run.deterministic and any(each.endpoint for each in teacher.all.values()):
-        reason = "nothing here can make its log-probs the same in a second run. Name a path, or deterministic=false."
+    if any(each.endpoint for each in teachers) and config.run.deterministic:
+        reason = "an endpoint may give other log-probs in a second run. Name a path, or deterministic=false."
         yield f"run.deterministic=true with algo.teacher.endpoint: {reason}"
-    if teacher.in_loss:
-        yield from _vocabulary_problems(config, teacher)
-    if teacher.reward == "replace":
-        yield from _replaced_problems(config, teacher, sources)
-
-
-def _vocabulary_problems(config: Any, teacher: TeacherConfig) -> Iterator[str]:
-    """What cannot be where the learners compare whole distributions."""
-    given, remedy = "algo.teacher.over=vocabulary", "Remove it, or set over=sampled."
-    if teacher.by_source:
-        yield f"algo.teacher.by_source with {given}: all rows have one teacher there. {remedy}"
-    if teacher.endpoint is not None:
-        reason = "a server does not give the log-probs of all tokens"
-        yield f"algo.teacher.endpoint={teacher.endpoint} with {given}: {reason}. Name a path, or set over=sampled."
-    if teacher.hint_column is not None:
-        reason = "policy and teacher would read rows of other lengths in one update"
-        yield f"algo.teacher.hint_column={teacher.hint_column} with {given}: {reason}. {remedy}"
-    if config.learner.zero_stage == 3:
-        reason = "a learner has only a share of the teacher's head. Use a lower stage, or over=sampled."
-        yield f"learner.zero_stage=3 with {given}: {reason}"
-
-
-def _replaced_problems(config: Any, teacher: TeacherConfig, sources: Collection[str]) -> Iterator[str]:
-    """What cannot be where no reward is used."""
-    given = "algo.teacher.reward=replace"
     for name in sources:
-        if teacher.of(name) is None:
+        if teacher.reward == "replace" and teacher.of(name) is None:
             remedy = "Name one in by_source or for all sources, or set reward=add."
-            yield f"{given}: nothing would train the rows of {name}, which has no teacher. {remedy}"
-    if config.kl_in_reward:
-        yield f"algo.kl_place=reward with {given}: no reward is used. Set kl_place=loss, or reward=add."
-    if config.rollout.dynamic_sampling:
-        reason = "groups of equal rewards teach as much as others. Remove it, or set reward=add."
-        yield f"rollout.dynamic_sampling=true with {given}: {reason}"
+            yield f"algo.teacher.reward=replace: nothing would train the rows of {name}, without a teacher. {remedy}"

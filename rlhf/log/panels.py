@@ -1,4 +1,4 @@
-"""Groups of metrics: the sections and charts of the report and of the wandb dashboard."""
+"""Groups of metrics: the sections and charts of the report."""
 
 from __future__ import annotations
 
@@ -110,8 +110,6 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Outcomes of grading", ("reward/status/*",), "responses"),
         Panel("Not computed", ("learner/skipped_rollouts",), "rollouts"),
         Panel("Epoch of the data", ("data/epoch",)),
-        Panel("Prompts that teach nothing", ("data/curriculum/*_fraction",)),
-        Panel("Prompts drawn in the place of others", ("data/curriculum/replaced",)),
     ),
 }
 

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
-from rlhf.config.base import Resume, Section
+from rlhf.config.base import Resume, Section, short_value
 from rlhf.config.changed import config_of_any_program
 from rlhf.config.cli import NothingToDoError
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.load import short_value
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.references import from_environment
 from rlhf.config.secrets import hidden
@@ -150,19 +149,15 @@ def _other_metrics(config: GRPOConfig, state: RunState) -> Iterator[str]:
     began = config_of_any_program(state.config) if named else None
     if named and not isinstance(began, GRPOConfig):
         return  # of another version
-    evaluated = config.data.eval if state.evaluations else ()
-    by_pass_rate = config.data.train if config.data.curriculum else ()
-    for key, sources in (("data.eval", evaluated), ("data.train", by_pass_rate)):
-        for label in (source.label for source in sources):
-            trains, first = key == "data.train", [part.name for part in config.reward.parts_of(label)][:1]
-            now = config.metric_of(label, trains=trains)
-            before = began.metric_of(label, trains=trains) if isinstance(began, GRPOConfig) else "".join(first)
-            if before not in ("", now):
-                yield (
-                    f"{key} {label}: its metric was {before} up to step {state.step}, and is {now} from here on. "
-                    "Values of the two cannot be compared, also not by checkpoint.best or data.curriculum. Resume with "
-                    f"evaluation.metric={before} to go on as before."
-                )
+    for label in (source.label for source in config.data.eval if state.evaluations):
+        first, now = [part.name for part in config.reward.parts_of(label)][:1], config.metric_of(label)
+        before = began.metric_of(label) if isinstance(began, GRPOConfig) else "".join(first)
+        if before not in ("", now):
+            yield (
+                f"data.eval {label}: its metric was {before} up to step {state.step}, and is {now} from here on. "
+                "Values of the two cannot be compared, also not by checkpoint.best. Resume with "
+                f"evaluation.metric={before} to go on as before."
+            )
 
 
 def code_warnings(noun: str, before: Sources, now: Sources, *, restarted: bool) -> list[str]:

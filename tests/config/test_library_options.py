@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from rlhf.config import library_options
 from rlhf.config.base import Section
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.library_options import (
-    ACCEPTED,
+    CHANGE_NO_NUMBERS,
+    CHANGE_NUMBERS,
     DEEPSPEED_KEYS,
     OWN_KEYS,
-    REFUSED,
     changes_numbers,
     check_engine_options,
-    vllm_arguments,
 )
 from rlhf.config.load import validated
 from rlhf.config.sections import LearnerConfig
@@ -43,46 +42,28 @@ def test_an_option_of_vllm_is_the_last_of_the_engines_arguments() -> None:
 
 
 def test_every_argument_that_the_run_sets_is_refused_with_the_key_that_sets_it() -> None:
-    set_by_us = engine_arguments(parse({}), seed=0).keys()
-    assert set_by_us <= OWN_KEYS.keys() | REFUSED.keys()
-    for name in OWN_KEYS.keys() | REFUSED.keys():
-        with pytest.raises(ValueError, match=rf"^rollout\.engine\.{name}: ") as refused:
+    known = {*CHANGE_NUMBERS.split(), *CHANGE_NO_NUMBERS.split()}
+    assert engine_arguments(parse({}), seed=0).keys() & known == set()
+    for name, key in OWN_KEYS.items():
+        with pytest.raises(ValueError, match=rf"^rollout\.engine\.{name}: .*{re.escape(key)}"):
             check_engine_options({name: 1})
-        assert (OWN_KEYS.get(name) or REFUSED[name]) in str(refused.value)
-
-
-def test_every_argument_of_the_installed_vllm_is_decided_once() -> None:
-    decided = [*OWN_KEYS, *ACCEPTED, *REFUSED]
-    assert sorted(decided) == sorted(vllm_arguments())
-    assert check_engine_options(dict.fromkeys(ACCEPTED, 1)).keys() == ACCEPTED.keys()
+    assert check_engine_options(dict.fromkeys(known, 1)).keys() == known
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}}, "old weights"),
-        ({"kv_offloading_size": 8.0}, "old weights"),
-        ({"kv_offloading_backend": "lmcache"}, "old weights"),
-        ({"override_generation_config": {"temperature": 0.5}}, "what is sampled"),
-        ({"override_generation_config": {"eos_token_id": [1]}}, "what is sampled"),
-        ({"logits_processors": ["mine:Processor"]}, "what is sampled"),
-        ({"max_num_batched_tokens": 8, "watermark_config": {}}, "what is sampled"),
-        ({"enable_eplb": True}, "new weights of experts"),
-        ({"kv_sharing_fast_prefill": True}, "the canary"),
-        ({"tokenizer_mode": "slow"}, "one model"),
-        ({"hf_token": "hf_x"}, "HF_TOKEN"),
-        ({"load_format": "dummy"}, "random"),
-    ],
-)
-def test_what_would_change_the_samples_without_the_learner_is_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=rf"^rollout\.engine\.{list(options)[-1]}[:=].*{words}"):
-        parse(options)
+    "name",
+    ["kv_transfer_config", "kv_offloading_size", "override_generation_config", "logits_processors", "watermark_config",
+     "speculative_config", "enable_eplb", "kv_sharing_fast_prefill", "tokenizer_mode", "hf_token", "hf_overrides",
+     "logprobs_mode", "worker_cls", "of_a_later_vllm"],
+)  # fmt: skip
+def test_any_other_argument_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^rollout\.engine\.{name}: "):
+        parse({"max_num_batched_tokens": 8, name: 1})
 
 
-def test_an_argument_of_another_vllm_that_nobody_has_examined_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library_options, "vllm_arguments", lambda: ("keep_old_keys",))
-    with pytest.raises(ValueError, match=r"^rollout\.engine\.keep_old_keys: .* not been examined"):
-        parse({"keep_old_keys": True})
+def test_weights_that_the_engine_makes_up_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^rollout\.engine\.load_format=dummy: "):
+        parse({"load_format": "dummy"})
 
 
 def test_only_options_that_change_log_probs_widen_the_bounds_of_the_canary() -> None:
@@ -92,24 +73,17 @@ def test_only_options_that_change_log_probs_widen_the_bounds_of_the_canary() -> 
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("kv_cache_type", "kv_cache_dtype"), ("max-num-batched-tokens", "max_num_batched_tokens"),
-     ("kv_transfer_confg", "kv_transfer_config")],
-)  # fmt: skip
+    [("kv_cache_type", "kv_cache_dtype"), ("max-num-batched-tokens", "max_num_batched_tokens")],
+)
 def test_an_unknown_argument_is_refused_with_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(ValueError, match=rf"^rollout\.engine\.{name}: .*rollout\.engine\.{nearest}\?$"):
         parse({name: "fp8"})
 
 
-def test_an_argument_that_vllm_had_once_is_refused_in_a_line_that_can_be_read() -> None:
-    with pytest.raises(ValueError, match=r"^rollout\.engine\.swap_space: .*no such argument.*Remove it\.$") as refused:
-        parse({"swap_space": 4})
-    assert len(str(refused.value)) < 200
-
-
 def test_a_deterministic_run_computes_whole_prompts() -> None:
     for deterministic in (False, True):
         config = parse({"enable_chunked_prefill": True}, run=CONFIG["run"] | {"deterministic": deterministic})
-        problem = "rollout.engine.enable_chunked_prefill with run.deterministic=true"
+        problem = "rollout.engine.enable_chunked_prefill=true with run.deterministic=true"
         assert any(each.startswith(problem) for each in config.contradictions()) == deterministic
 
 
@@ -117,16 +91,15 @@ def test_a_deterministic_run_computes_whole_prompts() -> None:
     ("options", "words"),
     [
         ({"gradient_clipping": 1.0}, ["gradient_clipping", "max_grad_norm"]),
-        ({"gradient_accumulation_steps": 4}, ["gradient_accumulation_steps", "leaves the result"]),
-        ({"bf16": {"enabled": False}}, ["bf16", "leaves the result"]),
+        ({"gradient_accumulation_steps": 4}, ["gradient_accumulation_steps"]),
+        ({"bf16": {"enabled": False}}, ["bf16"]),
         ({"zero_optimization": {"stage": 3}}, ["zero_optimization.stage", "zero_stage"]),
         ({"zero_optimization": {"overlap_com": True}}, ["Did you mean zero_optimization.overlap_comm?"]),
-        ({"zero_optimization": {"zero_quantized_gradients": True}}, ["zero_quantized_gradients", "leaves the result"]),
-        ({"zero_optimization": True}, ["zero_optimization=True", "section"]),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, ["offload_param", "leaves the result"]),
+        ({"zero_optimization": True}, ["zero_optimization=True"]),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, ["offload_param"]),
     ],
 )
-def test_what_changes_the_result_of_an_update_is_refused(options: dict[str, Any], words: list[str]) -> None:
+def test_an_option_that_changes_the_result_of_an_update_is_refused(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError, match=r"^learner\.deepspeed: ") as refused:
         validated(GRPOConfig, CONFIG | {"learner": {"deepspeed": options}})
     for word in words:

@@ -325,7 +325,7 @@ def test_contradictions_of_the_training_are_no_concern_of_an_evaluation(
         "cluster": {"device": "cuda"},
         "model": {"path": "x", "dtype": "float32"},
     }
-    with pytest.raises(ValueError, match=r"(?s)rollout\.truncate_after=3 with .*model\.dtype=float32 with cluster"):
+    with pytest.raises(ValueError, match=r"(?s)rollout\.truncate_after=3: .*model\.dtype=float32 with cluster"):
         evaluated(tmp_path, monkeypatch, with_data(tiny_model_dir, **refused))
 
 

@@ -1,0 +1,96 @@
+"""Contradictions between keys as tables, with conditions that a program evaluates and a message shows.
+
+A condition is terms joined by ` and `, in alternatives joined by ` or `. A term is `KEY` (set and not false),
+`KEY=a|b`, `KEY!=a|b`, `KEY>n`, `KEY>=n` or `KEY<n`. It may name a property of the config, which messages leave out.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlhf.config.base import Section, short_value
+
+TERM = re.compile(r"([\w.]+)(?:(!=|>=|=|>|<)(.+))?")
+COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt}
+
+
+def conflicts(config: Section, reasons: Mapping[str, str], prefix: str = "") -> Iterator[str]:
+    """`KEY=VALUE with KEY=VALUE: REASON` for each condition of the table that holds.
+
+    Args:
+        reasons: condition without alternatives -> why it cannot be, and the remedy.
+        prefix: of the keys in messages, such as `environment.`, where `config` is that section.
+    """
+    for condition, reason in reasons.items():
+        terms = condition.split(" and ")
+        if all([_holds(config, term) for term in terms]):
+            keys = [_parts(term)[0] for term in terms]
+            yield f"{' with '.join(prefix + _shown(config, key) for key in keys if _is_key(config, key))}: {reason}"
+
+
+def unread_keys(config: Section, read_if: Mapping[str, str], prefix: str = "") -> Iterator[str]:
+    """A message for each key of the table that is set although its condition does not hold.
+
+    Args:
+        read_if: key -> the condition on which the program reads it.
+        prefix: as for `conflicts`.
+    """
+    for key, condition in read_if.items():
+        value = value_at(config, key)
+        alternatives = [terms.split(" and ") for terms in condition.split(" or ")]
+        is_read = any([all([_holds(config, term) for term in terms]) for terms in alternatives])
+        if not is_read and value is not False and value != _default(config, key):
+            needed = " or ".join(" and ".join(prefix + term for term in terms) for terms in alternatives)
+            without = f"nothing reads it without {needed.replace('|', ' or ')}"
+            yield f"{prefix}{_shown(config, key)}: {without}. Set that, or remove the key."
+
+
+def value_at(config: Section, key: str) -> Any:
+    """The value of a key, or of a property; None in a section that is null."""
+    value: Any = config
+    for name in key.split("."):
+        if value is not None:
+            value = value.get(name) if isinstance(value, dict) else getattr(value, name)
+    return value
+
+
+def _parts(term: str) -> tuple[str, str, str]:
+    """Key, operator and right side of a term."""
+    match = TERM.fullmatch(term)
+    assert match is not None, term
+    key, sign, wanted = match.groups("")
+    return key, sign, wanted
+
+
+def _holds(config: Section, term: str) -> bool:
+    key, sign, wanted = _parts(term)
+    value = value_at(config, key)
+    if not sign:
+        return bool(value)
+    if sign in COMPARISONS:
+        return value is not None and bool(COMPARISONS[sign](value, float(wanted)))
+    return (short_value(value) in wanted.split("|")) == (sign == "=")
+
+
+def _section_of(config: Section, key: str) -> tuple[Any, str]:
+    section, _, name = key.rpartition(".")
+    return (value_at(config, section) if section else config), name
+
+
+def _is_key(config: Section, key: str) -> bool:
+    section, name = _section_of(config, key)
+    return isinstance(section, dict) or (section is not None and name in type(section).model_fields)
+
+
+def _default(config: Section, key: str) -> Any:
+    section, name = _section_of(config, key)
+    return None if section is None else type(section).model_fields[name].default
+
+
+def _shown(config: Section, key: str) -> str:
+    """`KEY=VALUE`; of a whole section or a mapping its name alone."""
+    value = value_at(config, key)
+    return key if isinstance(value, Section | dict) else f"{key}={short_value(value)}"
