@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ MAX_ERROR = 2000  # characters of an error
 
 PROGRAM, SERVICE = "program", "service"
 Play = Callable[..., Awaitable[Any]]
+Run = Callable[[Awaitable[Any]], Awaitable[Any]]
 Kind = Environment | Program | Play | None  # None: a service; the driver asks it
 
 
@@ -147,7 +149,7 @@ class Server:
         if "environment" in message:
             environment = self._environments[message["environment"]]
             self._has_coroutines = isinstance(environment, Environment) and bool(environment.coroutines)
-        answer = self._answered(message, None)
+        answer = self._answered(message, _caught)
         if self._has_coroutines:
             answered = loop.run_until_complete(answer)
         else:
@@ -211,9 +213,9 @@ class Server:
         self._arrived.set()
 
     async def _answer(self, message: dict[str, Any]) -> None:
-        limit = None if message["do"] == "play" else self._wall_seconds
-        answer = await self._answered(message, limit)
-        if answer:
+        seconds = math.inf if message["do"] == "play" else self._wall_seconds
+        clock = _Clock(seconds, f"over {seconds:g} seconds by the clock")
+        if answer := await self._answered(message, clock.limited):
             self._send(message, answer)
 
     def _send(self, message: Mapping[str, Any], answer: dict[str, Any]) -> None:
@@ -222,11 +224,10 @@ class Server:
         except (TypeError, ValueError, RecursionError) as error:  # Python writes no number of over 4300 digits
             self._channel.send(self._failed(message, f"its answer cannot be sent: {_text(error)}", limit=False))
 
-    async def _answered(self, message: Mapping[str, Any], wall_seconds: float | None) -> dict[str, Any]:
+    async def _answered(self, message: Mapping[str, Any], run: Run) -> dict[str, Any]:
         """The answer to a message; an empty dictionary if the message gets none."""
         try:
-            done = _caught(self._done(message))
-            result = await (done if wall_seconds is None else _within(wall_seconds, done))
+            result = await run(self._done(message))
         except LimitError as error:
             return self._failed(message, str(error), limit=True)
         except _EscapedError as error:
@@ -261,7 +262,8 @@ class Server:
 
     async def _played(self, play: Play, message: Mapping[str, Any]) -> dict[str, Any]:
         """The reward of a coroutine that has been played to its end."""
-        session, quiet = message["session"], _Quiet(self._wall_seconds)
+        session = message["session"]
+        clock = _Clock(self._wall_seconds, f"it has asked for no turn for {self._wall_seconds:g} seconds")
 
         async def generate(context: Any, *, tools: Any = (), max_tokens: int | None = None) -> Turn:
             """The model's turn after these messages or token ids."""
@@ -272,7 +274,7 @@ class Server:
             self._numbers += 1
             number = self._numbers
             self._asked[number] = asyncio.get_running_loop().create_future()
-            with quiet.paused():
+            with clock.paused():
                 self._channel.send({"asks": number, "session": session, "request": request})
                 return Turn(await self._asked[number])
 
@@ -280,7 +282,7 @@ class Server:
         state = seeding.RandomState(seeding.derive(seeds["group"], seeds["sample"], "play"))
         with state:
             coroutine: Any = play(message["row"], generate)
-        result = await quiet.limited(seeding.swapped(coroutine, state))
+        result = await clock.limited(seeding.swapped(coroutine, state))
         try:
             returned = read_returned(result)
         except (TypeError, ValueError) as error:
@@ -316,38 +318,31 @@ def _text(error: BaseException) -> str:
     return place_of(error) + said_by(error)
 
 
-async def _within(seconds: float, awaitable: Awaitable[Any]) -> Any:
-    """Await something for at most `seconds`; unlike `wait_for`, a TimeoutError of the code itself is not a limit."""
-    task = asyncio.ensure_future(awaitable)
-    try:
-        if await asyncio.wait({task}, timeout=seconds) == (set(), {task}):
-            raise LimitError(f"over {seconds:g} seconds by the clock")
-        return task.result()
-    finally:
-        task.cancel()
+class _Clock:
+    """Ends work that takes over `seconds` by the clock; the count starts again after each pause."""
 
-
-class _Quiet:
-    """Ends a coroutine that neither finishes nor asks for a turn within `seconds`."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._asking, self._heard = seconds, 0, time.monotonic()
+    def __init__(self, seconds: float, error: str) -> None:
+        self._seconds, self._error = seconds, error
+        self._pauses, self._began = 0, time.monotonic()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        self._asking += 1
+        self._pauses += 1
         try:
             yield
         finally:
-            self._asking -= 1
-            self._heard = time.monotonic()
+            self._pauses -= 1
+            self._began = time.monotonic()
 
     async def limited(self, awaitable: Awaitable[Any]) -> Any:
+        """Await something; unlike with `wait_for`, a TimeoutError of the code itself is not the limit."""
         task = asyncio.ensure_future(_caught(awaitable))
         try:
-            while not (await asyncio.wait({task}, timeout=min(ALIVE_S, self._seconds)))[0]:
-                if not self._asking and time.monotonic() - self._heard > self._seconds:
-                    raise LimitError(f"it has asked for no turn for {self._seconds:g} seconds")
+            while not task.done():
+                left = self._seconds - (0.0 if self._pauses else time.monotonic() - self._began)
+                if left <= 0:
+                    raise LimitError(self._error)
+                await asyncio.wait({task}, timeout=left)
             return task.result()
         finally:
             task.cancel()
