@@ -1,12 +1,11 @@
-"""The driver's half of the endpoint: starts its process, and answers what programs ask there from their logs.
+"""The driver's half of the endpoint: it starts the endpoint's process and answers requests from the rollouts' logs.
 
     Endpoint.play ── open: token ──>  process of `rollout/endpoint.py`
          │        <── ask ──────────    (HTTP <── program, in a process of the environments)
          └── Branches.turn ── answer ──>
 
-A rollout has a key of its own while it lasts. What its program asks is sampled to the end and recorded, whether or not
-its client still waits. If the process dies, or answers nothing, its rollouts fail, and the next one starts it again at
-the same address.
+Each rollout has a key of its own. Every turn is sampled to the end and recorded, even if its client no longer waits. If
+the process dies or hangs, its rollouts fail, and the next rollout starts it again at the same address.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from rlhf.processes.output import OutputPipe, PrintedLines
 from rlhf.rollout.chat import BACKLOG, ENDED, MAX_CONNECTIONS
 from rlhf.types import Outcome
 
-PING_S, MAX_PINGS = 5.0, 4  # a process that says nothing for so long is pinged; so many in vain: it hangs
-MAX_IGNORED = 64  # names of keys that are told in a run
+PING_S, MAX_PINGS = 5.0, 4  # a silent process is pinged after so many seconds; after so many pings it counts as hung
+MAX_IGNORED = 64  # names of ignored keys that a run reports
 FULL = {"full": True}  # the answer to a conversation that is too long
 
 Run = Callable[[Mapping[str, str]], Awaitable[Outcome]]
 
 
 class Endpoint:
-    """Where the programs of a run, and agents of its services, reach the model.
+    """The address at which programs and agents of services reach the model.
 
     Args:
-        say: gets warnings.
+        say: receives warnings.
 
     Raises:
-        ValueError: this node does not have the address at which it is to listen.
+        ValueError: this node does not have the configured address.
     """
 
     def __init__(self, config: GRPOConfig, say: Callable[[str], None]) -> None:
@@ -71,12 +70,12 @@ class Endpoint:
         self._process: subprocess.Popen[bytes] | None = None
         self._starting = asyncio.Lock()
         self._branches: dict[str, Branches] = {}
-        self._lost: dict[str, asyncio.Future[Outcome]] = {}  # why a rollout cannot go on
+        self._lost: dict[str, asyncio.Future[Outcome]] = {}  # the error that ends a rollout, by key
         self._tasks: set[asyncio.Task[None]] = set()
         self._ignored: set[str] = set()
 
     async def play(self, branches: Branches, run: Run) -> Outcome:
-        """Run a program to its end, with the model behind a key of its own; raises as a session does."""
+        """Run a program to its end with a key of its own. Raises CallLimitError or FailedError."""
         async with self._starting:
             if self.pid is None:
                 await self._start()
@@ -95,7 +94,7 @@ class Endpoint:
             lost.cancel()
 
     async def _start(self) -> None:
-        """Start the process, and wait until it serves."""
+        """Start the process and wait until it serves."""
         ours, theirs = socket.socketpair()
         fds, output = [theirs.fileno(), self._listening.fileno()], OutputPipe(self._printed)
         with theirs, open(output.pipe, "wb") as pipe:
@@ -122,14 +121,14 @@ class Endpoint:
                 end()
         if not ready:
             raise FailedError(
-                f"the endpoint has not started within cluster.start_deadline_s={self._start_s:g} s, or has ended; its "
-                "own messages are above"
+                f"the endpoint has not started within cluster.start_deadline_s={self._start_s:g} s, or has ended; the "
+                "log shows its messages"
             )
         self._begin(self._serve(reader, end))
 
     async def _serve(self, reader: asyncio.StreamReader, end: Callable[[], None]) -> None:
-        """Answer until the process ends, or hangs."""
-        pings = 0  # since it said something
+        """Answer requests until the process ends or hangs."""
+        pings = 0  # since its last message
         try:
             while pings <= MAX_PINGS:
                 try:
@@ -154,7 +153,7 @@ class Endpoint:
 
     @staticmethod
     def _end(process: subprocess.Popen[bytes], writer: asyncio.StreamWriter, output: OutputPipe) -> None:
-        """See a process dead, so that the next rollout starts another one."""
+        """Kill the process, so that the next rollout starts another one."""
         process.kill()
         process.wait()
         writer.close()
@@ -162,30 +161,30 @@ class Endpoint:
         output.close()
 
     def _lose(self, key: str, error: Exception) -> None:
-        """End a rollout with an error, which `play` raises."""
+        """End a rollout with an error; `play` raises it."""
         if (lost := self._lost.get(key)) and not lost.done():
             lost.set_exception(error)
 
     async def _answer(self, request: Mapping[str, Any]) -> None:
         try:
             answer = await self._answered(request)
-        except Exception as error:  # of the engines, or the run
+        except Exception as error:  # an error of the engines or the run
             self._lose(request["session"], error)
             answer = {"refused": ENDED}
         self._send({"answer": request["ask"], **answer})
 
     async def _answered(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The turn that a program asks for, or what is wrong with its request."""
+        """The turn for a request of a program, or the reason why the request is refused."""
         branches = self._branches.get(request["session"])
         if branches is None:
             return {"refused": ENDED}
-        self._tell_ignored(request["ignored"])
+        self._warn_of_ignored(request["ignored"])
         if len(branches.answering) >= MAX_CONNECTIONS:
-            return {"refused": f"over {MAX_CONNECTIONS} turns are asked for at once"}
+            return {"refused": f"this rollout asks for over {MAX_CONNECTIONS} turns at once"}
         tools = request["tools"]
         try:
             messages = read_request(request["messages"])
-        except Exception as error:  # a client may write anything, a hundred thousand levels of a call's arguments too
+        except Exception as error:  # a client may write anything, such as arguments with 100,000 levels
             return {"refused": f"a message cannot be read: {error}"}
         try:
             if request["counts"]:
@@ -211,14 +210,14 @@ class Endpoint:
             "prompt_ids": prompt_ids.tolist() if request["wants_ids"] else [0] * len(prompt_ids),
         }
 
-    def _tell_ignored(self, names: list[str]) -> None:
+    def _warn_of_ignored(self, names: list[str]) -> None:
         new = sorted({*names} - self._ignored)[: MAX_IGNORED - len(self._ignored)]
         self._ignored |= {*new}
         if new:
-            self._say(f"environment: requests of programs name {', '.join(new)}, which the run decides: ignored.")
+            self._say(f"environment: requests of programs set {', '.join(new)}. They are ignored: the run decides.")
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError, RuntimeError):  # it has ended, or its loop has
+        with contextlib.suppress(OSError, RuntimeError):  # the process or its event loop has ended
             self._writer.write(json.dumps(message).encode() + b"\n")
 
     def _begin(self, work: Any) -> None:
@@ -228,7 +227,7 @@ class Endpoint:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while it runs."""
+        """The process id; None while the process does not run."""
         return None if self._process is None or self._process.poll() is not None else self._process.pid
 
     def close(self) -> None:

@@ -42,11 +42,11 @@ KEPT = (
 
 
 class LimitError(Exception):
-    """A call is over a limit, or a program ended in a way that its model can cause. The rollout has a reward for it."""
+    """A call exceeded a limit, or a program ended in a way that its model can cause; `failed_reward` is its reward."""
 
 
 def named_files(command: Sequence[str]) -> set[int]:
-    """Places of the words after the first that name something which is there; not the module of `python -m`."""
+    """Indices of the words after the first that name existing files; the module of `python -m` does not count."""
     first = next((n for n, word in enumerate(command) if n and not word.startswith("-")), 0)
     module = first if first > 1 and command[first - 1] == "-m" else 0
     return {number for number, word in enumerate(command) if number not in (0, module) and os.path.exists(word)}
@@ -56,12 +56,12 @@ class Program:
     """Runs a command once for each rollout.
 
     Args:
-        command: `python` is the interpreter of this process; words that name files are taken from where the run was
-            started.
-        timeout_s: for a whole rollout; None: TIMEOUT_S.
-        env: variables that it gets in addition.
-        returned_files: patterns of the files in its folder that parts of the reward get.
-        readable, files: what it may read, and what else than its folder it may write to.
+        command: `python` is the interpreter of this process; relative file names start where the run was started.
+        timeout_s: limit of a whole rollout; None: TIMEOUT_S.
+        env: names of further environment variables for the program.
+        returned_files: patterns of files in its folder that parts of the reward get.
+        readable: files that it may read.
+        files: files outside of its folder that it may write.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Program:
         self._readable, self._files = readable, files
 
     def play(self, message: Mapping[str, Any], say_alive: Callable[[], None]) -> dict[str, Any]:
-        """The program's outcome.
+        """Run the program once; returns its outcome.
 
         Raises:
             LimitError: it took too long, printed too much, died of a signal, or left too many files or a bad reward.
-            ValueError: it ended with a status other than 0.
+            ValueError: its exit status is not 0.
             RefusedError: it could not be started.
         """
         folder = Path(tempfile.mkdtemp(prefix="program-"))
@@ -96,7 +96,7 @@ class Program:
             if status != 0:
                 raise ValueError(f"the program ended with status {status}: {shown}")
             reward = _reward(folder / "reward.json")
-            return {**reward, "files": _left(folder / "work", self._returned)} if self._returned else reward
+            return {**reward, "files": _returned_files(folder / "work", self._returned)} if self._returned else reward
         finally:
             remove(folder)
 
@@ -139,12 +139,13 @@ class Program:
             running.close()
 
 
-def _left(folder: Path, patterns: Sequence[str]) -> dict[str, str]:
-    """The texts of regular files in a folder, which no link leads out of, by their relative names: at most MAX_FILES,
-    and MAX_FILE_BYTES of each. What cannot be read is left out.
+def _returned_files(folder: Path, patterns: Sequence[str]) -> dict[str, str]:
+    """Relative name -> text (at most MAX_FILE_BYTES) of the regular files that match; links do not count.
+
+    Unreadable files are dropped.
 
     Raises:
-        LimitError: there are more files, or folders in which none can be looked for.
+        LimitError: there are over MAX_FILES files, or folders that cannot be searched.
     """
     texts: dict[str, str] = {}
     real = folder.parent.resolve() / folder.name  # the program may have put a link in place of the folder itself
@@ -166,7 +167,7 @@ def _left(folder: Path, patterns: Sequence[str]) -> dict[str, str]:
 
 
 def _reward(file: Path) -> dict[str, Any]:
-    """What the program has left in its reward file."""
+    """The reward in the program's reward file; None without a file."""
     try:
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as left:
             text = left.read(MAX_REWARD_BYTES + 1)
@@ -181,10 +182,10 @@ def _reward(file: Path) -> dict[str, Any]:
 
 
 def reward_in(text: bytes, where: str) -> dict[str, Any]:
-    """The reward that JSON says: a number, null, or an object with `score`, further numbers and `facts`.
+    """Read a reward in JSON: a number, null, or an object with `score`, further numbers and `facts`.
 
     Raises:
-        ValueError: it says something else, or has over MAX_REWARD_BYTES.
+        ValueError: the text has another form, or over MAX_REWARD_BYTES.
     """
     try:
         if len(text) > MAX_REWARD_BYTES:

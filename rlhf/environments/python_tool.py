@@ -29,7 +29,7 @@ def python_tool(
     Args:
         seconds: of the clock, and of CPU, for one program.
         memory_mb: of address space for one program.
-        max_output_characters: what it prints beyond that is dropped, and the answer says so.
+        max_output_characters: longer output is cut, and the answer says so.
 
     Raises:
         ValueError: a limit is not above 0.
@@ -71,7 +71,7 @@ def python_tool(
 
 
 class _Place:
-    """Where a program will run: its folder, the file of its output, and the process that becomes its interpreter."""
+    """The folder of a program, the file of its output, and the process that becomes its interpreter."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="python-tool-"))

@@ -1,7 +1,7 @@
 """The JSON schema of a tool from its signature, type hints and docstring, equal to transformers' `get_json_schema`.
 
-Written anew with the standard library, because the process of an environment may run under an interpreter that has no
-transformers. Order of keys included: templates write schemas as JSON, so the order reaches the prompt.
+It needs only the standard library, since the interpreter of an environment may lack transformers. The order of keys is
+equal too: templates write schemas as JSON, so the order reaches the prompt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
             describes each of them.
 
     Raises:
-        ValueError: with what is missing, which hint has no JSON schema, or that `(choices: ...)` is not JSON.
+        ValueError: the docstring or a hint is missing, a hint has no JSON schema, or `(choices: ...)` is not JSON.
     """
     name = getattr(function, "__name__", "operation")
     docstring = (inspect.getdoc(function) or "").strip()
@@ -78,37 +78,37 @@ def _parameters(function: Callable[..., Any], name: str) -> dict[str, Any]:
     for parameter in signature:
         if parameter.annotation is inspect.Parameter.empty:
             raise ValueError(f"{name}: argument {parameter.name} has no type hint. Add one, such as `: str`.")
-    schema: dict[str, Any] = {"type": "object", "properties": {key: _of_hint(hint) for key, hint in hints.items()}}
+    schema: dict[str, Any] = {"type": "object", "properties": {key: _hint_schema(hint) for key, hint in hints.items()}}
     if required := [p.name for p in signature if p.default is inspect.Parameter.empty]:
         schema["required"] = required
     return schema
 
 
-def _of_hint(hint: Any) -> dict[str, Any]:
+def _hint_schema(hint: Any) -> dict[str, Any]:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is None:
         by_name = BY_NAME.get(f"{getattr(hint, '__module__', '')}.{getattr(hint, '__qualname__', '')}")
         return dict(BASIC.get(hint) if hint in BASIC else by_name or {"type": "object"})  # type: ignore[arg-type]
     if origin is Union or origin is types.UnionType:
-        return _of_union(arguments)
+        return _union_schema(arguments)
     if origin is Literal and arguments:
-        return _of_literal(arguments)
+        return _literal_schema(arguments)
     if origin is list:
-        return {"type": "array", "items": _of_hint(arguments[0])} if arguments else {"type": "array"}
+        return {"type": "array", "items": _hint_schema(arguments[0])} if arguments else {"type": "array"}
     if origin is tuple:
         if not arguments:
             return {"type": "array"}
         if len(arguments) == 1 or ... in arguments:
             raise ValueError(f"{hint} has no JSON schema. Use list[...] for several values of one type.")
-        return {"type": "array", "prefixItems": [_of_hint(argument) for argument in arguments]}
+        return {"type": "array", "prefixItems": [_hint_schema(argument) for argument in arguments]}
     if origin is dict:
-        values = {"additionalProperties": _of_hint(arguments[1])} if len(arguments) == 2 else {}
+        values = {"additionalProperties": _hint_schema(arguments[1])} if len(arguments) == 2 else {}
         return {"type": "object", **values}
     raise ValueError(f"{hint} has no JSON schema. Use int, float, str, bool, list, dict, Literal, or a union of them.")
 
 
-def _of_union(arguments: tuple[Any, ...]) -> dict[str, Any]:
-    schemas = [_of_hint(argument) for argument in arguments if argument is not type(None)]
+def _union_schema(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    schemas = [_hint_schema(argument) for argument in arguments if argument is not type(None)]
     if len(schemas) == 1:
         result = schemas[0]
     elif all(schema.keys() == {"type"} and isinstance(schema["type"], str) for schema in schemas):
@@ -119,7 +119,7 @@ def _of_union(arguments: tuple[Any, ...]) -> dict[str, Any]:
     return {**result, "nullable": True} if type(None) in arguments else result
 
 
-def _of_literal(values: tuple[Any, ...]) -> dict[str, Any]:
+def _literal_schema(values: tuple[Any, ...]) -> dict[str, Any]:
     if not all(type(value) in (int, float, str, bool, type(None)) for value in values):
         raise ValueError(f"Literal{list(values)}: a value is neither number, text, bool nor None.")
     names = list(dict.fromkeys(BASIC[type(value)]["type"] for value in values))
@@ -127,23 +127,23 @@ def _of_literal(values: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _arguments(docstring: str) -> dict[str, str]:
-    """The text that `Args:` has for each argument; its lines are joined by a space."""
+    """Argument -> its text under `Args:`, with lines joined by a space."""
     start = ARGS.search(docstring)
     if start is None:
         return {}
     section = LATER_SECTIONS.split(docstring[start.end() :], maxsplit=1)[0]
-    found: list[tuple[str, list[str]]] = []
+    described: list[tuple[str, list[str]]] = []
     for line in filter(str.strip, section.split("\n")):
         entry = ARGUMENT.match(line)
-        if entry and (not found or found[-1][1]):  # a name with nothing behind it takes the next line, whatever it is
-            found.append((entry[1], [entry[2].strip()] if entry[2].strip() else []))
-        elif found:
-            found[-1][1].append(line.strip())
-    return {name: " ".join(lines) for name, lines in found}
+        if entry and (not described or described[-1][1]):  # a name without a text takes the next line, whatever it is
+            described.append((entry[1], [entry[2].strip()] if entry[2].strip() else []))
+        elif described:
+            described[-1][1].append(line.strip())
+    return {name: " ".join(lines) for name, lines in described}
 
 
 def example(schema: Mapping[str, Any]) -> Any:
-    """A value that fits a schema of this module; an object has its required members alone."""
+    """A value that fits a schema of this module; an object has only its required members."""
     if "enum" in schema:
         return schema["enum"][0]
     if "anyOf" in schema:

@@ -1,10 +1,10 @@
-"""A service as an environment: it is asked for each rollout, runs an agent of its own, and answers with the reward.
+"""A service as an environment: for each rollout the driver asks it, it runs an agent and answers with the reward.
 
     {"row", "seed", "timeout_s", "openai_base_url", "anthropic_base_url", "key"} ── POST ──> service ──> agents
                                     reward, as a program leaves it in its file <── 200 ──       └─> endpoint
 
-A request is tried again only while no connection was made: a second agent with the same key would write into the same
-rollout. The driver asks by itself; a rollout has a connection of its own.
+A request is retried only if no connection was made: a second agent with the same key would write into the same
+rollout. Each rollout has a connection of its own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.processes.channel import as_json
 from rlhf.rewards.http_client import HttpClient, LateError, RequestError, UnconnectedError
 
-RETRIES = 5  # further tries after a connection that was not made
+RETRIES = 5  # after a connection that was not made
 
 
 class Service:
     """The client of one service.
 
     Args:
-        at_once: rollouts that it is asked for at the same time; others wait.
+        at_once: rollouts that it runs at the same time; others wait.
 
     Raises:
         ValueError: the environment variable with its key is not set.
@@ -41,11 +41,11 @@ class Service:
         )  # fmt: skip
 
     async def play(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """What the service says of the rollout that it has run.
+        """Have the service run a rollout; returns its reward.
 
         Raises:
-            CallLimitError: it did not answer in time.
-            FailedError: it was not reached, answered with an error or no reward, or hung up.
+            CallLimitError: the service did not answer in time.
+            FailedError: it was not reached, answered with an error or without a reward, or hung up.
         """
         endpoint = message["endpoint"]
         asked = {

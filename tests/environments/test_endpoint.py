@@ -119,7 +119,7 @@ def test_what_the_process_prints_and_the_keys_that_programs_name_are_bounded(
 ) -> None:
     asks = [{"ask": number, "ignored": [f"key{number}", f"other{number}"]} for number in range(100)]
     _, said = played(monkeypatch, tmp_path, [waits], asks=json.dumps(asks))
-    named = [name for line in said if "name" in line for name in line.split() if name.startswith(("key", "other"))]
+    named = [name for line in said if "programs set" in line for name in line.split() if name.startswith(("key", "other"))]
     assert len(named) == endpoint_module.MAX_IGNORED
     assert len([line for line in said if line.startswith("endpoint: ")]) == 50
     assert any("cannot be rendered" in line for line in said)
@@ -131,4 +131,4 @@ def test_a_rollout_has_a_bounded_number_of_turns_under_way(monkeypatch: pytest.M
     tasks: Any = set(range(MAX_CONNECTIONS))
     busy = Branches(nothing, nothing, limits, (), answering=tasks)
     _, said = played(monkeypatch, tmp_path, [waits], asks='[{"ask": 0}]', branches=busy)
-    assert "over 128 turns are asked for at once" in said[0]
+    assert "asks for over 128 turns at once" in said[0]
