@@ -1,7 +1,7 @@
-"""Requests of chat completions, responses and Anthropic messages: what a session takes from them, and what it refuses.
+"""Reads and refuses requests of chat completions, responses and Anthropic messages.
 
-Imports no vLLM: the app of vLLM validates the rest, and brings the messages of all three into the form of chats, which
-the driver reads (`data.messages.read_request`).
+Imports no vLLM. vLLM's app validates the rest of a request and turns the messages of all three APIs into chat messages,
+which the driver reads (`data.messages.read_request`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ COUNT_TOKENS, MODELS = "/v1/messages/count_tokens", "/v1/models"
 ROUTES = {*(("POST", path) for path in (CHAT, RESPONSES, MESSAGES, COUNT_TOKENS)), ("GET", MODELS)}
 
 MAX_BODY_BYTES = 4 << 20  # 128,000 tokens of text are 0.5 MB, with every character escaped 3 MB
-MAX_OBJECTS = 20_000  # of a body: hundreds of thousands of tiny messages would hold up everybody for seconds
-MAX_VALUES, MAX_PARTS, MAX_DEPTH = 100_000, 8000, 100  # of the same once it is read: values, objects and lists, levels
-MAX_SHOWN = 100  # characters of what a client sent, in a message
-NAME_OF_KEY = re.compile(r"[\w.-]{1,64}", re.ASCII)  # what is shown of keys that are ignored
-MAX_CONNECTIONS = 128  # of a rollout at once, and requests that are answered at once
-STRANGER_S, MAX_STRANGERS = 5.0, 256  # that a connection has for its first key; such connections
-CONNECTING = 8  # more of them for each rollout, since many may begin at once
+MAX_OBJECTS = (
+    20_000  # in the text of a body: hundreds of thousands of tiny messages would block the process for seconds
+)
+MAX_VALUES, MAX_PARTS, MAX_DEPTH = 100_000, 8000, 100  # values, objects and lists, levels of a body after parsing
+MAX_SHOWN = 100  # characters of a client's text in a message
+NAME_OF_KEY = re.compile(r"[\w.-]{1,64}", re.ASCII)  # ignored keys with other names are not reported
+MAX_CONNECTIONS = 128  # connections, and running requests, of one rollout
+STRANGER_S, MAX_STRANGERS = 5.0, 256  # seconds for a connection's first key; number of connections without a key
+CONNECTING = 8  # further connections without a key for each rollout, since many rollouts may start at once
 
-# Keys that the app is given; it validates them. Every other key is ignored, or refused.
+# Keys that the app gets and validates. Every other key is ignored or refused.
 KEPT = {
     CHAT: {"model", "messages", "tools", "tool_choice", "stream", "stream_options", "logprobs", "return_token_ids"},
     RESPONSES: {"model", "input", "instructions", "tools", "tool_choice", "stream", "include"},
@@ -42,7 +44,7 @@ CHANGES = "it would change the distribution that is sampled from, and trained. R
 
 
 class RefusedError(Exception):
-    """A request that gets no turn, with what its client is told."""
+    """A request gets no turn; `message` is for its client."""
 
     def __init__(self, status: HTTPStatus, message: str, *, full_context: bool = False) -> None:
         super().__init__(message)
@@ -60,11 +62,12 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a session takes from a request.
+    """The contents of a request.
 
     Attributes:
-        body: for the app. ignored: names of keys that had no effect.
-        may_call: calls in the turn are told as calls.
+        body: the part that the app gets.
+        may_call: True if calls in the turn are returned as calls, not as text.
+        ignored: names of keys without effect.
     """
 
     path: str
@@ -75,7 +78,7 @@ class Asked:
 
 
 def message_of(body: bytes) -> str:
-    """What the app says in the body of an error."""
+    """The message in the body of an error of the app."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):
@@ -89,7 +92,7 @@ def check_size(size: int, most: int = MAX_BODY_BYTES, what: str = "bytes") -> No
 
 
 def check_values(body: Any) -> None:
-    """Raise RefusedError if a body has more values or levels than the app understands in a part of a second."""
+    """Raise RefusedError if a body has too many values or levels for the app to validate quickly."""
     values, parts, level = 0, 0, [body]
     for _ in range(MAX_DEPTH):
         check_size(values := values + sum(map(len, level)), MAX_VALUES, "values")
@@ -101,16 +104,19 @@ def check_values(body: Any) -> None:
 
 
 def full_context(most: int) -> RefusedError:
-    """A conversation has more than `most` tokens, in words that clients know."""
+    """The error for a conversation of more than `most` tokens, in words that clients recognize."""
     text = f"This model's maximum context length is {most} tokens. Please reduce the length of the messages."
     return RefusedError(HTTPStatus.BAD_REQUEST, text, full_context=True)
 
 
 def asked_of(path: str, body: bytes, model: str) -> Asked:
-    """Read the body of a request; RefusedError if it is too large, no JSON object, or asks for another distribution.
+    """Read the body of a request.
 
     Args:
-        model: put in place of whatever model is named.
+        model: replaces the name of the model.
+
+    Raises:
+        RefusedError: the body is too large, is no JSON object, or asks for another distribution.
     """
     if path == MODELS:
         return Asked(path, {}, None, False, ())
@@ -122,28 +128,28 @@ def asked_of(path: str, body: bytes, model: str) -> Asked:
     if not isinstance(values, dict):
         raise RefusedError(HTTPStatus.BAD_REQUEST, "the body is no JSON object")
     check_values(values)
-    if why := _changes(values):
-        raise RefusedError(HTTPStatus.BAD_REQUEST, f"{why}: {CHANGES}.")
+    if (key := _key_that_changes_sampling(values)) is not None:
+        raise RefusedError(HTTPStatus.BAD_REQUEST, f"{key}: {CHANGES}.")
     choice = values.get("tool_choice")
     may_call = "none" not in (choice, choice.get("type") if isinstance(choice, dict) else None)
     limits = [values[name] for name in LIMITS if values.get(name) is not None]
     if any(type(limit) is not int or limit < 1 for limit in limits):
         raise RefusedError(
             HTTPStatus.BAD_REQUEST,
-            f"{str(limits)[:MAX_SHOWN]}: the most tokens of a turn are a whole number from 1 on.",
+            f"{str(limits)[:MAX_SHOWN]}: the maximum number of tokens must be a whole number of at least 1.",
         )
-    kept, given = KEPT[path], {name for name, value in values.items() if value is not None}
+    kept, names = KEPT[path], {name for name, value in values.items() if value is not None}
     return Asked(
         path,
-        {name: values[name] for name in kept & given} | {"model": model},
+        {name: values[name] for name in kept & names} | {"model": model},
         min(limits, default=None),
         may_call,
-        tuple(sorted(name for name in given - kept - SILENT if NAME_OF_KEY.fullmatch(name)))[:64],
+        tuple(sorted(name for name in names - kept - SILENT if NAME_OF_KEY.fullmatch(name)))[:64],
     )
 
 
-def _changes(values: Mapping[str, Any]) -> str:
-    """The key whose value would change the distribution, or ask for what there is not; "" if there is none."""
+def _key_that_changes_sampling(values: Mapping[str, Any]) -> str | None:
+    """A key that would change the distribution, or that the endpoint does not support."""
     choice, form, text = (values.get(name) for name in ("tool_choice", "response_format", "text"))
     form = form or (text.get("format") if isinstance(text, dict) else None)
     forced = choice.get("type", "") if isinstance(choice, dict) else choice
@@ -154,4 +160,4 @@ def _changes(values: Mapping[str, Any]) -> str:
     if values.get("n") not in (None, 1):
         return "n above 1"
     names = ("logit_bias", "structured_outputs", "use_beam_search", "previous_response_id", "background")
-    return next((name for name in names if values.get(name)), "")
+    return next((name for name in names if values.get(name)), None)

@@ -5,11 +5,11 @@
             <────────────────────────── answer <────── `_Sampled` <── turn ────┘
 
 It is a process of its own, which the driver starts (`environments/endpoint.py`): a request of a megabyte or a stalled
-connection holds up neither the driver nor an engine. The turn is sampled before the app answers, so a client that asks
-for a stream gets it in a few events, one that goes away loses only its answer, and an engine that dies costs time.
+connection delays neither the driver nor an engine. The turn is sampled before the app answers, so a stream arrives in a
+few events, a client that disconnects loses only its answer, and an engine that dies costs only time.
 
-The driver sends {"open": token, "most_tokens"}, {"close": token}, {"ping": number}, which it gets back, and answers
-{"answer": number, ...}; it gets {"ready": true} and {"ask": number, "session": token, "messages", "tools",
+Messages from the driver: {"open": token, "most_tokens"}, {"close": token}, {"ping": number}, {"answer": number, ...}.
+Messages to the driver: {"ready": true}, the same pings, and {"ask": number, "session": token, "messages", "tools",
 "parses_calls", "max_tokens", "counts", "ignored", "wants_ids"}.
 """
 
@@ -74,17 +74,17 @@ from rlhf.rollout.chat import (
     message_of,
 )
 
-KEEP_ALIVE_S = 600.0  # an idle connection of an agent that works meanwhile
-REMEMBERED = 10_000  # tokens of ended rollouts: a late request is told that its rollout has ended
-NAME = "policy"  # of the model, whatever name a client uses
-BODY_S = 60.0  # that a body may take to arrive
+KEEP_ALIVE_S = 600.0  # an idle connection stays open so long, since its agent may be working
+REMEMBERED = 10_000  # keys of ended rollouts; a late request is told that its rollout has ended
+NAME = "policy"  # the model's name, whatever name a client uses
+BODY_S = 60.0  # limit for a body to arrive
 MAX_HEADER_BYTES, MAX_HEADERS = 64 << 10, 256  # of a request
-MAX_SENT_BYTES = 2 * MAX_BODY_BYTES  # of a body with its sizes of chunks, and trailers
-READ_BYTES, STRANGER_BYTES = 16 << 10, 4 << 10  # of one connection, before it is the turn of others
-ACCEPTED = 32  # connections, before it is the turn of others
+MAX_SENT_BYTES = 2 * MAX_BODY_BYTES  # of a body with its chunk sizes and trailers
+READ_BYTES, STRANGER_BYTES = 16 << 10, 4 << 10  # read from one connection before the event loop serves others
+ACCEPTED = 32  # connections accepted in a row
 CLOSED = {HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
-SPARE_FDS = 256  # of the process itself
-RENDERED_CHARS_PER_TOKEN = 16  # of a request that is rendered at all; rendering holds up the driver
+SPARE_FDS = 256  # for the process itself
+RENDERED_CHARS_PER_TOKEN = 16  # a longer request is not rendered, since rendering blocks the driver
 
 Scope = MutableMapping[str, Any]
 
@@ -96,19 +96,19 @@ class _Request:
     token: str
     client: _Client
     asked: Asked
-    read: Callable[[], None]  # lets the client's next body be read
-    turn: dict[str, Any] | None = None  # what the driver has answered
+    read: Callable[[], None]  # allows the client's next body to be read
+    turn: dict[str, Any] | None = None  # the driver's answer
     refused: RefusedError | None = None
     deltas: deque[DeltaMessage] = field(default_factory=deque)
 
 
 @dataclass(eq=False)
 class _Client:
-    """Whom connections belong to: a rollout, or everybody who has sent no key yet.
+    """The owner of connections: a rollout, or all clients that have sent no key yet.
 
     Attributes:
-        connections: the one that was used longest ago is the first.
-        reading: held while a body is read, and understood.
+        connections: the least recently used connection comes first.
+        reading: held while a body is read and parsed.
     """
 
     most_tokens: int = 0
@@ -123,8 +123,9 @@ class Driver:
     """The socket to the driver.
 
     Attributes:
-        clients: open rollouts by their tokens. ended: tokens of those that have ended.
-        strangers: connections without a token; the oldest is closed for one too many.
+        clients: open rollouts by key.
+        ended: keys of ended rollouts.
+        strangers: the owner of connections without a key; if there are too many, the oldest is closed.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -136,20 +137,20 @@ class Driver:
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     def meet(self, connection: _Connection) -> None:
-        """Give a connection a few seconds to send a key."""
+        """Give a new connection a few seconds to send a key."""
         connection.move(self.strangers)
         connection.timer = asyncio.get_running_loop().call_later(STRANGER_S, connection.end)
         if len(self.strangers.connections) > self._shares()[0]:
             next(iter(self.strangers.connections)).end()
 
     def _shares(self) -> tuple[int, int]:
-        """The most connections of strangers, more where many rollouts may begin at once, and of each rollout."""
+        """The maximum number of connections without a key, and of each rollout."""
         fds, rollouts = resource.getrlimit(resource.RLIMIT_NOFILE)[0], max(1, len(self.clients))
         strangers = max(MAX_STRANGERS, min(MAX_STRANGERS + CONNECTING * rollouts, fds // 4))
         return strangers, min(MAX_CONNECTIONS, max(1, (fds - strangers - SPARE_FDS) // rollouts))
 
     def admit(self, connection: _Connection, client: _Client) -> None:
-        """Let a rollout have this connection, in place of an idle one if it has many; RefusedError if none is idle."""
+        """Give a connection to a rollout. If it has too many, close an idle one, or raise RefusedError if none is."""
         if connection.transport.is_closing():
             raise RefusedError(HTTPStatus.BAD_REQUEST, "the client has gone")
         if connection.owner is not client and len(client.connections) >= self._shares()[1]:
@@ -159,14 +160,14 @@ class Driver:
         connection.move(client)
 
     def send(self, message: Mapping[str, Any], most_chars: int | None = None) -> bool:
-        """Send a message if it has no more characters; whether it was sent."""
+        """Send a message of at most `most_chars` characters. Returns whether it was sent."""
         text = json.dumps(message, default=_plain, ensure_ascii=False)
         if fits := most_chars is None or len(text) <= most_chars:
             self._writer.write(text.encode(errors="surrogatepass") + b"\n")
         return fits
 
     async def ask(self, request: Mapping[str, Any], most_tokens: int) -> dict[str, Any]:
-        """The driver's answer; it samples to the end even if nobody waits any more."""
+        """Ask the driver for a turn, which it samples to the end even if nobody waits for it any longer."""
         number = next(self._numbers)
         future = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
@@ -176,14 +177,14 @@ class Driver:
             del self._asked[number]
 
     async def serve(self) -> None:
-        """Hear the driver until it hangs up."""
+        """Receive messages of the driver until it disconnects."""
         while line := await self._reader.readline():
             message = json.loads(line)
             if "open" in message:
                 self.clients[message["open"]] = _Client(message["most_tokens"])
             elif "close" in message:
                 self.ended.append(message["close"])
-                # the rollout may have begun with a process before this one
+                # the rollout may have started with an earlier process
                 for connection in list(self.clients.pop(message["close"], _Client()).connections):
                     self.meet(connection)
             elif "ping" in message:
@@ -193,21 +194,21 @@ class Driver:
 
 
 def _plain(value: Any) -> Any:
-    """A part of a message that vLLM's app has parsed."""
+    """The JSON form of a part of a message that vLLM's app has parsed."""
     return value.model_dump() if hasattr(value, "model_dump") else list(value)
 
 
 class _Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """A connection of uvicorn, of which little is read at a time: nobody waits long for what another sends.
+    """A connection of uvicorn. Little of it is read at a time, so that it does not delay other connections.
 
     Attributes:
-        timer: closes a stranger's.
+        timer: closes the connection if no key arrives.
     """
 
     owner: _Client | None = None
     timer: asyncio.TimerHandle | None = None
     _read = memoryview(bytearray(READ_BYTES))
-    _left = MAX_HEADER_BYTES  # that the rest of a header, or of a body, may have
+    _left = MAX_HEADER_BYTES  # bytes that the rest of a header or body may have
 
     @property
     def guard(self) -> Guard:
@@ -219,7 +220,7 @@ class _Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def move(self, client: _Client | None) -> None:
-        """Belong to this client from now on."""
+        """Change the owner of the connection."""
         if self.owner is not None:
             self.owner.connections.pop(self)
         if self.timer is not None:
@@ -265,11 +266,11 @@ class _Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         scope: Any = self.scope
         scope["connection"] = self
         super().on_headers_complete()
-        self.flow.pause_reading()  # until it is the turn of its body
+        self.flow.pause_reading()  # until its body may be read
 
 
 class Guard:
-    """Lets through what belongs to an open rollout, and is small enough to be read."""
+    """Passes requests on to the app if they belong to an open rollout and are small enough."""
 
     def __init__(self, app: Any, driver: Driver) -> None:
         self._app, self.driver = app, driver
@@ -287,7 +288,7 @@ class Guard:
             await self._answer(_Request(token, client, asked, held.close), scope, receive, send)
 
     async def _answer(self, request: _Request, scope: Scope, receive: Any, send: Any) -> None:
-        """Have the app answer."""
+        """Let the app answer a request."""
         _current.set(request)
         sent = json.dumps(request.asked.body).encode()
         scope["headers"] = [(b"content-type", b"application/json"), (b"content-length", str(len(sent)).encode())]
@@ -299,7 +300,7 @@ class Guard:
         failed: list[int] = []
 
         async def send_as_api(message: Any) -> None:
-            """Errors in the form of the API, whatever part of the app has found them."""
+            """Write errors in the form of the API, whatever part of the app they come from."""
             if message["type"] == "http.response.start" and message["status"] >= HTTPStatus.BAD_REQUEST:
                 failed.append(message["status"])
             elif not failed:
@@ -312,7 +313,7 @@ class Guard:
         await self._app(scope, receive_body, send_as_api)
 
     def _client(self, scope: Scope) -> tuple[str, _Client]:
-        """The token of an open rollout, which has the connection from now on; raises RefusedError."""
+        """The key of an open rollout and the rollout, which owns the connection from now on. Raises RefusedError."""
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         if (scope["method"], scope["path"]) not in ROUTES or headers.get(b"upgrade", "").lower() == "websocket":
             raise RefusedError(
@@ -327,7 +328,7 @@ class Guard:
 
 
 async def _body(scope: Scope, receive: Any) -> bytes:
-    """The body of a request; RefusedError as soon as it is too long."""
+    """The body of a request. Raises RefusedError as soon as it is too long."""
     announced = dict(scope["headers"]).get(b"content-length", b"0")
     check_size(int(announced) if announced.isdigit() else 0)
     body = bytearray()
@@ -348,7 +349,7 @@ async def _body(scope: Scope, receive: Any) -> bytes:
 async def _answer(error: RefusedError, scope: Scope, send: Any) -> None:
     body = json.dumps(error.body(scope["path"])).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if error.status in CLOSED or b"transfer-encoding" in dict(scope["headers"]):  # the rest would have to be read
+    if error.status in CLOSED or b"transfer-encoding" in dict(scope["headers"]):  # the rest of the body is not read
         headers.append((b"connection", b"close"))
     with contextlib.suppress(OSError):
         await send({"type": "http.response.start", "status": int(error.status), "headers": headers})
@@ -358,7 +359,7 @@ async def _answer(error: RefusedError, scope: Scope, send: Any) -> None:
 async def _prompt(
     driver: Driver, _request: Any, messages: list[Any], *_: Any, tool_dicts: Any = None, **__: Any
 ) -> tuple[list[Any], list[Any]]:
-    """In place of the app's rendering: have the turn after these messages sampled. They have the form of chats here."""
+    """Replaces the app's rendering: asks the driver for the turn after these messages of a chat."""
     current, asked = _current.get(), _current.get().asked
     current.read()
     try:
@@ -388,7 +389,7 @@ async def _prompt(
 
 
 class _Sampled:
-    """What the app takes for its engine: it returns the turn that `_prompt` got."""
+    """Replaces the app's engine: it returns the turn that `_prompt` got."""
 
     errored = is_stopped = False
     is_running = True
@@ -404,7 +405,7 @@ class _Sampled:
         return False
 
     async def generate(self, _prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncIterator[RequestOutput]:
-        """The turn: whole, or for a stream all tokens with the first event of its message."""
+        """The turn as one output, or as the events of a stream, the first of which has all tokens."""
         current = _current.get()
         turn = current.turn
         assert turn is not None, "a prompt is rendered before it is sampled from"
@@ -425,9 +426,9 @@ class _Sampled:
 
 
 class _Parsed(Parser):
-    """What the app takes for a parser: the message that the driver has for the turn, with its own ids of calls."""
+    """Replaces the app's parser: it returns the driver's message for the turn, with the driver's ids of calls."""
 
-    tool_parser_cls = ToolParser  # that there is one lets clients pass tools
+    tool_parser_cls = ToolParser  # without a class the app refuses tools
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._reasoning_parser = self._tool_parser = None
@@ -459,7 +460,7 @@ def _deltas(message: Mapping[str, Any]) -> Iterator[DeltaMessage]:
 
 
 def _fail_fast(schema: Any) -> None:
-    """Have the validation stop at the first wrong item of a list: an item of responses alone has 233 errors."""
+    """Stop validation at the first wrong item of a list, since one item of a response has 233 possible errors."""
     if isinstance(schema, dict) and schema.get("type") == "list":
         schema["fail_fast"] = True
     for part in schema.values() if isinstance(schema, dict) else schema:
@@ -471,14 +472,14 @@ async def app_of(plan: Mapping[str, Any], driver: Driver) -> Guard:
     """vLLM's app for this model, with the driver in place of its engine.
 
     Args:
-        plan: {"model": arguments of vLLM that say which model it is}
+        plan: {"model": vLLM's arguments for the model}
     """
     flags = ["--model", plan["model"]["model"], "--served-model-name", NAME, "--enable-auto-tool-choice"]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
     model_config = AsyncEngineArgs(**plan["model"]).create_model_config()
     model_config.quantization = None  # nothing is computed here
     hf_config: Any = model_config.hf_config
-    hf_config.model_type = NAME  # of gpt_oss the app would write prompts itself, with today's date
+    hf_config.model_type = NAME  # for gpt_oss the app would write prompts itself, with today's date
     engine: Any = _Sampled(VllmConfig(model_config=model_config))
     for form in (ChatCompletionRequest, ResponsesRequest, AnthropicMessagesRequest, AnthropicCountTokensRequest):
         _fail_fast(form.__pydantic_core_schema__)
@@ -493,7 +494,7 @@ async def app_of(plan: Mapping[str, Any], driver: Driver) -> Guard:
 
 
 class _Server(uvicorn.Server):
-    """It ends with the driver, whose signals are not its own."""
+    """A server that ignores signals; it ends with the driver."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
@@ -518,9 +519,10 @@ async def _serve(plan: Mapping[str, Any], control: socket.socket, listening: soc
 
 
 def main() -> None:
-    """Serve until the driver hangs up.
+    """Serve until the driver disconnects.
 
-    Arguments: the socket to the driver, and the one that listens; the plan of `app_of` comes by standard input.
+    The arguments are the descriptors of the socket to the driver and of the listening socket; standard input has the
+    plan of `app_of`.
     """
     die_with_parent(9)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

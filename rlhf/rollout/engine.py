@@ -53,7 +53,7 @@ CPU_BLOCK_TOKENS = 32
 
 INSPECTED = "failed to be inspected"  # in vLLM's message about a class that it cannot import
 SLOT = 1  # the number of the one adapter that an engine serves
-MAX_READERS = 16  # agents offer a few sets of tools
+MAX_READERS = 16  # agents offer only a few sets of tools
 CANARY_PRIORITY, ROLLOUT_PRIORITY = -1, 0  # lower goes first
 
 
@@ -61,13 +61,13 @@ class RolloutEngine:
     """One vLLM engine; every method is a coroutine.
 
     Args:
-        adapted_layers: names of those that the learner's adapter changes, with `model.lora`.
+        adapted_layers: names of the layers that the learner's adapter changes, with `model.lora`.
     """
 
     def __init__(self, config: GRPOConfig, world: World, adapted_layers: Sequence[str] = ()) -> None:
         self._keep_kv = config.rollout.on_weight_update == "keep_kv"
         self._rank = world.rank
-        self._readers: list[MessageReader] = []  # of the last forms that were asked for
+        self._readers: list[MessageReader] = []  # the most recent ones first
         self._request_ids = itertools.count()
         self._sleep_level = config.engine_sleep_level
         self._failed_update: Exception | None = None
@@ -76,7 +76,7 @@ class RolloutEngine:
             prefix="rlhf-adapters-", dir=os.environ.get("VLLM_RPC_BASE_PATH"), ignore_cleanup_errors=True
         )
         self._adapter_names = (f"adapter-{number}" for number in itertools.count())
-        self._adapter: LoRARequest | None = None  # of every request; None: the base, until the learner sends one
+        self._adapter: LoRARequest | None = None  # for every request; None: the base model, until the learner sends one
         try:
             self._engine = _started(config, world, adapted_layers)
         except (ValueError, TypeError) as error:
@@ -96,7 +96,7 @@ class RolloutEngine:
             self._check_cache(config)
 
     def _check_cache(self, config: GRPOConfig) -> None:
-        """Raise ValueError if the KV cache may not hold all sequences: an evicted one is computed again at once."""
+        """Raise ValueError if the KV cache cannot hold all sequences: evicted ones are recomputed in other pieces."""
         held = self._engine.vllm_config.cache_config.kv_cache_max_concurrency
         asked = config.rollout.max_concurrent_sequences
         if held is not None and held < asked:
@@ -114,10 +114,10 @@ class RolloutEngine:
     async def generate(
         self, token_ids: np.ndarray, settings: SamplingSettings, samples: int, seed: int | None
     ) -> list[Completion]:
-        """Continuations of these ids [P], with log-probs, finish reasons and the weight version of every token.
+        """Sample continuations of these ids [P], with log-probs, finish reasons and the weight version of each token.
 
-        Where `rollout.on_weight_update` is keep_kv or the run is deterministic there is no prefix cache: each turn of a
-        rollout then computes all of its context again.
+        With `rollout.on_weight_update: keep_kv` and in deterministic runs there is no prefix cache, so each turn of a
+        rollout recomputes its whole context.
         """
         token = None if settings.whole else settings.truncate_token
         params = SamplingParams(
@@ -146,9 +146,9 @@ class RolloutEngine:
             return completions
         reader = self._message_reader(settings.parsing)
         return [
-            # a stop string is text; an id that stopped the response is none
-            replace(one, message=reader.message(one, token_ids, keep_last=isinstance(output.stop_reason, str)))
-            for one, output in zip(completions, final.outputs, strict=True)
+            # a stop string belongs to the text; an id that stopped the response does not
+            replace(each, message=reader.message(each, token_ids, keep_last=isinstance(output.stop_reason, str)))
+            for each, output in zip(completions, final.outputs, strict=True)
         ]
 
     def _message_reader(self, parsing: Parsing) -> MessageReader:
@@ -169,9 +169,9 @@ class RolloutEngine:
         return outputs[-1]
 
     async def canary(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        """Log-probs of given sequences at temperature 1: [L] for each; the first token has none, entry 0 is 0.
+        """Log-probs [L] of each sequence at temperature 1; entry 0 is 0, since the first token has none.
 
-        They are those of the whole vocabulary, also where rollouts have a support: top_k concerns sampled tokens alone.
+        They are over the whole vocabulary even if rollouts have a support: top_k only affects sampled tokens.
         """
         top_k = 1 if self._supported else 0
         params = SamplingParams(max_tokens=1, temperature=1.0, top_k=top_k, prompt_logprobs=0, detokenize=False)
@@ -195,17 +195,17 @@ class RolloutEngine:
     async def update_weights(self, info: Any) -> None:
         try:
             await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
-        except Exception as error:  # whatever it is, the weights are incomplete
+        except Exception as error:  # after any error the weights are incomplete
             self._failed_update = error
             raise
 
     async def loaded_weights(self) -> list[Loaded]:
-        """What each worker has loaded since the update started."""
+        """The weights that each worker has loaded since the update started."""
         loaded: list[Loaded] = await self._engine.collective_rpc("loaded_weights")
         return loaded
 
     async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """A method of `LoadedWeights` on each worker."""
+        """Call a method of `LoadedWeights` on each worker."""
         try:
             answers: list[Any] = await self._engine.collective_rpc(method, args=arguments)
         except Exception as error:
@@ -217,9 +217,9 @@ class RolloutEngine:
         await self._engine.finish_weight_update(version)
 
     async def load_adapter(self, file: bytes, version: str) -> None:
-        """Put an adapter into the slot, under a new name for what is cached; the engine is paused.
+        """Load an adapter into the slot while the engine is paused; its new name invalidates cached prefixes.
 
-        Requests that go on carry the former name, but the slot's number is the same, so they get the new adapter.
+        Running requests have the former name, but the same number of the slot, so they get the new adapter.
         """
         assert self._lora is not None
         folder = Path(self._adapters.name, next(self._adapter_names))
@@ -230,7 +230,7 @@ class RolloutEngine:
                 if problem:
                     raise ValueError(
                         f"model.lora: {problem}. The engine would sample from another policy than the learner trains. "
-                        "If it happens at the start, vLLM names the layers of this model in another way: train all "
+                        "If this happens at the start, vLLM has other names for the layers of this model: train all "
                         "weights (model.lora=null), or name other layers in model.lora.targets."
                     )
         except Exception as error:
@@ -242,7 +242,7 @@ class RolloutEngine:
             await asyncio.to_thread(shutil.rmtree, former.lora_path)
 
     async def pause(self) -> None:
-        """Pause running requests. Their KV cache is kept, or dropped and computed again with the new weights."""
+        """Pause running requests. Their KV cache is kept, or dropped and recomputed with the new weights."""
         await self._engine.pause_generation(mode="keep", clear_cache=not self._keep_kv)
 
     async def resume(self) -> None:
@@ -251,30 +251,30 @@ class RolloutEngine:
     # --- sharing a GPU with a learner ---
 
     async def sleep(self) -> None:
-        """Free the GPU memory; the KV cache is dropped, and so are weights that will all be sent, but for buffers."""
+        """Free the GPU memory. The KV cache is dropped, and so are weights that will be sent again, except buffers."""
         await self._engine.sleep(level=self._sleep_level)
 
     async def wake_up(self, tags: list[str]) -> None:
         await self._engine.wake_up(tags)
 
     async def check_health(self) -> None:
-        """Raise if a process of the engine has died, or has failed to load weights: the actor itself stays alive.
+        """Raise if a process of the engine has died or failed to load weights; the actor itself stays alive.
 
-        The sender may not hear of the failure while it waits in a collective for this engine.
+        A sender that waits for this engine in a collective may not notice the failure.
         """
         await self._engine.check_health()
         if self._failed_update is not None:
             raise RuntimeError(f"an update of its weights failed: {self._failed_update}") from self._failed_update
 
     async def close(self) -> None:
-        """End the engine's processes; the actor itself is killed by its owner."""
+        """End the engine's processes; its owner kills the actor itself."""
         self._engine.shutdown()
         self._adapters.cleanup()
         await asyncio.to_thread(vllm_process.remove_shared_memory)
 
 
 def _started(config: GRPOConfig, world: World, adapted_layers: Sequence[str]) -> AsyncLLM:
-    """vLLM with the arguments of this run."""
+    """Start vLLM with the arguments of this run."""
     backend = backend_of(config)
     arguments = AsyncEngineArgs(
         **engine_arguments(config, engine_seed(config.run.seed, world.rank, world.version), adapted_layers),
@@ -283,34 +283,36 @@ def _started(config: GRPOConfig, world: World, adapted_layers: Sequence[str]) ->
     )
     if current_platform.is_cpu() and arguments.block_size is None:
         model = arguments.create_model_config()
-        if not (model.is_hybrid or model.use_mla):  # their blocks have sizes of their own
+        if not (model.is_hybrid or model.use_mla):  # these models have their own block sizes
             arguments.block_size = CPU_BLOCK_TOKENS
     vllm_process.run_in_children()
-    # LLM_CLASS allows the tokens of one forward pass that vLLM chooses by hardware for its offline class, 16,384 on
-    # an H100. The default of AsyncLLM, 2,048, suits many waiting users. Here every running request is prefilled
-    # again after an update in flight.
+    # With LLM_CLASS, one forward pass has as many tokens as vLLM's offline class allows on this hardware: 16,384 on an
+    # H100. AsyncLLM's default of 2,048 suits interactive use; here an update in flight prefills all running requests.
     return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
 
 
 def _load_class(path: str) -> None:
-    """Raise the error for which vLLM could not inspect the class of a model: it writes that into its log alone."""
+    """Raise the error because of which vLLM could not inspect the class of a model; vLLM only logs it."""
     for name in read_json(local_model_folder(path) / "config.json").get("architectures") or ():
         if name in ModelRegistry.models:
             try:
                 ModelRegistry.models[name].load_model_cls()
             except Exception as error:
                 raise ValueError(
-                    f"model.path={path}: vLLM's class {name} cannot be imported here: {reason(error)}. Install what it "
-                    "asks for (docs/models.md), or use another model."
+                    f"model.path={path}: vLLM's class {name} cannot be imported here: {reason(error)}. Install the "
+                    "missing package (docs/models.md), or use another model."
                 ) from error
 
 
 def _completion(output: CompletionOutput, engine: int, supported: int | None, routed: int | None) -> Completion:
-    """What the engine returned for one sample; raises RuntimeError unless every token has its own log-prob.
+    """The completion in the engine's output for one sample.
 
     Args:
-        supported: as in `SamplingSettings.request_arguments`; every token then has its support.
-        routed: the tokens of the context whose experts were asked for; None: those of no token were.
+        supported: as in `SamplingSettings.request_arguments`; if given, every token has a support.
+        routed: number of context tokens whose experts were requested; None: no experts were requested.
+
+    Raises:
+        RuntimeError: a token lacks its own log-prob, support or experts.
     """
     logprobs: Any = output.logprobs
     token_ids, starts = np.asarray(output.token_ids, np.int32), np.asarray(logprobs.start_indices, np.int64)
@@ -321,7 +323,7 @@ def _completion(output: CompletionOutput, engine: int, supported: int | None, ro
             f"the engine returned {len(token_ids)} tokens and log-probs of {len(firsts)} tokens, or of other tokens: "
             "a token would be trained with the log-prob of another one"
         )
-    # the label "default": weights that no learner has sent
+    # the label "default" means weights that no learner has sent
     versions = [(s, int(s.version) if s.version.lstrip("-").isdigit() else -1) for s in output.weight_versions or ()]
     return Completion(
         token_ids=token_ids,

@@ -1,4 +1,4 @@
-"""How an engine is set up and sampled from, and what its completions become; imports no vLLM."""
+"""Arguments of an engine and of its requests, and the completions that it returns. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Completion:
     """One sampled response: ids [R], their log-probabilities [R], and version spans over 0..R.
 
     Attributes:
-        engine: the one that sampled it; its cache holds the beginning of what a later turn asks for.
-        message: the response as an assistant message with `content` and, where there are any, `reasoning_content` (""
-            if a thought is empty) and `tool_calls` (`arguments` is text, in JSON if the model wrote JSON); None unless
+        engine: the engine that sampled it; its cache holds the prefix of a later turn.
+        message: the response as an assistant message with `content` and, if present, `reasoning_content` (empty for an
+            empty thought) and `tool_calls` (`arguments` is text as the model wrote it); None without
             `SamplingSettings.parsing`.
-        support: of the R tokens; None where each was sampled from the whole vocabulary.
-        experts: as in `TokenSequence`, of the tokens from `SamplingSettings.experts_from` of the context to the last
-            but one of the R; None: they were not asked for, or nothing was sampled.
+        support: of the R tokens; None if each was sampled from the whole vocabulary.
+        experts: as in `TokenSequence`, from token `SamplingSettings.experts_from` of the context to the last but one of
+            the R tokens; None if they were not requested, or nothing was sampled.
     """
 
     token_ids: np.ndarray
@@ -44,10 +44,10 @@ class Parsing:
     """How responses become assistant messages.
 
     Attributes:
-        tool_parser: the name of vLLM's parser of calls (`config.parsers.tool_parser_of`); None: there are none.
+        tool_parser: the name of vLLM's parser of calls (`config.parsers.tool_parser_of`); None: there are no calls.
         tools: the JSON schemas of the tools, as the prompt's template got them.
-        template_kwargs: data.chat_template_kwargs; some parsers ask them whether the model thinks.
-        marks: those of the model's thoughts (`answers.thoughts`).
+        template_kwargs: data.chat_template_kwargs; some parsers read there whether the model thinks.
+        marks: the marks of the model's thoughts (`answers.thoughts`).
     """
 
     tool_parser: str | None
@@ -65,10 +65,10 @@ class SamplingSettings:
         truncate_token: id of a token that ends a response too; None: there is none.
         whole: nothing ends a response before max_tokens; the part that is graded ends after the first `truncate_token`
             at position `truncate_after` or later (as in the code of arXiv:1909.08593).
-        top_p, top_k, min_p: probability, number (None: all), and smallest share of the highest probability, of the
+        top_p, top_k, min_p: total probability, number (None: all), and minimum share of the highest probability of the
             tokens that are sampled from.
-        parsing: how `Completion.message` is made; None: it is not.
-        experts_from: the first token of the context whose experts are returned; None: none are.
+        parsing: how to make `Completion.message`; None: no message.
+        experts_from: the first context token whose experts are returned; None: no experts are returned.
     """
 
     temperature: float
@@ -90,11 +90,11 @@ class SamplingSettings:
         return replace(completion, finish_reason="stop")
 
     def request_arguments(self, supported: int | None) -> dict[str, Any]:
-        """Arguments of vLLM's SamplingParams that say which token is sampled.
+        """Arguments of vLLM's SamplingParams for the distribution of tokens.
 
         Args:
-            supported: size of the vocabulary, for an engine that returns supports; None for others. The former wants a
-                temperature and a top_k: greedy sampling is from the one most probable token.
+            supported: size of the vocabulary for an engine that returns supports, else None. Such an engine needs a
+                temperature and a top_k, so greedy sampling becomes top_k=1.
         """
         temperature, top_k = self.temperature, self.top_k or supported or 0
         if supported and not temperature:
@@ -112,10 +112,13 @@ class SamplingSettings:
 
 
 def support_of(token_ids: np.ndarray, kept_ids: Sequence[Sequence[int]] | None, vocabulary: int) -> Support | None:
-    """The support of sampled tokens [R] from the ids that an engine kept for each; None if each kept all of them.
+    """The support of sampled tokens [R], from the ids that an engine kept for each token.
+
+    Returns:
+        None if every token kept the whole vocabulary.
 
     Raises:
-        RuntimeError: a token has no support, or one that does not contain it.
+        RuntimeError: the support of a token is missing, or does not contain the token.
     """
     kept_ids = kept_ids or ()
     sizes = np.array([len(ids) for ids in kept_ids], np.int64)
@@ -124,27 +127,27 @@ def support_of(token_ids: np.ndarray, kept_ids: Sequence[Sequence[int]] | None, 
     if len(sizes) != len(token_ids) or len(np.unique(tokens[ids == token_ids[tokens]])) < len(token_ids):
         raise RuntimeError(
             f"the engine returned {len(token_ids)} tokens and the supports of {len(sizes)}, or of other tokens: a "
-            "token would be trained with its probability among tokens that it was not sampled from"
+            "token would be trained with its probability in another set of tokens"
         )
     part = sizes < vocabulary
     return Support.of(ids[part[tokens]], np.where(part, sizes, 0)) if part.any() else None
 
 
 def check_experts(experts: np.ndarray | None, tokens: int) -> np.ndarray:
-    """The experts [tokens, layers, k] that an engine returned; RuntimeError if they are those of other tokens."""
+    """The experts [tokens, layers, k] that an engine returned. Raises RuntimeError if they have another shape."""
     if experts is None or experts.ndim != 3 or len(experts) != tokens:
-        given = "no experts" if experts is None else f"experts of shape {experts.shape}"
+        returned = "no experts" if experts is None else f"experts of shape {experts.shape}"
         raise RuntimeError(
-            f"the engine returned {given} for {tokens} tokens: a token would be trained with the experts of another one"
+            f"the engine returned {returned} for {tokens} tokens: a token would be trained with another token's experts"
         )
     return experts
 
 
 def request_seed(noise_seed: int | None, prompt: Prompt, *, sample: int = 0, turn: int = 0) -> int | None:
-    """The seed of a request, from which its noise follows alone; that of a request's sample i is i more.
+    """The seed of a request, which alone determines its noise; sample i of a request has the seed plus i.
 
-    Epoch and id stand for the place of the prompt in the stream: an epoch holds no prompt twice. The first turn of
-    sample i gets the seed that it has as sample i of one request for the whole group.
+    Epoch and id identify the position of the prompt in the stream, since an epoch holds no prompt twice. The first turn
+    of sample i gets the same seed as sample i of one request for the whole group.
 
     Args:
         noise_seed: of the run; None: the noise comes from the engine's generator, in the order of requests.
@@ -158,7 +161,7 @@ def request_seed(noise_seed: int | None, prompt: Prompt, *, sample: int = 0, tur
 
 
 def engine_arguments(config: GRPOConfig, seed: int, adapted_layers: Sequence[str] = ()) -> dict[str, Any]:
-    """The arguments that vLLM gets for an engine of this run, except for the weight transfer."""
+    """vLLM's arguments for an engine of this run, except those of the weight transfer."""
     rollout, cluster, lora = config.rollout, config.cluster, config.model.lora
     on_cpu = cluster.device == "cpu"
     # A prompt that two runs compute in different pieces is rounded differently. On CPU a piece would even end the
@@ -197,5 +200,5 @@ def engine_arguments(config: GRPOConfig, seed: int, adapted_layers: Sequence[str
 
 
 def engine_seed(seed: int, engine: int, version: int) -> int:
-    """Engines sample differently from each other, and a resumed run does not repeat the noise of its first part."""
+    """The seed of an engine: different for each engine, and for a resumed run."""
     return int(np.random.SeedSequence([seed, engine, version]).generate_state(1)[0]) & 0x7FFFFFFF

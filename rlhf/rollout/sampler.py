@@ -30,7 +30,7 @@ class Generate(Protocol):
 
 
 class Grade(Protocol):
-    """Grades the rollouts of a prompt, in their order; `trains` is False in an evaluation."""
+    """Grades the rollouts of a prompt in their order. `trains` is False in an evaluation."""
 
     def __call__(
         self, prompt: Prompt, rollouts: Sequence[Rollout], settings: SamplingSettings, *, trains: bool
@@ -38,7 +38,7 @@ class Grade(Protocol):
 
 
 class Play(Protocol):
-    """Samples a group through an environment, which may change or make its prompt; `environments.rollouts`."""
+    """Samples a group with an environment, which may change or make the prompt; see `environments.rollouts`."""
 
     def __call__(
         self, prompt: Prompt, samples: int, settings: SamplingSettings, generate: Generate
@@ -50,7 +50,7 @@ class Sampler:
 
     Args:
         truncate_token: id of rollout.truncate_token, if there is one.
-        play: of a run whose rollouts have an environment or tools; None: a response is one turn.
+        play: plays rollouts with an environment or tools; None: a response is one turn.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Sampler:
         self._generate, self._grade, self._play = generate, grade, play
 
     async def for_training(self, prompt: Prompt) -> RolloutGroup:
-        """Sample a group by the `rollout` section, with the whole reward: verifiers, reward model, penalties."""
+        """Sample a group with the settings of `rollout`, and grade it with verifiers, reward model and penalties."""
         rollout, settings = self._config.rollout, self.training_settings
         prompt, rollouts = await self.rollouts(prompt, rollout.samples_per_prompt, settings)
         graded = await self._grade(prompt, rollouts, settings, trains=True)
@@ -68,7 +68,7 @@ class Sampler:
         return RolloutGroup(prompt, tuple(penalized))
 
     async def for_evaluation(self, prompt: Prompt) -> RolloutGroup:
-        """Sample a group by the settings of its evaluation set. The verifiers, or else the reward model, grade it."""
+        """Sample a group with the settings of its evaluation set; verifiers, or else the reward model, grade it."""
         evaluation = self._config.evaluations[prompt.source]
         longest = evaluation.max_response_tokens or self._config.rollout.max_response_tokens
         settings = self._settings(evaluation.temperature, longest, evaluation.restriction)
@@ -76,10 +76,10 @@ class Sampler:
         return RolloutGroup(prompt, await self._grade(prompt, rollouts, settings, trains=False))
 
     async def rollouts(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> tuple[Prompt, list[Rollout]]:
-        """Sample a group without grading it: in one request, or each rollout through its environment.
+        """Sample a group without grading it: in one request, or each rollout with its environment.
 
         Returns:
-            The prompt too, because an environment may have changed it.
+            The prompt, which an environment may have changed, and the rollouts.
         """
         if self._play is not None:
             return await self._play(prompt, samples, settings, self._generate)
@@ -109,10 +109,10 @@ def to_rollout(prompt: Prompt, sample: int, completion: Completion) -> Rollout:
 
 
 def penalize_non_stop(sample: ScoredRollout, reward: float | None, penalty: float = 0.0) -> ScoredRollout:
-    """Replace the reward of a response that did not stop, unless `reward` is None, and then lower it by `penalty`.
+    """If a response did not stop, replace its reward by `reward` (unless it is None), and subtract `penalty`.
 
-    A rollout of several turns stopped if its last turn did, or its environment said that it is over; it is penalized
-    once, as a whole. Unscorable responses are unchanged.
+    A rollout of several turns stopped if its last turn did, or if its environment ended it; it is penalized once.
+    Unscorable responses are unchanged.
     """
     if sample.rollout.finish_reason == "stop" or sample.reward is None:
         return sample

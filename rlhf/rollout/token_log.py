@@ -1,8 +1,8 @@
-"""The tokens of one rollout in one context: what the policy sampled, and what was said to it, in their order.
+"""The tokens of one rollout in one context: sampled turns, and the answers of an environment between them.
 
     prompt | sampled | said | sampled | said | sampled          one sequence; the mask is True at `sampled`
 
-Ids are only ever appended. What was sampled is neither rendered nor tokenized again.
+Ids are only appended. Sampled tokens are neither rendered nor tokenized again.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ class TokenLog:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """[L] int32, all tokens: what the engine continues."""
+        """[L] int32, all tokens, which the engine continues."""
         self._ids = [np.concatenate(self._ids)]
         return self._ids[0]
 
     @property
     def last_id(self) -> int:
-        """The last token; after a turn that stopped by itself, the end-of-sequence id with which it did."""
+        """The last token; after a turn that stopped by itself, its end-of-sequence id."""
         return int(next(ids[-1] for ids in reversed(self._ids) if len(ids)))
 
     def room(self, limit: int) -> int:
-        """Tokens that may still be added if at most `limit` follow the prompt; 0 if there are as many or more."""
+        """The number of tokens that may still be added if at most `limit` may follow the prompt."""
         return max(0, limit - (self._length - self._prompt_length))
 
     @property
     def recorded(self) -> int:
-        """The first tokens whose experts are known; an engine need not return them again."""
+        """The number of first tokens whose experts are known; an engine need not return them again."""
         return sum(map(len, self._experts))
 
     def add_sampled(self, completion: Completion) -> None:
         """Append a turn of the policy, with its log-probs, versions, support and experts.
 
-        Of tokens that two turns have experts for, those of the earlier one count: it sampled with them.
+        If two turns have experts for a token, those of the earlier turn count: it sampled with them.
         """
         spans = (VersionSpan(s + self._length, e + self._length, v) for s, e, v in completion.version_spans)
         self._spans += spans

@@ -1,10 +1,10 @@
-"""What vLLM's own processes (its core and its workers) run before they import vLLM: Python stops collecting garbage.
+"""Code that vLLM's own processes (core and workers) run before they import vLLM: it stops garbage collection.
 
-The collector would scan the modules that are being imported again and again, for a third of the time that `import vllm`
-takes in each process. `weights.transfer.register_with_vllm` turns it on again.
+While vLLM is imported, the collector would scan the growing set of modules repeatedly, which takes a third of the
+import's time. `weights.transfer.register_with_vllm` turns it on again.
 
-And `ps` shows them as VLLM::EngineCore and VLLM::Worker, whatever the order of their environment: the place of a
-process's title is looked up once, beside its first variable, and importing Ray moves one.
+It also lets `ps` show the processes as VLLM::EngineCore and VLLM::Worker: setproctitle looks up the memory of the title
+once, next to the first environment variable, which the import of Ray would move.
 """
 
 import contextlib
@@ -22,14 +22,13 @@ if __name__ == "__mp_main__":  # the name that multiprocessing gives to the main
 
 
 def run_in_children() -> None:
-    """Let the processes that this one spawns, and those that they spawn, run this module first, not Ray's script."""
+    """Make all processes below this one run this module first, in place of Ray's script."""
     sys.modules["__main__"].__spec__ = importlib.util.find_spec(__name__)
 
 
 def remove_shared_memory() -> None:
-    """Wait until Python's tracker has removed what the ended children had in shared memory.
+    """Wait until Python's tracker has removed the shared memory of ended children.
 
-    It does so when this process ends, too, but Ray kills the children of an actor that ends, and comes first on a busy
-    machine: 168 MB were left in /dev/shm.
+    It would do so when this process ends, but on a busy machine Ray kills the tracker first: 168 MB stayed in /dev/shm.
     """
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]

@@ -119,7 +119,9 @@ def test_what_the_process_prints_and_the_keys_that_programs_name_are_bounded(
 ) -> None:
     asks = [{"ask": number, "ignored": [f"key{number}", f"other{number}"]} for number in range(100)]
     _, said = played(monkeypatch, tmp_path, [waits], asks=json.dumps(asks))
-    named = [name for line in said if "programs set" in line for name in line.split() if name.startswith(("key", "other"))]
+    named = [
+        name for line in said if "programs set" in line for name in line.split() if name.startswith(("key", "other"))
+    ]
     assert len(named) == endpoint_module.MAX_IGNORED
     assert len([line for line in said if line.startswith("endpoint: ")]) == 50
     assert any("cannot be rendered" in line for line in said)
