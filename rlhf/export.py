@@ -95,11 +95,13 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool, merge: bo
     shutil.rmtree(partial, ignore_errors=True)
     try:
         if model.lora is None:
-            _write_whole(partial, checkpoint, model, start, scalar=is_reward_model)
+            warning = _write_whole(partial, checkpoint, model, start, scalar=is_reward_model)
         elif merge:
-            _write_merged(partial, checkpoint, model, start)
+            warning = _write_merged(partial, checkpoint, model, start)
         else:
-            _write_adapter(partial, checkpoint, model)
+            warning = _write_adapter(partial, checkpoint, model)
+        if warning:
+            say(f"warning: {folder}: {warning}", file=sys.stderr)
         for file in manifest_files((checkpoint / MANIFEST).read_bytes()):
             folder_of_file, _, name = file.partition("/")
             of_base = name in ("config.json", "generation_config.json") and model.lora is not None and not merge
@@ -117,7 +119,7 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool, merge: bo
         raise
 
 
-def _write_whole(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str], *, scalar: bool) -> None:
+def _write_whole(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str], *, scalar: bool) -> str:
     from rlhf.learner.hub_format import empty_model, frozen_tensors, model_tensors, write_model
     from rlhf.learner.rank_checkpoint import MODEL_FOLDER, WEIGHTS, LearnerIndex, SliceReader, check_shapes
 
@@ -132,7 +134,7 @@ def _write_whole(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapp
     frozen = frozen_tensors(transformer, tensors, model.path)
     if frozen:
         _check_start(model, start, "the checkpoint's other tensors are copied from the start model")
-    write_model(folder, transformer, tensors, stored, frozen=frozen)
+    return write_model(folder, transformer, tensors, stored, frozen=frozen)
 
 
 def _adapter(checkpoint: Path, model: ModelConfig) -> dict[str, Tensor]:
@@ -146,11 +148,11 @@ def _adapter(checkpoint: Path, model: ModelConfig) -> dict[str, Tensor]:
     return {n: reader.read(n, 0, math.prod(shape)).to(dtype).view(shape) for n, shape in index.shapes.items()}
 
 
-def _write_adapter(folder: Path, checkpoint: Path, model: ModelConfig) -> None:
+def _write_adapter(folder: Path, checkpoint: Path, model: ModelConfig) -> str:
     from rlhf.weights.adapter import write_adapter
 
     assert model.lora is not None
-    write_adapter(folder, _adapter(checkpoint, model), model.lora, base=full_name(model.path))
+    return write_adapter(folder, _adapter(checkpoint, model), model.lora, base=full_name(model.path))
 
 
 def _check_start(model: ModelConfig, start: Mapping[str, str], why: str, *, remedy: str = "Put that one back.") -> None:
@@ -165,7 +167,7 @@ def _check_start(model: ModelConfig, start: Mapping[str, str], why: str, *, reme
             )
 
 
-def _write_merged(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str]) -> None:
+def _write_merged(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str]) -> str:
     """Write start model + adapter, and say what rounding loses of the change. `start`: its fingerprint."""
     from rlhf.algo.lora import A, B
     from rlhf.learner.hub_format import load_whole, model_tensors, write_model
@@ -185,9 +187,10 @@ def _write_merged(folder: Path, checkpoint: Path, model: ModelConfig, start: Map
         weight.copy_(exact)
         lost += float((weight.float() - exact).square().sum())
         changed += float(change.square().sum())
-    write_model(folder, transformer, tensors, iter(tensors.items()))
+    warning = write_model(folder, transformer, tensors, iter(tensors.items()))
     share = (lost / changed) ** 0.5 if changed else 0.0
     say(f"merged in float32 and rounded to {model.dtype} once: the rounding is {share:.1%} of the adapter's change")
+    return warning
 
 
 def push(folder: Path, repository: str) -> None:

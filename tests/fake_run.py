@@ -46,7 +46,7 @@ class FakeLearners:
                 return ["cpu"]
             case "try_export":
                 Path(arguments[0]).mkdir()
-                return [None]
+                return [("", "")]
         return [None]
 
     async def start_step(self, batch: Any, epochs: Any) -> None:

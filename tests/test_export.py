@@ -161,6 +161,31 @@ def test_an_adapter_is_exported_as_it_is_or_added_to_the_weights_with_the_learne
         export.main([str(tmp_path / "run"), str(tmp_path / "other"), "--merge"])
 
 
+@pytest.mark.parametrize("kind", ["whole", "adapter", "--merge"])
+def test_weights_that_are_not_finite_are_exported_with_a_warning_that_names_them(
+    kind: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, name = tmp_path / "model", "model.layers.0.mlp.up_proj"
+    shutil.copytree(tiny_model_dir / "model", model)
+    tensors = load_file(model / "model.safetensors")
+    rows, columns = tensors[f"{name}.weight"].shape
+    adapter = {f"{name}.lora_A": torch.zeros(4, columns), f"{name}.lora_B": torch.zeros(rows, 4)}
+    tensors[f"{name}.weight"][0, :2] = torch.tensor([torch.nan, torch.inf])
+    adapter[f"{name}.lora_A"][0, :2] = torch.tensor([-torch.inf, torch.nan])
+    if kind == "whole":
+        save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    write_run(tmp_path / "run", model, 2, dtype="float32", adapter=None if kind == "whole" else adapter)
+    export.main([str(tmp_path / "run"), str(tmp_path / "out"), *([kind] if kind == "--merge" else [])])
+    said = capsys.readouterr().err
+    file, tensor = "model.safetensors", f"{name}.weight"
+    if kind == "adapter":
+        file, tensor = "adapter_model.safetensors", f"base_model.model.{name}.lora_A.weight"
+    count = 2 * rows if kind == "--merge" else 2  # each row of B A has both
+    assert f"warning: {tmp_path / 'out'}: {count} values in 1 tensors of the model" in said
+    assert f"the first in {tensor} ({count} values)" in said
+    assert (~load_file(tmp_path / "out" / file)[tensor].isfinite()).sum() == count
+
+
 def test_what_cannot_be_exported_is_one_message(tiny_model_dir: Path, tmp_path: Path) -> None:
     write_run(tmp_path / "run", tiny_model_dir / "model", 2)
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"

@@ -29,6 +29,7 @@ from rlhf.learner.loading import check_report, load
 from rlhf.learner.partition import whole_shape
 from rlhf.learner.rank_checkpoint import save_tensors
 from rlhf.learner.text_model import drop_encoders, language_model, wraps_text_model
+from rlhf.weights.adapter import count_not_finite, not_finite_warning
 
 FILE_BYTES = 5 * 10**9  # the size at which the hub's own tools begin another file
 
@@ -138,11 +139,14 @@ def write_model(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     frozen: Mapping[str, Path] | None = None,
-) -> None:
+) -> str:
     """Write whole tensors, of the shapes of `like`, as the hub's files; one file and a tensor are in memory.
 
     Args:
         frozen: tensors that are copied from files, as `frozen_tensors` finds them; with the settings of processors.
+
+    Returns:
+        A warning, as of `not_finite_warning`, or "".
     """
     folder.mkdir(parents=True, exist_ok=True)
     for source in {file.parent for file in (frozen or {}).values()}:
@@ -160,7 +164,9 @@ def write_model(
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=FILE_BYTES)
     held: dict[str, dict[str, Tensor]] = {file: {} for file in split.filename_to_tensors}
     parts = (part for name, tensor in tensors for part in hub_tensors(transformer, name, tensor.detach()))
+    broken: dict[str, int] = {}
     for name, part in itertools.chain(parts, _read(frozen or {})):
+        broken |= count_not_finite(name, part)
         file = split.tensor_to_filename[name]
         held[file][name] = part.contiguous().to("cpu", copy=True)
         if len(held[file]) == len(split.filename_to_tensors[file]):
@@ -168,6 +174,7 @@ def write_model(
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2))
+    return not_finite_warning(broken)
 
 
 def start_generation_config(path: str) -> bytes | None:

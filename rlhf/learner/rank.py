@@ -315,37 +315,40 @@ class TrainedRank:
         self.deepspeed.step()
         assert not getattr(self.deepspeed.optimizer, "overflow", False), "the first step had a non-finite gradient"
 
-    def export(self, folder: str, tokenizer_path: str) -> None:
-        """Write the model in Hugging Face format (an adapter in peft's) with the tokenizer, in the trained dtype."""
+    def export(self, folder: str, tokenizer_path: str) -> str:
+        """Write the model in Hugging Face format (an adapter in peft's) with the tokenizer, in the trained dtype.
+
+        Returns a warning about what was written, or "".
+        """
         tensors = self.each_whole(self.published.items())
         if self.world.rank != 0:
             for _ in tensors:  # takes part in gathering
                 pass
-            return
+            return ""
         from transformers import AutoTokenizer
 
         try:
             if has_adapters(self.transformer):
                 assert self._model.lora is not None
                 whole = {name: tensor.detach().cpu().clone() for name, tensor in tensors}
-                write_adapter(Path(folder), whole, self._model.lora, base=full_name(self._model.path))
+                warning = write_adapter(Path(folder), whole, self._model.lora, base=full_name(self._model.path))
             else:
                 frozen = frozen_tensors(self.transformer, self.published, self._model.path)
-                write_model(Path(folder), self.transformer, self.published, tensors, frozen=frozen)
+                warning = write_model(Path(folder), self.transformer, self.published, tensors, frozen=frozen)
                 write_model_config(Path(folder), self.transformer, self._generation_config)
         finally:
             for _ in tensors:  # after an error too: the other ranks are gathering
                 pass
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=self._model.trust_remote_code)
         tokenizer.save_pretrained(folder)
+        return warning
 
-    def try_export(self, folder: str, tokenizer_path: str) -> str | None:
-        """Like `export`, but returns why it failed: a raised error would count as the death of this rank."""
+    def try_export(self, folder: str, tokenizer_path: str) -> tuple[str, str]:
+        """`export`; returns why it failed, or "", and its warning: raised, that would count as this rank's death."""
         try:
-            self.export(folder, tokenizer_path)
+            return "", self.export(folder, tokenizer_path)
         except Exception as error:
-            return reason(error)
-        return None
+            return reason(error), ""
 
     def close(self) -> None:
         if dist.is_initialized():

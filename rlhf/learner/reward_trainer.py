@@ -44,7 +44,7 @@ class RewardTrainer(SupervisedRank):
         loss = pair_loss(margins).sum() / held.denominators.rollouts + 0.0 * scores.sum()
         return loss, pair_metrics(margins.detach())
 
-    def export(self, folder: str, tokenizer_path: str) -> None:
+    def export(self, folder: str, tokenizer_path: str) -> str:
         """Write the model, the normalization of its scores, which have to be finite, and the template of its input."""
         mean, std = self._normalization()
         if not math.isfinite(std):
@@ -52,10 +52,11 @@ class RewardTrainer(SupervisedRank):
                 f"learner.optimizer.lr={self.config.learner.optimizer.lr}: the training diverged. The scores are not "
                 "finite, and no model is written. Lower lr, or set learner.max_grad_norm."
             )
-        super().export(folder, tokenizer_path)
+        warning = super().export(folder, tokenizer_path)
         if self.world.rank == 0:
             record = {"mean": mean, "std": std, "template": self.config.data.template}
             (Path(folder) / RECORD_FILE).write_text(json.dumps(record) + "\n")
+        return warning
 
     @torch.no_grad()
     def _normalization(self) -> tuple[float, float]:

@@ -319,7 +319,9 @@ class Run(Generic[C]):
             results = await self.cluster.learners.call(
                 lambda learner: learner.try_export(str(exported.resolve()), self.config.model.path)
             )
-            why = next(filter(None, results), None)
+            why = next((failure for failure, _ in results if failure), "")
+            for warning in filter(None, (warning for _, warning in results)):
+                self.log.warn(f"{self.folder.model}: {warning}")
             if not why:
                 (exported / "README.md").write_text(model_card(await self._state_after(steps)))
                 shutil.rmtree(self.folder.model, ignore_errors=True)  # of an earlier end, before run.steps grew

@@ -49,13 +49,34 @@ def peft_config(layers: Iterable[str], *, rank: int, alpha: int, base: str | Non
     return json.dumps(values, indent=2)
 
 
-def write_adapter(folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, *, base: str) -> None:
-    """Write an adapter for peft; `tensors` by their names in the model."""
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, *, base: str) -> str:
+    """Write an adapter for peft; `tensors` by their names in the model. Returns a warning, or ""."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {peft_name(name): tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     (folder / WEIGHTS).write_bytes(save(stored, {"format": "pt"}))
     text = peft_config(map(layer_name, stored), rank=lora.rank, alpha=lora.alpha, base=base)
     (folder / CONFIG).write_text(text)
+    return not_finite_warning(
+        {name: count for n, t in stored.items() for name, count in count_not_finite(n, t).items()}
+    )
+
+
+def count_not_finite(name: str, tensor: Tensor) -> dict[str, int]:
+    """The number of values of a tensor that are not finite, by its name; empty if there are none."""
+    if not tensor.is_floating_point() or tensor.isfinite().all():
+        return {}
+    return {name: tensor.numel() - int(tensor.isfinite().sum())}
+
+
+def not_finite_warning(counts: Mapping[str, int]) -> str:
+    """What is wrong with weights that have these numbers of values that are not finite, by tensor; "" if nothing is."""
+    if not counts:
+        return ""
+    first, values = next(iter(counts)), sum(counts.values())
+    return (
+        f"{values:,} values in {len(counts)} tensors of the model that was written are NaN or infinite, the first in "
+        f"{first} ({counts[first]:,} values): it computes nothing of use. Export an earlier checkpoint."
+    )
 
 
 def slot_arguments(lora: LoraConfig, layers: Sequence[str]) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def test_an_export_that_fails_names_the_checkpoint_that_has_the_weights_and_the_
 
     async def refused(self: Any, ask: Any, **options: Any) -> list[Any]:
         is_export = recorded(ask)[0] == "try_export"
-        return ["ValueError: no"] if is_export else await call(self, ask, **options)
+        return [("ValueError: no", "")] if is_export else await call(self, ask, **options)
 
     folder = Path(config.run.dir)
     with monkeypatch.context() as patch:
