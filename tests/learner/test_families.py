@@ -6,18 +6,19 @@ The families are those of tools/model_families.py, with windows of 16 tokens.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from model_families import FAMILIES, MAMBA_AND_ATTENTION, MODEL_TYPES, WRAPPERS, make_family
+from model_families import FAMILIES, MAMBA_AND_ATTENTION, MODEL_TYPES, WINDOW, WRAPPERS, make_family
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from worlds import pack_rows, rollout_of
 
 from rlhf.algo.packing import shared_beginnings
 from rlhf.config.sections import ModelConfig
-from rlhf.learner.policy_model import DeviceTokens, PolicyModel, check_packed, load_policy
+from rlhf.learner.policy_model import DeviceTokens, PolicyModel, check_packed, load_policy, logit_transform
 from rlhf.learner.value_model import load_scalar_transformer
 from rlhf.types import Rollout
 
@@ -31,16 +32,29 @@ FOUR_LAYERS = ("llama4_text", "gemma4_text", "nemotron_h", "smollm3", "zamba2") 
 EVERY_FOURTH = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # has attention
 
 
-def make_shallow(model_type: str) -> PreTrainedModel:
+SLIDING: dict[str, Any] = {"sliding_window": WINDOW}
+SWITCHED: dict[str, Any] = {**SLIDING, "use_sliding_window": True, "max_window_layers": 1}
+# Windows that a family does not have by default, and scales of queries by their position.
+FURTHER: dict[str, dict[str, Any]] = {
+    "dots1": {"layer_types": ["sliding_attention", "full_attention"]},
+    "llama4_text": {"attn_temperature_tuning": True, "floor_scale": 8, "attn_scale": 0.5},
+    **dict.fromkeys(("mixtral", "phimoe"), SLIDING),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "smollm3"), SWITCHED),
+    "qwen3_moe": {**SLIDING, "use_sliding_window": True},
+}
+CASES = [*((name, {}) for name in MODEL_TYPES), *FURTHER.items()]
+
+
+def make_shallow(model_type: str, **changes: Any) -> PreTrainedModel:
     """The model of a family with as few layers as have all its kinds, and what its layers share."""
     text_type = WRAPPERS.get(model_type, (model_type,))[0]
     if text_type in FOUR_LAYERS:
-        return make_family(model_type)
+        return make_family(model_type, **changes)
     attention = {"layer_types": MAMBA_AND_ATTENTION} if text_type in EVERY_FOURTH else {}
     kinds = {
         key: value[:2] for key, value in (FAMILIES.get(text_type, {}) | attention).items() if isinstance(value, list)
     }
-    return make_family(model_type, num_hidden_layers=2, **kinds)
+    return make_family(model_type, num_hidden_layers=2, **kinds, **changes)
 
 
 def make_rollouts(vocabulary: int) -> list[Rollout]:
@@ -85,9 +99,11 @@ def compare_gradients(policy: PolicyModel, alone: PreTrainedModel) -> None:
     assert (packed - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_packed_rows_have_the_logprobs_and_gradients_of_each_sequence_alone(model_type: str, tmp_path: Path) -> None:
-    alone = make_shallow(model_type)
+@pytest.mark.parametrize(("model_type", "changes"), CASES, ids=[f"{n}, changed" if c else n for n, c in CASES])
+def test_packed_rows_have_the_logprobs_and_gradients_of_each_sequence_alone(
+    model_type: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    alone = make_shallow(model_type, **changes)
     alone.save_pretrained(tmp_path)
     config = ModelConfig(path=str(tmp_path), dtype="float32", gradient_checkpointing=True)
     policy = load_policy(config, temperature=TEMPERATURE)
@@ -116,3 +132,21 @@ def test_a_critic_of_a_family_without_a_class_for_it_is_refused(tmp_path: Path) 
         match=r"^critic\.path=.*\bSequenceClassification\b",
     ):
         load_scalar_transformer(str(tmp_path), ModelConfig(path=str(tmp_path)), key="critic.path", new_head="zeros")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "expected"),
+    [
+        ("qwen2", {}, (1.0, None)),
+        ("gemma2", {}, (1.0, 30.0)),
+        ("cohere2", {}, (0.0625, None)),
+        ("falcon_h1", {"lm_head_multiplier": 0.25}, (0.25, None)),
+        ("granitemoehybrid", {"logits_scaling": 8.0}, (0.125, None)),
+        ("hyperclovax", {"logits_scaling": 8.0}, (8.0, None)),
+        ("minicpm3", {"hidden_size": 2560, "dim_model_base": 256}, (0.1, None)),
+    ],
+)
+def test_scale_and_cap_of_logits_are_read_under_each_familys_name(
+    model_type: str, keys: dict[str, Any], expected: tuple[float, float | None]
+) -> None:
+    assert logit_transform(CONFIG_MAPPING[model_type](**keys)) == expected
