@@ -1,4 +1,4 @@
-"""The results of the last benchmarks as Markdown, for docs/performance.md.
+"""The results of the last benchmarks as Markdown, for docs/records/performance.md.
 
 python -m benchmarks.tables [FOLDER]
 """

@@ -56,5 +56,31 @@ def test_the_targets_and_programs_are_there() -> None:
     assert {"grpo", "ppo", "doctor", "report"} <= set(commands) <= PROGRAMS.keys()
 
 
-def test_the_link_targets_are_there() -> None:
-    assert [t for t in re.findall(r"\]\(([^)]+)\)", README) if not (ROOT / t).exists()] == []
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not link.startswith("https://"):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_pages_that_messages_and_configs_name_are_there() -> None:
+    folders = [ROOT / name for name in ("rlhf", "configs", "launch", "benchmarks", "tools")]
+    texts = [
+        path.read_text() for folder in folders for path in folder.rglob("*.*") if path.suffix in (".py", ".yaml", ".sh")
+    ]
+    named = set(re.findall(r"docs/[\w/]+\.md", "".join(texts)))
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / name).is_file()] == []

@@ -1,4 +1,4 @@
-"""Train the tiny model of each family on the whole CPU stack, and write the table of docs/models.md.
+"""Train the tiny model of each family on the whole CPU stack, and write the table of docs/records/models.md.
 
     python tools/model_table.py [--only TYPE ...] [--runs FOLDER]
 
@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tools.model_families import MODEL_TYPES, make_family, write_family
 
-PAGE = Path(__file__).parent.parent / "docs" / "models.md"
-QUICKSTART = PAGE.parent.parent / "configs" / "quickstart.yaml"
+ROOT = Path(__file__).parent.parent
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 REASON = r"\b\w*(?:Error|Exception|Refused)\b.*: .*|\bassert [^:]*$|^error: [^;]*|Value error, .*"
 # An error that one of these is in has its reason elsewhere in the logs.
 GENERIC = "initialization failed|EngineDeadError|Worker failed with|validation error for|be inspected|serializ|pickle"
@@ -92,14 +92,14 @@ def stack_result(model_type: str, folder: Path) -> dict[str, Any]:
         "checkpoint.every=null", "evaluation.every=null", "logging.wandb.mode=disabled",
         *STACK_KEYS.get(model_type, ()),
     ]  # fmt: skip
-    paths = (PAGE.parent.parent, PAGE.parent.parent / "tests" / "stand_ins")
+    paths = (ROOT, ROOT / "tests" / "stand_ins")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
     subprocess.run(["rm", "-rf", str(run)], check=True)
     with (folder.parent / "run.log").open("w") as log:
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "rlhf.grpo", "--config", QUICKSTART, *keys], stdout=log, stderr=log,
-                stdin=subprocess.DEVNULL, timeout=STACK_LIMIT_S, check=False, env=environment, cwd=PAGE.parent.parent,
+                stdin=subprocess.DEVNULL, timeout=STACK_LIMIT_S, check=False, env=environment, cwd=ROOT,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return {"stack": f"no end within {STACK_LIMIT_S:.0f} s"}
@@ -161,11 +161,12 @@ def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def write_table(tool: str, lines: Iterable[str]) -> None:
-    """Replace the lines of docs/models.md between the comments that name a program of this folder."""
+    """Replace the table of the page in docs/ that has it, between the comments that name this program of tools/."""
     begin, end = f"<!-- table: tools/{tool} -->", f"<!-- end of the table of {tool} -->"
-    before, rest = PAGE.read_text().split(begin)
+    page = next(page for page in ROOT.glob("docs/**/*.md") if begin in page.read_text())
+    before, rest = page.read_text().split(begin)
     _, after = rest.split(end)
-    PAGE.write_text(f"{before}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{after}")
+    page.write_text(f"{before}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{after}")
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies.report        # after a picture and its numbers were copied to docs/studies
 
-writes the tables of docs/*.md that stand below a line `<!-- studies/NAME.json: TABLE -->` anew.
+writes the tables of the pages in docs/ that stand below a line `<!-- studies/NAME.json: TABLE -->` anew.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def tables_of_docs(docs: Path) -> dict[Path, str]:
         return f"{match['mark']}\n{markdown(results['tables'][match['table']])}"
 
     marked = re.compile(r"(?P<mark><!-- (?P<file>studies/\w+\.json): (?P<table>\S+) -->)\n(\|.*\n)*")
-    return {page: marked.sub(table, page.read_text()) for page in sorted(docs.glob("*.md"))}
+    return {page: marked.sub(table, page.read_text()) for page in sorted(docs.rglob("*.md"))}
 
 
 if __name__ == "__main__":

@@ -128,12 +128,3 @@ def test_the_keys_that_the_page_gives_for_a_recipe_are_keys() -> None:
         schema = PPOAlgoConfig if "gamma" in values else SECTIONS[name]
         given = values if name == "reward" else {**NEEDED.get(name, {}), **values}
         assert schema.model_validate_json(json.dumps(given))
-
-
-def test_the_page_links_to_what_is_there_and_shows_its_pictures() -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)", PAGE.read_text())
-    here = [t for t in targets if not t.startswith("https://")]
-    assert [t for t in here if not (PAGE.parent / t).exists()] == []
-    pictures = [PAGE.parent / t for t in targets if t.endswith(".png")]
-    assert {path.stem for path in pictures} >= {"adam", "kl", "schedule", "algorithms"}
-    assert all(path.stat().st_size < 150_000 for path in pictures)
