@@ -30,7 +30,7 @@ from rlhf.answers.thoughts import opens_thought, split_thoughts
 from rlhf.config.data import PLAIN, TemplateName
 from rlhf.config.supervised import SupervisedDataConfig
 from rlhf.data.control_tokens import without_marks
-from rlhf.data.forms import Form, split_message, unwritten
+from rlhf.data.forms import Form, dropped_notes, split_message
 from rlhf.data.messages import Message, read_arguments, read_messages, read_tools, with_system
 from rlhf.data.model_files import check_ids
 from rlhf.data.read import Source, check_without_images, config_sources
@@ -40,17 +40,17 @@ from rlhf.data.templates import (
     check_whole,
     conversation,
     conversation_ids,
-    form_of,
-    known_marks,
-    prepared,
+    form_for,
     render,
+    render_in_form,
+    render_whole,
     safe_tools,
     tagged_ids,
+    template_marks,
+    template_messages,
     template_source,
-    text_in,
     tokenize,
     unread_arguments,
-    whole_text,
 )
 from rlhf.data.turns import TurnEnds, turn_ends, unnamed_end
 from rlhf.types import PackedTokens
@@ -189,7 +189,7 @@ def trained_conversation(columns: dict[str, Any]) -> tuple[list[Message], list[i
     return messages, turns, len(given), are_texts
 
 
-class _Talk(NamedTuple):
+class _Row(NamedTuple):
     """A row: its messages up to the last trained turn, the numbers of these turns, and how many messages are prompt."""
 
     messages: list[Message]
@@ -224,7 +224,7 @@ class SFTEncoder:
         messages, turns, given, are_texts = trained_conversation(columns)
         template = self.template or ("raw" if are_texts else "model")
         arguments = read_arguments(columns, self.arguments or {})
-        talk = _Talk(messages[: turns[-1] + 1], turns, given, read_tools(columns), template, arguments)
+        talk = _Row(messages[: turns[-1] + 1], turns, given, read_tools(columns), template, arguments)
         self.notes.update(unread_arguments(arguments, template, self.tokenizer))
         ids, trained = self._plain(talk) if template in PLAIN else self._chat(talk)
         trained[:1] = False  # nothing predicts the first token
@@ -262,7 +262,7 @@ class SFTEncoder:
         marked = [mask[start] for start in (0, *starts)]
         return "".join(f">>>{text}<<<" if inside else text for inside, text in zip(marked, texts, strict=True))
 
-    def _plain(self, talk: _Talk) -> MaskedTokens:
+    def _plain(self, talk: _Row) -> MaskedTokens:
         template = talk.template
         if talk.turns != [len(talk.messages) - 1]:
             raise ValueError(
@@ -275,12 +275,12 @@ class SFTEncoder:
                 f"{KEY}={template}: the tokenizer has no eos token, with which an answer ends. Set "
                 "eos_token in its tokenizer_config.json, or use a chat template."
             )
-        whole_text(talk.messages, template, self.tokenizer, KEY, {"tools": talk.tools}, strict=talk.turns)
+        render_whole(talk.messages, template, self.tokenizer, KEY, {"tools": talk.tools}, strict=talk.turns)
         prompt = render(talk.messages[:-1], template, self.tokenizer)
         texts = [prompt, prompt + talk.messages[-1]["content"].removesuffix(end) + end]
-        return self._differences(tokenize(texts, template, self.tokenizer), template)
+        return self._trained_differences(tokenize(texts, template, self.tokenizer), template)
 
-    def _chat(self, talk: _Talk) -> MaskedTokens:
+    def _chat(self, talk: _Row) -> MaskedTokens:
         """A row in a chat template; control tokens are text, but for those that the assistant is to learn."""
         tagged = GENERATION_TAG.search(template_source(talk.template, self.tokenizer))
         if talk.turns[0] == 0 and not tagged:
@@ -291,36 +291,36 @@ class SFTEncoder:
         self._check_turns(talk)
         said = conversation(talk.messages, talk.template, self.tokenizer, talk.tools)
         try:
-            form = form_of(said, talk.template, self.tokenizer, KEY, options, strict=talk.turns)
+            form = form_for(said, talk.template, self.tokenizer, KEY, options, strict=talk.turns)
         except ValueError:
             if not is_single:
                 raise
-            asked = whole_text(before, talk.template, self.tokenizer, KEY, {**options, "add_generation_prompt": True})
-            if not self._opens_thought(asked, talk.template):
+            asked = render_whole(before, talk.template, self.tokenizer, KEY, {**options, "add_generation_prompt": True})
+            if not self._ends_inside_thought(asked, talk.template):
                 raise
-            return self._behind(asked, talk, options)
+            return self._after_opened_thought(asked, talk, options)
 
         def text(messages: Sequence[Message], **more: Any) -> str:
-            return text_in(form, messages, talk.template, self.tokenizer, KEY, {**options, **more})
+            return render_in_form(form, messages, talk.template, self.tokenizer, KEY, {**options, **more})
 
-        self.notes.update(unwritten(talk.messages, form, template_source(talk.template, self.tokenizer)))
+        self.notes.update(dropped_notes(talk.messages, form, template_source(talk.template, self.tokenizer)))
         whole = text(talk.messages)
         ends = [(turn + done, not done) for turn in talk.turns for done in (False, True)][:-1]
         ends = ends if is_single or not tagged else []
         texts = [text(talk.messages[:end], add_generation_prompt=is_prompt) for end, is_prompt in ends]
         texts.append(whole)
-        if is_single and not whole.startswith(texts[0]) and self._opens_thought(texts[0], talk.template):
-            return self._behind(texts[0], talk, options)
+        if is_single and not whole.startswith(texts[0]) and self._ends_inside_thought(texts[0], talk.template):
+            return self._after_opened_thought(texts[0], talk, options)
         if tagged:
             tokens = self._tagged(form, talk, text)
         else:
-            tokens = self._differences(tokenize(texts, talk.template, self.tokenizer), talk.template)
+            tokens = self._trained_differences(tokenize(texts, talk.template, self.tokenizer), talk.template)
         check_whole(said, whole, form, f"{KEY}={talk.template}", talk.turns)
         return tokens
 
-    def _check_turns(self, talk: _Talk) -> None:
+    def _check_turns(self, talk: _Row) -> None:
         """Raise a ValueError for a turn whose thoughts cannot be told from its answer."""
-        marks = known_marks(talk.template, self.tokenizer)
+        marks = template_marks(talk.template, self.tokenizer)
         for number in talk.turns:
             message = talk.messages[number]
             _, answer = split_message(message, marks)
@@ -330,11 +330,11 @@ class SFTEncoder:
                     "end, and the template writes one thought before the answer. Correct or remove the row."
                 )
 
-    def _opens_thought(self, prompt: str, template: TemplateName) -> bool:
-        return opens_thought(without_marks(prompt), known_marks(template, self.tokenizer))
+    def _ends_inside_thought(self, prompt: str, template: TemplateName) -> bool:
+        return opens_thought(without_marks(prompt), template_marks(template, self.tokenizer))
 
-    def _tagged(self, form: Form, talk: _Talk, text: Callable[..., str]) -> MaskedTokens:
-        messages = prepared(form, talk.messages, talk.template, self.tokenizer, keep_assistant=True)
+    def _tagged(self, form: Form, talk: _Row, text: Callable[..., str]) -> MaskedTokens:
+        messages = template_messages(form, talk.messages, talk.template, self.tokenizer, keep_assistant=True)
         options = {**talk.arguments, "tools": safe_tools(talk.tools, talk.template, self.tokenizer)}
         ids, trained = tagged_ids(messages, talk.template, self.tokenizer, KEY, options)
         if not trained.any() and any(messages[turn].get("content") for turn in talk.turns):
@@ -346,26 +346,26 @@ class SFTEncoder:
         if talk.given:
             prompt = text(talk.messages[: talk.given], add_generation_prompt=True)
             beginnings = [*tokenize([prompt], talk.template, self.tokenizer), ids]
-            trained &= self._differences(beginnings, talk.template).trained
+            trained &= self._trained_differences(beginnings, talk.template).trained
         return MaskedTokens(ids, trained)
 
-    def _behind(self, opened: str, talk: _Talk, options: Mapping[str, Any]) -> MaskedTokens:
+    def _after_opened_thought(self, opened: str, talk: _Row, options: Mapping[str, Any]) -> MaskedTokens:
         """The last turn behind a prompt that opens a thought, of a template that writes no turn so (DeepSeek-R1's).
 
         The model is given the prompt, and writes the thought, its end mark, the answer, and what the template writes
         after a turn.
         """
         *before, turn = talk.messages
-        marks = known_marks(talk.template, self.tokenizer)
+        marks = template_marks(talk.template, self.tokenizer)
         thought, answer = split_message(turn, marks)
         begins = [(begin.strip(), form) for form in marks for begin in form.begins]
         _, form = max((each for each in begins if opened.rstrip().endswith(each[0])), key=lambda each: len(each[0]))
         shorter = {name: value for name, value in turn.items() if name != "reasoning_content"} | {"content": STAND_IN}
-        text = whole_text([*before, shorter], talk.template, self.tokenizer, KEY, options, checked=False)
+        text = render_whole([*before, shorter], talk.template, self.tokenizer, KEY, options, checked=False)
         written = f"{opened}{thought or ''}\n{form.ends[0]}\n\n{answer}{text.rpartition(STAND_IN)[2]}"
-        return self._differences(tokenize([opened, written], talk.template, self.tokenizer), talk.template)
+        return self._trained_differences(tokenize([opened, written], talk.template, self.tokenizer), talk.template)
 
-    def _differences(self, beginnings: list[np.ndarray], template: TemplateName) -> MaskedTokens:
+    def _trained_differences(self, beginnings: list[np.ndarray], template: TemplateName) -> MaskedTokens:
         """The last of these; from the first on, every second difference between neighbours is trained.
 
         Raises:

@@ -19,7 +19,7 @@ import numpy as np
 
 from rlhf.config.data import PLAIN, TemplateName
 from rlhf.data.templates import (
-    chat_text,
+    apply_template,
     check_has_template,
     render,
     safe_messages,
@@ -181,7 +181,7 @@ class Dialogue:
     def _text(self, messages: Sequence[Message], tools: Tools, *, last: bool = False) -> str:
         """A conversation as text with marks; `last`: up to the start of the assistant's turn."""
         template, tokenizer = self._template, self._tokenizer
-        text: str = chat_text(
+        text: str = apply_template(
             safe_messages(messages, template, tokenizer),
             template, tokenizer, KEY,
             {"tools": safe_tools(tools, template, tokenizer), **self._arguments, "add_generation_prompt": last},

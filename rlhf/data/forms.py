@@ -202,7 +202,7 @@ def find_form(
     Args:
         render: the stand-in's messages and tools -> text.
         strict: numbers of messages whose thoughts must be written. Other thoughts, and descriptions of tools, may be
-            dropped, as some templates do by design (`unwritten` says so).
+            dropped, as some templates do by design (`dropped_notes` says so).
 
     Raises:
         ValueError: there is none: the template refuses all, or what it leaves out.
@@ -232,10 +232,10 @@ def find_form(
     fewest = min(left_out, key=len)
     if any(name.startswith("the tool ") for name in fewest) and all("the tool " in name for name in fewest):
         raise ValueError(NO_TOOLS)
-    raise ValueError(left_out_message(fewest))
+    raise ValueError(missing_texts_message(fewest))
 
 
-def unwritten(messages: Sequence[Message], form: Form, source: str) -> Iterator[str]:
+def dropped_notes(messages: Sequence[Message], form: Form, source: str) -> Iterator[str]:
     """What of a conversation is not written, and may be missing, as "in so many rows ..." goes on."""
     if form.loses_thoughts:
         yield "the template drops thoughts of earlier turns, as it does when the model is asked"
@@ -248,7 +248,7 @@ def unwritten(messages: Sequence[Message], form: Form, source: str) -> Iterator[
     yield from (f"messages have `{name}`, which the template does not read" for name in sorted(unread))
 
 
-def left_out_message(names: Sequence[str]) -> str:
+def missing_texts_message(names: Sequence[str]) -> str:
     remedy = "Name a template that writes it (data.template=FILE.jinja), or remove it from the row."
     if names[0].startswith("the thought"):
         remedy = (
@@ -260,7 +260,7 @@ def left_out_message(names: Sequence[str]) -> str:
     return f"the template leaves out what the row says: {names[0]}{more}. {remedy}"
 
 
-def lost_texts(said: Conversation, text: str, form: Form, strict: Collection[int]) -> list[str]:
+def missing_texts(said: Conversation, text: str, form: Form, strict: Collection[int]) -> list[str]:
     """What a rendered text lacks of a conversation's own texts."""
 
     @lru_cache(1)
@@ -275,13 +275,13 @@ def lost_texts(said: Conversation, text: str, form: Form, strict: Collection[int
         piece.name
         for piece in said.pieces
         if piece.message >= 0
-        and (piece.message in strict or not _may_go(piece, form))
+        and (piece.message in strict or not _may_be_dropped(piece, form))
         and piece.text.strip() not in text
         and not all(is_there(line.strip()) for line in piece.text.splitlines())
     ]
 
 
-def _may_go(piece: Piece, form: Form) -> bool:
+def _may_be_dropped(piece: Piece, form: Form) -> bool:
     """Whether a template may drop a text of a turn that is not trained: a thought, or contents with several."""
     if piece.what == "the thought":
         return form.loses_thoughts

@@ -225,7 +225,7 @@ class Source(Generic[S]):
         try:
             batches = parquet.ParquetFile(path).iter_batches(batch_size=PARQUET_ROWS)
             rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-            yield from starmap(Row, enumerate(map(_of_table, rows), start=1))
+            yield from starmap(Row, enumerate(map(_table_row, rows), start=1))
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{self.key}={self.path}: it cannot be read as Parquet ({error}). Write the file anew."
@@ -244,7 +244,7 @@ class Source(Generic[S]):
                 table = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
             else:
                 table = datasets.load_dataset(str(folder or self.path), name, split=split)
-            yield from starmap(Row, enumerate(map(_of_table, table), start=1))
+            yield from starmap(Row, enumerate(map(_table_row, table), start=1))
         except Exception as error:  # the hub's client and the file readers raise many types
             what = "the folder could not be loaded" if folder else "the hub did not give this data set"
             remedy = (
@@ -258,7 +258,7 @@ class Source(Generic[S]):
             raise ValueError(f"{self.key}={self.path}: {what} ({reason}). {remedy}") from error
 
 
-def _of_table(columns: Mapping[str, Any]) -> dict[str, Any]:
+def _table_row(columns: Mapping[str, Any]) -> dict[str, Any]:
     """A row of a table, without the nulls in its messages: a table gives every message and call all names of any."""
     return {name: without_nulls(value) if _are_messages(value) else value for name, value in columns.items()}
 

@@ -23,7 +23,15 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.limit import limited
 from rlhf.config.printing import as_utf8
 from rlhf.data.control_tokens import MARK, control_tokens, split, without_marks
-from rlhf.data.forms import MAX_STRUCTURES, Conversation, Form, find_form, left_out_message, lost_texts, unwritten
+from rlhf.data.forms import (
+    MAX_STRUCTURES,
+    Conversation,
+    Form,
+    dropped_notes,
+    find_form,
+    missing_texts,
+    missing_texts_message,
+)
 from rlhf.data.model_files import reward_template
 from rlhf.types import Prompt
 
@@ -65,17 +73,17 @@ def render(
     """The text of a prompt, up to the start of the response, for `tokenize`; it may have marks of `control_tokens`.
 
     `raw` joins the contents of the messages with blank lines; `qa` marks user messages as questions and assistant
-    messages as answers; both know no tools. Raises as `whole_text` does.
+    messages as answers; both know no tools. Raises as `render_whole` does.
 
     Args:
         arguments: what a chat template is given in addition (`DataConfig.template_arguments`).
         notes: counts what the template does not write.
     """
     options = {"tools": tools, "add_generation_prompt": True, **(arguments or {})}
-    return whole_text(messages, template, tokenizer, "data.template", options, notes=notes)
+    return render_whole(messages, template, tokenizer, "data.template", options, notes=notes)
 
 
-def whole_text(
+def render_whole(
     messages: Sequence[dict[str, Any]],
     template: TemplateName,
     tokenizer: Any,
@@ -97,10 +105,10 @@ def whole_text(
         ValueError: the template refuses the messages, or leaves out what they say; or there is no template.
     """
     said = conversation(messages, template, tokenizer, options.get("tools"))
-    form = form_of(said, template, tokenizer, key, options, strict=strict)
-    text = text_in(form, messages, template, tokenizer, key, options)
+    form = form_for(said, template, tokenizer, key, options, strict=strict)
+    text = render_in_form(form, messages, template, tokenizer, key, options)
     if notes is not None:
-        notes.update(unwritten(messages, form, "" if template in PLAIN else template_source(template, tokenizer)))
+        notes.update(dropped_notes(messages, form, "" if template in PLAIN else template_source(template, tokenizer)))
     if checked:
         check_whole(said, text, form, f"{key}={template}", strict)
     return text
@@ -109,10 +117,10 @@ def whole_text(
 def conversation(
     messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, tools: Any
 ) -> Conversation:
-    return Conversation(messages, tools, known_marks(template, tokenizer))
+    return Conversation(messages, tools, template_marks(template, tokenizer))
 
 
-def known_marks(template: TemplateName, tokenizer: Any) -> Marks:
+def template_marks(template: TemplateName, tokenizer: Any) -> Marks:
     """The marks of thoughts that a template has."""
     return _marks_in(template_source(template, tokenizer))
 
@@ -120,7 +128,7 @@ def known_marks(template: TemplateName, tokenizer: Any) -> Marks:
 _marks_in = lru_cache(marks_in)
 
 
-def form_of(
+def form_for(
     said: Conversation,
     template: TemplateName,
     tokenizer: Any,
@@ -145,10 +153,10 @@ def form_of(
             known.clear()
 
         def written(messages: list[dict[str, Any]], tools: Any) -> str:
-            return text_in(None, messages, template, tokenizer, key, {**options, "tools": tools})
+            return render_in_form(None, messages, template, tokenizer, key, {**options, "tools": tools})
 
         try:
-            known[structure] = find_form(said, source, known_marks(template, tokenizer), written, strict)
+            known[structure] = find_form(said, source, template_marks(template, tokenizer), written, strict)
         except ValueError as error:
             known[structure] = str(error).removeprefix(f"{key}={template}: ")
     form = known[structure]
@@ -163,7 +171,7 @@ def _known_forms(_tokenizer: Any, _source: str) -> dict[bytes, Form | str]:
     return {}
 
 
-def text_in(
+def render_in_form(
     form: Form | None,
     messages: Sequence[dict[str, Any]],
     template: TemplateName,
@@ -181,12 +189,12 @@ def text_in(
                 raise ValueError(f"{key}=qa knows no message of {', '.join(unknown)}. Name a chat template.")
             return "".join(f"{names[message['role']]}{message['content']}\n" for message in messages) + "Answer:"
     passed = {**options, "tools": safe_tools(options.get("tools"), template, tokenizer)}
-    given = prepared(form, messages, template, tokenizer, keep_assistant=passed.pop("keep_assistant", False))
-    text: str = chat_text(given, template, tokenizer, key, passed)
+    given = template_messages(form, messages, template, tokenizer, keep_assistant=passed.pop("keep_assistant", False))
+    text: str = apply_template(given, template, tokenizer, key, passed)
     return text
 
 
-def prepared(
+def template_messages(
     form: Form | None,
     messages: Sequence[dict[str, Any]],
     template: TemplateName,
@@ -195,14 +203,14 @@ def prepared(
     keep_assistant: bool = False,
 ) -> list[dict[str, Any]]:
     """Messages for a chat template: in its form, with the control tokens in their contents as text."""
-    given = list(messages) if form is None else form.messages(messages, known_marks(template, tokenizer))
+    given = list(messages) if form is None else form.messages(messages, template_marks(template, tokenizer))
     return safe_messages(given, template, tokenizer, keep_assistant=keep_assistant)
 
 
 def check_whole(said: Conversation, text: str, form: Form, where: str, strict: Collection[int] = ()) -> None:
     """Raise a ValueError if a rendered text lacks something that its conversation says."""
-    if lost := lost_texts(said, without_marks(text) if MARK in text else text, form, strict):
-        raise ValueError(f"{where}: {left_out_message(lost)}")
+    if lost := missing_texts(said, without_marks(text) if MARK in text else text, form, strict):
+        raise ValueError(f"{where}: {missing_texts_message(lost)}")
 
 
 def safe_messages(
@@ -243,7 +251,7 @@ def reads_date(template: TemplateName, tokenizer: Any) -> bool:
 
 
 def unread_arguments(arguments: Mapping[str, Any], template: TemplateName, tokenizer: Any) -> Iterator[str]:
-    """What of the arguments of a row a template does not read, as `forms.unwritten` has it."""
+    """What of the arguments of a row a template does not read, as `forms.dropped_notes` has it."""
     source = "" if template in PLAIN else template_source(template, tokenizer)
     yield from (
         f"`chat_template_kwargs` has `{name}`, which the template does not read"
@@ -289,7 +297,7 @@ def check_reward_input(config: GRPOConfig, prompt: Prompt, tokenizer: Any) -> No
     said = conversation(messages, how["template"], tokenizer, None)
     try:
         options = {"add_generation_prompt": False, **how["arguments"]}
-        form_of(said, how["template"], tokenizer, how["key"], options)
+        form_for(said, how["template"], tokenizer, how["key"], options)
     except ValueError as error:
         where = f"{how['key']}={how['template']}: "
         raise ValueError(f"{where}{prompt.id}: {str(error).removeprefix(where)}") from None
@@ -311,7 +319,7 @@ def conversation_ids(
     As plain text the response follows the prompt without anything between them, as in the policy's own sequence.
 
     Args:
-        key: of the template in the config, for the errors that `whole_text` raises.
+        key: of the template in the config, for the errors that `render_whole` raises.
         arguments: given to a chat template.
         trained: the response is a row's, and must be written whole; else the model has sampled it.
         notes: counts what the template does not write.
@@ -322,11 +330,11 @@ def conversation_ids(
     else:
         options = {"tools": tools, "add_generation_prompt": False, **(arguments or {})}
         strict = [len(messages) - 1] if trained else []
-        text = whole_text(messages, template, tokenizer, key, options, strict=strict, checked=trained, notes=notes)
+        text = render_whole(messages, template, tokenizer, key, options, strict=strict, checked=trained, notes=notes)
     return tokenize([text], template, tokenizer)[0]
 
 
-def chat_text(
+def apply_template(
     messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, key: str, options: Mapping[str, Any]
 ) -> Any:
     """A conversation as a chat template writes it: its text, or what else `options` ask `apply_chat_template` for.
@@ -337,7 +345,7 @@ def chat_text(
     check_has_template(template, tokenizer, key)
     options = {"chat_template": chat_template(template), "tokenize": False, **options}
     try:
-        with limited(_endless(key, template, tokenizer)):
+        with limited(_limit_message(key, template, tokenizer)):
             text = tokenizer.apply_chat_template(list(messages), **options)
         if isinstance(text, str) and len(text) > MAX_TEXT:
             raise ValueError(f"it writes {len(text):,} characters")
@@ -353,7 +361,7 @@ def chat_text(
         ) from error
 
 
-def _endless(key: str, template: TemplateName, tokenizer: Any) -> str:
+def _limit_message(key: str, template: TemplateName, tokenizer: Any) -> str:
     """What `limited` says of a template."""
     of_model = f" of {tokenizer.name_or_path}" if template == "model" else ""
     return f"{key}={template}: the chat template{of_model} {{}}. Correct it, or choose another one with {key}."
@@ -365,14 +373,14 @@ def tagged_ids(
     """The ids [L] int32 of a conversation, and a mask [L] that is True inside the template's {% generation %} tags."""
     if MARK not in json.dumps([messages, options], ensure_ascii=False, default=str):
         whole = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        encoded = chat_text(messages, template, tokenizer, key, {**options, **whole})
+        encoded = apply_template(messages, template, tokenizer, key, {**options, **whole})
         return np.array(encoded["input_ids"], np.int32), np.array(encoded["assistant_masks"], bool)
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    text = chat_text(messages, template, tokenizer, key, options)
+    text = apply_template(messages, template, tokenizer, key, options)
     source = tokenizer.get_chat_template(chat_template(template), tools=options["tools"])
     arguments = {**tokenizer.special_tokens_map, **options, "return_assistant_tokens_mask": True}
-    with limited(_endless(key, template, tokenizer)):
+    with limited(_limit_message(key, template, tokenizer)):
         rendered: Any = render_jinja_template([list(messages)], chat_template=source, **arguments)
     spans = rendered[1][0]
     ids, characters = _encode_pieces(text, tokenizer, with_places=True)

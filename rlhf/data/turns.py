@@ -17,7 +17,7 @@ import numpy as np
 from rlhf.config.data import PLAIN, TemplateName
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.model_folder import local_model_folder, read_json
-from rlhf.data.templates import chat_text, template_source, tokenize
+from rlhf.data.templates import apply_template, template_source, tokenize
 
 KEY = "data.template"
 TALK = [
@@ -132,5 +132,5 @@ def rollout_warnings(config: GRPOConfig, tokenizer: Any) -> Iterator[str]:
 
 
 def _text(messages: Any, template: TemplateName, tokenizer: Any, arguments: Any, **options: Any) -> str:
-    text: str = chat_text(messages, template, tokenizer, KEY, {"tools": None, **(arguments or {}), **options})
+    text: str = apply_template(messages, template, tokenizer, KEY, {"tools": None, **(arguments or {}), **options})
     return text

@@ -31,7 +31,7 @@ from rlhf.environments.python_tool import python_tool
 from rlhf.environments.schema import json_schema
 from rlhf.processes import attributes
 from rlhf.processes.code import import_problem, load_module
-from rlhf.processes.returned import printable, printable_json, read_returned
+from rlhf.processes.returned import as_utf8, as_utf8_json, read_returned
 
 # name -> what makes the tool, from options
 BUILT_IN: dict[str, Callable[..., Callable[..., Any]]] = {"calculator": lambda: calculator, "python": python_tool}
@@ -200,12 +200,12 @@ class Episode:
         if result is None:
             return nothing
         if isinstance(result, str):
-            return {**nothing, "text": printable(result)}
+            return {**nothing, "text": as_utf8(result)}
         if isinstance(result, list) and result and all(isinstance(item, Mapping) for item in result):
             if all(isinstance(item.get("role"), str) and "content" in item for item in result):
-                return {**nothing, "messages": printable_json(json.loads(json.dumps(result)))}
+                return {**nothing, "messages": as_utf8_json(json.loads(json.dumps(result)))}
             if all(item.get("type") == "text" and isinstance(item.get("text"), str) for item in result):
-                return {**nothing, "text": printable("".join(item["text"] for item in result))}
+                return {**nothing, "text": as_utf8("".join(item["text"] for item in result))}
         raise TypeError(
             f"{self._environment.name}.reset returned {type(result).__name__}. It may return None, text for the end of "
             "the last user message, or a list of messages with role and content."
@@ -340,13 +340,13 @@ class Episode:
         if isinstance(result, list):
             with contextlib.suppress(TypeError, ValueError, RecursionError):
                 if len(as_json := json.dumps(result)) <= MAX_CHARACTERS:
-                    return printable_json(json.loads(as_json))
+                    return as_utf8_json(json.loads(as_json))
         return self._text(result)
 
     def _text(self, result: Any) -> str:
         text = str(result)
         cut = len(text) - MAX_CHARACTERS
-        return printable(text if cut <= 0 else f"{text[:MAX_CHARACTERS]}\n[{cut} more characters were cut]")
+        return as_utf8(text if cut <= 0 else f"{text[:MAX_CHARACTERS]}\n[{cut} more characters were cut]")
 
 
 def column_names(function: Callable[..., Any], *others: Any) -> set[str]:
@@ -402,7 +402,7 @@ def content_text(content: Any) -> str:
 def _name(call: Mapping[str, Any]) -> str:
     function = call.get("function")
     name = function.get("name") if isinstance(function, Mapping) else call.get("name")
-    return printable(name) if isinstance(name, str) else "unknown"
+    return as_utf8(name) if isinstance(name, str) else "unknown"
 
 
 def _arguments(written: Any) -> Any:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rlhf.processes.confinement import NO_NETWORK, remedy
-from rlhf.processes.raised import lines_of, place_of, said_by
-from rlhf.processes.returned import printable
+from rlhf.processes.raised import error_text, location_of, traceback_lines
+from rlhf.processes.returned import as_utf8
 
 MAX_CHARACTERS = 1000  # of an error that the user is told
 JSON_TYPES = str | int | float | list | dict | None  # arguments have these types, whatever the schema says
@@ -39,7 +39,7 @@ def fault_of(error: BaseException, tool: str, arguments: Any) -> Fault | None:
         text = str(error)
     except Exception:  # its `__str__` is other people's
         return None
-    lines = lines_of(error)
+    lines = traceback_lines(error)
     if not lines or lines[-1].is_program or isinstance(error, ValueError) or _names_an_argument(error, arguments):
         return None
     is_broken = (
@@ -48,7 +48,7 @@ def fault_of(error: BaseException, tool: str, arguments: Any) -> Fault | None:
         or NO_NETWORK in text
         or bool(remedy(error))
     )
-    return Fault(tool, printable(place_of(error) + said_by(error))[:MAX_CHARACTERS], is_broken)
+    return Fault(tool, as_utf8(location_of(error) + error_text(error))[:MAX_CHARACTERS], is_broken)
 
 
 def _names_an_argument(error: BaseException, arguments: Any) -> bool:

@@ -214,7 +214,7 @@ class Hosts(Workers, Sessions):
         if not worker.work:
             worker.kind = None
 
-    def most_processes(self, worker: Worker) -> int:
+    def max_processes(self, worker: Worker) -> int:
         """The limit of processes; it holds for built-in tools too, since a model's program may fork forever."""
         return self.shared_processes if worker.kind == "shared" else self._processes
 

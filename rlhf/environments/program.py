@@ -27,7 +27,7 @@ from typing import Any
 
 from rlhf.processes.domains import Command, write_launcher
 from rlhf.processes.outside import remove
-from rlhf.processes.returned import printable_json, read_returned
+from rlhf.processes.returned import as_utf8_json, read_returned
 
 TIMEOUT_S = 600.0  # where the config sets none
 ALIVE_S = 1.0  # between signs of life
@@ -193,7 +193,7 @@ def reward_in(text: bytes, where: str) -> dict[str, Any]:
         value = json.loads(text)
         facts = (value.pop("facts", None) if isinstance(value, dict) else None) or {}
         said = read_returned(None if value == {} else value)  # facts alone
-        facts = printable_json({**said.others, **dict(facts)})
+        facts = as_utf8_json({**said.others, **dict(facts)})
         return {"reward": said.score, "parts": said.numbers, "facts": facts, "attributes": None}
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{where} holds no reward: {str(error).removeprefix('returned ')}") from None

@@ -29,8 +29,8 @@ from rlhf.environments.program import LimitError, Program
 from rlhf.processes import attributes
 from rlhf.processes.channel import Channel
 from rlhf.processes.code import load_module
-from rlhf.processes.raised import place_of, said_by
-from rlhf.processes.returned import printable, read_returned
+from rlhf.processes.raised import error_text, location_of
+from rlhf.processes.returned import as_utf8, read_returned
 
 ALIVE_S = 1.0  # between signs of life of the event loop
 MAX_ERROR = 2000  # characters of an error
@@ -239,7 +239,7 @@ class Server:
         return {"id": message["id"], "result": result} if "id" in message else {}
 
     def _failed(self, message: Mapping[str, Any], error: str, *, limit: bool) -> dict[str, Any]:
-        return {"id": message.get("id"), "error": printable(error)[:MAX_ERROR], "limit": limit}
+        return {"id": message.get("id"), "error": as_utf8(error)[:MAX_ERROR], "limit": limit}
 
     async def _done(self, message: Mapping[str, Any]) -> Any:
         """Carry out the message's request."""
@@ -315,7 +315,7 @@ async def _caught(awaitable: Awaitable[Any]) -> Any:
 
 
 def _text(error: BaseException) -> str:
-    return place_of(error) + said_by(error)
+    return location_of(error) + error_text(error)
 
 
 class _Clock:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf.processes.returned import printable
+from rlhf.processes.returned import as_utf8
 
 MAX_CHARACTERS = 200_000  # of one attribute as JSON
 MAX_REASON = 500  # characters
@@ -123,11 +123,11 @@ class EnvironmentView:
 def plain_json(value: Any) -> Any:
     """JSON without the marks of `as_json`: tuples and sets as lists, keys and what cannot be said as printable text."""
     if isinstance(value, Mapping):
-        return {printable(str(key)): plain_json(item) for key, item in value.items()}
+        return {as_utf8(str(key)): plain_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain_json(item) for item in (value if isinstance(value, list | tuple) else sorted(value, key=repr))]
     try:
         value = from_json(as_json(value))
     except TypeError:
         value = str(value)
-    return printable(value) if isinstance(value, str) else value
+    return as_utf8(value) if isinstance(value, str) else value

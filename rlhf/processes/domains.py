@@ -253,25 +253,25 @@ def _files(folder: Path, below: Sequence[int]) -> Iterator[os.stat_result]:
     for pid in below:
         with contextlib.suppress(ProcessLookupError):
             try:  # its threads share their descriptors; one that has ended, maybe the first, has none
-                opened = (fds for task in _in(f"/proc/{pid}/task") if (fds := [*_in(f"{task}/fd")]))
+                opened = (fds for task in _entries(f"/proc/{pid}/task") if (fds := [*_entries(f"{task}/fd")]))
                 for fd in next(opened, ()):
                     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                         entry = os.stat(fd)
                         if stat.S_ISREG(entry.st_mode) and not entry.st_nlink:
                             deleted[entry.st_dev, entry.st_ino] = entry
             except PermissionError:
-                if not _ends(pid):
+                if not _is_ending(pid):
                     raise
     yield from deleted.values()
 
 
-def _in(folder: str) -> Iterator[str]:
+def _entries(folder: str) -> Iterator[str]:
     """What is in a folder of /proc, now."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         yield from (f"{folder}/{name}" for name in os.listdir(folder))
 
 
-def _ends(pid: int) -> bool:
+def _is_ending(pid: int) -> bool:
     """Whether a process has ended or is about to: root alone may look into it then."""
     ended = os.pidfd_open(pid)
     try:

@@ -102,7 +102,7 @@ class PrintedLines:
 
     def __init__(self, noun: str, names: Sequence[str], say_line: Callable[[str], None]) -> None:
         self._noun, self._sole = noun, names[0] if len(names) == 1 else ""
-        self._to = say_line
+        self._say_line = say_line
         self._began, self._shown, self._dropped = time.monotonic(), 0, 0
 
     def lines(self, data: bytes) -> None:
@@ -125,7 +125,7 @@ class PrintedLines:
 
     def _say(self, name: str, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal is gone; the work goes on
-            self._to(f"{self._noun} {name or self._sole}".rstrip() + f": {text}")
+            self._say_line(f"{self._noun} {name or self._sole}".rstrip() + f": {text}")
 
 
 class OutputPipe:

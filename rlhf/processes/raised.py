@@ -28,7 +28,7 @@ class Line(NamedTuple):
     is_program: bool
 
 
-def lines_of(error: BaseException) -> list[Line]:
+def traceback_lines(error: BaseException) -> list[Line]:
     """The lines of an error's traceback that are not ours, the outermost first."""
     lines: list[Line] = []
     package, step = None, error.__traceback__
@@ -48,13 +48,13 @@ def lines_of(error: BaseException) -> list[Line]:
     return lines
 
 
-def place_of(error: BaseException) -> str:
+def location_of(error: BaseException) -> str:
     """`file:line: ` of the innermost line of the user's code; an empty string if there is none."""
-    own = [line for line in lines_of(error) if line.is_own]
+    own = [line for line in traceback_lines(error) if line.is_own]
     return f"{own[-1].frame.f_code.co_filename}:{own[-1].number}: " if own else ""
 
 
-def said_by(error: BaseException, advice: str = "") -> str:
+def error_text(error: BaseException, advice: str = "") -> str:
     """`Type: text`, then the advice, or else how to grant what the confinement refused."""
     try:
         said = f"{type(error).__name__}: {error}".removesuffix(": ")

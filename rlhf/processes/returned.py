@@ -37,7 +37,7 @@ def read_returned(value: Any, *, finite: bool = False) -> Returned:
     if "score" not in value:
         raise ValueError(f"returned a mapping with {sorted(map(str, value))}, without score")
     score = _checked(value["score"], "score", finite)
-    further = {printable(str(name)): item for name, item in value.items() if name != "score"}
+    further = {as_utf8(str(name)): item for name, item in value.items() if name != "score"}
     others = {name: item for name, item in further.items() if as_number(item) is None}
     numbers = {name: _checked(item, name, finite) for name, item in further.items() if name not in others}
     return Returned(score, numbers, others)
@@ -59,19 +59,19 @@ def read_scores(values: Any, count: int, *, finite: bool = True) -> list[float |
     return scores
 
 
-def printable(text: str) -> str:
+def as_utf8(text: str) -> str:
     """Text that can be written as UTF-8: lone surrogates, which stand for invalid bytes, become \\udc80."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def printable_json(value: Any) -> Any:
-    """What `printable` makes of all its texts. Raises RecursionError for what would be too deep to write later."""
+def as_utf8_json(value: Any) -> Any:
+    """What `as_utf8` makes of all its texts. Raises RecursionError for what would be too deep to write later."""
     if isinstance(value, str):
-        return printable(value)
+        return as_utf8(value)
     if isinstance(value, list):
-        return [printable_json(item) for item in value]
+        return [as_utf8_json(item) for item in value]
     if isinstance(value, dict):
-        return {printable(key): printable_json(item) for key, item in value.items()}
+        return {as_utf8(key): as_utf8_json(item) for key, item in value.items()}
     return value
 
 

@@ -162,7 +162,7 @@ class Workers:
     def on_end(self, reason: str) -> None:
         """It was closed, or cannot go on for a reason."""
 
-    def most_processes(self, worker: Worker) -> int | None:
+    def max_processes(self, worker: Worker) -> int | None:
         """How many processes may run below a worker; None: nobody counts, since no code of others starts any."""
         return self._processes if self._code else None
 
@@ -391,7 +391,7 @@ class Workers:
             ):
                 self.kill(worker, DIED)
             elif worker.watch.running and worker.watch.elapsed() > min(POLL_S, self._limits["wall_seconds"]):
-                most = self.most_processes(worker)
+                most = self.max_processes(worker)
                 if most is not None and count_below(worker.pid, most) > most:
                     self.kill(worker, DIED, f"over {most} processes")
                 elif limit := worker.watch.exceeded(**self._limits):

@@ -81,7 +81,7 @@ class HttpClient:
         retry_on: type[PassingError] = PassingError,
     ) -> None:
         self._section, self._timeout_s, self._retries, self._retry_on = section, timeout_s, retries, retry_on
-        self._places = asyncio.Semaphore(at_once)
+        self._slots = asyncio.Semaphore(at_once)
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         credentials, is_address = "", False
         with contextlib.suppress(ValueError):
@@ -112,12 +112,12 @@ class HttpClient:
         """
 
         async def attempt() -> T:
-            async with self._places:
+            async with self._slots:
                 reply = await self._reply(body, self._url / path if path else self._url, most_bytes)
             try:
                 return read(reply)
             except BAD_FORMS as error:
-                said = f"{type(error).__name__}: {_start(str(error))}. The reply begins with {_start(reply)!r}"
+                said = f"{type(error).__name__}: {_beginning(str(error))}. The reply begins with {_beginning(reply)!r}"
                 raise PassingError(said) from None
 
         try:
@@ -148,34 +148,34 @@ class HttpClient:
                 while len(text) <= most_bytes and (more := await reply.content.read(most_bytes + 1 - len(text))):
                     text += more
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.ClientHttpProxyError) as error:
-            raise UnconnectedError(f"{type(error).__name__}{through}: {_start(str(error))}") from None
+            raise UnconnectedError(f"{type(error).__name__}{through}: {_beginning(str(error))}") from None
         except TimeoutError:
             late = f"over {self._timeout_s:g} seconds by the clock ({self._section}timeout_s){through}"
             raise LateError(late) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             reason = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
-            raise PassingError(f"{type(error).__name__}{through}: {_start(reason)}") from None
-        return _body(reply, bytes(text), most_bytes)
+            raise PassingError(f"{type(error).__name__}{through}: {_beginning(reason)}") from None
+        return _checked_body(reply, bytes(text), most_bytes)
 
 
-def _start(text: bytes | str) -> str:
+def _beginning(text: bytes | str) -> str:
     """What a message shows of a text: cut after its secrets are hidden, so that no part of one is left."""
     return hide(text if isinstance(text, str) else text.decode(errors="replace"))[:MAX_SHOWN]
 
 
-def _body(reply: aiohttp.ClientResponse, text: bytes, most_bytes: int) -> bytes:
+def _checked_body(reply: aiohttp.ClientResponse, text: bytes, most_bytes: int) -> bytes:
     """The text of a reply, if that is what was asked for."""
     status, coding = f"HTTP status {reply.status}", reply.headers.get("Content-Encoding", "")
     if 300 <= reply.status < 400 and "Location" in reply.headers:
-        raise RequestError(f"{status}: it redirects to {_start(reply.headers['Location'])}, which is not asked")
+        raise RequestError(f"{status}: it redirects to {_beginning(reply.headers['Location'])}, which is not asked")
     if not 200 <= reply.status < 300:
         passes = reply.status >= 500 or reply.status in PASSING
-        error = (PassingError if passes else RequestError)(f"{status}: {_start(text)}")
+        error = (PassingError if passes else RequestError)(f"{status}: {_beginning(text)}")
         if isinstance(error, PassingError) and (after := reply.headers.get("Retry-After", "")).isdecimal():
             error.wait_s = min(float(after), MAX_RETRY_AFTER_S)
         raise error
     if coding.lower() not in ("", "identity"):
-        raise RequestError(f"the reply is compressed ({_start(coding)}), which was not asked for")
+        raise RequestError(f"the reply is compressed ({_beginning(coding)}), which was not asked for")
     if len(text) > most_bytes:
         raise RequestError(f"the reply is too long: it has over {most_bytes} bytes")
     return text

@@ -112,8 +112,8 @@ class Pool(Workers):
         self._waits, self.groups = frozenset(about["waits"]), frozenset(about["groups"])
         self.size = self._computing * (2 if self._waits else 1)
 
-    def most_processes(self, worker: Worker) -> int | None:
-        return self._processes if _runs_code(worker) else super().most_processes(worker)
+    def max_processes(self, worker: Worker) -> int | None:
+        return self._processes if _runs_code(worker) else super().max_processes(worker)
 
     def on_message(self, worker: Worker, message: Any) -> None:
         if "died" in message:

@@ -18,7 +18,7 @@ from rlhf.config.printing import say
 from rlhf.config.reward import FLOAT32_MAX, OPTIONS_OF_REWARD, USER_FIELDS
 from rlhf.processes.attributes import EnvironmentView
 from rlhf.processes.code import import_problem, load_module
-from rlhf.processes.raised import place_of, said_by
+from rlhf.processes.raised import error_text, location_of
 from rlhf.processes.returned import read_returned
 from rlhf.rewards.code import code_reward
 from rlhf.rewards.grade import ANSWER_CLASSES, FAILED, NOT_JUDGED, OK, TIMEOUT, UNSCORABLE, Grade
@@ -26,7 +26,7 @@ from rlhf.rewards.math import check_gold, math_reward, says_the_same
 from rlhf.rewards.refusal import refusing_side_effects
 from rlhf.rewards.shaping import length_reward, repetition_reward
 from rlhf.rewards.simple import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
-from rlhf.rewards.trl_rewards import Judged, as_completion, judge, takes_a_group_as_trl_does
+from rlhf.rewards.trl_rewards import Judged, as_completion, judge, names_trl_arguments
 
 # name -> function(job, options)
 REWARDS: dict[str, Callable[[dict[str, Any], Any], Grade]] = {
@@ -40,13 +40,13 @@ REWARDS: dict[str, Callable[[dict[str, Any], Any], Grade]] = {
     "repetition": lambda job, options: Grade(repetition_reward(job["response"], options)),
     "code": lambda job, options: code_reward(job["response"], job["columns"], options, *job["time"]),
 }
-OF_WHOLE_RESPONSE = ("format", "length", "repetition")  # the others grade its answer, without the thoughts
+GRADES_WHOLE_RESPONSE = ("format", "length", "repetition")  # the others grade its answer, without the thoughts
 
 NO_DEBUGGER = (
     "A grading process has no terminal, so no debugger can run in it. Call the function from a script of your own, or "
     "print(): the lines reach the log. `rlhf score FILE --reward NAME` tries it on a file"
 )
-OURS = {"columns", "metadata"}  # arguments that TRL has not
+OUR_ARGUMENTS = {"columns", "metadata"}  # arguments that TRL has not
 AS_GROUP = "Set `group: true` next to its name if it takes all responses to a prompt and returns a list, as TRL's do"
 
 
@@ -67,17 +67,17 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]]) -> Grade:
     options = _options(name, json.dumps(job["options"]))
     job = {**job, "thoughts": {"marks": marks_from_json(job.get("marks")), "in_thought": job.get("in_thought", False)}}
     try:
-        if name not in OF_WHOLE_RESPONSE:
+        if name not in GRADES_WHOLE_RESPONSE:
             job["response"] = answer_of(job["response"], **job["thoughts"]) or ""
         if name == "code":  # it starts processes
             return REWARDS[name]({**job, "response": None} if job.get("check") else job, options)
         with refusing_side_effects():
             jobs = [{**job, "answer": answer} for answer in alternatives(job["answer"])]
             if not job.get("check"):
-                return max((REWARDS[name](one, options) for one in jobs), key=_worth)
+                return max((REWARDS[name](one, options) for one in jobs), key=_sort_value)
             if name == "math":
-                return min((check_gold(one["answer"]) for one in jobs), key=_worth)
-            return min((REWARDS[name](as_if_answered(one), options) for one in jobs), key=_worth)
+                return min((check_gold(one["answer"]) for one in jobs), key=_sort_value)
+            return min((REWARDS[name](with_gold_as_response(one), options) for one in jobs), key=_sort_value)
     except MemoryError:
         raise
     except Exception as error:  # the text of the response caused it: only this response fails
@@ -99,7 +99,10 @@ def answer_classes(job: dict[str, Any]) -> Grade:
     options = _options(part, json.dumps(job["options"]))
 
     def accepts(stated: str, gold: str) -> bool:
-        return REWARDS[part]({**as_if_answered({"name": part, "answer": stated}), "answer": gold}, options).value == 1.0
+        return (
+            REWARDS[part]({**with_gold_as_response({"name": part, "answer": stated}), "answer": gold}, options).value
+            == 1.0
+        )
 
     def same(a: str, b: str) -> bool:
         try:
@@ -117,7 +120,7 @@ def answer_classes(job: dict[str, Any]) -> Grade:
     return Grade(None, group=tuple(Grade(float(first)) for first in firsts))
 
 
-def _worth(grade: Grade) -> float:
+def _sort_value(grade: Grade) -> float:
     """The sort key of the grades against several acceptable answers."""
     return -math.inf if grade.value is None else grade.value
 
@@ -127,7 +130,7 @@ def _options(name: str, written: str) -> Any:
     return OPTIONS_OF_REWARD[name].model_validate_json(written)
 
 
-def as_if_answered(job: dict[str, Any]) -> dict[str, Any]:
+def with_gold_as_response(job: dict[str, Any]) -> dict[str, Any]:
     """The job with its gold answer as the response, in a form that every reward reads."""
     gold = gold_answer(job["answer"]) or ""
     return {**job, "response": f"\\boxed{{{gold}}}" if job["name"] != "gsm8k" else f"#### {gold}"}
@@ -148,7 +151,7 @@ def load_user_function(part: dict[str, Any]) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"reward name={name!r}: {module_name} has no function {attribute}. Correct the name.")
-    if is_of_trl(function):
+    if has_trl_signature(function):
         if part["options"]:
             given = ", ".join(part["options"])
             raise ValueError(f"reward name={name!r}: {given}: no key, and TRL's functions get no options. Remove it.")
@@ -179,16 +182,16 @@ def waits(function: Callable[..., Any]) -> bool:
     )
 
 
-def _start(function: Callable[..., Any], job: dict[str, Any]) -> Any:
-    if is_of_trl(function):
+def _call(function: Callable[..., Any], job: dict[str, Any]) -> Any:
+    if has_trl_signature(function):
         return _judge(function, job)
     given = {name: job[name] for name in ("answer", "columns", "metadata")}
     return function(job["responses"] if "responses" in job else job["response"], **given, **job["options"])
 
 
-def is_of_trl(function: Callable[..., Any]) -> bool:
+def has_trl_signature(function: Callable[..., Any]) -> bool:
     """Whether a function has TRL's signature, and not ours with a first argument of that name."""
-    return takes_a_group_as_trl_does(function) and not OURS & inspect.signature(function).parameters.keys()
+    return names_trl_arguments(function) and not OUR_ARGUMENTS & inspect.signature(function).parameters.keys()
 
 
 def _judge(function: Callable[..., Any], job: dict[str, Any]) -> Any:
@@ -214,7 +217,7 @@ def _judge(function: Callable[..., Any], job: dict[str, Any]) -> Any:
     )
 
 
-def _end(coroutine: Any) -> Any:
+def _finished(coroutine: Any) -> Any:
     """The result of a coroutine that never waits."""
     try:
         coroutine.send(None)
@@ -227,12 +230,12 @@ def _end(coroutine: Any) -> Any:
 def call_user_function(function: Callable[..., Any], job: dict[str, Any]) -> Grade:
     """Call `function(response, answer=, columns=, metadata=, **options)` and check what it returns."""
     try:
-        result = _start(function, job)
-        return _grade(function, _end(result) if inspect.iscoroutine(result) else result, job)
+        result = _call(function, job)
+        return _grade(function, _finished(result) if inspect.iscoroutine(result) else result, job)
     except MemoryError:
         raise
     except BaseException as error:
-        return _failed(function, error)
+        return _failed_grade(function, error)
 
 
 async def call_waiting_function(function: Callable[..., Any], job: dict[str, Any], wall_seconds: float) -> Grade:
@@ -240,23 +243,23 @@ async def call_waiting_function(function: Callable[..., Any], job: dict[str, Any
 
     async def call() -> Grade:
         try:
-            return _grade(function, await _start(function, job), job)
+            return _grade(function, await _call(function, job), job)
         except (asyncio.CancelledError, MemoryError):
             raise
         except BaseException as error:
-            return _failed(function, error)
+            return _failed_grade(function, error)
 
     task = asyncio.ensure_future(call())
     if not (await asyncio.wait({task}, timeout=wall_seconds))[0]:
         task.cancel()
         return Grade(None, TIMEOUT, detail=f"over {wall_seconds:g} seconds by the clock")
-    return _failed(function, "CancelledError: it cancelled its own call") if task.cancelled() else task.result()
+    return _failed_grade(function, "CancelledError: it cancelled its own call") if task.cancelled() else task.result()
 
 
 def _grade(function: Callable[..., Any], result: Any, job: dict[str, Any]) -> Grade:
     """The grade of what a function returned for one response, or for a group."""
     if "responses" not in job:
-        return _grade_of_one(function, result)
+        return _grade_of_response(function, result)
     if isinstance(result, Judged):
         numbers = {name: [x for x in values if abs(x) <= FLOAT32_MAX] for name, values in result.metrics.items()}
         logged = {name: sum(values) / len(values) for name, values in numbers.items() if values}
@@ -264,35 +267,35 @@ def _grade(function: Callable[..., Any], result: Any, job: dict[str, Any]) -> Gr
         return Grade(None, OK, group=tuple(one))
     if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != len(job["responses"]):
         returned = f"{len(result)} values" if isinstance(result, Sequence) else type(result).__name__
-        return _failed(function, f"returned {returned} for a group of {len(job['responses'])}")
-    return Grade(None, OK, group=tuple(_grade_of_one(function, one) for one in result))
+        return _failed_grade(function, f"returned {returned} for a group of {len(job['responses'])}")
+    return Grade(None, OK, group=tuple(_grade_of_response(function, one) for one in result))
 
 
-def _grade_of_one(function: Callable[..., Any], result: Any) -> Grade:
+def _grade_of_response(function: Callable[..., Any], result: Any) -> Grade:
     if isinstance(result, list | tuple):
         if len(result) != 1:
-            return _failed(function, f"returned {len(result)} values for one response. {AS_GROUP}")
+            return _failed_grade(function, f"returned {len(result)} values for one response. {AS_GROUP}")
         result = result[0]
     try:
         returned = read_returned(result, finite=True)
     except (TypeError, ValueError) as error:
-        return _failed(function, str(error))
+        return _failed_grade(function, str(error))
     predicted = returned.others.pop("pred", None)  # the name that verl's functions have for it
     for name in returned.others:
-        _tell_once(f"reward: {name!r}, which a function returned next to score, is not a number, and is not logged")
+        _say_once(f"reward: {name!r}, which a function returned next to score, is not a number, and is not logged")
     status = UNSCORABLE if returned.score is None else OK
     return Grade(returned.score, status, "" if predicted is None else str(predicted), metrics=returned.numbers)
 
 
-_tell_once = cache(say)  # by this process
+_say_once = cache(say)  # by this process
 
 
-def _failed(function: Callable[..., Any], problem: str | BaseException) -> Grade:
+def _failed_grade(function: Callable[..., Any], problem: str | BaseException) -> Grade:
     """`file:line: problem`, with the innermost line of the user's, or the line of the function's definition."""
     location = ""
     if isinstance(problem, BaseException):
-        location = place_of(problem)
-        problem = said_by(problem, NO_DEBUGGER if isinstance(problem, BdbQuit) else "")
+        location = location_of(problem)
+        problem = error_text(problem, NO_DEBUGGER if isinstance(problem, BdbQuit) else "")
     unwrapped = inspect.unwrap(function)
     if not location and inspect.isfunction(unwrapped):
         location = f"{unwrapped.__code__.co_filename}:{unwrapped.__code__.co_firstlineno}: "

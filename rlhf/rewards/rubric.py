@@ -54,7 +54,7 @@ class RubricGrader:
         )  # fmt: skip
         self._used = _USED.setdefault(options.model_dump_json(), {"max_requests": 0, "max_tokens": 0})
         self._cache: dict[tuple[str, tuple[float, ...]], asyncio.Task[Grade]] = {}
-        self._places = asyncio.Semaphore(options.requests_at_once)
+        self._slots = asyncio.Semaphore(options.requests_at_once)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rubric", daemon=True)
         self._thread.start()
@@ -101,7 +101,7 @@ class RubricGrader:
         return grade._replace(metrics=KNOWN) if is_cached else grade
 
     async def _ask(self, body: str, weights: Sequence[float]) -> Grade:
-        async with self._places:
+        async with self._slots:
             self._check_budget()
             self._used["max_requests"] += 1
             return await self._client.ask(body.encode(), lambda reply: self._read(reply, weights))

@@ -84,8 +84,8 @@ class Scorer(AbstractContextManager["Scorer"]):
         limits["workers"] = config.workers or default_workers()
         try:
             for part in (part for part in config.all_parts if part.name == "rubric"):
-                if _written(part) not in self._rubrics:  # the same one, with another weight, in another source
-                    self._rubrics[_written(part)] = RubricGrader(_rubric_options(part))
+                if _options_json(part) not in self._rubrics:  # the same one, with another weight, in another source
+                    self._rubrics[_options_json(part)] = RubricGrader(_rubric_options(part))
             for grants, functions in by_grants.items():
                 self._pools[grants] = Pool(**limits, user_functions=functions, say=say)
             if self.pool.unconfined and any(part.name == "code" for part in config.all_parts):
@@ -139,16 +139,18 @@ class Scorer(AbstractContextManager["Scorer"]):
         parts = self.config.parts_of(prompt.source)
         if metric is not None:  # the order in the config decides nothing
             parts = tuple(sorted(parts, key=lambda part: (not f"{metric}/".startswith(f"{part.name}/"), part.name)))
-        metadata = [_metadata(prompt, r.finish_reason, r.response_length) | _of_turns(prompt, r) for r in rollouts]
+        metadata = [_metadata(prompt, r.finish_reason, r.response_length) | _turn_metadata(prompt, r) for r in rollouts]
         of_trl = metadata
-        if any(map(self._is_of_trl, parts)):
-            of_trl = [about | _of_trl(rollout) for about, rollout in zip(metadata, rollouts, strict=True)]
+        if any(map(self._has_trl_signature, parts)):
+            of_trl = [about | _trl_metadata(rollout) for about, rollout in zip(metadata, rollouts, strict=True)]
         futures = [
             self._submit(part, self._jobs(part, texts, prompt.answer, prompt.columns, about, marks))
             for part in parts
-            for about in [of_trl if self._is_of_trl(part) else metadata]
+            for about in [of_trl if self._has_trl_signature(part) else metadata]
         ]
-        columns = [_of_each([await asyncio.wrap_future(future) for future in many], len(texts)) for many in futures]
+        columns = [
+            _grade_per_response([await asyncio.wrap_future(future) for future in many], len(texts)) for many in futures
+        ]
         before = self.counters.copy()
         grades = [self._combine(parts, [column[row] for column in columns], prompt.id) for row in range(len(texts))]
         self._counted[prompt.epoch, prompt.id] = self.counters - before
@@ -184,15 +186,17 @@ class Scorer(AbstractContextManager["Scorer"]):
         """
         problems = {}
         for part in filter(lambda part: part.is_judged_outside, self.config.parts_of(prompt.source)):
-            texts = responses if part.group or self._is_of_trl(part) else responses[:1]
+            texts = responses if part.group or self._has_trl_signature(part) else responses[:1]
             metadata = [_metadata(prompt, "stop", len(text.split())) for text in texts]
             if rollout is not None:
-                of_trl = _of_trl(rollout) if self._is_of_trl(part) else {}
+                of_trl = _trl_metadata(rollout) if self._has_trl_signature(part) else {}
                 for about, text in zip(metadata, texts, strict=True):
                     turns = ({"role": "assistant", "content": text},)
-                    about |= _of_turns(prompt, replace(rollout, turns=turns)) | of_trl
+                    about |= _turn_metadata(prompt, replace(rollout, turns=turns)) | of_trl
             (future,) = self._submit(part, self._jobs(part, texts, prompt.answer, prompt.columns, metadata))
-            grades = [self._within_bound([part], [grade], prompt.id)[0] for grade in _of_each([future.result()], 1)]
+            grades = [
+                self._within_bound([part], [grade], prompt.id)[0] for grade in _grade_per_response([future.result()], 1)
+            ]
             failed = [grade for grade in grades if grade.status in FAILURES]
             if failed or all(grade.value is None for grade in grades):
                 problems[part.name] = (failed or grades)[0]
@@ -218,7 +222,9 @@ class Scorer(AbstractContextManager["Scorer"]):
     def graded_batch(self, batches: Sequence[Sequence[Future[Grade]]], *, first_row: int = 0) -> list[Grade]:
         """Wait for the results of `submit_batch`, in order. An error names the row on which a user function failed."""
         return [
-            self._combine(self.config.parts, [_of_each([future.result()], 1)[0] for future in futures], f"row {row}")
+            self._combine(
+                self.config.parts, [_grade_per_response([future.result()], 1)[0] for future in futures], f"row {row}"
+            )
             for row, futures in enumerate(zip(*batches, strict=True), first_row)
         ]
 
@@ -273,7 +279,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         """Whether a part was called, and every call failed."""
         return 0 < self._calls(part) == self._calls(part, FAILURES)
 
-    def why_none(self, part: RewardPart) -> str:
+    def why_no_value(self, part: RewardPart) -> str:
         """Why a part has given no response a value; `new_errors` has the messages of its failed calls."""
         if self.failed_always(part):
             return "every call failed"
@@ -301,7 +307,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         if error in self._errors[name] or len(self._errors[name]) < MAX_ERRORS_KEPT:
             self._errors[name][error] += 1
 
-    def _is_of_trl(self, part: RewardPart) -> bool:
+    def _has_trl_signature(self, part: RewardPart) -> bool:
         """Whether a part is a function in TRL's signature, which takes a group."""
         return part.is_user_function and part.name in self._pools[grants_of(part)].groups
 
@@ -316,12 +322,12 @@ class Scorer(AbstractContextManager["Scorer"]):
     ) -> list[dict[str, Any]]:
         """What has to be computed for the responses to one prompt by one part: a job for each, or one for all."""
         job = {"name": part.name, "options": part.options, "answer": answer}
-        if part.group or self._is_of_trl(part):
+        if part.group or self._has_trl_signature(part):
             return [{**job, "columns": columns, "metadata": metadata, "responses": texts}]
         if part.name == "format":
             texts = [_with_thought(text, about) for text, about in zip(texts, metadata, strict=True)]
         pairs = zip(texts, metadata, strict=True)
-        return [{**job, "response": text, **_known(part, columns, about, marks)} for text, about in pairs]
+        return [{**job, "response": text, **_job_inputs(part, columns, about, marks)} for text, about in pairs]
 
     def _calls(self, part: RewardPart, statuses: Sequence[str] = STATUSES) -> int:
         return sum(self.counters[f"{part.name}/{status}"] for status in statuses)
@@ -329,7 +335,7 @@ class Scorer(AbstractContextManager["Scorer"]):
     def _submit(self, part: RewardPart, jobs: Sequence[dict[str, Any]]) -> list[Future[Grade]]:
         if self._over_budget:
             raise RuntimeError(self._over_budget)
-        graders = self._rubrics[_written(part)] if part.name == "rubric" else self._pools[grants_of(part)]
+        graders = self._rubrics[_options_json(part)] if part.name == "rubric" else self._pools[grants_of(part)]
         return graders.submit_many(jobs)
 
     def _combine(self, parts: Sequence[RewardPart], grades: Sequence[Grade], row: str) -> Grade:
@@ -381,12 +387,12 @@ class Scorer(AbstractContextManager["Scorer"]):
             raise RuntimeError(self._over_budget)
 
 
-def _written(part: RewardPart) -> str:
+def _options_json(part: RewardPart) -> str:
     return json.dumps(part.options, sort_keys=True)
 
 
 def _rubric_options(part: RewardPart) -> RubricOptions:
-    return RubricOptions.model_validate_json(_written(part))
+    return RubricOptions.model_validate_json(_options_json(part))
 
 
 def error_of(grade: Grade) -> str:
@@ -414,7 +420,9 @@ def _with_thought(text: str, metadata: dict[str, Any]) -> str:
     return "".join([*thoughts, text])
 
 
-def _known(part: RewardPart, columns: dict[str, Any], metadata: dict[str, Any], marks: Marks | None) -> dict[str, Any]:
+def _job_inputs(
+    part: RewardPart, columns: dict[str, Any], metadata: dict[str, Any], marks: Marks | None
+) -> dict[str, Any]:
     """What a part gets in addition to response and answer. Smaller jobs make the pool faster."""
     thoughts = {"marks": marks, "in_thought": metadata["in_thought"]}
     if part.is_judged_outside:
@@ -430,7 +438,7 @@ def _known(part: RewardPart, columns: dict[str, Any], metadata: dict[str, Any], 
     return thoughts | ({"prompt": "".join(asked[-1:])} if part.name == "math" else {})
 
 
-def _of_each(grades: Sequence[Grade], responses: int) -> Sequence[Grade]:
+def _grade_per_response(grades: Sequence[Grade], responses: int) -> Sequence[Grade]:
     """One grade per response; if the call for a group failed, each of its responses gets that grade."""
     return grades[0].group or [*grades] * (responses // len(grades))
 
@@ -448,7 +456,7 @@ def _metadata(prompt: Prompt, finish_reason: str, response_length: int) -> dict[
     }
 
 
-def _of_turns(prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
+def _turn_metadata(prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
     """What a rollout with an environment adds to its metadata; {} without one."""
     if rollout.outcome is None:
         return {}
@@ -460,7 +468,7 @@ def _of_turns(prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
     return {"turns": rollout.turns, "facts": facts, "in_thought": in_thought, **opening, **files}
 
 
-def _of_trl(rollout: Rollout) -> dict[str, Any]:
+def _trl_metadata(rollout: Rollout) -> dict[str, Any]:
     """What a function in TRL's signature gets in addition: the ids after the prompt, attributes of the environment."""
     first = rollout.sequences[0]
     given: dict[str, Any] = {"completion_ids": first.token_ids[first.prompt_length :]}

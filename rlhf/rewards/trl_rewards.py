@@ -33,7 +33,7 @@ class Judged(NamedTuple):
     metrics: dict[str, list[float]]
 
 
-def takes_a_group_as_trl_does(function: Callable[..., Any]) -> bool:
+def names_trl_arguments(function: Callable[..., Any]) -> bool:
     """Whether the signature is TRL's: it names `completions`, `environments` or another argument that only TRL has."""
     try:
         return not OF_TRL.isdisjoint(inspect.signature(function).parameters)

@@ -33,7 +33,7 @@ def load(hello: dict[str, Any]) -> tuple[Grader, dict[str, Any]]:
         with printing_as(part["name"]):
             functions[part["name"]] = registry.load_user_function(part)
     grader = Grader(functions, hello["wall_seconds"])
-    groups = [name for name, function in functions.items() if registry.is_of_trl(function)]
+    groups = [name for name, function in functions.items() if registry.has_trl_signature(function)]
     return grader, {"waits": grader.waits, "groups": groups}
 
 
@@ -51,7 +51,7 @@ class Grader:
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._told = 0.0  # when the driver heard last that tests are going on
+        self._last_sign_of_life = 0.0  # when the driver heard last that tests are going on
 
     def serve(self, channel: Channel) -> None:
         """Answer jobs until the driver hangs up."""
@@ -85,8 +85,8 @@ class Grader:
         return grade
 
     def _say_alive(self) -> None:
-        if time.monotonic() - self._told > BEAT_S:
-            self._told = time.monotonic()
+        if time.monotonic() - self._last_sign_of_life > BEAT_S:
+            self._last_sign_of_life = time.monotonic()
             self._reply([], [])
 
     async def _hold(self, jobs: list[Job]) -> None:
