@@ -96,10 +96,6 @@ def test_what_fits_on_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) ->
             "data={train: file.jsonl, prompt_column: ask}",
             "prompt_column=ask: file.jsonl has no such column",
         ),
-        pytest.param("reward=[no.py:score]", "no.py cannot be imported: FileNotFoundError", marks=pytest.mark.slow),
-        pytest.param(
-            "algo.advantage=no.py:mine", "algo.advantage=no.py:mine: no.py cannot be imported: ", marks=pytest.mark.slow
-        ),
         pytest.param("environment=no.py:Game", "no.py cannot be imported: FileNotFoundError", marks=pytest.mark.slow),
         ("run.dir=file.jsonl/run", "run.dir=file.jsonl/run: "),
         ("cluster.tensor_parallel=5", "cluster.tensor_parallel=5 does not divide the model's 12 attention heads"),
