@@ -97,8 +97,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the results as one JSON array")
 
 
-def _described(patient: Patient) -> list[str]:
-    """What a reader of the results has to know about the machine and the run."""
+def _description(patient: Patient) -> list[str]:
+    """The machine and the run, for a reader of the results."""
     versions, cluster = node_report.report(), patient.config.cluster
     gpus = [gpu for node in vars(patient).get("nodes", {}).values() for gpu in node["gpus"]]
     memory = f"{psutil.virtual_memory().total / GIB:.0f} GiB"
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if flags.json:
         say(json.dumps([asdict(result) for result in results], indent=2))
     else:
-        say("\n".join(["", *_described(patient)]))
+        say("\n".join(["", *_description(patient)]))
     if failed := [result.name for result in results if result.status == "fail"]:
         raise RuntimeError(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
 

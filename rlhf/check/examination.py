@@ -1,8 +1,8 @@
 """The examination of every model of a run, before anything starts.
 
-`model_problems` reads what needs no class of a model: it imports no torch, and --plan shows it too. `examine` adds what
-needs one: transformers loads each model without its data. A hub model whose files are not in the cache is examined when
-it is loaded.
+`model_problems` makes the checks that need no class of the model; it imports no torch, and --plan makes them too.
+`examine` adds the checks that need the class: transformers loads each model without its data. A hub model whose files
+are not in the cache is examined when it is loaded.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class RunModel:
     """A model that a run loads.
 
     Attributes:
-        key, path: the key that names it, and its value.
-        scalar: it gives one number, not logits.
-        template: in which its own tokenizer writes what it reads; None if it gets the policy's token ids.
-        is_trained: it is no frozen model.
-        is_served: engines alone load it.
+        key, path: the key that names the model, and the value of that key.
+        scalar: the model gives one number, not logits.
+        template: the template of the texts that it reads; None if it gets the policy's token ids.
+        is_trained: the model is not frozen.
+        is_served: only engines load the model.
     """
 
     key: str
@@ -66,7 +66,7 @@ class RunModel:
     is_served: bool = False
 
     @property
-    def named(self) -> str:
+    def label(self) -> str:
         return f"{self.key}={self.path}"
 
 
@@ -99,29 +99,29 @@ def _template_of(role: Role, config: TrainingProgramConfig) -> str | None:
 
 
 def examine(config: TrainingProgramConfig, *, trains: bool = True) -> list[str]:
-    """All reasons in the files of its models to refuse the run."""
+    """Check all files of the models. Returns the reasons to refuse the run."""
     models = run_models(config, trains=trains)
     problems = model_problems(config, trains=trains)
     refused: set[str] = set()
-    for model in [m for m in models if not any(problem.startswith(f"{m.named}:") for problem in problems)]:
-        if model.path not in refused and (found := gather(partial(check_class, model, config.model))):
+    for model in [m for m in models if not any(problem.startswith(f"{m.label}:") for problem in problems)]:
+        if model.path not in refused and (refusals := collect_problems(partial(check_class, model, config.model))):
             refused.add(model.path)
-            problems += found
+            problems += refusals
     if not problems and trains and config.model.lora is not None and local_model_config(config.model.path) is not None:
         from rlhf.data.adapted_layers import adapted_layers  # imports torch and transformers
 
-        problems += gather(lambda: adapted_layers(config))
+        problems += collect_problems(lambda: adapted_layers(config))
     absent = [m for m in models if not looks_local(m.path) and local_model_config(m.path) is None]
     if absent and (silence := hub_silence()):
         problems += [
-            f"{m.named}: there is no such folder, the cache of this machine does not have it, and the hub cannot be "
+            f"{m.label}: there is no such folder, the cache of this machine does not have it, and the hub cannot be "
             f"asked ({silence}). Name a local folder, or fetch it where the hub answers: hf download {m.path}"
             for m in absent
         ]
     return list(dict.fromkeys(problems))
 
 
-def gather(*checks: Callable[[], object]) -> list[str]:
+def collect_problems(*checks: Callable[[], object]) -> list[str]:
     """The messages of all checks that raise ValueError."""
     problems: list[str] = []
     for check in checks:
@@ -132,33 +132,33 @@ def gather(*checks: Callable[[], object]) -> list[str]:
     return problems
 
 
-# --- what needs no class of a model ---
+# --- checks without the class of a model ---
 
 
 def model_problems(config: TrainingProgramConfig, *, trains: bool = True) -> list[str]:
-    """All reasons in its models' files to refuse the run that need no class; imports no torch."""
+    """Check the files of the models without their classes. Returns the reasons to refuse the run. Imports no torch."""
     models = run_models(config, trains=trains)
-    problems = gather(*(partial(check_files, model) for model in models))
+    problems = collect_problems(*(partial(check_files, model) for model in models))
     if not problems:
-        problems += _misfits(config, trains=trains)
-    problems += gather(*(partial(check_stored, model) for model in models))
+        problems += _mismatches(config, trains=trains)
+    problems += collect_problems(*(partial(check_stored, model) for model in models))
     return list(dict.fromkeys(problems))
 
 
 def check_files(model: RunModel) -> None:
-    """Raise a ValueError unless a local path, or what is in the hub's cache, is a model that a run can use."""
-    named = model.named
+    """Check that the local folder, or the copy in the hub's cache, is a model that a run can use; else ValueError."""
+    label = model.label
     if looks_local(model.path):
         if not Path(model.path).is_dir():
-            raise ValueError(f"{named}: there is no such folder. Give a folder in Hugging Face format, or a hub name.")
+            raise ValueError(f"{label}: there is no such folder. Give a folder in Hugging Face format, or a hub name.")
         is_adapter = (Path(model.path) / "adapter_config.json").is_file()
         if not (Path(model.path) / "config.json").is_file():
             if is_adapter:
-                raise ValueError(f"{named}: it is an adapter. Make a whole model of it: rlhf export RUN DIR --merge.")
-            raise ValueError(f"{named}: no config.json in it. Give a folder in Hugging Face format.")
+                raise ValueError(f"{label}: it is an adapter. Make a whole model of it: rlhf export RUN DIR --merge.")
+            raise ValueError(f"{label}: no config.json in it. Give a folder in Hugging Face format.")
         if is_adapter:
             raise ValueError(
-                f"{named}: it has adapter_config.json next to config.json, and transformers would load the adapter's "
+                f"{label}: it has adapter_config.json next to config.json, and transformers would load the adapter's "
                 "base model where peft is installed. Remove adapter_config.json if the weights are merged; else merge "
                 "them: rlhf export RUN DIR --merge."
             )
@@ -170,23 +170,23 @@ def check_files(model: RunModel) -> None:
             _check_unquantized(config)
         _check_token_ids(model, config)
     except ValueError as error:
-        raise ValueError(f"{named}: {error}") from None
+        raise ValueError(f"{label}: {error}") from None
 
 
 def check_stored(model: RunModel) -> None:
-    """Raise a ValueError unless its weights, and the policy's tokenizer, are there and whole."""
+    """Check that the weights, and the policy's tokenizer, are there and complete; else raise a ValueError."""
     try:
         if local_model_config(model.path) is None:
             return
         check_weights(model.path)
         if model.key == "model.path" and lacks_tokenizer(model.path):
-            raise ValueError("no tokenizer in it. Put the files of its tokenizer there, such as tokenizer.json.")
+            raise ValueError("no tokenizer in it. Put the tokenizer's files there, such as tokenizer.json.")
     except ValueError as error:
-        raise ValueError(f"{model.named}: {error}") from None
+        raise ValueError(f"{model.label}: {error}") from None
 
 
 def quantization(config: Mapping[str, Any]) -> str:
-    """The method of a quantized model; "" for one that is not."""
+    """The method of a quantized model; an empty string if the model is not quantized."""
     settings = [c.get(key) for c in (config, text_config(dict(config))) for key in QUANTIZED]
     return next((str(s.get("quant_method") or ", ".join(s)) for s in settings if isinstance(s, dict)), "")
 
@@ -269,11 +269,11 @@ def added_tokens(folder: Path) -> dict[str, int]:
         ) from None
 
 
-# --- what needs one ---
+# --- checks with the class of a model ---
 
 
 def check_class(model: RunModel, of_policy: ModelConfig) -> None:
-    """Raise a ValueError unless transformers has a class for a model and finds all that it needs in its files."""
+    """Check that transformers has a class for the model and can load its files; else raise a ValueError."""
     if problem := class_problem(model.path, model.key, generates=not model.scalar):
         raise ValueError(problem)
     config, folder = local_model_config(model.path), local_model_folder(model.path)
@@ -287,20 +287,20 @@ def check_class(model: RunModel, of_policy: ModelConfig) -> None:
     except ValueError as error:
         why = " ".join(str(error).split()).removeprefix(f"{model.key}={folder}: ")
         if not (model.is_served and quantization(config)):
-            raise ValueError(f"{model.named}: {why}") from None
-    except Exception as error:  # of a config.json that is not what the class expects
+            raise ValueError(f"{model.label}: {why}") from None
+    except Exception as error:  # any type, if config.json does not suit the class
         raise ValueError(
-            f"{model.named}: transformers cannot make a model of its config.json ({reason(error)}). Correct it, or "
+            f"{model.label}: transformers cannot make a model of its config.json ({reason(error)}). Correct it, or "
             "download or save the model again."
         ) from None
     else:
         if method := quantization(config):
-            what = f"by config.json it is quantized ({method}), and its weights are not"
-            raise ValueError(f"{model.named}: {what}. Remove quantization_config from config.json.")
+            what = f"config.json says that it is quantized ({method}), but its weights are not"
+            raise ValueError(f"{model.label}: {what}. Remove quantization_config from config.json.")
 
 
 def _load(model: RunModel, loaded: ModelConfig) -> None:
-    """Load it without data, as the run does; `loaded.path` is its folder."""
+    """Load the model without data, as the run does; `loaded.path` is its folder."""
     from rlhf.learner.loading import check_report, check_tied, load
     from rlhf.learner.policy_model import load_language_model
     from rlhf.learner.text_model import language_model
@@ -311,7 +311,7 @@ def _load(model: RunModel, loaded: ModelConfig) -> None:
         _check_generation_config(Path(path))
     if model.is_served:
         _, kind = language_model(path, trust_remote_code=loaded.trust_remote_code)
-        # vLLM has attention of its own, whatever config.json names
+        # vLLM has its own attention, whatever config.json names
         transformer, report = load(kind, path, loaded, without_data=True, attn_implementation="eager")
         check_report(transformer, report, path, key=key)
         check_tied(transformer, path, key=key)
@@ -329,7 +329,7 @@ def _check_generation_config(folder: Path) -> None:
         return
     try:
         ends = _as_list(GenerationConfig.from_pretrained(folder).eos_token_id)
-    except Exception as error:  # of any type
+    except Exception as error:  # any type
         raise ValueError(
             f"transformers does not take its generation_config.json ({reason(error)}). Correct or remove it."
         ) from None
@@ -337,10 +337,10 @@ def _check_generation_config(folder: Path) -> None:
         raise ValueError(f"eos_token_id={unknown[0]!r} in generation_config.json is no id of a token. Write numbers.")
 
 
-# --- whether they fit the run ---
+# --- checks against the run ---
 
 
-def _misfits(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]:
+def _mismatches(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]:
     """Contexts, vocabularies and attention heads that do not fit the run."""
     policy = text_config(config_at(config.model.path) or {})
     if config.max_sequence_tokens > (context := _context(policy)):
@@ -387,13 +387,13 @@ def _misfits(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]:
 
 
 def _context(config: Mapping[str, Any]) -> float:
-    """The longest sequence that a model reads; infinite if its config.json has no number for it."""
+    """The longest sequence that a model reads, tokens; infinite if config.json does not say."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len")  # most; GPT-2 and its kin; MPT and DBRX
     return next((tokens for name in names if isinstance(tokens := config.get(name), int)), math.inf)
 
 
 def _template_problem(role: Role, config: TrainingProgramConfig) -> Iterator[str]:
-    """Why conversations cannot be written in the template that the reward model needs."""
+    """A problem if conversations cannot be written in the template that the reward model needs."""
     recorded, template = reward_model_record(role.model).get("template"), _template_of(role, config)
     if recorded not in (None, template):
         yield (
@@ -401,7 +401,10 @@ def _template_problem(role: Role, config: TrainingProgramConfig) -> Iterator[str
             f"{recorded}. Remove the key, or train the model with that template (data.template of rlhf.reward_model)."
         )
     elif lacks_tokenizer(role.model):
-        yield f"{role.model_key}={role.model}: no tokenizer in it, and it reads texts. Put that of its training there."
+        yield (
+            f"{role.model_key}={role.model}: no tokenizer in it, and a reward model reads texts. Put the tokenizer of "
+            "its training there."
+        )
     elif template == "model" and lacks_chat_template(role.model):
         yield (
             f"{role.model_key}={role.model}: its tokenizer has no chat template. Set reward_model.template to the one "

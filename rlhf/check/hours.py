@@ -1,4 +1,4 @@
-"""How long a step and a run take: from throughputs that the config gives, else from the account of `speed`.
+"""Seconds of a step and of a run: from the throughputs in the config, else from the account of `speed`.
 
 Weight transfer, evaluation and checkpoints are not included.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rlhf.check import speed
 from rlhf.check.model_shape import ModelShape
-from rlhf.check.resources import count_gpus, counted
+from rlhf.check.resources import count_gpus, quantity
 from rlhf.check.speed import FORWARD_SHARE, Lengths
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import Role, Training
@@ -18,7 +18,7 @@ from rlhf.config.supervised import SupervisedConfig
 
 @dataclass(frozen=True)
 class Scale:
-    """Measured throughput over that of the account, of learner and engine; it scales layouts that were not measured."""
+    """Measured throughput / estimated throughput, of learner and engine; used to scale layouts without measurements."""
 
     learner: float = 1.0
     engine: float = 1.0
@@ -38,11 +38,11 @@ class StepTime:
     """Seconds of one training step, by part, and the tokens per second of one engine and one learner.
 
     Attributes:
-        sending: gradients and weights between learners, as far as they do not overlap with computing.
-        host: an optimizer in host memory.
+        sending: gradients and weights between learners, only the part that does not overlap with computing.
+        host: the optimizer, if it is in host memory.
         tail: the part of `sampling` in which the longest response is alone.
-        turns: engines and learners change places on shared GPUs.
-        overlaps: sampling runs at the same time as the rest.
+        turns: swapping engines and learners on shared GPUs.
+        overlaps: sampling and training run at the same time.
     """
 
     update: float
@@ -63,9 +63,9 @@ class StepTime:
 
 
 def step_time(config: GRPOConfig, shape: ModelShape | None, scale: Scale | None = None) -> StepTime | None:
-    """Seconds of a step; None without a throughput, where the account does not give it: on CPU, of unknown models.
+    """Seconds of a step; None on CPU and for models of unknown size, unless the config has the throughputs.
 
-    Assumes that a critic runs with the policy, and as fast: passes and epochs are those of whichever needs more.
+    Assumes that a critic runs together with the policy and as fast. The one with more passes and epochs counts.
     """
     plan, cluster, lengths = config.plan, config.cluster, Lengths.of(config)
     learner, engine = plan.learner_tokens_per_second, plan.engine_tokens_per_second
@@ -123,7 +123,7 @@ def _sending_s(
     microbatches: int,
     computing_s: float,
 ) -> float:
-    """Seconds per step in which learners wait for what they send each other, of one trained role.
+    """Seconds per step in which the learners of one role wait for data from each other.
 
     At stages 2 and 3 it overlaps with the computation of all but the last microbatch.
 
@@ -131,25 +131,26 @@ def _sending_s(
         microbatches: of an update.
         computing_s: seconds of all updates of a step.
     """
-    seconds = speed.communicated_bytes(role, training, config, shape, microbatches) / speed.link(config)
+    seconds = speed.communicated_bytes(role, training, config, shape, microbatches)
+    seconds /= speed.link_bytes_per_second(config)
     if training.section.zero_stage >= 2:
         seconds = max(seconds / (training.updates_per_step * microbatches), seconds - computing_s)
     return seconds
 
 
 def time_rows(config: GRPOConfig, time: StepTime) -> list[tuple[str, str]]:
-    """Rows of --plan: the parts of `step_time`, each with its arithmetic."""
+    """Rows of --plan: each part of a step, with its arithmetic."""
     plan, cluster, roles, lengths = config.plan, config.cluster, config.roles(), Lengths.of(config)
     sampled = config.rollouts_per_step * lengths.response
     tokens = config.rollouts_per_step * lengths.sequence
     epochs = max(training.epochs_per_step for _, training in config.trained_roles())
     passes = speed.forward_passes(config)
     hours = config.run.steps * time.total / 3600
-    engines = f"({counted(cluster.engines, 'engine')} x {_rate(time.engine_speed)})"
-    learners = f"({counted(cluster.learners, 'learner')} x {_rate(time.learner_speed)})"
+    engines = f"({quantity(cluster.engines, 'engine')} x {_rate(time.engine_speed)})"
+    learners = f"({quantity(cluster.learners, 'learner')} x {_rate(time.learner_speed)})"
     assumed = [name for name in ("engine", "learner") if getattr(plan, f"{name}_tokens_per_second") is None]
     keys = " and ".join(f"plan.{name}_tokens_per_second" for name in assumed)
-    forward = f"{counted(passes, 'pass')}, each 1/{round(1 / FORWARD_SHARE)} of an epoch"
+    forward = f"{quantity(passes, 'pass')}, each 1/{round(1 / FORWARD_SHARE)} of an epoch"
     how = "sampling at the same time as the rest" if time.overlaps else "one after the other"
     last = f" + {time.tail:,.1f} s of the longest response alone" if time.tail else ""
     host_how = speed.host_optimizer(config)[1]
@@ -159,18 +160,18 @@ def time_rows(config: GRPOConfig, time: StepTime) -> list[tuple[str, str]]:
         ("tokens per step", f"{tokens:,}, of which sampled {sampled:,}"),
         ("sampling", f"{sampled:,} / {engines}{last} = {time.sampling:,.1f} s"),
         ("log-probs", f"{forward} = {time.logprobs:,.1f} s" if passes else "none"),
-        ("update", f"{tokens:,} x {counted(epochs, 'epoch')} / {learners} = {time.update:,.1f} s"),
+        ("update", f"{tokens:,} x {quantity(epochs, 'epoch')} / {learners} = {time.update:,.1f} s"),
         *([("sent between learners", f"{time.sending:,.1f} s that do not overlap")] if time.sending else []),
         *([("optimizer in host memory", host_how)] if host_how else []),
         *([("taking turns", f"state and weights to host memory and back: {time.turns:,.1f} s")] if time.turns else []),
         ("one step", f"{time.total:,.1f} s, {how}; transfer, evaluation, checkpoints not included"),
-        ("the run", f"{counted(config.run.steps, 'step')} = {hours:,.1f} hours, {config.run.steps * tokens:,} tokens, "
+        ("the run", f"{quantity(config.run.steps, 'step')} = {hours:,.1f} hours, {config.run.steps * tokens:,} tokens, "
          f"{count_gpus(roles) * hours:,.0f} GPU-hours"),
     ]  # fmt: skip
 
 
 def _lengths(config: GRPOConfig) -> str:
-    """The mean lengths that are used, each with the key it comes from."""
+    """The mean lengths, each with the key that sets it."""
     plan, lengths = config.plan, Lengths.of(config)
     given = {"prompt": plan.prompt_tokens, "response": plan.response_tokens}
     keys = (f"data.max_prompt_tokens={config.data.max_prompt_tokens}", config.rollout.longest_key)

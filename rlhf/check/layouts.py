@@ -1,8 +1,8 @@
 """Layouts of the GPUs that a run has, by the seconds of a step: separate, separate with a lag of 1, and colocated.
 
-Of each kind the fastest that fits. Free are the split of the GPUs, ZeRO's stage, checkpointing and the GPUs of an
-engine; a smaller microbatch is tried where nothing fits without, and then an optimizer in host memory. Where nothing
-fits on the GPUs of the run at all, whole nodes are tried.
+The search finds the fastest layout of each kind that fits. It varies the split of the GPUs, ZeRO's stage, checkpointing
+and the GPUs of an engine. If nothing fits, it tries a smaller microbatch, then an optimizer in host memory, then more
+nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from rlhf.check.hours import Scale, step_time
 from rlhf.check.memory import memory_of_roles, memory_problems, preemption
 from rlhf.check.model_shape import ModelShape
-from rlhf.check.resources import count_gpus, counted
+from rlhf.check.resources import count_gpus, quantity
 from rlhf.config.base import Section
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import LOW_ADAPTER_RATE, TrainingProgramConfig
@@ -24,12 +24,12 @@ from rlhf.config.supervised import SupervisedConfig
 C = TypeVar("C", bound=TrainingProgramConfig)
 SPLITS = 16  # shares of the GPUs that are tried for the learners
 STAGES = (1, 2, 3)  # of ZeRO: from the fewest bytes that are sent to the least memory
-SHARES = (0.85, 0.75, 0.65, 0.55, 0.45, 0.35, 0.25)  # of a GPU, for an engine beside a learner's weights
+SHARES = (0.85, 0.75, 0.65, 0.55, 0.45, 0.35, 0.25)  # of a GPU, for an engine next to a learner's weights
 KINDS = {"separate": ("separate", 0), "separate, lag 1": ("separate", 1), "colocated": ("colocated", 0)}
-NODES, NODE_GPUS = (1, 2, 4, 8), 8  # that are tried; GPUs of a node, in place of nodes of one GPU
+NODES, NODE_GPUS = (1, 2, 4, 8), 8  # numbers of nodes to try; GPUs per node, if the config has one GPU per node
 SMALL_MICROBATCH = 4096  # tokens, if a sequence has no more
 ADAPTERS = LoraConfig(rank=32, alpha=64)
-CHECKPOINTING = {  # as set -> what is tried: from the fastest to the least memory
+CHECKPOINTING = {  # configured value -> values to try, from the fastest to the least memory
     False: (False, "selective", True), "selective": ("selective", True), True: (True,),
 }  # fmt: skip
 AS_SET = "this config"  # in place of keys where none has to change
@@ -82,23 +82,23 @@ def problem_of(config: TrainingProgramConfig, shape: ModelShape) -> str | None:
     return next(chain(memory_problems(config, memory_of_roles(config, shape), shape), config.contradictions()), None)
 
 
-def splits(config: GRPOConfig, gpus: int) -> Iterator[GRPOConfig]:
-    """The config on so many GPUs, with each number of learners that leaves whole engines."""
+def gpu_splits(config: GRPOConfig, gpus: int) -> Iterator[GRPOConfig]:
+    """The config on `gpus` GPUs, with each number of learners that leaves whole engines."""
     width = config.cluster.tensor_parallel
     shared = config.cluster.placement == "colocated"
     step = 1 if shared else max(1, gpus // SPLITS)
     for learners in range(step, gpus + 1, step):
         engines = learners // width if shared else 1
-        one = with_values(config, cluster={"learners": learners, "engines": engines})
-        free = gpus - count_gpus(one.roles())
+        candidate = with_values(config, cluster={"learners": learners, "engines": engines})
+        free = gpus - count_gpus(candidate.roles())
         if shared and free == 0 and engines * width == learners:
-            yield one
+            yield candidate
         elif not shared and free >= 0:
-            yield with_values(one, cluster={"engines": 1 + free // width})
+            yield with_values(candidate, cluster={"engines": 1 + free // width})
 
 
-def settings(config: GRPOConfig, *, offload: bool) -> Iterator[GRPOConfig]:
-    """The config, and with what saves memory."""
+def memory_savings(config: GRPOConfig, *, offload: bool) -> Iterator[GRPOConfig]:
+    """The config with each kind of checkpointing and wider engines, from the fastest to the least memory."""
     most = 1 if config.model.lora else config.cluster.gpus_per_node
     width = min(config.cluster.tensor_parallel, most)
     for kind in CHECKPOINTING[config.model.gradient_checkpointing]:
@@ -107,8 +107,8 @@ def settings(config: GRPOConfig, *, offload: bool) -> Iterator[GRPOConfig]:
             yield with_values(with_trained_values(config, offload_optimizer=offload), model=model, cluster=cluster)
 
 
-def microbatches(config: GRPOConfig) -> dict[int, None]:
-    """The tokens of a microbatch: as set, and less."""
+def microbatch_budgets(config: GRPOConfig) -> dict[int, None]:
+    """Tokens of a microbatch: the configured number, and a smaller one."""
     budget = config.learner.max_tokens_per_microbatch
     return dict.fromkeys((budget, min(budget, max(SMALL_MICROBATCH, config.max_sequence_tokens))))
 
@@ -117,21 +117,22 @@ def fastest(config: GRPOConfig, shape: ModelShape, gpus: int, kind: str, scale: 
     """The fastest layout of a kind that fits, or why the most economical one does not."""
     placement, lag = KINDS[kind]
     base = with_values(config, cluster={"placement": placement}, rollout={"max_policy_lag": lag})
-    found: list[tuple[bool, Layout]] = []
-    reason = f"{counted(gpus, 'GPU')} cannot hold whole engines and learners in this way"
-    for offload, tokens in product(dict.fromkeys((config.learner.offload_optimizer, True)), microbatches(config)):
-        if found:
+    fitting: list[tuple[bool, Layout]] = []  # whether the layout preempts sequences
+    reason = f"{quantity(gpus, 'GPU')} cannot hold whole engines and learners in this way"
+    for offload, tokens in product(dict.fromkeys((config.learner.offload_optimizer, True)), microbatch_budgets(config)):
+        if fitting:
             break
-        one = with_values(base, learner={"max_tokens_per_microbatch": tokens})
-        for split in (split for setting in settings(one, offload=offload) for split in splits(setting, gpus)):
+        budgeted = with_values(base, learner={"max_tokens_per_microbatch": tokens})
+        savings = memory_savings(budgeted, offload=offload)
+        for split in (split for saving in savings for split in gpu_splits(saving, gpus)):
             if shape.heads % split.cluster.tensor_parallel:  # vLLM would refuse it
                 continue
             candidate, problem = with_fewest_bytes(split, shape)
             if problem:
                 reason = problem
             elif time := step_time(candidate, shape, scale):
-                found.append((bool(preemption(candidate, shape)), Layout(candidate, time.total)))
-    return min(found, key=lambda each: (each[0], each[1].seconds))[1] if found else reason
+                fitting.append((bool(preemption(candidate, shape)), Layout(candidate, time.total)))
+    return min(fitting, key=lambda each: (each[0], each[1].seconds))[1] if fitting else reason
 
 
 class Search(NamedTuple):
@@ -153,7 +154,7 @@ def search(config: GRPOConfig, shape: ModelShape, gpus: int) -> Search:
 
 
 def searches(config: GRPOConfig, shape: ModelShape) -> list[Search]:
-    """Search the layouts on the GPUs of the run; as long as nothing fits, also on more nodes."""
+    """Search the layouts on the GPUs of the run and, until one fits, on more nodes."""
     own, per_node = count_gpus(config.roles()), config.cluster.gpus_per_node
     done = [search(config, shape, own)]
     more = [per_node * nodes for nodes in NODES] if per_node > 1 else [2, 4, *(NODE_GPUS * nodes for nodes in NODES)]
@@ -197,7 +198,7 @@ def economies(config: SupervisedConfig) -> Iterator[list[SupervisedConfig]]:
     """Configs that take less memory, in groups from which the fastest that fits is taken.
 
     Tried in this order: the run's own learners, adapters, more nodes. Each is tried with the configured microbatch and
-    then with one example per microbatch, because the estimate does not know how much slower small microbatches are.
+    then with one example per microbatch, since the estimate does not know the cost of small microbatches.
     """
     learner, cluster, own = config.learner, config.cluster, config.cluster.learners
     bases = [(config, own)]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 from rlhf.algo.layer_names import is_adapted
 from rlhf.algo.sizes import BUCKET_BYTES, HEAD_TILE, REDUCE_BUCKET, WHOLE_TOKENS
 from rlhf.check.model_shape import ModelShape, shape_at
-from rlhf.check.resources import counted
+from rlhf.check.resources import quantity
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import ENGINE, LEARNER, Role
@@ -74,7 +74,7 @@ class Part:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Memory of one actor of a role (of an engine: of one GPU); no parts if its model is not known."""
+    """Memory of one actor of a role (one GPU of an engine); no parts if the size of its model is not known."""
 
     role: Role
     shape: ModelShape | None
@@ -110,7 +110,7 @@ def checkpoint_bytes(config: TrainingProgramConfig, policy: ModelShape | None) -
 
 
 def parameters_of(role: Role, config: TrainingProgramConfig, policy: ModelShape | None) -> int | None:
-    """Parameters that a trained role trains; None if the shape of its model is not known."""
+    """Trained parameters of a role; None if the shape of its model is not known."""
     if (shape := _shape_of(role, config, policy)) is None:
         return None
     return scalar_parameters(shape) if role.scalar else trained_parameters(shape, config.model.lora)
@@ -212,7 +212,7 @@ def _trained(
     *,
     frozen: int = 0,
 ) -> tuple[Part, ...]:
-    """One rank of a model with `count` trained parameters: what it holds, gradients and their buffers, activations."""
+    """Memory of one rank with `count` trained parameters: state, gradients and their buffers, activations."""
     dtype, stage, ranks = config.model.dtype, section.zero_stage, config.cluster.learners
     b, offload = BYTES[dtype], section.offload_optimizer
     by = ranks if stage >= 1 else 1
@@ -276,8 +276,8 @@ def _reduction(section: TrainedConfig, shape: ModelShape, config: TrainingProgra
     return Part("reduction buffer", float(width * elements + copies * largest), how)
 
 
-def _overhead(what: str, config: TrainingProgramConfig) -> Part:
-    return Part(*OVERHEAD[config.cluster.device][what], "assumed")
+def _overhead(kind: str, config: TrainingProgramConfig) -> Part:
+    return Part(*OVERHEAD[config.cluster.device][kind], "assumed")
 
 
 def layer_activation_bytes(shape: ModelShape, *, b: int) -> int:
@@ -299,10 +299,10 @@ def layer_activation_bytes(shape: ModelShape, *, b: int) -> int:
 
 
 def selective_bytes(shape: ModelShape, *, b: int) -> int:
-    """Bytes that one layer keeps per token under selective checkpointing: its input, and outputs of what is kept.
+    """Bytes that one layer keeps per token under selective checkpointing: its input, and the outputs of its products.
 
-    Those are attention with 4 bytes per head for its backward pass, q, k, v, the output projection and the MLP's gate,
-    up and down: b (2 n d + 2 k d + 3 H + 2 I) + 4 n; each active expert has its own gate, up and down.
+    The products are attention (with 4 bytes per head for its backward pass), q, k, v, the output projection and the
+    MLP's gate, up and down: b (2 n d + 2 k d + 3 H + 2 I) + 4 n. Each active expert has its own gate, up and down.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     mlp = 2 * shape.intermediate + shape.hidden
@@ -313,7 +313,7 @@ def selective_bytes(shape: ModelShape, *, b: int) -> int:
 
 
 def adapter_product_bytes(shape: ModelShape, rank: int, *, b: int) -> int:
-    """Bytes per token of what adapters of all seven linear layers of a layer give: A x, and B A x."""
+    """Bytes per token of the outputs of adapters, on all seven linear layers of a layer: A x, and B A x."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return b * (queries + 2 * keys + 2 * shape.hidden + 2 * shape.intermediate + 7 * rank)
 
@@ -398,10 +398,10 @@ def _kib(size: float) -> str:
 
 # --- GPUs that roles share: placement=colocated ---
 #
-#     awake    weights of the learners + what the engine may use, or during a transfer its weights and two buckets
-#     training weights of the learners + what one of them brings back + its work + what a sleeping engine keeps
+#     engine awake  weights of the learners + memory of the engine (during a transfer: its weights and two buckets)
+#     training      weights of the learners + moved state of one learner + its work + memory of a sleeping engine
 #
-# --plan estimates all of it. At the start the learners measure what is really free, before the engines are built.
+# --plan estimates all terms. At the start the learners measure the free memory before the engines are built.
 
 
 def awake_problem(config: GRPOConfig, shape: ModelShape | None, *, kept: float, have: float) -> str | None:
@@ -423,12 +423,12 @@ def awake_problem(config: GRPOConfig, shape: ModelShape | None, *, kept: float, 
 
 
 def training_problems(peaks: Mapping[str, float], *, kept: float, have: float) -> Iterator[str]:
-    """Roles that do not fit while they train; each adds its bytes of `peaks` to `kept`."""
+    """A problem for each role that does not fit while it trains; it needs `kept` and its entry of `peaks`."""
     for role, peak in peaks.items():
         needed = kept + peak + ASLEEP_BYTES
         if needed > have:
             yield (
-                f"memory: on a shared GPU a {role} that trains needs about {peak / GIB:.1f} GiB, beside "
+                f"memory: on a shared GPU a {role} that trains needs about {peak / GIB:.1f} GiB, next to "
                 f"{kept / GIB:.1f} GiB of weights and {ASLEEP_BYTES / GIB:.0f} GiB of a sleeping engine: "
                 f"{needed / GIB:.1f} GiB of {have / GIB:.4g}. Lower learner.max_tokens_per_microbatch, or use more "
                 "learners with a higher zero_stage."
@@ -436,7 +436,7 @@ def training_problems(peaks: Mapping[str, float], *, kept: float, have: float) -
 
 
 def planned_problems(config: GRPOConfig, estimates: Sequence[RoleMemory], shape: ModelShape) -> Iterator[str]:
-    """Both problems, from the estimates alone."""
+    """`awake_problem` and `training_problems`, from the estimates alone."""
     stays = ("state",) if config.cluster.offload_while_sampling else ("state", "movable")
     kept, peaks = 0.0, {}
     for estimate in estimates:
@@ -454,13 +454,13 @@ def check_shared_gpus(config: GRPOConfig, measured: Mapping[str, Sequence[GPUMem
     """Compare the memory that is free before the engines start with what all roles will need.
 
     Args:
-        measured: by trained role, what each of its ranks sees of its GPU.
+        measured: trained role -> the GPU memory that each of its ranks measured.
 
     Returns:
         Warnings from an estimate, since activations are not measured yet.
 
     Raises:
-        ValueError: an engine cannot start with what the learners keep on its GPU.
+        ValueError: an engine does not fit next to the memory that the learners keep on its GPU.
     """
     shape = shape_at(config.model.path)
     ranks = [rank for role in measured.values() for rank in role]
@@ -488,16 +488,16 @@ def with_article(name: str) -> str:
 
 
 def memory_share_on_cpu(estimates: Sequence[RoleMemory]) -> tuple[float, str]:
-    """The share of this machine's memory that all roles need, and a clause that says so."""
+    """The share of this machine's memory that all roles need, and a clause with the numbers."""
     need = sum(estimate.role.count * total(estimate.parts) for estimate in estimates) / GIB
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    who = ", ".join(counted(estimate.role.count, estimate.role.name) for estimate in estimates)
+    who = ", ".join(quantity(estimate.role.count, estimate.role.name) for estimate in estimates)
     verb = "needs" if sum(estimate.role.count for estimate in estimates) == 1 else "need"
     return need / have, f"{who} {verb} {need:.1f} of {have:.1f} GiB"
 
 
 def memory_problems(config: TrainingProgramConfig, estimates: Sequence[RoleMemory], shape: ModelShape) -> Iterator[str]:
-    """One clause for each part that does not fit by the estimates; on CPU, in the memory of this machine."""
+    """A clause for each role that does not fit by the estimates; on CPU, for all roles on this machine."""
     cluster, longest = config.cluster, config.max_sequence_tokens
     if cluster.device == "cpu":
         need, text = memory_share_on_cpu(estimates)

@@ -1,7 +1,7 @@
 """The shape of a model without torch: its parameters from the headers of its weight files, or else from config.json.
 
-A formula counts eleven families from config.json alone. Any family is counted from a local or cached model folder.
-Models that are often trained need neither (`known_models`).
+A formula counts the parameters of eleven families from config.json alone. Other families need the weight files of a
+local or cached model. Often trained models need no files (`known_models`).
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class ModelShape:
 
 def config_at(path: str) -> dict[str, Any] | None:
     """config.json of a model, or its sizes from our own table; None if neither has it."""
-    found = local_model_config(path)
-    return KNOWN_MODELS.get(path) if found is None and not looks_local(path) else found
+    config = local_model_config(path)
+    return KNOWN_MODELS.get(path) if config is None and not looks_local(path) else config
 
 
 def shape_at(path: str) -> ModelShape | None:
@@ -107,7 +107,7 @@ def read_shape(path: str) -> ModelShape:
     """The shape of a model.
 
     Raises:
-        ValueError: its config.json is not on this machine, or neither files nor formula count the model.
+        ValueError: config.json is not on this machine, or the parameters cannot be counted.
     """
     config = config_at(path)
     if config is None:
@@ -160,7 +160,7 @@ def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> Mode
 
 
 def _sizes(kind: str, config: Mapping[str, Any], stored: Stored | None) -> ModelShape:
-    """What config.json says, with parameters still to be counted. Raises KeyError if a size is missing."""
+    """The sizes in config.json, without the parameters. Raises KeyError if a size is missing."""
     hidden, heads = _first(config, "hidden_size", "n_embd"), _first(config, "num_attention_heads", "n_head")
     layers, attention_layers = _layers(config)
     sparse = kind in EXPERT_SIZES
@@ -192,17 +192,17 @@ def _sizes(kind: str, config: Mapping[str, Any], stored: Stored | None) -> Model
 
 
 def _first(config: Mapping[str, Any], *keys: str, missing: int | None = None) -> int:
-    """The value of the first of these keys that is set; else `missing`. KeyError without it; TypeError: no number."""
-    found: int | None = next((config[key] for key in keys if config.get(key)), missing)
-    if found is None:
+    """The value of the first key that is set, else `missing`; KeyError if both are None, TypeError for no number."""
+    value: int | None = next((config[key] for key in keys if config.get(key)), missing)
+    if value is None:
         raise KeyError(keys[0])
-    if not isinstance(found, int):
-        raise TypeError(f"{keys[0]}={found!r}")
-    return found
+    if not isinstance(value, int):
+        raise TypeError(f"{keys[0]}={value!r}")
+    return value
 
 
 def _layers(config: Mapping[str, Any]) -> tuple[int, int]:
-    """All layers, and those that have attention."""
+    """The number of layers, and the number of layers with attention."""
     kinds = config.get("layers_block_type") or config.get("layer_types") or ()
     layers = _first(config, "num_hidden_layers", "n_layer", missing=len(kinds) or None)
     if kinds:
@@ -219,7 +219,7 @@ def _layers(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _is_tied(config: Mapping[str, Any], stored: Stored | None) -> bool:
-    """As config.json says. If the key is missing, the family may tie by default: then the files have no head."""
+    """Whether the head is the input embedding. If config.json has no such key, it is tied if the files have no head."""
     tied = config.get("tie_word_embeddings")
     if tied is None and stored:
         return not any("lm_head" in name for name in stored)
@@ -246,7 +246,7 @@ def _formula(shape: ModelShape, config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _count(stored: Stored, model: ModelShape, tied: bool) -> tuple[int, int]:
-    """All parameters, and those of the matrix products of one token, without the head.
+    """The number of parameters, and of parameters in the matrix products of one token, without the head.
 
     Weight files may hold more than the model that is trained: a second copy of tied embeddings, layers that predict
     further tokens, an image encoder, buffers.

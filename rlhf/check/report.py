@@ -1,6 +1,6 @@
-"""The text of --plan: whether the run would start and fits, what follows from its config, and what is likely wrong.
+"""The text of --plan: whether the run would start and fits, its numbers, and likely mistakes.
 
-Plain aligned lines, at most 100 columns; keys to paste are one line.
+Plain aligned lines of at most 100 columns; keys to paste are one line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlhf.check.memory import (
     with_article,
 )
 from rlhf.check.model_shape import ModelShape, config_at, read_shape
-from rlhf.check.resources import count_gpus, count_nodes, counted, with_gpus_here
+from rlhf.check.resources import count_gpus, count_nodes, quantity, with_gpus_here
 from rlhf.check.speed import described_card
 from rlhf.check.start_checks import class_problems, plan_problems, rate_warnings
 from rlhf.check.verdict import Verdict, fit_verdict, supervised_verdict
@@ -53,17 +53,17 @@ CHANGED_AT_1E6, CHANGED_EXPONENT = 0.0033, 0.6
 
 
 class Plan(NamedTuple):
-    """What --plan prints, and why the run would be refused; no reasons if it would start."""
+    """The text that --plan prints, and the reasons to refuse the run."""
 
     text: str
     problems: list[str]
 
 
 def printed(config: TrainingProgramConfig, flags: Namespace) -> bool:
-    """Print what --plan and --print-config ask for, if they were given; a pipe that is closed early is no error.
+    """Print the plan and the config, if --plan and --print-config are given; an early closed pipe is no error.
 
     Raises:
-        ValueError: the run that --plan shows would not start, or does not fit.
+        ValueError: --plan is given, and the run would not start or does not fit.
     """
     problems: list[str] = []
     prompt = ""
@@ -89,7 +89,7 @@ def _write(text: str) -> None:
 
 
 def _start(config: TrainingProgramConfig) -> tuple[list[str], str]:
-    """Why the run would not start, and its first prompt, which takes seconds of imports as the models' classes do."""
+    """Problems that prevent a start, and the first prompt; with the models' classes this takes seconds of imports."""
     problems, prompt = plan_problems(config), ""
     if not problems:
         with heartbeat(lambda: "the plan tries the first prompt and the models' classes", to_stderr):
@@ -102,7 +102,7 @@ def _start(config: TrainingProgramConfig) -> tuple[list[str], str]:
 
 
 def first_prompt_text(config: GRPOConfig) -> str:
-    """The first prompt as the model will be given it; "" where its model or its data is not on this machine.
+    """The first prompt as the model gets it; an empty string if its model or data is not on this machine.
 
     Raises:
         ValueError, RuntimeError: the first prompt cannot be made.
@@ -126,7 +126,11 @@ def first_prompt_text(config: GRPOConfig) -> str:
 
 
 def planned(config: GRPOConfig | SupervisedConfig, refusals: Sequence[str] | None = None) -> Plan:
-    """All sections of the plan, and why the run would be refused; `refusals`: why it would not start, if known."""
+    """All sections of the plan, and the reasons to refuse the run.
+
+    Args:
+        refusals: the result of `plan_problems`, if it is known.
+    """
     problems = list(plan_problems(config) if refusals is None else refusals)
     config, gpu_memory = with_gpus_here(config) if config.cluster.device == "cuda" else (config, "")
     prompts: int | str = "see the first line"
@@ -184,7 +188,7 @@ def planned(config: GRPOConfig | SupervisedConfig, refusals: Sequence[str] | Non
 
 
 def _beginning(problems: Sequence[str]) -> list[str]:
-    """The lines that say why the run would not start; none if it would."""
+    """The lines with the problems that prevent a start."""
     label = "would not start: "
     return [line for n, text in enumerate(problems) for line in wrapped(" " * len(label) if n else label, text)]
 
@@ -194,15 +198,15 @@ def _of_hub(config: TrainingProgramConfig) -> Iterator[str]:
     sources = config_sources(config.data, "train") | config_sources(config.data, "eval")
     yield from (f"{k}={s.path}" for k, s in sources.items() if s.path != ENVIRONMENT and local_path(s) is None)
     models = run_models(config)
-    yield from (m.named for m in models if not looks_local(m.path) and local_model_config(m.path) is None)
+    yield from (m.label for m in models if not looks_local(m.path) and local_model_config(m.path) is None)
 
 
 def _layouts(config: TrainingProgramConfig, searched: Sequence[Search]) -> list[str]:
-    """The seconds of each kind of layout with the keys to paste, or why none fits."""
+    """The seconds of each kind of layout with its keys to paste, or the reason why none fits."""
     lines = []
     for gpus, layouts in searched:
         for kind, layout in layouts.items():
-            label = f"{counted(gpus, 'GPU')}, {kind}"
+            label = f"{quantity(gpus, 'GPU')}, {kind}"
             if isinstance(layout, Layout):
                 keys = keys_of(config, layout.config)
                 as_set = f", {AS_SET}" if keys == AS_SET else ""
@@ -230,7 +234,7 @@ def wrapped(first: str, text: str) -> list[str]:
 
 
 def _train_sources(data: DatasetsConfig[S]) -> Iterator[tuple[S, int | None]]:
-    """Each source of data.train and its number of rows; None if it is no local file.
+    """Each source of data.train with its number of rows, None if it is not a local file.
 
     Raises:
         ValueError: a file cannot be read.
@@ -244,7 +248,7 @@ def _train_sources(data: DatasetsConfig[S]) -> Iterator[tuple[S, int | None]]:
 
 
 def prompts_per_epoch(config: DataConfig) -> int | str:
-    """Rows of data.train per epoch, including rows that the run drops later; or why they are not counted."""
+    """Rows of data.train per epoch, including rows that the run drops later; or the reason why they are not counted."""
     rows: dict[str, range] = {}
     for source, count in _train_sources(config):
         if count is None:
@@ -254,12 +258,12 @@ def prompts_per_epoch(config: DataConfig) -> int | str:
 
 
 class Examples(NamedTuple):
-    """The examples of a supervised program, as far as they are known before data.train is read.
+    """The examples of a supervised program, from the size of its files.
 
     Attributes:
-        rows: of one pass; None: not known here.
-        tokens: mean of a sequence.
-        how: where `tokens` comes from.
+        rows: number of examples per pass; None if data.train is not on this machine.
+        tokens: mean length of a sequence.
+        how: the source of `tokens`.
     """
 
     rows: int | None
@@ -268,7 +272,7 @@ class Examples(NamedTuple):
 
     @classmethod
     def of(cls, config: SupervisedConfig) -> Examples:
-        """Count rows and bytes of local files; for other data assume that every sequence has full length."""
+        """Count rows and bytes of local files; sequences of other data are assumed to have full length."""
         most, rows, size, texts = config.data.max_tokens, 0, 0, True
         longest = f"the most, data.max_tokens={most}"
         for source, count in _train_sources(config.data):
@@ -287,7 +291,7 @@ def _example_batches(config: SupervisedConfig, examples: Examples) -> list[str]:
     each, data = config.examples_per_update, [("data", "not counted here")]
     if examples.rows is not None:
         passes = config.updates_per_epoch(examples.rows)
-        data = [("data", f"{examples.rows:,} rows / {each:,} = {counted(passes, 'optimizer step')} per pass")]
+        data = [("data", f"{examples.rows:,} rows / {each:,} = {quantity(passes, 'optimizer step')} per pass")]
         if config.run.steps:
             data.append(("optimizer steps", f"{config.steps:,} = {config.steps / max(1, passes):,.2f} passes"))
     sequences = f"{config.sequences_per_example} per example, of {examples.tokens:,} tokens on average ({examples.how})"
@@ -310,7 +314,7 @@ def _batches(config: GRPOConfig, prompts: int | str) -> list[str]:
         passes.append("teacher in each epoch" if teacher.in_loss else "teacher")
     return rows(
         ("rollouts per step", f"{rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt} = {per_step:,}"),
-        ("rollouts in total", f"{counted(config.run.steps, 'step')} x {per_step:,} = {config.run.steps * per_step:,}"),
+        ("rollouts in total", f"{quantity(config.run.steps, 'step')} x {per_step:,} = {config.run.steps * per_step:,}"),
         ("minibatch", f"{per_step:,} / {learner.minibatches_per_epoch} = {per_step / learner.minibatches_per_epoch:,g}"
          " rollouts, one optimizer step each"),
         *by_role,
@@ -333,15 +337,15 @@ def _epochs(config: GRPOConfig, prompts: int | str) -> str:
     each, steps = config.rollout.prompts_per_step, config.run.steps
     return (
         f"{prompts:,} rows / {each:,} = {prompts / each:,.1f} steps per epoch; "
-        f"{counted(steps, 'step')} = {steps * each / prompts:,.2f} epochs"
+        f"{quantity(steps, 'step')} = {steps * each / prompts:,.2f} epochs"
     )
 
 
 def _updates(name: str, training: Training) -> tuple[str, str]:
-    steps = counted(training.steps - training.idle_steps, "step")
-    epochs = counted(training.epochs_per_step, "epoch")
-    minibatches = counted(training.minibatches_per_epoch, "minibatch")
-    note = f"; none in the first {counted(training.idle_steps, 'step')}" if training.idle_steps else ""
+    steps = quantity(training.steps - training.idle_steps, "step")
+    epochs = quantity(training.epochs_per_step, "epoch")
+    minibatches = quantity(training.minibatches_per_epoch, "minibatch")
+    note = f"; none in the first {quantity(training.idle_steps, 'step')}" if training.idle_steps else ""
     return f"optimizer steps, {name}", f"{steps} x {epochs} x {minibatches} = {training.total_updates:,}{note}"
 
 
@@ -365,12 +369,12 @@ def _placement(config: TrainingProgramConfig, gpu_memory: str) -> list[str]:
     cluster, roles = config.cluster, config.roles()
     if cluster.device == "cpu":
         cpus = sum(role.count * role.cpus for role in roles)
-        who = ", ".join(counted(role.count, role.name) for role in roles)
+        who = ", ".join(quantity(role.count, role.name) for role in roles)
         return rows(("on CPU", f"{who}; CPU cores reserved: {cpus:g}"))
-    nodes = counted(count_nodes(roles, cluster.gpus_per_node), "node")
+    nodes = quantity(count_nodes(roles, cluster.gpus_per_node), "node")
     kinds = [("GPUs", f"{count_gpus(roles)} on {nodes} of {cluster.gpus_per_node}"), ("memory of a GPU", gpu_memory)]
     for role in roles:
-        each = f"{counted(role.gpus, 'GPU')} each" if role.gpus else "on the GPUs of the learners"
+        each = f"{quantity(role.gpus, 'GPU')} each" if role.gpus else "on the GPUs of the learners"
         stage = f", ZeRO stage {role.training.section.zero_stage}" if role.training is not None else ""
         kinds.append((f"{role.name}s", f"{role.count}, {each}{stage}"))
     if isinstance(config, GRPOConfig) and config.cluster.placement == "separate" and not config.rollout.max_policy_lag:
@@ -383,10 +387,10 @@ def _placement(config: TrainingProgramConfig, gpu_memory: str) -> list[str]:
 
 def _memory(config: TrainingProgramConfig, shape: ModelShape, estimates: Sequence[RoleMemory]) -> list[str]:
     cluster, longest = config.cluster, config.max_sequence_tokens
-    sources: dict[str, list[str]] = {}  # the names of the hub models whose sizes come from there
-    for path, its in {estimate.role.model: estimate.shape for estimate in estimates}.items():
-        if its is not None:
-            sources.setdefault(its.source, []).extend([] if looks_local(path) else [path])
+    sources: dict[str, list[str]] = {}  # source of sizes -> names of hub models
+    for path, known in {estimate.role.model: estimate.shape for estimate in estimates}.items():
+        if known is not None:
+            sources.setdefault(known.source, []).extend([] if looks_local(path) else [path])
     lines = rows(
         ("model", f"{shape.model_type}, {shape.parameters:,} parameters"),
         *(("sizes from", source + f" ({', '.join(of)})" * bool(of)) for source, of in sources.items()),
@@ -429,9 +433,9 @@ def _parts(title: str, parts: tuple[Part, ...]) -> list[str]:
 
 
 def transfer_rows(config: GRPOConfig, shape: ModelShape) -> list[tuple[str, str]]:
-    """Bytes and seconds of the weights that engines are sent after an update: all of them, and changes alone.
+    """Bytes and seconds of a weight transfer to the engines: of all weights, and of changes only.
 
-    Empty where nothing is sent over a network: on shared GPUs, through memory of one machine, or an adapter.
+    No rows if nothing goes over a network: on shared GPUs, through memory of one machine, or with adapters.
     """
     local = config.cluster.placement == "colocated" or (config.cluster.device == "cpu" and not config.sends_changes)
     if local or config.model.lora is not None:
@@ -449,7 +453,7 @@ def transfer_rows(config: GRPOConfig, shape: ModelShape) -> list[tuple[str, str]
         how = f"over {MOST_CHANGED:.0%}: everything is sent"
         if share <= MOST_CHANGED:
             how = f"x {BYTES_PER_CHANGE} bytes = {sent(shape.parameters * share * BYTES_PER_CHANGE)}"
-        changes = f"{counted(updates, 'update')} at lr {lr:g}, about {share:.2%} of the elements"
+        changes = f"{quantity(updates, 'update')} at lr {lr:g}, about {share:.2%} of the elements"
         table.append(("changes alone", f"{changes} {how}"))
     if config.sends_changes:
         held = f"{size / GIB:.2f} GiB per node with engines, {size / config.cluster.learners / GIB:.2f} per learner"
@@ -461,7 +465,7 @@ def transfer_rows(config: GRPOConfig, shape: ModelShape) -> list[tuple[str, str]
 
 
 def arithmetic_problems(config: GRPOConfig, prompts: int | str) -> Iterator[str]:
-    """Why the run would be refused by its numbers: too few prompts in an epoch, an engine larger than a node."""
+    """Numbers that refuse the run: too few prompts in an epoch, an engine larger than a node."""
     cluster = config.cluster
     if isinstance(prompts, int) and (problem := too_few_prompts(prompts, config.rollout.prompts_per_step)):
         yield problem
@@ -473,7 +477,7 @@ def arithmetic_problems(config: GRPOConfig, prompts: int | str) -> Iterator[str]
 
 
 def idle_warnings(config: GRPOConfig) -> Iterator[str]:
-    """Warn of learners or engines without work."""
+    """Warn of idle learners and engines."""
     cluster, rollout = config.cluster, config.rollout
     for role, training in config.trained_roles():
         smallest = config.rollouts_per_step // training.minibatches_per_epoch
@@ -481,7 +485,7 @@ def idle_warnings(config: GRPOConfig) -> Iterator[str]:
             yield (
                 f"{role.section}.minibatches_per_epoch={training.minibatches_per_epoch}: a minibatch has {smallest} "
                 f"rollouts (rollout.prompts_per_step x rollout.samples_per_prompt / minibatches_per_epoch), so "
-                f"{role.count - smallest} of {counted(role.count, role.name)} are idle. Use fewer cluster.learners or "
+                f"{role.count - smallest} of {quantity(role.count, role.name)} are idle. Use fewer cluster.learners or "
                 "minibatches, or more rollouts."
             )
     if rollout.prompts_per_step < cluster.engines:

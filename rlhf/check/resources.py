@@ -1,4 +1,4 @@
-"""The CPUs and GPUs that a run asks for, and those that exist, read through NVML without torch."""
+"""The CPUs and GPUs that a run asks for, and the ones of this machine, read through NVML without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ C = TypeVar("C", bound=TrainingProgramConfig)
 GPU = "GPU"
 
 
-def counted(number: int, noun: str) -> str:
+def quantity(number: int, noun: str) -> str:
     """`1 node`, `2 nodes`, `2 minibatches`."""
     plural = f"{noun}es" if noun.endswith(("batch", "pass")) else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
@@ -27,7 +27,7 @@ def counted(number: int, noun: str) -> str:
 def check_resources(config: TrainingProgramConfig, available: Mapping[str, float], *, trains: bool = True) -> None:
     """Raise a ValueError if a run asks for more CPUs or GPUs than are available; `trains=False`: engines alone."""
     roles, cluster = config.roles(trains=trains), config.cluster
-    named = ", ".join(counted(role.count, role.name) for role in roles)
+    named = ", ".join(quantity(role.count, role.name) for role in roles)
     cpus, have = sum(role.count * role.cpus for role in roles), available.get("CPU", 0.0)
     if cpus > have:
         raise ValueError(
@@ -70,7 +70,7 @@ def joins_a_cluster(config: TrainingProgramConfig) -> bool:
 
 
 def is_for_this_machine(config: TrainingProgramConfig) -> bool:
-    """Whether this machine would start the run: on CPU, in a Ray cluster, or on its GPUs, unless others are named."""
+    """Whether the run would start here: on CPU, in a Ray cluster, or on GPUs if the config does not name others."""
     if config.cluster.device == "cpu" or joins_a_cluster(config):
         return True
     return bool(visible_gpus()) and not {"gpu", "gpu_memory_gib"} & config.cluster.model_fields_set
@@ -90,7 +90,7 @@ def visible_gpus() -> list[str]:
 
 
 def with_nvml(read: Callable[[Any], list[T]]) -> list[T]:
-    """What NVML says; nothing without its package, which an installation for GPUs has, or if the driver fails."""
+    """The result of `read`; an empty list without NVML's package (part of an installation for GPUs) or a driver."""
     try:
         import pynvml
     except ImportError:
@@ -116,17 +116,17 @@ def gpus_here() -> list[Gpu]:
 
 
 def _read(nvml: Any, visible: str) -> Gpu:
-    """One GPU, which CUDA_VISIBLE_DEVICES names by its number or by its UUID."""
+    """One GPU; CUDA_VISIBLE_DEVICES has its number or its UUID."""
     by_number = visible.isdigit()
     handle = nvml.nvmlDeviceGetHandleByIndex(int(visible)) if by_number else nvml.nvmlDeviceGetHandleByUUID(visible)
     return Gpu(nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30)
 
 
 def with_gpus_here(config: C) -> tuple[C, str]:
-    """The config, with this machine's GPUs for the keys that it does not set; and a text: their memory and its source.
+    """The config with this machine's GPUs for the keys that it does not set, and a text: GPU memory and its source.
 
-    Nothing is read for a run that joins a Ray cluster, and may use other machines, nor where cluster.gpu names a card
-    that is not here.
+    GPUs are not read if the run joins a Ray cluster, since it may use other machines, or if cluster.gpu names a card
+    that this machine does not have.
     """
     cluster, gpus = config.cluster, [] if joins_a_cluster(config) else gpus_here()
     given, here = cluster.model_fields_set, {card_at(gpu.name) for gpu in gpus}
@@ -136,14 +136,14 @@ def with_gpus_here(config: C) -> tuple[C, str]:
     if cluster.gpu is not None and here != {cluster.gpu}:
         gpus, least, source = [], CARDS[cluster.gpu].memory_gib, f"of cluster.gpu={cluster.gpu}"
     if "gpu_memory_gib" in given:
-        told = f"{cluster.gpu_memory_gib:g} GiB, from cluster.gpu_memory_gib"
+        description = f"{cluster.gpu_memory_gib:g} GiB, from cluster.gpu_memory_gib"
     elif least:
-        values["gpu_memory_gib"], told = round(least, 1), f"{least:.1f} GiB, {source}"
+        values["gpu_memory_gib"], description = round(least, 1), f"{least:.1f} GiB, {source}"
     else:
-        told = f"{cluster.gpu_memory_gib:g} GiB, assumed: no GPU is read here; set cluster.gpu or gpu_memory_gib"
+        description = f"{cluster.gpu_memory_gib:g} GiB, assumed: no GPU is read here; set cluster.gpu or gpu_memory_gib"
     if gpus:
         names = ", ".join(f"{count} x {gpu.name}, {gpu.memory_gib:.1f} GiB" for gpu, count in Counter(gpus).items())
-        told = f"{told}; this machine: {names}"
+        description = f"{description}; this machine: {names}"
         values |= {} if "gpus_per_node" in given else {"gpus_per_node": len(gpus)}
         values |= {"gpu": min(cards, key=lambda name: CARDS[name].tflops)} if cards else {}
-    return config.model_copy(update={"cluster": cluster.model_copy(update=values)}), told
+    return config.model_copy(update={"cluster": cluster.model_copy(update=values)}), description

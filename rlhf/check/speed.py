@@ -1,11 +1,11 @@
-"""An account of a training step on GPUs: what each part takes at the rates of a card. Estimates, no measurements.
+"""Estimates of the seconds of a training step on GPUs: operations and bytes of each part, over the rates of a card.
 
-The rates are those that kernels reach on an H100, scaled to another card by the data sheets (`config/cards.py`).
+Kernels on an H100 reach these rates; for another card they are scaled by the data sheets (`config/cards.py`).
 
-Products, attention and passes over memory of an update are counted as `benchmarks/roofline.py` counts them, by formula
-in place of running the model, so that a plan needs no torch. A decoding step reads weights and KV cache once. What
-learners, and engines of several GPUs, send each other is counted in bytes. Shared beginnings of prompts, waiting,
-weight transfers, evaluations and checkpoints are not in it.
+Matrix products, attention and memory traffic of an update are counted as in `benchmarks/roofline.py`, but by formula,
+so that a plan needs no torch. A decoding step reads weights and KV cache once. Communication between learners, and
+within an engine of several GPUs, is counted in bytes. Not included: shared beginnings of prompts, waiting, weight
+transfers, evaluations and checkpoints.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhf.check.memory import (
     parameters_of,
 )
 from rlhf.check.model_shape import ModelShape, shape_at
-from rlhf.check.resources import counted, local_resources
+from rlhf.check.resources import local_resources, quantity
 from rlhf.config.cards import CARDS, Card, card_with
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import TrainingProgramConfig
@@ -30,8 +30,8 @@ from rlhf.config.roles import Role, Training
 GEMM = 680e12  # FLOP/s that large products reach on an H100, of 989
 FLASH = {"forward": 380e12, "backward": 320e12}  # FLOP/s of flash attention 2
 BANDWIDTH = 2.8e12  # bytes/s that kernels reach, of 3.35
-# Bytes that elementwise kernels move, as a multiple of what a layer keeps for its backward pass: with activations kept,
-# and where they are computed again. Of the account in docs/performance.md, models of 1.5 to 32 B.
+# Bytes that elementwise kernels move / bytes that a layer keeps for its backward pass: with activations kept, and with
+# activations computed again. Of the account in docs/performance.md, models of 1.5 to 32 B.
 PASSES, PASSES_RECOMPUTED = 2.5, 3.3
 RECOMPUTED = 0.71  # of a layer's forward products under full checkpointing: the last one is not needed again
 HEAD_PASSES = 7 * 4  # bytes per logit: its tile is written, read and read again in forward and backward
@@ -70,7 +70,7 @@ def card_name(config: TrainingProgramConfig) -> str:
     return config.cluster.gpu or card_with(config.cluster.gpu_memory_gib)
 
 
-def relative(config: TrainingProgramConfig) -> Card:
+def relative_rates(config: TrainingProgramConfig) -> Card:
     """The rates of the configured card, each over that of an H100."""
     ratios = [of_card / of_h100 for of_card, of_h100 in zip(CARDS[card_name(config)], H100, strict=True)]
     peak = config.cluster.peak_tflops
@@ -78,7 +78,7 @@ def relative(config: TrainingProgramConfig) -> Card:
 
 
 def described_card(config: TrainingProgramConfig) -> str:
-    """The card whose rates are used, its data sheet, and why this one."""
+    """The card whose rates are used, with its data sheet and the reason for this choice."""
     cluster, name = config.cluster, card_name(config)
     card = CARDS[name]
     tflops = f"{card.tflops:g} TFLOP/s" if cluster.peak_tflops is None else f"{cluster.peak_tflops:g} TFLOP/s as set"
@@ -102,22 +102,22 @@ def compute_s(shape: ModelShape, config: TrainingProgramConfig, lengths: Lengths
     logits = lengths.response / lengths.sequence * shape.vocabulary
     products += logits * shape.hidden * (6 if frozen else 8)
     moved = passes * kept + logits * HEAD_PASSES
-    rates = relative(config)
+    rates = relative_rates(config)
     return (products / GEMM + attention) / rates.tflops + moved / BANDWIDTH / rates.bandwidth
 
 
 def decode_tokens_per_second(shape: ModelShape, config: GRPOConfig) -> float:
-    """What one engine samples while it is full, prompts included."""
+    """Sampled tokens per second of one full engine; the time includes prompts."""
     step, batch = _decode_step_s(shape, config)
     lengths = Lengths.of(config)
     prefill = 2 * shape.active_parameters * lengths.prompt / config.rollout.samples_per_prompt
-    prefill /= GEMM * config.cluster.tensor_parallel * relative(config).tflops
+    prefill /= GEMM * config.cluster.tensor_parallel * relative_rates(config).tflops
     return lengths.response / (lengths.response * step / batch + prefill)
 
 
 def _decode_step_s(shape: ModelShape, config: GRPOConfig, batch: int | None = None) -> tuple[float, int]:
     """Seconds of one decoding step, and how many sequences it has; by default as many as there are at once."""
-    cluster, lengths, rates = config.cluster, Lengths.of(config), relative(config)
+    cluster, lengths, rates = config.cluster, Lengths.of(config), relative_rates(config)
     gemm, bandwidth = GEMM * rates.tflops, BANDWIDTH * rates.bandwidth
     per_token, held = kv_cache(shape, config)
     waiting = -(-config.rollouts_per_step // cluster.engines)
@@ -142,7 +142,7 @@ def tail_s(shape: ModelShape, config: GRPOConfig) -> float:
     return max(0, longest) * _decode_step_s(shape, config, 1)[0]
 
 
-# --- what learners send each other ---
+# --- communication between learners ---
 
 
 def communicated_bytes(
@@ -181,7 +181,7 @@ def microbatches_per_update(config: GRPOConfig, training: Training) -> int:
 
 
 def forward_passes(config: GRPOConfig) -> int:
-    """Passes besides updates: old log-probs, reference, teacher; with a critic at least one, for its values."""
+    """Forward passes of a step: old log-probs, reference, teacher; with a critic at least one, for its values."""
     teacher = config.algo.teacher
     passes = config.needs_old_logprobs_pass + config.needs_reference
     if teacher is not None and teacher.computed:
@@ -189,19 +189,19 @@ def forward_passes(config: GRPOConfig) -> int:
     return max(passes, len(config.trained_roles()) - 1)
 
 
-def link(config: TrainingProgramConfig) -> float:
+def link_bytes_per_second(config: TrainingProgramConfig) -> float:
     """Bytes/s between learners: the slower link if they are on several nodes."""
     on_one_node = config.cluster.learners <= config.cluster.gpus_per_node
-    return NVLINK * relative(config).link if on_one_node else NETWORK
+    return NVLINK * relative_rates(config).link if on_one_node else NETWORK
 
 
 # --- host memory ---
 
 
 def host_optimizer(config: TrainingProgramConfig) -> tuple[float, str]:
-    """Seconds per training step of the slowest optimizer in host memory, and their arithmetic; "" without any.
+    """Seconds per training step of the slowest optimizer in host memory, with the arithmetic; (0, "") without one.
 
-    What goes over PCIe is not counted. Threads are those of the actors if their nodes are like this machine.
+    Transfers over PCIe are not counted. The number of threads assumes nodes like this machine.
     """
     cluster, trained = config.cluster, config.trained_roles()
     ranks = sum(role.count for role, _ in trained)
@@ -213,14 +213,14 @@ def host_optimizer(config: TrainingProgramConfig) -> tuple[float, str]:
         if training.section.offload_optimizer and count is not None:
             updates = training.updates_per_step
             seconds = updates * count / role.count * HOST_ADAM_S / threads
-            product = f"{counted(updates, 'update')} x {count / 1e9:.2f} B / {counted(role.count, role.name)}"
-            each = f"{HOST_ADAM_S * 1e9:g} ns / {counted(threads, 'thread')}"
+            product = f"{quantity(updates, 'update')} x {count / 1e9:.2f} B / {quantity(role.count, role.name)}"
+            each = f"{HOST_ADAM_S * 1e9:g} ns / {quantity(threads, 'thread')}"
             times.append((seconds, f"{product} x {each} = {seconds:,.1f} s"))
     return max(times)
 
 
 def turns_s(shape: ModelShape, config: GRPOConfig) -> float:
-    """Seconds in which engines and learners on the same GPUs change places: what each moves to host memory and back."""
+    """Seconds for swapping engines and learners on shared GPUs: their state moves to host memory and back."""
     cluster = config.cluster
     if cluster.placement != "colocated":
         return 0.0

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from rlhf.algo.schedules import learning_rate
-from rlhf.check.examination import examine, gather, model_problems, run_models
+from rlhf.check.examination import collect_problems, examine, model_problems, run_models
 from rlhf.check.memory import BYTES, GIB, checkpoint_bytes, trained_parameters
 from rlhf.check.model_shape import ModelShape, shape_at
-from rlhf.check.resources import check_resources, counted, is_for_this_machine, joins_a_cluster, local_resources
+from rlhf.check.resources import check_resources, is_for_this_machine, joins_a_cluster, local_resources, quantity
 from rlhf.config.contradictions import metric_problems
 from rlhf.config.environment import TOOLS
 from rlhf.config.grpo import GRPOConfig
@@ -32,31 +32,31 @@ SOCKET_PATH_BYTES = 107  # of a Unix socket, as the kernel limits it
 RAY_SOCKET = "/rlhf-12345678/ray/session_2026-01-02_03-04-05_123456_NUMBER/sockets/plasma_store"
 SHARED_MEMORY = Path("/dev/shm")
 CPU_FLAGS = Path("/proc/cpuinfo")
-# of a CPU that is known to multiply in bfloat16, or in AVX-512, at least about as fast as in float32
+# flags of CPUs that multiply in bfloat16 about as fast as in float32
 FAST_BFLOAT16 = {"avx512f", "amx_bf16", "avx_ne_convert", "bf16"}
-PRETRAINED = 100e6  # parameters; fewer have models that were made for a test
+PRETRAINED = 100e6  # parameters; smaller models are made for tests
 # vLLM's engine refuses to start without 160 MiB for its queue to the workers, and each worker without 240 for its own.
 SHARED_MEMORY_MIB = 256
 
 
 def start_problems(config: GRPOConfig) -> list[str]:
-    """Reasons to refuse a training run with rollouts: those of any run, and the user's rewards and environments.
+    """Reasons to refuse a training run with rollouts: as `run_problems`, and the user's rewards and environments.
 
-    Mistakes in these are told without the seconds that the classes of the models take.
+    If the user's functions fail, the classes of the models are not tried, which takes seconds.
     """
     own = own_function_problems(config) + _rollout_problems(config)
     return run_problems(config, with_classes=not own) + own
 
 
 def _rollout_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
-    """Problems of the user's rewards and environments, without duplicates: both start the environment."""
+    """Problems of the user's rewards and environments, without duplicates, since both checks start the environment."""
     return list(dict.fromkeys(reward_problems(config, trains=trains) + environment_problems(config)))
 
 
 def plan_problems(config: TrainingProgramConfig) -> list[str]:
-    """The reasons to refuse a run that can be found without the models' classes, the hub and the GPUs.
+    """Reasons to refuse a run, without asking the models' classes, the hub or the GPUs.
 
-    If the run is meant for other GPUs than those of this machine, its disk and cores are not checked.
+    If the run is meant for GPUs of other machines, disk and cores are not checked.
     """
     own: list[str] = []
     if isinstance(config, GRPOConfig):
@@ -71,14 +71,14 @@ def plan_problems(config: TrainingProgramConfig) -> list[str]:
 
 
 def row_problems(config: TrainingProgramConfig) -> list[str]:
-    """Why the columns or the first rows of the files of data cannot be used, as far as that needs no tokenizer."""
+    """Problems of the columns and the first rows of data files, without the tokenizer."""
     files = [
         partial(_check_first_rows, config, key, source, which)
         for which in ("train", "eval")
         for key, source in config_sources(cast(Any, config.data), which).items()
         if (path := local_path(source)) is not None and path.is_file()
     ]
-    return gather(*files)
+    return collect_problems(*files)
 
 
 def _check_first_rows(config: TrainingProgramConfig, key: str, settings: Any, which: str) -> None:
@@ -128,10 +128,10 @@ def evaluation_problems(config: GRPOConfig) -> list[str]:
 def input_problems(
     config: TrainingProgramConfig, *, trains: bool = True, with_data: bool = True, with_classes: bool = True
 ) -> list[str]:
-    """Data and models that are missing, or that do not fit the config; `with_classes`: by the models' classes too."""
+    """Data and models that are missing or do not suit the config; `with_classes`: also try the models' classes."""
     kinds = (("eval", "train") if trains else ("eval",)) if with_data else ()
     sources = {key: source for which in kinds for key, source in config_sources(config.data, which).items()}
-    problems = gather(*(partial(check_source, source, key) for key, source in sources.items()))
+    problems = collect_problems(*(partial(check_source, source, key) for key, source in sources.items()))
     examined = examine if with_classes else model_problems
     return problems + examined(config, trains=trains)
 
@@ -140,7 +140,7 @@ def input_problems(
 
 
 def dtype_warnings(config: TrainingProgramConfig) -> Iterator[str]:
-    """Warn of bfloat16 on a CPU with AVX2 alone: SmolLM2-135M takes 40 s for 922 tokens, and 6.5 s in float32."""
+    """Warn of bfloat16 on a CPU with AVX2 only: SmolLM2-135M takes 40 s for 922 tokens, 6.5 s in float32."""
     if config.cluster.device != "cpu" or config.model.dtype != "bfloat16" or joins_a_cluster(config):
         return
     flags = set(CPU_FLAGS.read_text().split()) if CPU_FLAGS.exists() else set[str]()
@@ -152,7 +152,7 @@ def dtype_warnings(config: TrainingProgramConfig) -> Iterator[str]:
 
 
 def rate_warnings(config: TrainingProgramConfig) -> Iterator[str]:
-    """Warn of a learning rate of 0, and of one that usually breaks a pretrained model if all weights are trained."""
+    """Warn of a learning rate of 0, and of a rate for all weights that usually breaks a pretrained model."""
     for role, training in config.trained_roles():
         key, schedule, lr = role.section, training.section.schedule, training.section.optimizer.lr
         updates, arguments = training.total_updates, training.schedule_arguments
@@ -162,8 +162,8 @@ def rate_warnings(config: TrainingProgramConfig) -> Iterator[str]:
         elif not any(learning_rate(update, **arguments) for update in range(1, updates + 1)):
             yield (
                 f"{key}.schedule.name={schedule.name} with {key}.schedule.min_lr=0: the run has "
-                f"{counted(updates, 'update')}, all with a learning rate of 0, so no update changes the {trained}. Set "
-                "min_lr, or name=constant, or take more steps."
+                f"{quantity(updates, 'update')}, all with a learning rate of 0, so no update changes the {trained}. "
+                "Set min_lr, or name=constant, or take more steps."
             )
         has_adapter = role.name == LEARNER and config.model.lora is not None
         shape = None if has_adapter else shape_at(role.model)
@@ -180,7 +180,7 @@ def rate_warnings(config: TrainingProgramConfig) -> Iterator[str]:
 
 def _highest_rate(config: TrainingProgramConfig, shape: ModelShape) -> float:
     """The highest learning rate for all weights of such a model in public recipes."""
-    if config.program == "sft":  # SmolLM2's: 1e-3 for 360 M, 3e-4 for 1.7 B
+    if config.program == "sft":  # SmolLM2: 1e-3 for 360 M, 3e-4 for 1.7 B
         return 1e-3 if shape.parameters < 1e9 else 3e-4
     return 1e-4
 
@@ -198,7 +198,7 @@ def _existing(path: Path) -> Path:
 
 
 def run_bytes(config: TrainingProgramConfig, *, written: int = 0) -> int | None:
-    """The most that a run writes, of whose checkpoints some are `written`; None if a model's shape is not known."""
+    """The most bytes that a run with `written` checkpoints will write; None if the size of a model is not known."""
     policy = shape_at(config.model.path)
     checkpoint = checkpoint_bytes(config, policy)
     if checkpoint is None or policy is None:
@@ -209,7 +209,7 @@ def run_bytes(config: TrainingProgramConfig, *, written: int = 0) -> int | None:
 
 
 def run_folder_problems(config: TrainingProgramConfig, *, with_disk: bool = True) -> Iterator[str]:
-    """The run folder cannot be written, or its disk has no room for the checkpoints."""
+    """A problem if the run folder cannot be written, or its disk has no room for the checkpoints."""
     folder = existing_folder(config)
     if not folder.is_dir():
         yield f"run.dir={config.run.dir}: {folder} is a file. Name a folder."
@@ -219,7 +219,7 @@ def run_folder_problems(config: TrainingProgramConfig, *, with_disk: bool = True
         return
     if not with_disk:
         return
-    written = len(list(Path(config.run.dir).glob("checkpoints/step-" + 6 * "[0-9]")))  # by a run that is resumed
+    written = len(list(Path(config.run.dir).glob("checkpoints/step-" + 6 * "[0-9]")))  # if the run is resumed
     needed, free = run_bytes(config, written=written) or 0, shutil.disk_usage(folder).free
     if needed > free:
         yield (
@@ -235,11 +235,11 @@ def run_folder_problems(config: TrainingProgramConfig, *, with_disk: bool = True
 def _machine_problems(config: TrainingProgramConfig, *, trains: bool = True) -> list[str]:
     if joins_a_cluster(config):
         return []
-    return [*machine_problems(), *gather(lambda: check_resources(config, local_resources(), trains=trains))]
+    return [*machine_problems(), *collect_problems(lambda: check_resources(config, local_resources(), trains=trains))]
 
 
 def machine_problems() -> Iterator[str]:
-    """What Ray and vLLM need of this machine besides cores: a short TMPDIR, a home folder to write, shared memory."""
+    """Problems of this machine for Ray and vLLM: TMPDIR too long, home folder not writable, little shared memory."""
     try:
         folder = tempfile.gettempdir()
     except FileNotFoundError as error:
@@ -271,9 +271,9 @@ def _home_problems() -> Iterator[str]:
 
 
 def shared_memory_problems(folder: Path) -> Iterator[str]:
-    """A problem if the file system of this folder has too little room for what processes share."""
+    """A problem if this folder has too little room for the memory that processes share."""
     if not folder.is_dir():
-        return  # vLLM and Ray then use other means, or say so
+        return  # vLLM and Ray then use other means, or report it
     free = shutil.disk_usage(folder).free // 2**20
     if free < SHARED_MEMORY_MIB:
         yield (
@@ -286,7 +286,7 @@ def shared_memory_problems(folder: Path) -> Iterator[str]:
 
 
 def environment_problems(config: GRPOConfig) -> list[str]:
-    """Why an environment or a tool cannot be loaded or offered to a model, or why its reward needs a named metric."""
+    """Problems of environments and tools: they cannot be loaded or offered, or a reward needs a named metric."""
     if not config.acts:
         return []
     # imported here: a run without environments needs none of it
@@ -301,7 +301,7 @@ def environment_problems(config: GRPOConfig) -> list[str]:
 
 
 def own_function_problems(config: GRPOConfig) -> list[str]:
-    """Why the user's policy loss or advantage cannot be trained with: each is tried on a small example."""
+    """Problems of the user's policy loss and advantage: each is tried on a small example."""
     if not config.algo.own_functions:
         return []
     from rlhf.algo.own_functions import ObjectiveError, check_advantage, check_policy_loss  # imports torch
@@ -318,7 +318,7 @@ def own_function_problems(config: GRPOConfig) -> list[str]:
             checks[where](function)
         except ObjectiveError as error:
             problems.append(f"{where}={name}: {error}. See docs/algorithms.md.")
-        except Exception as error:  # of the user's code
+        except Exception as error:  # from the user's code
             problems.append(
                 f"{where}={name}: it raises {type(error).__name__} on an example: {error}. See docs/algorithms.md."
             )
@@ -326,13 +326,12 @@ def own_function_problems(config: GRPOConfig) -> list[str]:
 
 
 def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
-    """Why user functions of the reward cannot grade: each is tried with a response or a group for a row of each source.
+    """Problems of the user's reward functions: each grades a response, or a group, for a row of each source.
 
-    With an environment or tools, a session is opened and ended after one turn, and the function gets what such a
-    rollout would give it. Where a coroutine or a program makes the turns, functions are not tried. A function that
-    raises, exceeds a limit or returns no number is refused, unless `reward.failure_fraction` is 1. A function that
-    returns None causes a warning if nothing else can grade the response. Built-in rewards are tried later, with every
-    gold answer.
+    With an environment or tools, a session runs for one turn, and the function gets its rollout. If a coroutine or a
+    program makes the turns, functions are not tried. A function that raises, exceeds a limit or returns no number is
+    refused, unless `reward.failure_fraction` is 1. A function that returns None causes a warning if nothing else can
+    grade the response. Built-in rewards are tried later, with every gold answer.
     """
     reward = config.reward.model_copy(update={"workers": 1})
     if not any(part.is_user_function for part in reward.all_parts) or reward.failure_fraction == 1:
@@ -360,8 +359,8 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
                 from rlhf.environments.rollouts import answered_at_once
 
                 hosts = opened.enter_context(Hosts(config.environment, config.tools))
-            for of, row, prompt in rows:
-                responses, rollout = _responses(alternatives(prompt.answer)[0], of.samples_per_prompt), None
+            for sampling, row, prompt in rows:
+                responses, rollout = _responses(alternatives(prompt.answer)[0], sampling.samples_per_prompt), None
                 if config.acts:
                     played = run_async(answered_at_once(hosts, prompt, responses[0], config))
                     if played is None:
@@ -385,6 +384,6 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
 
 
 def _responses(answer: str, count: int) -> list[str]:
-    """Responses with the right answer, no two alike."""
+    """`count` different responses with the right answer."""
     text = f"The answer is \\boxed{{{answer}}}." if answer else "This is the response."
     return [f"{text}{' It is.' * number}" for number in range(count)]

@@ -17,7 +17,7 @@ from rlhf.check.memory import (
     with_article,
 )
 from rlhf.check.model_shape import ModelShape
-from rlhf.check.resources import counted
+from rlhf.check.resources import quantity
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.supervised import SupervisedConfig
@@ -29,9 +29,9 @@ class Verdict(NamedTuple, Generic[C]):
     """Whether a config fits.
 
     Attributes:
-        says: [(a sentence, the keys that it announces as one line to paste, or "")].
-        config: the layout whose hours the plan shows: the config itself if it fits, else the best layout that was
-            found; None if none was.
+        says: [(a sentence, the keys that it announces as one line to paste; empty if none)].
+        config: the layout whose hours the plan shows: the config itself if it fits, else the best layout that fits;
+            None if no layout fits.
     """
 
     fits: bool
@@ -52,20 +52,20 @@ def fit_verdict(
     if not problems:
         fits = f"fits{_needs(config, estimates)}{_hours(config, step_time(config, shape))}."
         return Verdict(True, [(fits, "")], config)
-    what = f"does not fit: {'; '.join(problems)}."
+    refusal = f"does not fit: {'; '.join(problems)}."
     if not searched:
         remedy = "Set model.gradient_checkpointing=true, train adapters (model.lora), use a smaller model"
-        return Verdict(False, [(f"{what} {remedy}, or shorter sequences ({config.sequence_keys}).", "")], None)
-    ways = list(_ways(config, shape, searched))
+        return Verdict(False, [(f"{refusal} {remedy}, or shorter sequences ({config.sequence_keys}).", "")], None)
+    ways = list(_fitting_layouts(config, shape, searched))
     says = [(f"{way}{_hours(layout, step_time(layout, shape))}:", keys_of(config, layout)) for way, layout in ways]
     if searched[0].best(0):
-        return Verdict(False, [(f"{what} The best that fits: {says[0][0]}", says[0][1])], ways[0][1])
-    what += f" No layout of {counted(searched[0].gpus, 'GPU')} does."
+        return Verdict(False, [(f"{refusal} The best that fits: {says[0][0]}", says[0][1])], ways[0][1])
+    refusal += f" No layout of {quantity(searched[0].gpus, 'GPU')} does."
     if not ways:
         adapters = ", adapters" * (config.model.lora is None)
         tried = f"up to {searched[-1].gpus} GPUs{adapters}, smaller microbatches"
-        return Verdict(False, [(f"{what} Nor does what was tried: {tried}. {_remedy(config)}", "")], None)
-    return Verdict(False, [(f"{what} What would fit:", ""), *says], ways[0][1])
+        return Verdict(False, [(f"{refusal} Also tried: {tried}. {_remedy(config)}", "")], None)
+    return Verdict(False, [(f"{refusal} What would fit:", ""), *says], ways[0][1])
 
 
 def supervised_verdict(config: SupervisedConfig, shape: ModelShape, tokens: int) -> Verdict[SupervisedConfig]:
@@ -81,7 +81,7 @@ def supervised_verdict(config: SupervisedConfig, shape: ModelShape, tokens: int)
             continue
         times = [update_time(each, shape, tokens) for each in fitting]
         time, best = min(zip(times, fitting, strict=True), key=lambda pair: pair[0].total if pair[0] else 0.0)
-        who = counted(best.cluster.learners, "learner")
+        who = quantity(best.cluster.learners, "learner")
         who += " with adapters (model.lora)" if best.model.lora != config.model.lora else ""
         says = f"does not fit: {problem}. The best that fits: {who}{_hours(best, time)}:"
         return Verdict(False, [(says, keys_of(config, best))], best)
@@ -93,7 +93,7 @@ def _remedy(config: TrainingProgramConfig) -> str:
 
 
 def _needs(config: TrainingProgramConfig, estimates: Sequence[RoleMemory]) -> str:
-    """The memory that one process of each role needs; on CPU, that all of them need together."""
+    """The memory of one process of each role; on CPU, of all processes together."""
     unknown = dict.fromkeys(f"{each.role.model_key}={each.role.model}" for each in estimates if not each.parts)
     but = f" but for {', '.join(unknown)}, whose size is not known here" if unknown else ""
     if config.cluster.device == "cpu":
@@ -110,15 +110,17 @@ def _hours(config: GRPOConfig | SupervisedConfig, time: StepTime | None) -> str:
     full, digits, hours = "", 2, config.steps * time.total / 3600
     if isinstance(config, GRPOConfig):
         full, digits = ", every response at full length" * (config.plan.response_tokens is None), 1
-    steps = counted(config.steps, "step")
+    steps = quantity(config.steps, "step")
     return f", {time.total:,.{digits}f} s per step, {steps} = {hours:,.{digits}f} hours{full}"
 
 
-def _ways(config: GRPOConfig, shape: ModelShape, searched: Sequence[Search]) -> Iterator[tuple[str, GRPOConfig]]:
-    """Layouts that would fit, in words and as a config: the best of the run's GPUs, or of more; one with adapters."""
+def _fitting_layouts(
+    config: GRPOConfig, shape: ModelShape, searched: Sequence[Search]
+) -> Iterator[tuple[str, GRPOConfig]]:
+    """Layouts that fit, in words and as a config: the best on the run's GPUs, or on more; one with adapters."""
     lag, own, last = config.rollout.max_policy_lag, searched[0], searched[-1]
     if best := last.best(lag):
-        yield counted(last.gpus, "GPU"), best.config
+        yield quantity(last.gpus, "GPU"), best.config
     adapted = with_adapters(config) if config.model.lora is None else None
     if own.best(lag) is None and adapted and (best := search(adapted, shape, own.gpus).best(lag)):
-        yield f"{counted(own.gpus, 'GPU')} with adapters (model.lora)", best.config
+        yield f"{quantity(own.gpus, 'GPU')} with adapters (model.lora)", best.config

@@ -100,7 +100,7 @@ def test_compute_and_memory_bandwidth_of_another_card_are_scaled_apart(make: Any
     assert speed.compute_s(shape, here) < speed.compute_s(shape, memory) < 3350 / 864 * speed.compute_s(shape, here)
     sampled = [speed.decode_tokens_per_second(shape, config) for config in (here, l40s)]
     assert 2 < sampled[0] / sampled[1] < 3350 / 864
-    assert speed.link(l40s) == pytest.approx(300e9 * 64 / 900)  # PCIe
+    assert speed.link_bytes_per_second(l40s) == pytest.approx(300e9 * 64 / 900)  # PCIe
     assert speed.card_name(make(SMALL, "cluster.gpu_memory_gib=22")[0]) == "L4"
 
 

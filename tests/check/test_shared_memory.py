@@ -48,4 +48,4 @@ def test_policy_and_critic_are_judged_each_for_its_own_turn(tmp_path: Path) -> N
     assert check_shared_gpus(config, {"learner": ranks(62), "critic": ranks(61)}) == []
     (warning,) = check_shared_gpus(config, {"learner": ranks(62), "critic": ranks(61, away=60.0)})
     assert warning.startswith("memory: on a shared GPU a critic")
-    assert "beside 18.0 GiB" in warning
+    assert "next to 18.0 GiB" in warning

@@ -1,4 +1,4 @@
-"""The checks of `python -m rlhf.doctor`: before a run, that it will start, fit and be right."""
+"""The checks of `python -m rlhf.doctor`: that a run will start, fit and compute correctly."""
 
 from __future__ import annotations
 

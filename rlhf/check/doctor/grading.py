@@ -1,4 +1,4 @@
-"""Checks of the scorer and of the model's responses: hanging graders, gold answers, eight sampled prompts."""
+"""Checks of the graders and of the model's responses: hanging graders, gold answers, eight sampled prompts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HANG_S = 1.0  # then the hanging grader is killed
 
 
 async def check_scorer(_: Patient) -> Finding:
-    """A right answer gets 1, a wrong one 0, and a grader that hangs is killed while the others go on."""
+    """A right answer gets 1, a wrong answer 0, and a hanging grader is killed while the others go on."""
     config = RewardConfig.model_validate(
         {"parts": ["math", HANGING], "workers": 2, "wall_seconds": HANG_S, "cpu_seconds": HANG_S}
     )
@@ -52,7 +52,7 @@ async def check_scorer(_: Patient) -> Finding:
 
 
 async def check_rewards(patient: Patient) -> Finding:
-    """Rewards that compare with an answer grade the gold answers of the first rows as right."""
+    """The rewards that compare answers accept the gold answers of the first rows."""
     reward, prompts = patient.config.reward, patient.prompts
     with await in_thread(Scorer, reward) as scorer:
         bad_rows = await in_thread(scorer.check_gold, prompts)
@@ -65,9 +65,9 @@ async def check_rewards(patient: Patient) -> Finding:
 
 
 async def check_responses(patient: Patient) -> Finding:
-    """Sample and grade eight prompts as a step would, judge them by the rules of the diagnosis, and show two."""
+    """Sample and grade eight prompts as in a step, apply the rules of the run's diagnosis, and show two prompts."""
     engines, config = patient.engines, patient.config
-    _ = patient.canary  # without agreement there is nothing to learn from the answers
+    _ = patient.canary  # responses of an engine that disagrees with the learner say nothing
     rows = patient.rows if config.acts else patient.prompts
     prompts = rows[:: max(1, len(rows) // SAMPLED_PROMPTS)][:SAMPLED_PROMPTS]  # of all sources
     tokenizer = await in_thread(load_tokenizer, config.model)
@@ -87,7 +87,7 @@ async def check_responses(patient: Patient) -> Finding:
 def judge_responses(
     config: GRPOConfig, groups: Sequence[RolloutGroup], statuses: dict[str, float], *, tiny: bool = False
 ) -> Finding:
-    """What the diagnosis would tell a run after this step.
+    """The diagnosis that a run would print after this step.
 
     Args:
         statuses: counters of the grading.
@@ -102,15 +102,15 @@ def judge_responses(
     text = f"{len(samples)} responses to {len(groups)} prompts: {described}"
     text = "\n".join([text, *(line for group in groups[:SHOWN] for line in _example(group))])
     view = View([values | statuses], [{}], [], flat_keys(config.model_dump(mode="json")))
-    found = list(view.findings())
-    if tiny or not found:
+    findings = list(view.findings())
+    if tiny or not findings:
         return Finding("ok", text)
-    text = "\n".join([text, *(seen for _, seen, _ in found)])
-    return Finding("warn", text, " ".join(advice for _, _, advice in found))
+    text = "\n".join([text, *(seen for _, seen, _ in findings)])
+    return Finding("warn", text, " ".join(advice for _, _, advice in findings))
 
 
 def _example(group: RolloutGroup) -> Iterator[str]:
-    """A prompt, one response and its grade, each cut to a line of a terminal."""
+    """A prompt, one response and its grade, each shortened to a line."""
     sample = group.samples[0]
     parts = ", ".join(f"{name} {value:.4g}" for name, value in sample.reward_parts.items() if value is not None)
     yield f"prompt    {_line(group.prompt.messages[-1]['content'] if group.prompt.messages else '')}"
@@ -120,6 +120,6 @@ def _example(group: RolloutGroup) -> Iterator[str]:
 
 
 def _line(text: str, width: int = 52) -> str:
-    """The beginning and the end of a text, which usually has the answer, on one line."""
+    """The beginning of a text and its end, where the answer usually is, on one line."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= width else f"{line[: width // 2 - 3]} ... {line[3 - width // 2 :]}"

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 DISTRIBUTION = "rlhf"
 BUILDS = ("cpu", "gpu")  # extras, one of which is installed: vLLM for this kind of machine
 
-RAY_FULL_FRACTION = 0.95  # Ray refuses objects if the disk of its folder is fuller
-PROMPTS_PER_SOURCE = 8  # for the checks that need prompts
+RAY_FULL_FRACTION = 0.95  # Ray refuses objects if the disk with its folder is fuller
+PROMPTS_PER_SOURCE = 8
 SET_UP = "make setup (make setup-gpu on GPUs), in a new environment if need be"
 
 
@@ -42,7 +42,7 @@ async def check_versions(_: Patient) -> Finding:
     extras = [[r for r in requirements if r.marker and r.marker.evaluate({"extra": build})] for build in BUILDS]
     builds = [extra for extra in extras if extra]  # vLLM is the first requirement of each
     engine = [r for build in builds if _version(build[0].name) for r in build]
-    problems = [problem for requirement in needed + engine if (problem := _misfit(requirement))]
+    problems = [problem for requirement in needed + engine if (problem := _package_problem(requirement))]
     if not engine:
         problems.append(f"neither {' nor '.join(sorted(build[0].name for build in builds))} is installed")
     if not plugin_is_installed():
@@ -62,8 +62,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _misfit(requirement: Requirement) -> str:
-    """A sentence about a package that is missing or out of its range; "" if it fits."""
+def _package_problem(requirement: Requirement) -> str:
+    """A problem if a package is missing or out of its range; else an empty string."""
     version = _version(requirement.name)
     if version is None:
         return f"{requirement.name} is not installed ({requirement.specifier})"
@@ -72,13 +72,13 @@ def _misfit(requirement: Requirement) -> str:
     return ""
 
 
-# --- what a run refuses ---
+# --- checks of a run's start ---
 
 
 async def check_config(patient: Patient) -> Finding:
-    """What a run checks before it starts: data, models, functions of the user, run folder and disk, cores and GPUs.
+    """The checks of a run's start: data, models, functions of the user, run folder and disk, cores and GPUs.
 
-    Later checks use the first prompts.
+    Sets the first prompts for later checks.
     """
     config = patient.config
     problems = await in_thread(start_problems, config)

@@ -1,8 +1,8 @@
-"""Checks of the nodes: each answers, all have the same packages, and they have the GPUs that the config asks for.
+"""Checks of the nodes: all answer, with the same packages and the GPUs that the config asks for.
 
     python -m rlhf.check.doctor.nodes ADDRESS SECONDS  describe every node of that Ray cluster, as JSON
 
-A separate process asks the cluster, so that it can be killed if Ray does not answer.
+A separate process asks the cluster; it can be killed if Ray does not answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlhf.cluster import node_report
 from rlhf.run.threads import in_thread
 
 LEFT_ON_PURPOSE = (1, 4)  # Ray's NodeDeathInfo: expected termination, idle node drained by the autoscaler
-ANSWER_S = 60.0  # enough, since a node imports nothing heavy for its answer
+ANSWER_S = 60.0  # a node imports nothing heavy for its answer
 MIN_DRIVER, MIN_CAPABILITY = 580, 8.0  # CUDA 13; bfloat16 and flash attention
 ACTIVE = "ACTIVE"  # the state of a port of a network card that works
 DIED, SILENT = "died", "silent"
@@ -34,7 +34,7 @@ def describe() -> dict[str, Any]:
 
 
 async def check_nodes(patient: Patient) -> Finding:
-    """Every node answers and has the driver's versions; nodes that died are named."""
+    """Every node answers and has the package versions of this machine; dead nodes are named."""
     here = await in_thread(describe)
     patient.nodes = {here["installed"]["node"]: here}
     if not joins_a_cluster(patient.config):
@@ -59,7 +59,7 @@ async def check_nodes(patient: Patient) -> Finding:
 
 
 async def _ask(address: str) -> dict[str, dict[str, Any]]:
-    """The answer of every node of a cluster, asked by a process that ends with this call."""
+    """The answer of every node of a cluster, from a process that ends with this call."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rlhf.check.doctor.nodes", address, str(ANSWER_S), stdout=pipe, stderr=pipe
@@ -117,7 +117,7 @@ def _card_problems(nodes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def ask_cluster(address: str, deadline_s: float) -> dict[str, dict[str, Any]]:
-    """By name of the node: the result of `describe`, or `silent` or `died` with the reason."""
+    """Node name -> the result of `describe`, or `silent` or `died` with the reason."""
     import ray
 
     from rlhf.cluster.actors import check_address

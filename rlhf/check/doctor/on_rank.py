@@ -1,6 +1,6 @@
-"""What the doctor measures inside a learner: each function is called there with the rank, through `TrainedRank.apply`.
+"""The doctor's measurements inside a learner; `TrainedRank.apply` calls these functions there.
 
-Kernels are compared with plain ones in float32, by the relative error of the worst of their outputs and gradients.
+Kernels are compared with plain code in float32: the largest relative error of outputs and gradients.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TOLERANCE = {"bfloat16": 0.03, "float32": 1e-4}
 PROMPT, RESPONSES = 96, (40, 150, 1, 3, 7, 5, 300)  # tokens; the prompt begins all but the last sequence
 HEAD_TOKENS = 128
 
-# Tiny models: one dense, and one for each kind of mixer without attention. Their weights are large enough that each
-# part of the model matters, and small enough that rounding does not.
+# Tiny models: one dense, and one for each kind of mixer without attention. Their weights are so large that each part of
+# the model matters, and so small that rounding does not.
 TINY_SIZES = {
     "vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "initializer_range": 0.1,
@@ -159,23 +159,23 @@ def _worst(values: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
 
 
 def fingerprints(rank: TrainedRank) -> dict[str, int]:
-    """A number for each tensor of the model that changes with any of its bits; a collective at ZeRO-3."""
+    """A hash of the bits of each tensor of the model; a collective at ZeRO-3."""
     tensors = rank.each_whole(rank.published.items())
     return {name: int(torch.hash_tensor(tensor.detach()).item()) for name, tensor in tensors}
 
 
 def old_logprobs(rank: Learner) -> tuple[np.ndarray]:
-    """Log-probs of the step's tokens before an update, also where the run needs no pass for them."""
+    """Log-probs of the step's tokens before an update, even if the run itself does not compute them."""
     return (rank.passes(lambda tokens: rank.deepspeed(tokens).logprobs),)
 
 
 @dataclasses.dataclass(frozen=True)
 class Updated:
-    """What one rank reports of an update.
+    """The report of one rank about an update.
 
     Attributes:
         moved: names of the tensors that changed. tensors: number of all tensors.
-        peak_bytes: the most memory that torch held on the GPU; on CPU, that the process ever had.
+        peak_bytes: the most memory that torch held on the GPU; on CPU, the largest size of the process.
     """
 
     metrics: StepMetrics

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlhf.cluster.engines import Engines
     from rlhf.types import PolicyTargets, Prompt
 
-Status = Literal["ok", "warn", "fail", "skip"]  # skip: the check needs what this machine or config does not have
+Status = Literal["ok", "warn", "fail", "skip"]  # skip: not possible on this machine or with this config
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class NotCheckedError(Exception):
 
 @dataclass
 class Patient:
-    """The run that is examined, and what checks leave for later ones: reading what is missing is a NotCheckedError."""
+    """The examined run, and the results that later checks need; reading a missing one raises NotCheckedError."""
 
     config: GRPOConfig
-    tiny: bool = False  # the model is one that the doctor has made
+    tiny: bool = False  # whether the doctor made the model itself
     least_free: float = math.inf  # bytes: this machine's lowest free memory at the end of a check
     at_end: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     nodes: dict[str, dict[str, Any]] = field(init=False)  # by name: `report` of the node, its `gpus` and `cards`
-    prompts: list[Prompt] = field(init=False)  # the first of each source, tokenized, as an environment leaves them
-    rows: list[Prompt] = field(init=False)  # the same as the data has them
-    engines: Engines = field(init=False)  # that have started, with the learners
-    canary: Canary = field(init=False)  # one that engines and learners have passed
-    targets: PolicyTargets = field(init=False)  # of the step that the learners hold
+    prompts: list[Prompt] = field(init=False)  # the first of each source, after the reset of an environment
+    rows: list[Prompt] = field(init=False)  # the same prompts before an environment changes them
+    engines: Engines = field(init=False)  # the running engines, with the learners
+    canary: Canary = field(init=False)  # passed by engines and learners
+    targets: PolicyTargets = field(init=False)  # for the step that the learners hold
 
     def __getattr__(self, name: str) -> Any:
         if name in MISSING:
@@ -77,7 +77,7 @@ class Check:
     """One line of the doctor's report.
 
     Attributes:
-        run: examines the patient; an exception counts as a failure, with its message.
+        run: examines the patient; an exception is a failure, with its message.
         remedy: what to do if it raises an exception or exceeds its deadline.
     """
 

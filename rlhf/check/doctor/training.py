@@ -17,7 +17,7 @@ import psutil
 from rlhf.check.doctor.runner import Finding, NotCheckedError, Patient
 from rlhf.check.memory import GIB, learner_memory, total
 from rlhf.check.model_shape import shape_at
-from rlhf.check.resources import counted
+from rlhf.check.resources import quantity
 from rlhf.check.start_checks import existing_folder, run_folder_problems
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.library_options import changes_numbers
@@ -58,16 +58,16 @@ async def check_start(patient: Patient) -> Finding:
     from rlhf.cluster.cluster import Cluster
     from rlhf.cluster.engines import Engines
 
-    config, _ = patient.config.cluster, patient.prompts  # without prompts nothing could be done with what starts
+    config, _ = patient.config.cluster, patient.prompts  # later checks need prompts
     cluster = Cluster(patient.config, compare_nodes=False)  # `check_nodes` has done so
     await patient.at_end.enter_async_context(cluster)
     patient.engines = await patient.at_end.enter_async_context(Engines(cluster, patient.config))
-    started = ", ".join(counted(role.count, role.name) for role in patient.config.roles())
+    started = ", ".join(quantity(role.count, role.name) for role in patient.config.roles())
     return Finding("ok", f"{started} on {config.device}")
 
 
 async def check_agreement(patient: Patient) -> Finding:
-    """The canary of a run: engines and learners agree on log-probs, also after all weights were perturbed."""
+    """The canary of a run: engines and learners agree on log-probs, also after all weights are perturbed."""
     from rlhf.cluster.canary import Canary
 
     config = patient.config
@@ -145,9 +145,9 @@ async def _sample(engines: Engines, prompts: Sequence[Prompt], settings: Samplin
 
 
 async def check_update(patient: Patient) -> Finding:
-    """On sampled rollouts every ratio is exactly 1 before the update, and a learning rate of 0 moves nothing.
+    """Every ratio of sampled rollouts is exactly 1 before the update, and a learning rate of 0 moves no weight.
 
-    Where the engine's policy is the old one, the ratio has the engine's rounding and is not judged.
+    If the old policy is the engine's, the ratio contains the engine's rounding and is not judged.
     """
     from rlhf.check.doctor import on_rank
 
@@ -174,7 +174,7 @@ async def check_update(patient: Patient) -> Finding:
 
 
 async def check_cycle(patient: Patient) -> Finding:
-    """Twice as in a step: sleep, update, wake, send, canary; with the free memory after each."""
+    """The parts of a step, twice: sleep, update, wake, send, canary; with the free memory after each."""
     from rlhf.check.doctor import on_rank
 
     engines, config, canary, targets = patient.engines, patient.config, patient.canary, patient.targets
@@ -207,7 +207,7 @@ async def check_cycle(patient: Patient) -> Finding:
 
 
 def _full_microbatches(config: GRPOConfig, ids: np.ndarray) -> tuple[GRPOConfig, list[Rollout]]:
-    """Full microbatches of the longest sequences for every learner, drawn at random from these tokens.
+    """Full microbatches of the longest sequences for every learner, with tokens drawn from `ids`.
 
     Returns:
         The config with microbatches of that size, all in one minibatch; and the rollouts.
@@ -243,7 +243,7 @@ async def check_microbatch(patient: Patient) -> Finding:
     shape = shape_at(config.model.path)
     if shape is None:
         return Finding("ok", f"{text}; the model's sizes are not known")
-    # torch's allocator does not see the last part: CUDA's and NCCL's own memory
+    # the last part, memory of CUDA and NCCL, is not in torch's peak
     parts = learner_memory(shape, config)
     planned = total(parts if config.cluster.device == "cpu" else parts[:-1]) / GIB
     text += f", --plan {planned:.1f}"
@@ -274,7 +274,7 @@ async def check_checkpoint(patient: Patient) -> Finding:
 
 
 async def check_memory(patient: Patient) -> Finding:
-    """Host memory: what there is, the least that was free between the checks, and how much may be locked."""
+    """Host memory: total, lowest free amount between the checks, and how much may be locked."""
     have, least = psutil.virtual_memory().total, min(patient.least_free, psutil.virtual_memory().available)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = locked == resource.RLIM_INFINITY
