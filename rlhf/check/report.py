@@ -134,6 +134,7 @@ def planned(config: GRPOConfig | SupervisedConfig, refusals: Sequence[str] | Non
     problems = list(plan_problems(config) if refusals is None else refusals)
     config, gpu_memory = with_gpus_here(config) if config.cluster.device == "cuda" else (config, "")
     prompts: int | str = "see the first line"
+    examples = Examples(None, config.max_sequence_tokens, f"the most, {config.sequence_keys}")
     try:
         if isinstance(config, GRPOConfig):
             prompts = prompts_per_epoch(config.data)
@@ -142,49 +143,57 @@ def planned(config: GRPOConfig | SupervisedConfig, refusals: Sequence[str] | Non
             config = config.with_steps(examples.rows) if examples.rows else config
     except ValueError as error:
         problems += [] if str(error) in problems else [str(error)]
-        examples = Examples(None, config.max_sequence_tokens, f"the most, {config.sequence_keys}")
     warnings = list(config.warnings())
     if isinstance(config, GRPOConfig):
         problems += arithmetic_problems(config, prompts)
         warnings += idle_warnings(config)
-    first, searched = _beginning(problems), list[Search]()
+    first = _beginning(problems)
     batches = _batches(config, prompts) if isinstance(config, GRPOConfig) else _example_batches(config, examples)
     sections = [("Batches", batches)]
     if config.run.steps:
         warnings += rate_warnings(config)
         sections.append(("Learning rate", _learning_rate(config)))
     sections.append(("Placement", _placement(config, gpu_memory)))
-    try:
-        shape = read_shape(config.model.path)
-    except ValueError as error:
-        if config_at(config.model.path) is not None or not any(each.startswith("model.path=") for each in problems):
-            first += wrapped("memory is not known: ", str(error))
-        if isinstance(config, GRPOConfig) and (time := step_time(config, None)):
-            sections.append(("Time, expected", rows(*time_rows(config, time))))
-    else:
-        estimates = memory_of_roles(config, shape)
-        verdict: Verdict[Any]
-        if isinstance(config, GRPOConfig):
-            searched = searches(config, shape) if config.cluster.device == "cuda" else []
-            verdict = fit_verdict(config, shape, estimates, searched)
-            if verdict.fits and (warning := preemption(config, shape)):
-                warnings.append(warning)
-            if verdict.config and (time := step_time(verdict.config, shape)):
-                title = "Time, expected" if verdict.fits else "Time, expected, in the layout that fits"
-                sections.append((title, rows(*time_rows(verdict.config, time))))
-        else:
-            verdict = supervised_verdict(config, shape, examples.tokens)
-        problems += [] if verdict.fits else [verdict.text]
-        first += [line for says, keys in verdict.says for line in wrapped("", says) + [f"  {keys}"] * bool(keys)]
-        sections.append(("Layouts, seconds per step", _layouts(config, searched)))
-        sections.append(("Memory, estimated", _memory(config, shape, estimates)))
-        if isinstance(config, GRPOConfig):
-            sections.append(("Weights to the engines, estimated", rows(*transfer_rows(config, shape))))
+    lines, more_sections = _judged(config, examples, problems, warnings)
+    first += lines
+    sections += more_sections
     if of_hub := ", ".join(dict.fromkeys(_of_hub(config))):
         first += wrapped("not checked: ", f"{of_hub}: the hub is asked when the run starts.")
     sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))
     texts = ["\n".join(first), *(f"{title}\n" + "\n".join(lines) for title, lines in sections if lines)]
     return Plan("\n\n".join(texts) + "\n", problems)
+
+
+def _judged(
+    config: GRPOConfig | SupervisedConfig, examples: Examples, problems: list[str], warnings: list[str]
+) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """The verdict on memory, in lines, and the sections about time and memory; adds to `problems` and `warnings`."""
+    sections: list[tuple[str, list[str]]] = []
+    try:
+        shape = read_shape(config.model.path)
+    except ValueError as error:
+        is_known = config_at(config.model.path) is None and any(each.startswith("model.path=") for each in problems)
+        if isinstance(config, GRPOConfig) and (time := step_time(config, None)):
+            sections = [("Time, expected", rows(*time_rows(config, time)))]
+        return ([] if is_known else wrapped("memory is not known: ", str(error))), sections
+    estimates = memory_of_roles(config, shape)
+    verdict: Verdict[Any]
+    if isinstance(config, GRPOConfig):
+        searched = searches(config, shape) if config.cluster.device == "cuda" else []
+        verdict = fit_verdict(config, shape, estimates, searched)
+        if verdict.fits and (warning := preemption(config, shape)):
+            warnings.append(warning)
+        if verdict.config and (time := step_time(verdict.config, shape)):
+            title = "Time, expected" if verdict.fits else "Time, expected, in the layout that fits"
+            sections.append((title, rows(*time_rows(verdict.config, time))))
+        sections.append(("Layouts, seconds per step", _layouts(config, searched)))
+    else:
+        verdict = supervised_verdict(config, shape, examples.tokens)
+    problems += [] if verdict.fits else [verdict.text]
+    sections.append(("Memory, estimated", _memory(config, shape, estimates)))
+    if isinstance(config, GRPOConfig):
+        sections.append(("Weights to the engines, estimated", rows(*transfer_rows(config, shape))))
+    return [line for says, keys in verdict.says for line in wrapped("", says) + [f"  {keys}"] * bool(keys)], sections
 
 
 def _beginning(problems: Sequence[str]) -> list[str]:
