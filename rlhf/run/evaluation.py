@@ -222,7 +222,7 @@ def read_responses(file: Path, *, samples_per_prompt: Collection[int], metrics: 
         counts = {len(values) for values in _values_by_problem(rows).values()}
         names = {row["metric"] for row in rows}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        why = f"a row has no {error}; earlier versions wrote none" if isinstance(error, KeyError) else error
+        why = f"a row has no {error}" if isinstance(error, KeyError) else error
         raise ValueError(
             f"{file}: does not hold graded responses ({why}). Write it with rlhf.evaluate --responses."
         ) from None

@@ -54,8 +54,7 @@ STATE_FILE = "driver.json"
 LOCK = ".lock"
 # Names in the folder of a run that has not finished a step.
 FIRST_NAMES = re.compile(
-    r"(config\.yaml|run_id)(\.new)?|(config|metrics)\.earlier-\d+\.\w+|wandb|tensorboard|logs|report\.html|\.lock|"
-    r"rollouts|checkpoints|metrics\.jsonl"
+    r"(config\.yaml|run_id)(\.new)?|wandb|tensorboard|logs|report\.html|\.lock|rollouts|checkpoints|metrics\.jsonl"
 )
 NAMES_SHOWN = 3  # of the files in a folder that cannot be used
 CONFIG, RESUMED_CONFIG = "config.yaml", "config.resumed.yaml"
@@ -117,7 +116,7 @@ class RunFolder:
     def create(self, config: Section) -> None:
         """Make the folders and save the resolved config; a resumed run saves its config next to the first one.
 
-        The files of an earlier run that finished no step are kept: its config and metrics are renamed.
+        A new run replaces config and metrics of an earlier one that finished no step here.
 
         Raises:
             ValueError: another run is using the folder, or it cannot be written.
@@ -147,13 +146,9 @@ class RunFolder:
             if self._start_at is not None:
                 self._remove_newer(self.restored.name)
         replace_synced(self.path / RUN_ID, f"{self.id}\n")
-        text = resolved_yaml(config)
-        file = self.path / (RESUMED_CONFIG if self._resume else CONFIG)
-        if file.exists() and file.read_bytes() != text.encode():
-            _set_aside(file)
-        if not self._resume and self.metrics.exists() and self.metrics.stat().st_size:
-            _set_aside(self.metrics)
-        replace_synced(file, text)
+        if not self._resume:
+            self.metrics.unlink(missing_ok=True)
+        replace_synced(self.path / (RESUMED_CONFIG if self._resume else CONFIG), resolved_yaml(config))
 
     def _remove_newer(self, than: str) -> None:
         """Remove newer checkpoints here and in the mirror, and their names: a later --resume would take them."""
@@ -348,14 +343,6 @@ def best_step(
     steps = evaluations.keys() - {0} if among is None else evaluations.keys() & among
     scored = {step: value for step in sorted(steps) if not math.isnan(value := evaluations[step].get(metric, math.nan))}
     return max(scored, key=scored.__getitem__, default=None)
-
-
-def _set_aside(file: Path) -> None:
-    """Rename `config.yaml` to `config.earlier-N.yaml`, with the first N that is free."""
-    number = 1
-    while (aside := file.with_name(f"{file.stem}.earlier-{number}{file.suffix}")).exists():
-        number += 1
-    file.rename(aside)
 
 
 def why_taken(folder: Path) -> str:

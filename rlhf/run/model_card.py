@@ -149,8 +149,7 @@ def _literal(value: Any) -> str:
 def _evaluation(state: RunState) -> str:
     """The values of each evaluation, and the name of their metric; empty without an evaluation."""
     table = _table("step", {str(step): values for step, values in state.evaluations.items()})
-    named = "metric" in state.config.get("evaluation", {})  # else of a version that did not say it
-    config = config_of_any_program(state.config) if named else None
+    config = config_of_any_program(state.config)
     title = "" if config is None else metric_title(config.metrics, state.evaluations.values())
     return f"avg@k is {title}.\n\n{table}" if title and table else table
 

@@ -130,7 +130,7 @@ def check_resumed_state(config: TrainingProgramConfig, path: Path, state: RunSta
 
 
 def resume_warnings(config: TrainingProgramConfig, state: RunState) -> Iterator[str]:
-    """What goes on along another curve: a schedule, since it spans the whole run, and evaluations by another metric."""
+    """Warnings for a resumed run that is no longer on its curve: other run.steps, or another evaluation metric."""
     steps, before = config.steps, from_environment(state.config).get("run", {}).get("steps", config.steps)
     for role, training in config.trained_roles():
         schedule = training.section.schedule
@@ -144,14 +144,12 @@ def resume_warnings(config: TrainingProgramConfig, state: RunState) -> Iterator[
 
 
 def _other_metrics(config: GRPOConfig, state: RunState) -> Iterator[str]:
-    """A warning for each data set that was measured by another metric; versions without one took the first part."""
-    named = "metric" in state.config.get("evaluation", {})
-    began = config_of_any_program(state.config) if named else None
-    if named and not isinstance(began, GRPOConfig):
-        return  # of another version
-    for label in (source.label for source in config.data.eval if state.evaluations):
-        first, now = [part.name for part in config.reward.parts_of(label)][:1], config.metric_of(label)
-        before = began.metric_of(label) if isinstance(began, GRPOConfig) else "".join(first)
+    """A warning for each data set that was measured by another metric; none if another version wrote the config."""
+    began = config_of_any_program(state.config)
+    if not isinstance(began, GRPOConfig) or not state.evaluations:
+        return
+    for label in (source.label for source in config.data.eval):
+        before, now = began.metric_of(label), config.metric_of(label)
         if before not in ("", now):
             yield (
                 f"data.eval {label}: its metric was {before} up to step {state.step}, and is {now} from here on. "

@@ -122,14 +122,6 @@ def test_a_file_without_graded_responses_is_named(tmp_path: Path, text: str | No
         read_responses(file, samples_per_prompt={1}, metrics={"exact"})
 
 
-def test_a_file_of_a_version_without_a_metric_is_told(tmp_path: Path) -> None:
-    (row,) = rows([[1.0]])
-    del row["value"]
-    (tmp_path / "before.jsonl").write_text(json.dumps(row | {"right": True}) + "\n")
-    with pytest.raises(ValueError, match=r"a row has no 'value'; earlier versions wrote none\)\. Write it"):
-        read_responses(tmp_path / "before.jsonl", samples_per_prompt={1}, metrics={"exact"})
-
-
 def graded_group(name: str, grades: list[float]) -> RolloutGroup:
     prompt = Prompt(name, 0, np.zeros(1, np.int32), ({"role": "user", "content": "Which?"},), "7", "test")
     ids, mask = np.zeros(2, np.int32), np.array([False, True])
