@@ -1,12 +1,12 @@
 """Groups between the engines and the learners: dispatch, staleness, and the account of every rollout.
 
-The staleness rule: training step s (counted from 0, at weights of version s) takes a group only if
-s - (version of the group's oldest token) <= max_policy_lag. Dispatch follows the same rule: it never has more groups
-in progress than the steps up to s + max_policy_lag can take. With a lag of 0 these are exactly the groups of the
+The staleness rule: training step s (counted from 0, with weights of version s) takes a group only if
+s - (version of the group's oldest token) <= max_policy_lag. Dispatch follows the same rule: no more groups are in
+progress than the steps up to s + max_policy_lag can take. With a lag of 0 these are exactly the groups of the
 current step, and the loop is synchronous.
 
-With on_stale=wait no group is discarded for its age: a step takes the oldest groups first, and waits for running ones
-that the later steps could not all take in time. Discarding slow groups takes long and hard prompts out of the data.
+With on_stale=wait no group is discarded for its age: a step takes the oldest groups first, and waits for running groups
+that later steps could not all take in time. Discarding slow groups would remove long and hard prompts from the data.
 
 The account, in rollouts: sampled = trained + filtered + stale + failed + waiting, whenever no step is in progress.
 """
@@ -27,21 +27,21 @@ import numpy as np
 from rlhf.config.grpo import GRPOConfig
 from rlhf.types import Prompt, RolloutGroup, StepBatch, rewards_differ
 
-# An engine has as many groups as fit in so many of its batches. The samples of a group end one after the other, so a
-# group takes less of the batch than its size: with 3, log-normal lengths keep it full (benchmarks/simulator.py).
+# An engine gets as many groups as fit in so many of its batches. The samples of a group end at different times, so on
+# average a group fills less than its size; with 3, log-normal lengths keep the batch full (benchmarks/simulator.py).
 BATCHES_AT_ENGINE = 3
-SHOWN_PROMPTS = 3  # prompts that a message about waiting names
+SHOWN_PROMPTS = 3  # named in a message about waiting
 
 
 def groups_at_engines(config: GRPOConfig) -> int:
-    """How many groups keep the batches of all engines full, with some to spare."""
+    """The number of groups that keeps the batches of all engines full, with some to spare."""
     groups = config.cluster.engines * config.rollout.max_concurrent_sequences / config.rollout.samples_per_prompt
     return math.ceil(BATCHES_AT_ENGINE * groups)
 
 
 @dataclass
 class Account:
-    """Rollouts since the run began, by their use."""
+    """Numbers of rollouts since the run began, by use."""
 
     sampled: int = 0
     trained: int = 0
@@ -50,7 +50,7 @@ class Account:
     failed: int = 0
 
     def add_step(self, batch: StepBatch) -> None:
-        """Count the rollouts of a training step: unscorable as failed, masked as filtered, the others as trained."""
+        """Count the rollouts of a training step: unscorable as failed, masked as filtered, all others as trained."""
         failed = np.isnan(batch.rewards)
         self.failed += int(failed.sum())
         self.filtered += int((~failed & ~batch.trained).sum())
@@ -62,23 +62,23 @@ class Staleness:
     """Train a group at step s only if s - (version of its oldest token) <= max_policy_lag."""
 
     max_policy_lag: int
-    on_stale: Literal["wait", "drop"] = "wait"  # wait for running groups that would become too old, or drop them then
+    on_stale: Literal["wait", "drop"] = "wait"  # wait for groups before they become too old, or drop them afterwards
 
     def admits(self, oldest_version: int, *, step: int) -> bool:
         return step - oldest_version <= self.max_policy_lag
 
     def groups_ahead(self, *, step: int, groups_per_step: int) -> int:
-        """Groups that may be dispatched in total before training step `step` begins."""
+        """The total number of groups that may be dispatched before training step `step` begins."""
         return (step + 1 + self.max_policy_lag) * groups_per_step
 
     def must_wait(
         self, ready: Mapping[int, int], running: Mapping[int, int], *, step: int, groups_per_step: int
     ) -> bool:
-        """Whether training step `step` has to wait for running groups, if it takes the oldest ready ones.
+        """Whether training step `step`, which takes the oldest ready groups, has to wait for running groups.
 
-        It does while too few are ready, and (on_stale=wait) while the groups that it would leave could not all be
-        trained in time: of the groups that step t admits at the latest, at most (t - step) x groups_per_step may be
-        left. Dispatch keeps to `groups_ahead`, so waiting always ends in a step that leaves no more than that.
+        It waits while too few groups are ready, and (on_stale=wait) while the groups left over could not all be trained
+        in time: of the groups that expire after step t, at most (t - step) x groups_per_step may be left. Dispatch
+        keeps to `groups_ahead`, so waiting always ends.
 
         Args:
             ready: number of groups by the version of their oldest token.
@@ -111,18 +111,18 @@ class RolloutBuffer:
         next_ticket: draws the next prompt of the stream.
         groups_per_step: groups that one training step takes.
         total_steps: training steps of the run; no group is dispatched beyond them.
-        replacements: groups that an earlier start of the run has replaced for the current step.
-        max_replacements: before each training step, at most this many groups of equal rewards are filtered and replaced
-            by groups of other prompts; further ones are trained on. (DAPO, arXiv:2503.14476, sec. 3.2.)
+        replacements: groups that were already replaced for the current step before the run was resumed.
+        max_replacements: maximum number of groups with equal rewards that are filtered and replaced by groups of other
+            prompts before each training step; further ones are trained. (DAPO, arXiv:2503.14476, sec. 3.2.)
         deciding_part: the part of the reward that must differ within a group; None: the whole reward.
         in_order: replace groups only when all have arrived, in the order of their prompts. Otherwise the groups that
             arrive first would use up `max_replacements`.
-        max_running: groups that are with the engines at most; None: no limit. One that only waits there for its turn
-            already has the version at which it was dispatched, and steps would wait for it too early.
+        max_running: maximum number of groups at the engines; None: no limit. A group that waits in an engine's queue
+            already has its version of dispatch, so steps would wait for it too early.
         deadline_s: seconds that `take` waits for the next group to end.
 
     Attributes:
-        slow_wait_s: seconds since it was last set to 0 in which `take` had enough groups and waited for older ones.
+        slow_wait_s: seconds, since last reset to 0, in which `take` had enough groups and waited for older ones.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class RolloutBuffer:
         self._dispatched = step * groups_per_step
         self._running: dict[asyncio.Task[None], tuple[Ticket, int]] = {}  # and the version at dispatch
         self._ready: list[tuple[Ticket, RolloutGroup]] = []  # in the order of their positions
-        self._rollouts_taken = 0  # by the training step in progress
+        self._rollouts_taken = 0  # by the current training step
         self._failure: Exception | None = None
         self.replacements, self._max_replacements = replacements, max_replacements
         self._deciding_part, self._in_order = deciding_part, in_order
@@ -177,9 +177,9 @@ class RolloutBuffer:
             group = await self._sample(ticket.prompt)
         except Exception as error:
             failure = error
-        except asyncio.CancelledError:  # by `close`, or because something that the group waited for was cancelled
+        except asyncio.CancelledError:  # by `close`, or because a task that the group waited for was cancelled
             failure = RuntimeError(f"the sampling of prompt {ticket.prompt.id} was cancelled.")
-        del self._running[task]  # before anyone is woken: no group is counted both as running and as ready
+        del self._running[task]  # before waiters wake up, so that no group counts as both running and ready
         if failure is not None:
             self._failure = self._failure or failure  # the first one; `take` raises it
         else:
@@ -194,7 +194,7 @@ class RolloutBuffer:
         self._changed.set()
 
     def _replace_equal(self, positions: Set[int]) -> None:
-        """Filter the groups at these positions whose rewards are all equal, and dispatch others, as far as allowed."""
+        """Filter groups at these positions whose rewards are all equal, up to the limit, and dispatch others."""
 
         def is_replaced(ticket: Ticket, group: RolloutGroup) -> bool:
             if self.replacements >= self._max_replacements or ticket.position not in positions:
@@ -207,7 +207,7 @@ class RolloutBuffer:
         self.dispatch()
 
     def _discard(self, unwanted: Callable[[Ticket, RolloutGroup], bool]) -> int:
-        """Discard ready groups, so that others may be dispatched; the number of their rollouts."""
+        """Discard ready groups, so that others may be dispatched. Returns the number of their rollouts."""
         discarded = {ticket.position: group for ticket, group in self._ready if unwanted(ticket, group)}
         self._ready = [pair for pair in self._ready if pair[0].position not in discarded]
         self._dispatched -= len(discarded)
@@ -216,10 +216,10 @@ class RolloutBuffer:
     # --- a training step ---
 
     async def take(self) -> list[RolloutGroup]:
-        """The groups of the next training step, the oldest first; in the order in which their prompts were drawn.
+        """Wait for the groups of the next training step, the oldest ones; in the order of their prompts.
 
         Raises:
-            TimeoutError: no group ended within `deadline_s`; the message says what is waited for.
+            TimeoutError: no group ended within `deadline_s`; the message names the oldest prompts.
         """
         while True:
             self._changed.clear()
@@ -228,7 +228,7 @@ class RolloutBuffer:
             if self._staleness.on_stale == "drop":
                 self.account.stale += self._discard(lambda _, group: not self._admits(group))
             self.dispatch()
-            enough = len(self._ready) >= self._groups_per_step  # asked first: the rest looks at every token span
+            enough = len(self._ready) >= self._groups_per_step  # first, since `_must_wait` reads every token span
             if enough and not self._must_wait():
                 oldest_first = sorted(self._ready, key=lambda pair: pair[1].oldest_version)
                 taken, left = oldest_first[: self._groups_per_step], oldest_first[self._groups_per_step :]
@@ -266,7 +266,7 @@ class RolloutBuffer:
                 self.slow_wait_s += time.monotonic() - began
 
     def waits_for(self) -> str:
-        """What the training step still needs, in words."""
+        """A sentence about the groups that the training step still needs."""
         missing = max(1, self._groups_per_step - len(self._ready))
         running = sorted(
             (version, ticket.position, ticket.prompt.id) for ticket, version in list(self._running.values())
@@ -275,13 +275,13 @@ class RolloutBuffer:
         return f"Step {self._step + 1} waits for groups: {missing} of {len(running)} running (oldest prompts: {oldest})"
 
     def count(self, batch: StepBatch) -> None:
-        """Count the rollouts of the training step, `batch`, by their use."""
+        """Add the rollouts of the training step to the account."""
         assert len(batch.rewards) == self._rollouts_taken, "the batch of a step holds what `take` gave"
         self.account.add_step(batch)
         self._rollouts_taken = 0
 
     def begin_next_step(self) -> None:
-        """Let the groups of the next training step be dispatched; its weights are in the engines."""
+        """Dispatch groups for the next training step; its weights are in the engines."""
         self._step += 1
         self.replacements = 0
         self.dispatch()
@@ -290,18 +290,18 @@ class RolloutBuffer:
 
     @property
     def waiting(self) -> int:
-        """Rollouts that were sampled and not used yet."""
+        """The number of sampled rollouts that are not used yet."""
         return _rollouts(group for _, group in self._ready) + self._rollouts_taken
 
     def account_metrics(self) -> dict[str, int]:
-        """Every rollout by its use; raises AssertionError if one was lost or counted twice."""
+        """Numbers of rollouts by use. Raises AssertionError if a rollout was lost or counted twice."""
         account, waiting = self.account, self.waiting
         used = account.trained + account.filtered + account.stale + account.failed
         assert account.sampled == used + waiting, f"{account} with {waiting} waiting does not add up"
         return {f"account/{use}": count for use, count in (asdict(account) | {"waiting": waiting}).items()}
 
     def outstanding(self) -> list[Ticket]:
-        """Prompts that were dispatched and not trained on; a resumed run samples them again."""
+        """Dispatched prompts that are not trained yet; a resumed run samples them again."""
         return [*(ticket for ticket, _ in self._running.values()), *(ticket for ticket, _ in self._ready)]
 
     async def close(self) -> None:

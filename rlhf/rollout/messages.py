@@ -1,10 +1,9 @@
-"""What the model said, as an assistant message: its thoughts, its text, and the calls that vLLM's parser finds.
+"""Turns a response into an assistant message: its thoughts, its text, and the calls that vLLM's parser finds.
 
-It runs in the engine's actor. Calls are looked for in what follows the thoughts alone (`answers.thoughts`), so one that
-is only thought of is never made; but gpt-oss's calls stand in channels, which its parser reads as a whole. A call that
-no parser can read is a call with an `error`, which its environment answers with that; whatever else no parser can read
-is text: what a model writes never ends a run. The parsers log a traceback for each such response, which is normal here,
-so their loggers are silenced.
+It runs in the engine's actor. Calls are only searched for after the thoughts (`answers.thoughts`), so a call inside a
+thought is never made; gpt-oss's calls stand in channels, which its parser reads as a whole. A malformed call becomes a
+call with an `error`, which its environment returns to the model; anything else that no parser can read is text, so no
+response ends a run. Parsers log a traceback for each such response; their loggers are silenced.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from rlhf.answers.thoughts import opens_thought, split_thoughts
 from rlhf.config.printing import as_utf8
 from rlhf.rollout.requests import Completion, Parsing
 
-PROMPT_END = 16  # tokens that hold the mark of a thought
-IN_CHANNELS = {"openai": "openai_gptoss"}  # parser of calls that stand in channels -> parser of its thoughts
-# What a call begins with, in any family's form; not where a backtick quotes it. Some forms have a section around calls.
+PROMPT_END = 16  # last tokens of a prompt, which include the mark of a thought
+IN_CHANNELS = {"openai": "openai_gptoss"}  # parser of calls in channels -> parser of its thoughts
+# The beginnings of calls in all forms, unless a backtick quotes them. Some forms have a section around calls.
 CALL_BEGINS = re.compile(
     r"(?<!`)(?:<(?:seed:|longcat_)?tool_call>|<\|tool_call\|?>|<invoke |<\|tool_call_(?:start|begin)\|>|"
     r"<(?:start_|dots_)?function_call>|\[TOOL_CALLS\]|<｜tool▁call▁begin｜>|<function_calls>|<\|START_ACTION\|>|"
     r"<minimax:tool_call>(?!\s*<invoke )|<\|tool_calls_section_begin\|>(?!\s*<\|tool_call_begin\|>)|"
     r"<｜tool▁calls▁begin｜>(?!\s*<｜tool▁call▁begin｜>)|\bto=functions\.)"
 )
-MAX_READ_ALONE = 32  # calls of a turn: a turn of marks alone would hold up the engine
+MAX_READ_ALONE = 32  # calls of a turn; a turn that consists of marks would block the engine
 UNREAD = "This call could not be read, and was not made. Write it again, in the form that the tools were described in."
 
 
@@ -45,10 +44,10 @@ class _Call(NamedTuple):
 
 
 class MessageReader:
-    """Reads the responses of one model, whose tokenizer and config are vLLM's own.
+    """Reads the responses of one model with vLLM's tokenizer and config.
 
     Raises:
-        ValueError: the tokenizer lacks what a parser needs.
+        ValueError: the tokenizer lacks tokens that a parser needs.
     """
 
     def __init__(self, parsing: Parsing, tokenizer: Any, model_config: Any) -> None:
@@ -74,7 +73,7 @@ class MessageReader:
         self._request = ChatCompletionRequest(
             messages=[],
             tools=list(parsing.tools) or None,
-            tool_choice="auto" if parsing.tools else None,  # None: calls are looked for all the same
+            tool_choice="auto" if parsing.tools else None,  # with None, calls are parsed too
             chat_template_kwargs=parsing.template_kwargs,
         )
         names = [str(tool.get("function", tool).get("name")) for tool in parsing.tools]
@@ -83,12 +82,12 @@ class MessageReader:
         begin = r"""\{\s*(?:["']type["']\s*:\s*["']function["']\s*,\s*)?["']name["']\s*:\s*["']"""
         self._unmarked = re.compile(rf"""{begin}(?:{named})["']|\A\s*\[(?:{named})\(""")
         self._names = re.compile(rf"\b(?:{named})\b")
-        # Marks of calls and thoughts may be control tokens, which remain in the text where they are looked for.
+        # Marks of calls and thoughts may be control tokens, so these stay in the text if they are searched for.
         request = self._request if self._parser_class is None else self._parser().adjust_request(self._copy())
         self._skip_special_tokens = bool(request.skip_special_tokens) and not parsing.marks
 
     def message(self, completion: Completion, prompt_ids: np.ndarray, *, keep_last: bool = False) -> dict[str, Any]:
-        """The message of a response to these ids [P]; the id that stopped it is no text, unless `keep_last`."""
+        """The message of a response to these ids [P]. The id that stopped it is dropped, unless `keep_last`."""
         token_ids = completion.token_ids.tolist()
         said = token_ids[:-1] if completion.finish_reason == "stop" and not keep_last else token_ids
         text: str = self._tokenizer.decode(said, skip_special_tokens=self._skip_special_tokens)
@@ -97,16 +96,18 @@ class MessageReader:
         calls = list[_Call]()
         if self._parser_class is not None:
             in_channels = self.parsing.tool_parser in IN_CHANNELS
-            with contextlib.suppress(Exception):  # whatever a parser raises, it is about what the model wrote
+            with contextlib.suppress(Exception):  # a parser may raise anything about the model's text
                 parser = self._parser()
                 parser.set_prompt_token_ids(prompt_ids.tolist())
-                in_channel, content, found = parser.parse(
+                in_channel, content, parsed = parser.parse(
                     text if in_channels else said_after,
                     self._copy(),
                     enable_auto_tools=self._calls_tools,
                     model_output_token_ids=token_ids,
                 )
-                calls = [_Call(call.name, as_utf8(call.arguments), call.id) for call in found or ()]  # of a JSON \ud800
+                calls = [
+                    _Call(call.name, as_utf8(call.arguments), call.id) for call in parsed or ()
+                ]  # JSON may hold \ud800
                 if in_channels:
                     thoughts, said_after = in_channel, text.partition(in_channel)[2] if in_channel else text
         if self._calls_tools and completion.finish_reason == "stop":
@@ -127,39 +128,39 @@ class MessageReader:
         return message
 
     def _with_malformed(self, said: str, content: str | None, calls: list[_Call]) -> tuple[str | None, list[_Call]]:
-        """The content, and all calls that begin in what was said after the thoughts, the malformed ones too.
+        """The content, and all calls after the thoughts, including malformed ones.
 
-        Because of one malformed call parsers leave out others or all. So where more calls begin than were found, each
-        is read by itself.
+        One malformed call makes parsers drop other calls too. So if there are more beginnings than parsed calls, each
+        call is read separately.
         """
-        begins = [found.start() for found in CALL_BEGINS.finditer(said)]
+        begins = [match.start() for match in CALL_BEGINS.finditer(said)]
         if not (begins or calls):
-            begins = [found.start() for found in self._unmarked.finditer(said)]
+            begins = [match.start() for match in self._unmarked.finditer(said)]
         quoted = sum(len(CALL_BEGINS.findall(call.arguments)) for call in calls)
         missing = len(begins) - quoted - len(calls)
         if missing <= 0:
             return content, calls
         begins = begins[:MAX_READ_ALONE]
-        head = said[: begins[0]]  # may begin a section of calls
+        head = said[: begins[0]]  # it may open a section of calls
         alone = [self._read(head, said[begin:end]) for begin, end in pairwise([*begins, len(said)])]
         every = [call for read in alone for call in read]
-        if sum(not call.error for call in every) < len(calls):  # a parser that needs the whole text
+        if sum(not call.error for call in every) < len(calls):  # the parser needs the whole text
             every = [*calls, *([_Call("unknown", "", error=UNREAD)] * min(missing, MAX_READ_ALONE))]
         return content if calls else head, every
 
     def _read(self, head: str, written: str) -> list[_Call]:
-        """The calls in a part of a text, or one with an error."""
+        """The calls in a part of a text, or one call with an error."""
         try:
-            found = self._parser().tool_parser.extract_tool_calls(head + written, self._copy()).tool_calls
+            parsed = self._parser().tool_parser.extract_tool_calls(head + written, self._copy()).tool_calls
         except Exception:  # as in `message`
-            found = []
-        named = self._names.search(written)
-        return [_Call(call.function.name, as_utf8(call.function.arguments), call.id) for call in found] or [
-            _Call(named[0] if named else "unknown", written, error=UNREAD)
+            parsed = []
+        name = self._names.search(written)
+        return [_Call(call.function.name, as_utf8(call.function.arguments), call.id) for call in parsed] or [
+            _Call(name[0] if name else "unknown", written, error=UNREAD)
         ]
 
     def _split(self, text: str, prompt_ids: np.ndarray) -> tuple[str | None, str]:
-        """The thoughts of a response, None if it has none, and what follows them."""
+        """The thoughts of a response (None without thoughts), and the text after them."""
         prompt_end = self._tokenizer.decode(prompt_ids[-PROMPT_END:].tolist())
         in_thought = opens_thought(prompt_end, self.parsing.marks)
         thoughts, content = split_thoughts(text, self.parsing.marks, in_thought=in_thought)
@@ -168,7 +169,7 @@ class MessageReader:
         return thoughts.strip("\n"), (content or "").lstrip("\n")
 
     def _parser(self) -> Any:
-        """A new one: parsers are stateful."""
+        """A new parser, since parsers are stateful."""
         assert self._parser_class is not None
         tools: Any = self._request.tools
         return self._parser_class(
@@ -179,10 +180,10 @@ class MessageReader:
         )
 
     def _copy(self) -> ChatCompletionRequest:
-        """Parsers may write into it."""
+        """A copy of the request, since parsers may write into it."""
         return self._request.model_copy()
 
 
 def _call_id(token_ids: list[int], position: int, number: int) -> str:
-    """Nine characters, as Mistral's template asks for; vLLM's are random, and some templates write them."""
+    """An id of nine characters, as Mistral's template needs; vLLM's ids are random, and some templates show them."""
     return hashlib.blake2b(f"{position} {number} {token_ids}".encode(), digest_size=5).hexdigest()[:9]
