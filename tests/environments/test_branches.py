@@ -131,12 +131,14 @@ def test_a_context_that_was_rewritten_begins_anew() -> None:
 def test_ids_go_on_too() -> None:
     async def coroutine(answer: Answer) -> Outcome:
         first = await answer({"token_ids": [65, 66]})
-        await answer({"token_ids": [65, 66, *first["token_ids"], 67]})
+        for _ in range(2):
+            await answer({"token_ids": [65, 66, *first["token_ids"], 67]})
         await answer({"token_ids": [65, 67]})
         return Outcome()
 
-    rollout, _ = play(coroutine, ["one", "two", "three"])
-    assert contexts(rollout) == [("ABone|Ctwo|", "one|two|"), ("ACthree|", "three|")]
+    rollout, _ = play(coroutine, ["one", "two", "again", "three"])
+    assert contexts(rollout) == [("ABone|Ctwo|", "one|two|"), ("ABone|Cagain|", "again|"), ("ACthree|", "three|")]
+    assert rollout.facts["calls"] == {"first": 1, "continued": 1, "retried": 1, "separate": 1}
 
 
 @pytest.mark.parametrize(("asked", "ends"), [(3, ("stop", "answer")), (None, ("length", "max_response_tokens"))])
@@ -369,18 +371,6 @@ def test_every_request_is_counted_by_what_it_is_to_those_before_it() -> None:
         "first": 1, "continued": 1, "retried": 1, "branched": 1, "rewritten": 1, "separate": 2, "parallel": 1,
     }  # fmt: skip
     assert rollout.response_length == sum(len(word) + 1 for word in words)
-
-
-def test_requests_of_ids_are_counted_too() -> None:
-    async def coroutine(answer: Answer) -> Outcome:
-        first = await answer({"token_ids": [65, 66]})
-        for _ in range(2):
-            await answer({"token_ids": [65, 66, *first["token_ids"], 67]})
-        await answer({"token_ids": [67]})
-        return Outcome()
-
-    rollout, _ = play(coroutine, ["one", "two", "three", "four"])
-    assert rollout.facts["calls"] == {"first": 1, "continued": 1, "retried": 1, "separate": 1}
 
 
 def test_facts_with_the_names_of_our_own_are_dropped() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from waiting import WAIT_S
 from worlds import rollout_of
 
@@ -73,10 +74,17 @@ def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts_and_counted_as
     asyncio.run(run())
 
 
-def test_rewards_that_differ_by_rounding_alone_are_equal() -> None:
+@pytest.mark.parametrize(
+    ("equal", "max_replacements", "taken"),
+    [((0.1 + 0.2, 0.3), 64, ["1", "2"]), ((None, None), 8, ["1", "2"]), ((1.0, 1.0), 0, ["0", "1"])],
+    ids=["equal but for rounding", "unscorable", "without replacements"],
+)
+def test_groups_whose_rewards_do_not_differ_are_replaced_if_replacements_are_left(
+    equal: tuple[float | None, ...], max_replacements: int, taken: list[str]
+) -> None:
     async def run() -> None:
-        buffer = make(Task(differing={1, 2}, equal=(0.1 + 0.2, 0.3)), max_replacements=64)
-        assert [g.prompt.id for g in await asyncio.wait_for(buffer.take(), WAIT_S)] == ["1", "2"]
+        buffer = make(Task(differing={1, 2}, equal=equal), max_replacements=max_replacements)
+        assert [g.prompt.id for g in await asyncio.wait_for(buffer.take(), WAIT_S)] == taken
         await buffer.close()
 
     asyncio.run(run())
@@ -122,26 +130,6 @@ def test_one_part_of_the_reward_can_decide_alone() -> None:
 
     assert asyncio.run(run(None)) == ["0", "1"]
     assert asyncio.run(run("math")) == ["2", "3"]
-
-
-def test_a_group_that_cannot_be_scored_at_all_is_replaced_too() -> None:
-    async def run() -> None:
-        task = Task(differing={1, 2}, equal=(None, None))
-        buffer = make(task, max_replacements=8)
-        assert [g.prompt.id for g in await asyncio.wait_for(buffer.take(), WAIT_S)] == ["1", "2"]
-        await buffer.close()
-
-    asyncio.run(run())
-
-
-def test_without_replacements_equal_groups_train() -> None:
-    async def run() -> None:
-        buffer = make(Task(differing=set()), max_replacements=0)
-        assert [g.prompt.id for g in await asyncio.wait_for(buffer.take(), WAIT_S)] == ["0", "1"]
-        assert buffer.account.filtered == 0
-        await buffer.close()
-
-    asyncio.run(run())
 
 
 def test_with_a_lag_replacements_keep_to_the_staleness_rule() -> None:
