@@ -74,7 +74,7 @@ def _rows(match: re.Match[str]) -> str:
     return re.sub(r"\\\\(?!\s*&?\s*=)", ", ", match[2]).replace(r"\\", " ").replace("&", " ")
 
 
-# What is found, and the spelling that the grammar knows; in this order
+# A pattern and its replacement in the grammar's spelling; applied in this order
 REWRITES: list[tuple[re.Pattern[str], Replacement]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (

@@ -17,7 +17,7 @@ from rlhf.answers.equations import is_label, same_equation, unlabelled
 from rlhf.answers.evaluated import is_evaluated
 from rlhf.answers.forms import in_one_notation
 from rlhf.answers.node import Node, UndefinedError, UnsupportedError, canonical, exact_number, parts
-from rlhf.answers.quantity import Tolerance, allow, is_tolerant, same_quantity
+from rlhf.answers.quantity import Tolerance, is_tolerant, same_quantity, set_tolerance
 from rlhf.answers.region import same_region
 from rlhf.answers.tree import parse
 from rlhf.answers.value import equal, estimate_of, start_work, work
@@ -45,7 +45,7 @@ def compare(answer: str, gold: str, *, must_be_evaluated: bool = False, toleranc
     if numbers[0] is not None and numbers[1] is not None and (tolerance is None or numbers[0] == numbers[1]):
         return numbers[0] == numbers[1]
     start_work()
-    allow(tolerance)
+    set_tolerance(tolerance)
     return _compare(answer, gold, must_be_evaluated)
 
 
@@ -67,9 +67,9 @@ def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool:
         return decided
     for thousands in (True, False):
         try:
-            wanted, given = in_one_notation(_tree(g, thousands), _tree(a, thousands))
-            if same(wanted, given):
-                return not must_be_evaluated or is_evaluated(given, wanted)
+            gold_tree, answer_tree = in_one_notation(_tree(g, thousands), _tree(a, thousands))
+            if same(gold_tree, answer_tree):
+                return not must_be_evaluated or is_evaluated(answer_tree, gold_tree)
         except (UndefinedError, UnsupportedError, RecursionError):
             pass
         if not re.search(r"\d,\d{3}", a + " " + g):
@@ -110,12 +110,12 @@ def _as_words(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
         return same_time
     if (letters := _letters(gold)) and _letters(answer):
         return letters == _letters(answer)
-    wanted, given = option_letter(gold), option_letter(answer)
-    if wanted and (wanted[1] or gold[-1:].isupper() or gold.endswith((")", "}"))):
-        if given:
+    gold_option, answer_option = option_letter(gold), option_letter(answer)
+    if gold_option and (gold_option[1] or gold[-1:].isupper() or gold.endswith((")", "}"))):
+        if answer_option:
             is_variable = answer.islower() and len(answer) == 1 != len(gold)  # c is not option (C)
-            return given[0] == wanted[0] and not is_variable
-        return _compare(answer, wanted[1], must_be_evaluated) if wanted[1] else False
+            return answer_option[0] == gold_option[0] and not is_variable
+        return _compare(answer, gold_option[1], must_be_evaluated) if gold_option[1] else False
     gold_is_prose, answer_is_prose = is_prose(gold), is_prose(answer)
     if (gold_is_prose or answer_is_prose) and as_words(answer) == as_words(gold):
         return True
@@ -189,10 +189,10 @@ def _collections(gold: Node, answer: Node) -> bool | None:
         return _in_any_order(gold.args, answer.args, _same_labelled)
     if any(named):
         return _in_order(_values(gold), _values(answer))
-    wanted, given = _values(gold), _values(answer)
+    lists = [_values(gold), _values(answer)]
     if "set" in kinds:
-        wanted, given = (list({canonical(value): value for value in values}.values()) for values in (wanted, given))
-    return _in_any_order(wanted, given, same)
+        lists = [list({canonical(value): value for value in values}.values()) for values in lists]
+    return _in_any_order(lists[0], lists[1], same)
 
 
 def _names_different_things(node: Node) -> bool:
@@ -232,7 +232,7 @@ def _in_any_order(gold: Sequence[Node], answer: Sequence[Node], alike: Callable[
 
 
 def _may_agree(a: complex | None, b: complex | None) -> bool:
-    """Whether two rough values are close, so that an exact comparison is needed."""
+    """Whether two estimates are close enough to need an exact comparison."""
     return is_tolerant() or a is None or b is None or abs(a - b) <= 1e-4 * max(abs(a), abs(b), 1e-9)
 
 

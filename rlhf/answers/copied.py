@@ -31,21 +31,22 @@ def is_copied(answer: str, gold: str, prompt: str) -> bool:
         return False
     texts, trees = _spans(prompt[-MAX_PROMPT:])
     spelled = _spelled(answer.rpartition("=")[2])
-    found = re.search(rf"(?<![\d.]){re.escape(spelled)}(?!\d|\.\d)" if spelled else r"(?!)", texts) is not None
-    if found and (REPEATING.search(answer) is None) != (REPEATING.search(gold) is None):
+    is_in_prompt = re.search(rf"(?<![\d.]){re.escape(spelled)}(?!\d|\.\d)" if spelled else r"(?!)", texts) is not None
+    if is_in_prompt and (REPEATING.search(answer) is None) != (REPEATING.search(gold) is None):
         return True  # their trees are equal: both are the fraction
-    given = _form(answer)
-    if not found and given not in trees:
+    answer_form = _form(answer)
+    if not is_in_prompt and answer_form not in trees:
         return False
-    known = _form(gold)
-    return given != known if given and known else _spelled(gold) != _spelled(answer)
+    gold_form = _form(gold)
+    return answer_form != gold_form if answer_form and gold_form else _spelled(gold) != _spelled(answer)
 
 
 def without_words_of_prompt(answer: str, prompt: str) -> str | None:
     """12 of "12 bottles can be filled" and "diverges" of "The series diverges", if the prompt has the other words."""
     words, asked = (" ".join(unwrapped(text).split()).rstrip(".!?") for text in (answer, prompt[-MAX_PROMPT:]))
-    if about := SUBJECT.fullmatch(words):
-        return about[2] if _stands_in(about[1], asked) and not changes_a_number(about[1]) else None
+    if statement := SUBJECT.fullmatch(words):
+        subject, predicate = statement.groups()
+        return predicate if _stands_in(subject, asked) and not changes_a_number(subject) else None
     counted = COUNTED.fullmatch(words)
     if counted is None or not _stands_in(counted[2], asked) or _stands_in(counted[1], asked):
         return None

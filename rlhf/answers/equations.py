@@ -130,7 +130,7 @@ def proportion(left: Node, right: Node) -> Value | None:
 
 
 def _same_solution(left: Node, right: Node) -> bool:
-    """Whether both expressions are linear in one symbol and become 0 at the same value of it: xy - 1 and y - 1/x.
+    """Whether both expressions are linear in one symbol and are 0 at the same value of it: xy - 1 and y - 1/x.
 
     Raises UnsupportedError if they are not linear in the same symbol.
     """

@@ -79,7 +79,7 @@ def _values(node: Node) -> Iterator[Node]:
 
 
 def _stated_side(equation: Node) -> Node:
-    """The last side; in `5 = x` the first one; before a rounded number the exact one."""
+    """The last side; in `5 = x` the first side; of an exact and a rounded number the exact one."""
     sides = equation.args[:-1] if equation.name.split()[-1] == "~" and len(equation.args) > 2 else equation.args
     if equation.name == "~" and equation.args[0].kind not in ("sym", "call", "text"):
         return equation.args[0]
@@ -99,12 +99,12 @@ def _has_unsolved_relation(answer: Node, gold: Node) -> bool:
 def _is_solved_for_the_same(answer: Node, gold: Node) -> bool:
     """False for x = 2y + 3 and for x - 2y = 3 where the gold answer gives y."""
     known = frozenset().union(*map(free_symbols, _values(gold)))
-    if gold.kind != "relation" or not known or not _names_given(gold):
+    if gold.kind != "relation" or not known or not _solved_names(gold):
         return True
-    return all(any(name not in known for name in _names_given(part)) for part in parts(answer) if _is_equation(part))
+    return all(any(name not in known for name in _solved_names(part)) for part in parts(answer) if _is_equation(part))
 
 
-def _names_given(equation: Node) -> set[str]:
+def _solved_names(equation: Node) -> set[str]:
     """The symbols and functions for which an equation is solved."""
     pairs = zip(equation.args, reversed(equation.args), strict=True) if len(equation.args) == 2 else ()
     return {
@@ -119,8 +119,8 @@ def _has_reducible_ratio(answer: Node, gold: Node) -> bool:
     if answer.kind == "ratio" != gold.kind:
         return len(answer.args) != 2 or reduces(Node("div", answer.args))
     ratios = [[part.args for part in parts(node) if part.kind == "ratio"] for node in (answer, gold)]
-    given, known = ([gcd(*(common_factor([part]) or 1 for part in ratio)) for ratio in side] for side in ratios)
-    return any(factor not in (1, *known) for factor in given)
+    in_answer, in_gold = ([gcd(*(common_factor([part]) or 1 for part in ratio)) for ratio in side] for side in ratios)
+    return any(factor not in (1, *in_gold) for factor in in_answer)
 
 
 def _is_solved(relation: Node) -> bool:
@@ -175,7 +175,7 @@ def _expression_is_evaluated(value: Node, wanted: list[Node], gold: Node) -> boo
     calls = [sum(part.kind == "call" for part in parts(node)) for node in (value, *wanted)]
     if calls[0] > max(MAX_CALLS, 2 * max(calls[1:])):
         return False
-    if gold.kind == "relation" and not _names_given(gold):  # xy = 1 is solved by y = 1/x
+    if gold.kind == "relation" and not _solved_names(gold):  # xy = 1 is solved by y = 1/x
         return True
     if _divisors(value).total() > max(_divisors(node, in_roots=True).total() for node in wanted):
         return False
@@ -199,7 +199,7 @@ def _divisors(node: Node, *, in_roots: bool = False) -> Counter[Node]:
     """The factors of the common denominator that have variables, with their powers: x and x-1 of 1/x + 3/(x-1)."""
     if node.kind == "add":
         return reduce(or_, (_divisors(arg, in_roots=in_roots) for arg in node.args))
-    found = Counter[Node]()
+    powers = Counter[Node]()
     for factors, is_below in zip(factors_of(node), (False, True), strict=True):
         for factor in factors:
             base, exponent = factor.args if factor.kind == "pow" else (factor, number(1))
@@ -209,12 +209,12 @@ def _divisors(node: Node, *, in_roots: bool = False) -> Counter[Node]:
                 and (base.kind != "call" or base.name == "root")
             ):
                 times = terms_of(exponent)[0]
-                found[canonical(base)] += int(times.value) if is_numeral(times) else 1
+                powers[canonical(base)] += int(times.value) if is_numeral(times) else 1
             if len(terms_of(base)) > 1:
-                found |= _divisors(base)
+                powers |= _divisors(base)
             elif in_roots and base.kind == "call" and base.name == "root":
-                found |= _divisors(base.args[0], in_roots=True)
-    return found
+                powers |= _divisors(base.args[0], in_roots=True)
+    return powers
 
 
 def _sums_multiplied(node: Node) -> int:
@@ -329,9 +329,9 @@ def _is_worked_out(term: Node, *, sums: bool) -> bool:
 
 
 def _kind(node: Node) -> str | int | None:
-    """What a root, constant or power has in common with those that it can be collected with; None for other nodes.
+    """A key that is equal for roots, constants or powers that can be collected; None for other nodes.
 
-    Roots and powers with rational values have no kind either: they are not worked out.
+    It is None also for roots and powers with rational values, which are not worked out.
     """
     kind: str | int
     if node.kind == "const":

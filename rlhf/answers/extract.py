@@ -1,4 +1,4 @@
-"""Finds the answer that a response states. Each step looks in one place, such as a box, in the given order.
+"""Finds the answer in a response. Each step searches one place, such as a box; steps run in the configured order.
 
 Text is searched, never parsed as mathematics. Every search is linear in the length of the response: a megabyte of
 brackets must not cost more than a megabyte of prose.
@@ -366,7 +366,7 @@ def _whole(text: str) -> str | None:
 
 
 def _refuses(text: str) -> bool:
-    """Whether the end of the text refuses to answer, or is program code: a number in it is then not an answer."""
+    """Whether the end of the text refuses to answer or is program code; its numbers are then no answer."""
     return REFUSAL.search(text[-200:]) is not None or CODE.search(text[-1000:]) is not None
 
 

@@ -22,12 +22,12 @@ def _with_letters_of(gold: Node, answer: Node) -> Node:
     """The answer with the gold answer's letter for any whole number, k in 2k pi, or for a constant, C in x^2 + C."""
     names = free_symbols(gold), free_symbols(answer)
     for letters in (WHOLE, CONSTANTS):
-        wanted, given = (sorted(letters & used) for used in names)
-        if len(wanted) == len(given) == 1 and wanted != given:
-            others = (names[0] | names[1]) - {wanted[0], given[0]}
-            is_added = gold.kind == "add" and Node("sym", name=wanted[0]) in gold.args
+        in_gold, in_answer = (sorted(letters & used) for used in names)
+        if len(in_gold) == len(in_answer) == 1 and in_gold != in_answer:
+            others = (names[0] | names[1]) - {in_gold[0], in_answer[0]}
+            is_added = gold.kind == "add" and Node("sym", name=in_gold[0]) in gold.args
             if is_added if letters is CONSTANTS else PI in parts(gold) and others <= UNKNOWNS:  # in m pi r^2 m is given
-                return with_symbols(answer, {given[0]: Node("sym", name=wanted[0])})
+                return with_symbols(answer, {in_answer[0]: Node("sym", name=in_gold[0])})
     return answer
 
 

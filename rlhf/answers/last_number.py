@@ -84,16 +84,16 @@ def with_unit(number: re.Match[str]) -> str:
 
 
 def unit_at(text: str, position: int) -> str:
-    """The unit of measure that begins here, as LaTeX; "" if there is none."""
+    """The unit of measure at this position as LaTeX, or an empty string."""
     measure = MEASURE.match(text, position)
     unit = measure[1].translate(EXPONENTS) if measure else ""
     return f"\\text{{ {unit}}}" if unit_of(unit) is not None else ""
 
 
 def last_number(text: str) -> Span | None:
-    for answer in (POLYNOMIAL, DATE):
-        if found := answer.search(text, max(0, len(text) - AROUND_CHARACTERS)):
-            return Span(found.start(1), found.end(1), found[1])
+    for pattern in (POLYNOMIAL, DATE):
+        if match := pattern.search(text, max(0, len(text) - AROUND_CHARACTERS)):
+            return Span(match.start(1), match.end(1), match[1])
     matches = [m for m in NUMBER.finditer(text) if any(c.isdigit() for c in m[0])]
     surds = list(SURD.finditer(text)) if "√" in text or "π" in text else []
     if surds and (not matches or surds[-1].end() >= matches[-1].end()):

@@ -47,7 +47,7 @@ def plain_text(text: str) -> str:
 
 
 def _character(char: str) -> str:
-    """A digit of any script as 0 to 9; "" for what has no width."""
+    """The character; a digit of any script as 0 to 9; an empty string for a character without width."""
     if char.isascii():
         return char
     category = unicodedata.category(char)

@@ -24,13 +24,13 @@ def same_quantity(gold: Node, answer: Node) -> bool:
     if gold_unit.startswith("mod ") and answer_unit.startswith("mod "):
         modulus = number(Fraction(gold_unit.removeprefix("mod ")))
         return gold_unit == answer_unit and equal(*(Node("mod", (v, modulus)) for v in (gold_value, answer_value)))
-    wanted, given = unit_of(gold_unit), unit_of(answer_unit)
-    if wanted and given:
-        if wanted[0] != given[0]:
+    gold_measure, answer_measure = unit_of(gold_unit), unit_of(answer_unit)
+    if gold_measure and answer_measure:
+        if gold_measure[0] != answer_measure[0]:
             return False
-        if wanted[1] != given[1]:
-            return _same_value(gold_value, Node("mul", (answer_value, number(given[1] / wanted[1]))))
-    if RADIANS in (wanted, given):
+        if gold_measure[1] != answer_measure[1]:
+            return _same_value(gold_value, Node("mul", (answer_value, number(answer_measure[1] / gold_measure[1]))))
+    if RADIANS in (gold_measure, answer_measure):
         return equal(gold_value, answer_value)
     for unit, plain in ((gold_unit, answer), (answer_unit, gold)):
         if len(unit) == 1 and free_symbols(plain) == {unit}:  # 3 m and 3m
@@ -86,8 +86,8 @@ class Tolerance(NamedTuple):
 _tolerance: Tolerance | None = None
 
 
-def allow(tolerance: Tolerance | None) -> None:
-    """From here on, numbers within the tolerance are equal."""
+def set_tolerance(tolerance: Tolerance | None) -> None:
+    """Treat numbers within the tolerance as equal in all later comparisons."""
     global _tolerance
     _tolerance = tolerance
 
@@ -101,11 +101,12 @@ def _is_near(gold: Node, answer: Node) -> bool:
     values = [] if _tolerance is None else [constant(node) for node in (gold, answer)]
     if _tolerance is None or None in values:
         return False
-    wanted, given = map(as_real, values)
+    gold_number, answer_number = map(as_real, values)
     written = gold.args[0] if gold.kind == "neg" else gold
     decimals = written.name.partition(".")[2] if written.kind == "num" else ""
     rounding = mpf(10) ** -len(decimals) / 2 if decimals.isdigit() else 0
-    return bool(abs(wanted - given) <= max(_tolerance.absolute, _tolerance.relative * abs(wanted), rounding))
+    allowed = max(_tolerance.absolute, _tolerance.relative * abs(gold_number), rounding)
+    return bool(abs(gold_number - answer_number) <= allowed)
 
 
 def _is_share(node: Node) -> bool:

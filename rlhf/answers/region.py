@@ -25,7 +25,7 @@ JOINED: dict[str, Callable[[bool, bool], bool]] = {
 
 @dataclass(frozen=True)
 class Region:
-    """The finite ends of the intervals, whether a number is inside, and the variable, "" if none is named."""
+    """The finite ends of the intervals, a test of numbers, and the variable (an empty string if none is named)."""
 
     ends: tuple[Value, ...]
     holds: Callable[[Value], bool]
@@ -34,10 +34,10 @@ class Region:
 
 def same_region(gold: Node, answer: Node) -> bool:
     """Whether both describe the same subset of the real line. Raises UnsupportedError if one is no set of intervals."""
-    one, other = region(gold), region(answer)
-    if one.variable and other.variable and one.variable != other.variable:
+    left, right = region(gold), region(answer)
+    if left.variable and right.variable and left.variable != right.variable:
         return False
-    return all(one.holds(x) == other.holds(x) for x in _probes((*one.ends, *other.ends)))
+    return all(left.holds(x) == right.holds(x) for x in _probes((*left.ends, *right.ends)))
 
 
 def region(node: Node) -> Region:

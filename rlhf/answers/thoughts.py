@@ -1,10 +1,10 @@
 """Where the thoughts of a response end and its answer begins. The marks of all known models stand here, as data.
 
-A thought ends at the first end mark of the form that opened it, and one that has no end mark is cut off: the response
-has no answer. The answer is what follows the last thought; an end mark that nothing opened ends a thought too, because
-a chat template may have opened it, unless the response has had a thought and ends with that mark. Marks that are quoted
-are text: anywhere directly between quotes, brackets or backticks, outside thoughts also in a code span, a closed code
-block, or a quotation that begins and ends with tags. So are ends of turns and traces of tools.
+A thought ends at the first end mark of the form that opened it. A thought without an end mark is cut off, so the
+response has no answer. The answer is the text after the last thought. An end mark without a begin mark ends a thought
+too, because a chat template may have opened it, unless the response has had a thought and ends with that mark. Quoted
+marks are text: directly between quotes, brackets or backticks; outside thoughts also in a code span, a closed code
+block, or a quotation that begins and ends with tags. The same holds for ends of turns and traces of tools.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 
 class ThoughtForm(NamedTuple):
-    """How one family of models writes a thought: any of `begins` opens it, any of `ends` closes it.
+    """The marks of one family of models: any of `begins` opens a thought, any of `ends` closes it.
 
-    With `first`, words open a thought only where a response begins with them, and close only that one.
+    With `first`, words open a thought only at the beginning of a response, and close only that thought.
     """
 
     begins: tuple[str, ...]
@@ -121,22 +121,22 @@ CODE_OR_NO_ANSWER = re.compile(  # <s>...</s> in a line is struck out
 
 
 def split_thoughts(text: str, marks: Marks = OF_MODELS, *, in_thought: bool = False) -> tuple[str, str | None]:
-    """The thoughts of what a model has written, and its answer, by the rule above.
+    """The thoughts and the answer of a response, by the rule above.
 
     Args:
-        marks: what is known of the model (`data.thoughts.marks_of`); `TAGS` count in any case.
-        in_thought: the prompt has opened a thought.
+        marks: the marks of the model (`data.thoughts.marks_of`); `TAGS` always count.
+        in_thought: True if the prompt has opened a thought.
 
     Returns:
-        What stands before the answer, without the outer marks, "" without a thought; and the answer as it was written,
-        None if a thought has not ended.
+        The text before the answer without its outer marks, an empty string without a thought; and the answer as it was
+        written, None if a thought has not ended.
     """
     forms = _forms(marks)
     inside = ANY_FORM if in_thought else _first_form(text, forms)  # the form of the thought that is open
     position = thought_end = start = 0
-    found = _found(text, forms, inside)
-    code = CODE.search(text) if found and MAY_QUOTE.search(text) else None
-    for begin, end, opens, form in found:
+    occurrences = _occurrences(text, forms, inside)
+    code = CODE.search(text) if occurrences and MAY_QUOTE.search(text) else None
+    for begin, end, opens, form in occurrences:
         if begin < position or (inside and (opens or inside not in (form, ANY_FORM))):
             continue
         position = end
@@ -166,33 +166,34 @@ def answer_of(response: str, marks: Marks = OF_MODELS, *, in_thought: bool = Fal
         answer = next((answer.rstrip().removesuffix(end) for end in ends if answer.rstrip().endswith(end)), answer)
     answer = answer.lstrip()
     if ("<" in answer or "[END" in answer) and NO_ANSWER.search(answer):
-        answer = _of_one_turn(answer)
+        answer = _up_to_end_of_turn(answer)
     for begin, end_of_frame in FRAMES.items():
         if answer.lstrip().startswith(begin):
             return answer.lstrip().removeprefix(begin).partition(end_of_frame)[0]
     return answer
 
 
-def _of_one_turn(answer: str) -> str:
-    """An answer without traces of tools, up to the end of its turn."""
-    kept, position, looked = "", 0, 0
-    while found := CODE_OR_NO_ANSWER.search(answer, looked):
-        begin, looked = found.span()
-        if found["code"] or _is_quoted(answer, begin, looked):
+def _up_to_end_of_turn(answer: str) -> str:
+    """The answer up to the end of its turn, without traces of tools."""
+    kept, position, searched = "", 0, 0
+    while match := CODE_OR_NO_ANSWER.search(answer, searched):
+        begin, searched = match.span()
+        if match["code"] or _is_quoted(answer, begin, searched):
             continue
-        if found["trace"]:
+        if match["trace"]:
             kept += answer[position:begin]
-            end = answer.find(f"</{found['trace']}>", looked)
-            position = looked = end + len(f"</{found['trace']}>") if end >= 0 else len(answer)
+            end = answer.find(f"</{match['trace']}>", searched)
+            position = searched = end + len(f"</{match['trace']}>") if end >= 0 else len(answer)
         elif begin:
             return kept + answer[position:begin]
     return kept + answer[position:]
 
 
 def after_one_thought(text: str, marks: Marks = OF_MODELS, *, in_thought: bool = False) -> str | None:
-    """The answer of a response that is a thought in <think> or a form of `marks`, then text, and has no other mark.
+    """The answer of a response that consists of one thought, in <think> or a form of `marks`, and then text.
 
-    None if it has another form, or one of the two is empty.
+    Returns:
+        None if the response has another form or another mark, or if one of the two parts is empty.
     """
     thought, answer = split_thoughts(text, marks, in_thought=in_thought)
     is_opened = in_thought or _without_begin(text, (THINK, *marks)) != text
@@ -207,12 +208,12 @@ def opens_thought(prompt: str, marks: Marks = OF_MODELS) -> bool:
     end = prompt[-LONGEST_END:].rstrip()
     words = tuple(mark for form in marks if form.first for mark in form.begins)
     return end.endswith(words) or any(
-        opens and stop == len(end) for _, stop, opens, _ in _found(end, _forms(marks), None)
+        opens and stop == len(end) for _, stop, opens, _ in _occurrences(end, _forms(marks), None)
     )
 
 
 def marks_in(template: str, tokens: Iterable[str] = ()) -> Marks:
-    """The forms of which a chat template has a mark, or a tokenizer the control tokens of one that opens a thought."""
+    """The forms with a mark in a chat template, or with control tokens of a tokenizer that open a thought."""
     known = set(tokens)
 
     def is_known(form: ThoughtForm) -> bool:
@@ -223,7 +224,7 @@ def marks_in(template: str, tokens: Iterable[str] = ()) -> Marks:
 
 
 def marks_from_json(written: list[Any] | None) -> Marks:
-    """Marks that went through JSON; None: those of all models."""
+    """Marks from JSON; None means the marks of all models."""
     return OF_MODELS if written is None else tuple(ThoughtForm(tuple(b), tuple(e), first) for b, e, first in written)
 
 
@@ -233,15 +234,15 @@ def _forms(marks: Marks) -> Marks:
 
 
 def _first_form(text: str, forms: Marks) -> ThoughtForm | None:
-    """The form whose words begin the text, and so a thought."""
+    """The form whose words begin the text and thereby open a thought."""
     said = text.lstrip()[:LONGEST_END]
     words = ((form, mark) for form in forms if form.first for mark in form.begins)
     return next((form for form, mark in words if said.startswith(mark) and _pattern(mark).match(said)), None)
 
 
-def _found(text: str, forms: Marks, first: ThoughtForm | None) -> list[tuple[int, int, bool, ThoughtForm]]:
-    """Begin, end, whether it opens a thought, and form of all marks in a text, in order, the longest first."""
-    found = [
+def _occurrences(text: str, forms: Marks, first: ThoughtForm | None) -> list[tuple[int, int, bool, ThoughtForm]]:
+    """(begin, end, whether it opens a thought, form) of all marks in a text, in order, the longest first."""
+    occurrences = [
         (mark.start(), -mark.end(), opens, form)
         for form in forms
         for opens in (True, False)
@@ -250,11 +251,11 @@ def _found(text: str, forms: Marks, first: ThoughtForm | None) -> list[tuple[int
         if literal.removesuffix(">") in text
         for mark in _pattern(literal).finditer(text)
     ]
-    return [(begin, -end, opens, form) for begin, end, opens, form in sorted(found)]
+    return [(begin, -end, opens, form) for begin, end, opens, form in sorted(occurrences)]
 
 
 def _is_quoted(text: str, begin: int, end: int) -> bool:
-    """Whether a mark stands between quotes, and not between two quotations: `"</think>"`, but not `"a"</think>"b"`."""
+    """Whether a mark is inside quotes, not between two quotations: `"</think>"`, but not `"a"</think>"b"`."""
     quotes = text[max(begin - 1, 0) : begin] + text[end : end + 1]
     if quotes not in QUOTED:
         return text.endswith("<code>", 0, begin) and text.startswith("</code>", end)

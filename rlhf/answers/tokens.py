@@ -84,8 +84,8 @@ def tokenize(text: str, *, thousands: bool = True) -> list[Token]:
             position = text.find("}", end) + 1 or len(text)
         depth += (value in ("(", "[", "\\{")) - (value in (")", "]", "\\}"))
         if kind != "space":
-            found = _meanings(kind, match["inside"].strip() if kind == "text" else value, tokens, spaced=spaced)
-            tokens += [Token(*meaning, spaced and not index) for index, meaning in enumerate(found)]
+            meanings = _meanings(kind, match["inside"].strip() if kind == "text" else value, tokens, spaced=spaced)
+            tokens += [Token(*meaning, spaced and not index) for index, meaning in enumerate(meanings)]
         spaced = kind == "space"
         if len(tokens) > MAX_TOKENS:
             raise UnsupportedError("too long")

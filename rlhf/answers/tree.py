@@ -52,7 +52,7 @@ class Parser:
         return self.now.kind == kind and (not values or self.now.value in values)
 
     def accept(self, kind: str, *values: str) -> Token | None:
-        """The next token, taken, if it is of this kind and has one of these values."""
+        """Take and return the next token if it has this kind and one of these values."""
         return self.take() if self.at(kind, *values) else None
 
     def expect(self, kind: str, *values: str) -> Token:
@@ -142,7 +142,7 @@ class Parser:
         return terms[0] if len(terms) == 1 else Node("add", tuple(terms))
 
     def sign(self) -> str:
-        """The sign that comes next, taken; "" if there is none."""
+        """Take the next token if it is a sign; returns the sign or an empty string."""
         sign = self.accept("op", "+", "-") or self.accept("cmd", "pm", "mp")
         return sign.value if sign else ""
 
@@ -253,7 +253,7 @@ class Parser:
         return Node("group", items, opening + closing)
 
     def nested(self, *, bars: int = 0, colon_ends: bool = False) -> Node:
-        """What stands between brackets: one item or a list."""
+        """The content of brackets: one item or a list."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise UnsupportedError("brackets too deep")

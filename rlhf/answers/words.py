@@ -65,7 +65,7 @@ JOINING = re.compile(
 FOREIGN_SCALES = re.compile(
     "[十百千万萬亿億兆半余餘多倍不至非或少超]|以上|以下|以内|左右|тысяч|миллион|миллиард|дюжин|половин"
 )
-# Words with which a phrase before a number may begin, where no sentence does: about 5, a total of 5
+# First words of a phrase before a number that is no sentence: about 5, a total of 5
 LEADING = frozenset("a an about approximately exactly for he her his in is it she so the there they we".split())  # noqa: SIM905
 BOUND = re.compile(  # the square of 5, step 5
     r"\b(?:(?<!total )of|by|from|after|before|until|past|step|problem|question|exercise|page"
@@ -118,7 +118,7 @@ def may_stand_after(words: str) -> bool:
         return True
     first, _, rest = words.strip().partition(" ")
     counted = rest if first.lower() in SCALES else COUNTING.sub("", EXPONENT.sub("", words), count=1)
-    given = re.findall(r"[a-z]+", counted.lower())
+    plain_words = re.findall(r"[a-z]+", counted.lower())
     return not (
         re.search(r"\d", counted)
         or LONE_LETTER.search(counted)
@@ -126,16 +126,17 @@ def may_stand_after(words: str) -> bool:
         or JOINING.search(counted)
         or FOREIGN_SCALES.search(counted)
         or announces_another(counted)
-        or any(map(changes_a_number, given))
+        or any(map(changes_a_number, plain_words))
     )
 
 
 def may_stand_before(words: str) -> bool:
     """Whether words before a number only introduce it: "the area is", "Tom has"; not "half of", nor "at least"."""
-    given = re.findall(r"[^\W\d_]+", words.lower())
-    if not (words[:1].isupper() or given[0] in LEADING) or "(" in words:
+    plain_words = re.findall(r"[^\W\d_]+", words.lower())
+    if not (words[:1].isupper() or plain_words[0] in LEADING) or "(" in words:
         return False
-    return not (any(map(changes_a_number, given)) or announces_another(words) or BOUND.search(words.lower().rstrip()))
+    is_changed = any(map(changes_a_number, plain_words)) or announces_another(words)
+    return not (is_changed or BOUND.search(words.lower().rstrip()))
 
 
 def with_words_marked(text: str) -> str:
@@ -227,7 +228,7 @@ def unwrapped(text: str) -> str:
 
 
 def is_prose(text: str) -> bool:
-    """Whether the text is words alone, at least one of them not mathematical."""
+    """Whether the text consists of words, at least one of which is not mathematical."""
     plain = unwrapped(text)
     if not PROSE.fullmatch(plain):
         return False
