@@ -26,9 +26,10 @@ def conflicts(config: Section, reasons: Mapping[str, str], prefix: str = "") -> 
     """
     for condition, reason in reasons.items():
         terms = condition.split(" and ")
-        if all([_holds(config, term) for term in terms]):
-            keys = [_parts(term)[0] for term in terms]
-            yield f"{' with '.join(prefix + _shown(config, key) for key in keys if _is_key(config, key))}: {reason}"
+        if all([_holds(config, term) for term in terms]):  # a list: a misspelled key fails in every config
+            keys = (_parts(term)[0] for term in terms)
+            shown = [prefix + _shown(config, key) for key in keys if not _is_property(config, key)]
+            yield f"{' with '.join(shown)}: {reason}"
 
 
 def unread_keys(config: Section, read_if: Mapping[str, str], prefix: str = "") -> Iterator[str]:
@@ -42,10 +43,12 @@ def unread_keys(config: Section, read_if: Mapping[str, str], prefix: str = "") -
         value = value_at(config, key)
         alternatives = [terms.split(" and ") for terms in condition.split(" or ")]
         is_read = any([all([_holds(config, term) for term in terms]) for terms in alternatives])
-        if not is_read and value is not False and value != _default(config, key):
-            needed = " or ".join(" and ".join(prefix + term for term in terms) for terms in alternatives)
-            without = f"nothing reads it without {needed.replace('|', ' or ')}"
-            yield f"{prefix}{_shown(config, key)}: {without}. Set that, or remove the key."
+        section, name = _section_and_name(config, key)
+        if section is None or is_read or value is False or value == type(section).model_fields[name].default:
+            continue
+        needed = " or ".join(" and ".join(prefix + term for term in terms) for terms in alternatives)
+        without = f"nothing reads it without {needed.replace('|', ' or ')}"
+        yield f"{prefix}{_shown(config, key)}: {without}. Set that, or remove the key."
 
 
 def value_at(config: Section, key: str) -> Any:
@@ -75,19 +78,14 @@ def _holds(config: Section, term: str) -> bool:
     return (short_value(value) in wanted.split("|")) == (sign == "=")
 
 
-def _section_of(config: Section, key: str) -> tuple[Any, str]:
+def _section_and_name(config: Section, key: str) -> tuple[Any, str]:
     section, _, name = key.rpartition(".")
     return (value_at(config, section) if section else config), name
 
 
-def _is_key(config: Section, key: str) -> bool:
-    section, name = _section_of(config, key)
-    return isinstance(section, dict) or (section is not None and name in type(section).model_fields)
-
-
-def _default(config: Section, key: str) -> Any:
-    section, name = _section_of(config, key)
-    return None if section is None else type(section).model_fields[name].default
+def _is_property(config: Section, key: str) -> bool:
+    section, name = _section_and_name(config, key)
+    return isinstance(getattr(type(section), name, None), property)
 
 
 def _shown(config: Section, key: str) -> str:

@@ -38,18 +38,15 @@ TRAINING_READS_IF = {
     "checkpoint.best": "evaluation.every and checkpoint.every",
 }
 SAMPLING_CONFLICTS = {
-    "rollout.truncate=graded_text and rollout.stop": (
-        "the graded text ends at truncate_token alone. Remove stop, or set truncate=response."
-    ),
+    "rollout.truncate=graded_text and rollout.stop": "stop would end the response earlier. Remove one of them.",
     "rollout.engine.enable_chunked_prefill!=null and run.deterministic": (
         "the rounding of a prompt depends on how it is cut into chunks. Remove one of them."
     ),
-    "rollout.stop and acts": "with an environment or tools, a turn ends where the template ends it. Remove the key.",
-    "rollout.truncate_token and acts": (
-        "with an environment or tools, a turn ends where the template ends it. Remove the key."
-    ),
+    "rollout.stop and acts": "turns with an environment or tools end as the template ends them. Remove the key.",
+    "rollout.truncate_token and acts": "turns with an environment or tools end as the template ends them. Remove it.",
     "tools and environment.uses_endpoint": "a program or service offers its own tools in its requests. Remove the key.",
 }
+PREFIX_CACHE = "vLLM returns experts only with its prefix cache, which is off then. Remove one of them."
 VOCABULARY, REPLACES = "algo.teacher.over=vocabulary", "algo.teacher.reward=replace"
 TRAINING_CONFLICTS = {
     "rollout.samples_per_prompt<2 and algo.advantage=grpo|dr_grpo|rloo|maxrl|reinforce_pp_baseline"
@@ -64,7 +61,7 @@ TRAINING_CONFLICTS = {
         "lagging rollouts need a correction. Set importance_correction=truncated or masked, or a lag of 0."
     ),
     "algo.importance_correction!=none and algo.old_policy=engine": (
-        "the ratio to the engine would be corrected twice. Set importance_correction=none."
+        "the ratio would be corrected twice. Set importance_correction=none."
     ),
     "algo.kl_estimator=k4 and algo.kl_place=reward": "k4 equals k1 there, since the ratio is 1. Use k1.",
     "algo.ref_update!=fixed and model.lora": (
@@ -74,49 +71,54 @@ TRAINING_CONFLICTS = {
     "algo.clip_low>=1 and algo.policy_loss=dppo_tv": "no probability can move that far. Use 0.2.",
     "algo.clip_high>=1 and algo.policy_loss=dppo_tv": "no probability can move that far. Use 0.2.",
     "run.deterministic and rollout.max_policy_lag>0": (
-        "which tokens new weights sample depends on the speed of engines and learners. Use a lag of 0, or "
-        "deterministic=false."
+        "when new weights arrive depends on the speed of the machine. Use a lag of 0, or deterministic=false."
     ),
     "run.deterministic and reward_model.endpoint": (
         "an endpoint may give other scores in a second run. Set reward_model.path, or deterministic=false."
     ),
-    "algo.teacher and rollout.temperature!=1.0": (
-        "a teacher judges at temperature 1, so even two equal models would differ. Set temperature=1."
-    ),
+    "algo.teacher and rollout.temperature!=1.0": "a teacher judges at temperature 1. Set temperature=1.",
     "algo.teacher and rollout.top_p<1": "a teacher judges among all tokens. Remove one of them.",
     "algo.teacher and rollout.top_k": "a teacher judges among all tokens. Remove one of them.",
     "algo.teacher and rollout.min_p": "a teacher judges among all tokens. Remove one of them.",
     f"{VOCABULARY} and algo.teacher.by_source": "all rows have one teacher there. Remove it, or set over=sampled.",
     f"{VOCABULARY} and algo.teacher.endpoint": (
-        "a server does not give the log-probs of all tokens. Name a path, or set over=sampled."
+        "a server does not give the log-probs of all tokens. Set algo.teacher.path, or over=sampled."
     ),
     f"{VOCABULARY} and algo.teacher.hint_column": (
-        "policy and teacher would read rows of different lengths. Remove it, or set over=sampled."
+        "the teacher would read longer rows than the policy. Remove hint_column, or set over=sampled."
     ),
     f"{VOCABULARY} and learner.zero_stage=3": (
         "a learner has only a share of the teacher's head. Use a lower stage, or over=sampled."
     ),
-    f"{REPLACES} and algo.kl_place=reward and kl_in_reward": ("no reward is used. Set kl_place=loss, or reward=add."),
-    f"{REPLACES} and rollout.dynamic_sampling": (
-        "groups of equal rewards teach as much as others. Set dynamic_sampling=false, or reward=add."
-    ),
+    f"{REPLACES} and algo.kl_place=reward and kl_in_reward": "no reward is used. Set kl_place=loss, or reward=add.",
+    f"{REPLACES} and rollout.dynamic_sampling": "no reward is used. Set dynamic_sampling=false, or reward=add.",
     "learner.router_replay=rollout and cluster.device=cpu": (
-        "vLLM's engine for CPU cannot return the experts of a token. Set router_replay=none, or use GPUs."
+        "vLLM's engine for CPU does not return the experts of a token. Set router_replay=none."
     ),
-    "learner.router_replay=rollout and rollout.on_weight_update=keep_kv": (
-        "vLLM returns experts only with its prefix cache, which is off then. Remove one of them."
-    ),
-    "learner.router_replay=rollout and run.deterministic": (
-        "vLLM returns experts only with its prefix cache, which is off then. Remove one of them."
-    ),
+    "learner.router_replay=rollout and rollout.on_weight_update=keep_kv": PREFIX_CACHE,
+    "learner.router_replay=rollout and run.deterministic": PREFIX_CACHE,
     "weights.transfer=delta and model.lora": "engines get the whole adapter, which is small. Set transfer=full.",
-    "weights.transfer=delta and cluster.placement=colocated": (
-        "engines on the GPUs of the learners read the weights there, and nothing is sent. Set transfer=full."
-    ),
+    "weights.transfer=delta and cluster.placement=colocated": "on shared GPUs nothing is sent. Set transfer=full.",
     "cluster.tensor_parallel>1 and model.lora": "an engine on several GPUs cannot split the adapter. Set it to 1.",
     "cluster.placement=colocated and cluster.device=cpu": "there are no GPUs to share. Use placement=separate.",
     "cluster.placement=colocated and rollout.max_policy_lag>0": (
-        "on shared GPUs sampling and training take turns. Use placement=separate, or a lag of 0."
+        "on shared GPUs, sampling and training take turns. Use placement=separate, or a lag of 0."
+    ),
+}
+WARNINGS = {
+    "algo.kl_estimator=k2|k3 and algo.kl_place=reward and kl_in_reward": (
+        "biased, with almost no gradient near the reference; k3 can blow up too. Only k1 is exact there."
+    ),
+    "algo.kl_estimator=k1 and algo.loss_aggregation=token_mean|sequence_mean and kl_in_loss": (
+        "its expected gradient does not contain the reference: on-policy it pulls towards longer responses. Use k3, or "
+        "k1 in the reward."
+    ),
+    "algo.kl_estimator=k1 and algo.loss_aggregation=constant and kl_in_loss": (
+        "its expected gradient is zero on-policy, and off-policy points away from the policy that sampled. Use k3, or "
+        "k1 in the reward."
+    ),
+    "rollout.on_stale=drop and rollout.max_policy_lag": (
+        "slow prompts, often the long and hard ones, are trained less often than they are drawn. wait trains them all."
     ),
 }
 

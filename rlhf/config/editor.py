@@ -10,8 +10,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rlhf.config.reward import OPTIONS_OF_REWARD
-
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
@@ -24,15 +22,7 @@ def editor_schema(config: type[BaseModel]) -> Schema:
     schema = config.model_json_schema()
     sections = schema["$defs"]
     if "RewardPart" in sections:
-        part = sections["RewardPart"]
-        for options in OPTIONS_OF_REWARD.values():  # they stand next to `name`; a user function's may have any name
-            described = options.model_json_schema()
-            for name, field in described["properties"].items():  # two rewards may have a key of the same name
-                other = part["properties"].get(name, field)
-                both = {"anyOf": [other, field], "description": f"{other['description']}; or {field['description']}"}
-                part["properties"][name] = field if field == other else both
-            sections |= described.get("$defs", {})
-        part["additionalProperties"] = True
+        sections["RewardPart"]["additionalProperties"] = True  # the options of each reward stand next to its name
     for section in (schema, *sections.values()):
         section.pop("required", None)
         section["properties"] = {name: _as_written(field) for name, field in section["properties"].items()}

@@ -176,37 +176,13 @@ class GRPOConfig(TrainingProgramConfig):
 
     def warnings(self) -> Iterator[str]:
         yield from super().warnings()
-        algo, rollout, learner = self.algo, self.rollout, self.learner
-        if self.kl_in_reward and algo.kl_estimator in ("k2", "k3"):
-            blow_up = ", and k3 grows like exp(-d) and can blow up" if algo.kl_estimator == "k3" else ""
-            biased = "biased, with almost no gradient near the reference"
-            yield f"{algo.kl_estimator=!s} with {algo.kl_place=!s}: {biased}{blow_up}. Only k1 is exact there."
-        if self.kl_in_loss and algo.kl_estimator == "k1":
-            gradient = (
-                "not that of the KL, because the reference is not in it: on-policy a pull towards longer responses"
-            )
-            if algo.loss_aggregation == "constant":
-                gradient = "zero on-policy, and off-policy points away from the policy that sampled"
-            yield (
-                f"{algo.kl_estimator=!s} with {algo.kl_place=!s} and {algo.loss_aggregation=!s}: its expected gradient "
-                f"is {gradient}. It does not hold the policy near the reference. Use k3, which is weighted by the "
-                "ratio, or k1 in the reward."
-            )
+        yield from conflicts(self, contradictions.WARNINGS)
         if self.weights.transfer == "delta" and not self.sends_changes:
-            yield (
-                f"{self.weights.transfer=!s} with {self.model.dtype=!s}: an update changes nearly every float32 "
-                "weight, so everything is sent. Set weights.transfer=full, or train in bfloat16."
-            )
-        if rollout.on_stale == "drop" and rollout.max_policy_lag:
-            yield (
-                f"{rollout.on_stale=!s}: groups that come too late are discarded, so slow prompts, which are often the "
-                "long and hard ones, are trained less often than they are drawn. wait trains every sampled group."
-            )
-        if self.rollouts_per_step % learner.minibatches_per_epoch:
-            yield (
-                f"{self.rollouts_per_step} rollouts per step do not divide by {learner.minibatches_per_epoch=}: "
-                "minibatches differ by one rollout."
-            )
+            reason = "an update changes nearly every float32 weight. Set weights.transfer=full, or train in bfloat16."
+            yield f"weights.transfer=delta with model.dtype={self.model.dtype}: {reason}"
+        if self.rollouts_per_step % self.learner.minibatches_per_epoch:
+            given = f"learner.minibatches_per_epoch={self.learner.minibatches_per_epoch}"
+            yield f"{given}: it does not divide {self.rollouts_per_step} rollouts per step. Minibatches differ by one."
 
     def sampling_contradictions(self) -> Iterator[str]:
         """The contradictions that matter to an evaluation, which trains nothing."""

@@ -165,10 +165,6 @@ def test_a_value_may_refer_to_another_key(base: str) -> None:
 # --- what is refused ---
 
 
-def test_a_whole_number_with_a_point_is_no_integer(base: str) -> None:
-    assert "run.steps=2.0: input should be a valid integer" in refusal(base, "run.steps=2.0")
-
-
 def test_every_unknown_key_is_named_on_a_line_of_its_own(base: str) -> None:
     lines = refusal(base, "run.stepss=3", "algo.betta=0.1").splitlines()
     assert [line.split("=")[0] for line in lines] == ["run.stepss", "algo.betta"]
@@ -270,29 +266,21 @@ KL_REWARD = ("algo.kl_place=reward", "algo.kl_coef=0.1")
 
 
 @pytest.mark.parametrize(
-    ("overrides", "parts"),
+    ("overrides", "named"),
     [
-        ([*KL_REWARD, "algo.advantage=rloo", "algo.kl_estimator=k3"], ["kl_estimator=k3", "blow up"]),
-        ([*KL_REWARD, "algo.advantage=rloo", "algo.kl_estimator=k2"], ["kl_estimator=k2", "biased"]),
+        ([*KL_REWARD, "algo.kl_estimator=k3"], "algo.kl_estimator=k3 with algo.kl_place=reward"),
         (
             ["algo.kl_coef=0.1", "algo.kl_estimator=k1", "algo.loss_aggregation=constant"],
-            ["kl_estimator=k1", "kl_place=loss", "expected gradient is zero on-policy, and off-policy points away"],
+            "algo.kl_estimator=k1 with algo.loss_aggregation=constant",
         ),
-        (
-            ["algo.kl_coef=0.1", "algo.kl_estimator=k1"],
-            [
-                "kl_place=loss and algo.loss_aggregation=token_mean",
-                "on-policy a pull towards longer responses",
-            ],
-        ),
-        (["learner.minibatches_per_epoch=3"], ["32 rollouts", "learner.minibatches_per_epoch=3"]),
-        (["evaluation.every=2"], ["evaluation.every=2", "without data.eval"]),
+        (["algo.kl_coef=0.1", "algo.kl_estimator=k1"], "algo.kl_estimator=k1 with algo.loss_aggregation=token_mean"),
+        (["learner.minibatches_per_epoch=3"], "learner.minibatches_per_epoch=3"),
+        (["evaluation.every=2"], "evaluation.every=2 without data.eval"),
     ],
 )
-def test_what_is_likely_a_mistake_is_a_warning_and_no_error(base: str, overrides: list[str], parts: list[str]) -> None:
+def test_a_likely_mistake_is_a_warning_and_no_error(base: str, overrides: list[str], named: str) -> None:
     (warning,) = load_config(GRPOConfig, [base], overrides).warnings()
-    for part in parts:
-        assert part in warning
+    assert warning.split(": ")[0] == named
 
 
 def test_a_sound_config_has_no_warnings(base: str) -> None:

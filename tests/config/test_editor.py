@@ -85,7 +85,6 @@ def test_what_the_programs_read_is_not_marked(
         ("data: {train: 3}", "$.data.train"),
         ("algo: {kl_estimator: k5}", "$.algo.kl_estimator"),
         ("algo: {policy_loss: pppo}", "$.algo.policy_loss"),
-        ("reward: [{name: math, tolerance: {relativ: 0.1}}]", "$.reward"),
     ],
 )
 def test_a_mistake_is_marked_where_it_is(text: str, place: str, marks: Marks) -> None:
