@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from waiting import WAIT_S
 from worlds import make_config, make_ppo_config
 
 from rlhf import command, evaluate, export, grpo, quickstart, score, show
@@ -204,25 +201,6 @@ def test_a_critic_with_a_smaller_vocabulary_than_the_policys_is_refused(model: P
     (other / "config.json").write_text(json.dumps(smaller))
     with pytest.raises(ValueError, match=r"critic\.path=.*vocabulary of 3\b"):
         begin(make_ppo_config(model, critic={"path": str(other)}))
-
-
-@pytest.mark.slow
-def test_the_program_prints_one_message_and_exits_with_2(model: Path, tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text(json.dumps(make_config(model).model_dump(mode="json")))
-    for override, part in (
-        ("model.path=/nowhere", "model.path=/nowhere"),
-        ("learner.optimiser.lr=1", "Did you mean learner.optimizer"),
-        ("cluster.learners=999", "reserve 500 CPUs"),
-    ):
-        command = [sys.executable, "-m", "rlhf.grpo", "--config", str(config), override]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
-        assert done.returncode == 2
-        assert part in done.stderr
-        assert done.stderr.startswith("error: ")
-        assert "Traceback" not in done.stderr
-        assert len(done.stderr.splitlines()) == 1
-    assert not (model.parent / "run").exists()  # nothing was written
 
 
 def test_mistakes_of_every_kind_are_named_together(model: Path, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
-from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.supervised import SFTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -65,14 +64,6 @@ def test_help_lists_the_options_of_every_reward(help_text: str) -> None:
             assert f"  {reward}: {name} {'(required)' if field.is_required() else '= '}" in help_text
 
 
-def test_help_of_a_program_without_rewards_lists_no_reward_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("rlhf.reward_model", "", RewardTrainingConfig, ["--help"])
-    text = capsys.readouterr().out
-    assert "cluster.learners = 1" in text
-    assert "reward options" not in text
-
-
 def test_help_fits_in_100_columns(help_text: str) -> None:
     assert max(map(len, help_text.splitlines())) <= 100
 
@@ -82,21 +73,6 @@ def test_a_program_offers_no_choice_that_it_always_refuses() -> None:
     assert grpo["algo.advantage"] == "grpo | dr_grpo | rloo | maxrl | reinforce_pp | reinforce_pp_baseline | text"
     assert grpo["cluster.placement"] == "separate | colocated"
     assert (ppo["algo.advantage"], ppo["cluster.placement"]) == ("gae", "separate | colocated")
-
-
-@pytest.mark.parametrize(
-    ("schema", "override", "other"),
-    [
-        (GRPOConfig, "algo.advantage=gae", "rlhf.ppo"),
-        (PPOConfig, "algo.advantage=rloo", "rlhf.grpo"),
-    ],
-)
-def test_a_choice_of_another_program_is_refused_with_its_name(
-    schema: type[GRPOConfig], override: str, other: str
-) -> None:
-    file = {GRPOConfig: "math.yaml", PPOConfig: "ppo_math.yaml"}[schema]
-    with pytest.raises(ValueError, match=rf"(?m)^{override}: .*{other}\b"):
-        parse("", "", schema, ["--config", str(ROOT / "configs" / file), override])
 
 
 @pytest.mark.slow
@@ -126,11 +102,6 @@ def test_overrides_win_over_all_files_wherever_they_stand(argv: tuple[str, ...])
     assert (config.run.steps, config.rollout.max_response_tokens) == (3, 64)
     assert config.cluster.device == "cpu"
     assert config.model.dtype == "float32"
-
-
-def test_the_order_of_files_matters() -> None:
-    assert parsed("--config", CPU, "--config", MATH, "cluster.placement=separate").cluster.engines == 8
-    assert parsed("--config", MATH, "--config", CPU).cluster.engines == 1
 
 
 def configs_of_policies() -> list[tuple[str, ...]]:

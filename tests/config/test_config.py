@@ -48,11 +48,6 @@ def test_a_value_that_no_file_can_hold_is_named(base: str, value: str) -> None:
         load_config(GRPOConfig, [base], [f"rollout.stop={value}"])
 
 
-def test_a_list_is_replaced_as_a_whole(base: str) -> None:
-    config = load_config(GRPOConfig, [base], ["rollout.stop=[a,b]", "rollout.stop=[c]"])
-    assert config.rollout.stop == ("c",)
-
-
 KEPT = "reward: [{name: exact, weight: 2}, format]"
 TWO = "data: {train: [a.jsonl, {path: b.jsonl, rows: 3}]}"
 
@@ -116,17 +111,9 @@ def test_an_entry_or_data_set_that_cannot_be_meant_is_named(base: str, tmp_path:
             load_config(GRPOConfig, [base, str(overlay)], [override])
 
 
-@pytest.mark.parametrize(
-    ("override", "value"),
-    [
-        ("learner.optimizer.lr=1e-6", 1e-6),
-        ("learner.optimizer.lr=1.0e-6", 1e-6),
-        ("learner.optimizer.lr=1", 1.0),
-        ("learner.optimizer.lr=0", 0.0),
-    ],
-)
-def test_a_number_may_be_written_as_people_write_it(base: str, override: str, value: float) -> None:
-    assert load_config(GRPOConfig, [base], [override]).learner.optimizer.lr == value
+def test_a_number_may_be_written_as_people_write_it(base: str) -> None:
+    for text, value in {"1e-6": 1e-6, "1.0e-6": 1e-6, "1": 1.0, "0": 0.0}.items():
+        assert load_config(GRPOConfig, [base], [f"learner.optimizer.lr={text}"]).learner.optimizer.lr == value
 
 
 def test_an_override_may_contain_equals_signs_and_be_empty(base: str) -> None:
@@ -191,10 +178,6 @@ def test_a_file_that_holds_no_sections_is_refused_by_name(tmp_path: Path, text: 
     refused = refusal(str(file))
     assert str(file) in refused
     assert message in refused
-
-
-def test_a_missing_file_is_refused_by_name() -> None:
-    assert refusal("nowhere.yaml").startswith("--config nowhere.yaml: ")
 
 
 # --- contradictions ---
@@ -337,18 +320,6 @@ def test_a_rollout_of_several_turns_may_be_longer_than_one_turn(base: str) -> No
     assert config.sequence_keys == "data.max_prompt_tokens=100 + rollout.max_rollout_tokens=60"
 
 
-@pytest.mark.parametrize("key", ["tools", "add_generation_prompt"])
-def test_an_argument_of_the_template_that_the_program_passes_is_refused(base: str, key: str) -> None:
-    with pytest.raises(ValueError, match=rf"^data\.chat_template_kwargs: {key}: rlhf passes it itself"):
-        load_config(GRPOConfig, [base], [f"data.chat_template_kwargs.{key}=true"])
-
-
-@pytest.mark.parametrize("lag", [0, 1])
-def test_rollouts_are_corrected_by_token_up_to_a_cap_unless_something_else_is_named(base: str, lag: int) -> None:
-    algo = load_config(GRPOConfig, [base], [f"rollout.max_policy_lag={lag}"]).algo
-    assert (algo.importance_correction, algo.importance_level) == ("truncated", "token")
-
-
 ENGINE_IS_OLD = ("algo.old_policy=engine", "algo.importance_correction=none")
 
 
@@ -388,12 +359,6 @@ def test_checkpoints_are_a_tenth_of_the_run_apart_unless_told_otherwise(
     assert load_config(GRPOConfig, [base], ["run.steps=200", *overrides]).checkpoint_every == every
 
 
-@pytest.mark.parametrize("value", ["0", "2.5", "atuo", "true"])
-def test_a_bad_number_of_steps_between_checkpoints_is_one_message(base: str, value: str) -> None:
-    with pytest.raises(ValueError, match=rf"^checkpoint\.every=(?i:{value}): .*auto or null\.$"):
-        load_config(GRPOConfig, [base], [f"checkpoint.every={value}"])
-
-
 # --- the config of a reward model ---
 
 REWARD_MODEL_FILE = ROOT / "configs" / "reward_model_quickstart.yaml"
@@ -407,24 +372,7 @@ def test_a_reward_model_is_trained_from_the_same_sections_as_a_policy() -> None:
     assert set(RewardTrainingConfig.model_fields) == set(SFTConfig.model_fields) < set(GRPOConfig.model_fields)
 
 
-def test_a_key_that_another_section_has_is_refused_with_its_whole_name(base: str) -> None:
-    with pytest.raises(ValueError, match=r".") as caught:
-        load_config(RewardTrainingConfig, [str(REWARD_MODEL_FILE)], ["learners=2", "device=cuda"])
-    assert [(line.split()[0], line.split()[-1]) for line in str(caught.value).splitlines()] == [
-        ("learners=2:", "cluster.learners?"),
-        ("device=cuda:", "cluster.device?"),
-    ]
-    assert refusal(base, "learner.lr=1e-6").endswith(" learner.optimizer.lr?")
-
-
-@pytest.mark.parametrize(
-    ("part", "name"),
-    [
-        ("/srv/me/rewards.py:score", "rewards.py:score"),
-        ("/srv/me/rewards.py:score/length", "rewards.py:score/length"),
-        ("mine/rewards.py:score", "mine/rewards.py:score"),
-        ("math/ok", "math/ok"),
-    ],
-)
-def test_metrics_name_a_reward_alike_on_every_machine(part: str, name: str) -> None:
-    assert logged_name(part) == name
+def test_metrics_name_a_reward_alike_on_every_machine() -> None:
+    assert logged_name("/srv/me/rewards.py:score") == "rewards.py:score"
+    assert logged_name("/srv/me/rewards.py:score/length") == "rewards.py:score/length"
+    assert [logged_name(part) for part in ("mine/rewards.py:score", "math/ok")] == ["mine/rewards.py:score", "math/ok"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from typing import Any
@@ -59,28 +58,6 @@ def test_evaluation_data_is_optional_and_training_data_is_not(nothing: Any) -> N
 def test_the_label_is_the_stem_of_a_file_or_the_last_part_of_a_name(path: str, label: str) -> None:
     assert SourceConfig(path=path).label == label
     assert SourceConfig(path=path, source="mine").label == "mine"
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"train": 3}, r"data\.train: 3 names no data"),
-        ({"train": [["a.jsonl"]]}, r"data\.train: \['a\.jsonl'\] names no data"),
-        ({"train": {"path": "a", "weight": 2, "rows": 10}}, r"weight=2 and rows=10 of a\b"),
-        (
-            {"train": ["a/train.jsonl", "b/train.jsonl"]},
-            r"2 sources .*'train'.*`source`",
-        ),
-        ({"train": [{"path": "a", "weight": 2}, "b"]}, r"b has no weight"),
-        ({"train": "a", "eval": {"path": "b", "weight": 2}}, r"data\.eval: b has weight=2"),
-        ({"train": {"path": "a", "source": "x/y"}}, r"source"),
-        ({"train": "a", "template": "no-such"}, r"template"),
-        ({"train": "a", "max_prompt_tokens": 0}, r"max_prompt_tokens"),
-    ],
-)
-def test_what_contradicts_itself_is_refused_with_the_reason(section: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
-        parse(**section)
 
 
 @pytest.mark.slow
