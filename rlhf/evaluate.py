@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from rlhf.log.panels import metric_title
         from rlhf.log.sinks import evaluation_table
         from rlhf.run.evaluation import compare, evaluation_metrics, graded_responses, read_responses
-        from rlhf.run.folder import trained_on, with_date
+        from rlhf.run.folder import config_that_trained_on, with_date
 
     config = with_date(config, [config.model.path, *map(with_home, arguments.also or ())])
     models = {path: config.model.model_copy(update={"path": with_home(path)}) for path in arguments.also or ()}
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ValueError("\n".join(itertools.chain(*unfit)))
     configs = {config.model.path: config} | also
     for each, (key, source) in itertools.product(configs.values(), config_sources(config.data, "eval").items()):
-        if not source.is_environment and (run := trained_on(source, each.model.path)):
+        if not source.is_environment and (run := config_that_trained_on(source, each.model.path)):
             to_stderr(
                 f"warning: {key}={source.path}: training data of {each.model.path}, as {run} says. What is measured is "
                 "what the model remembers, not what it can do. Evaluate on other rows."

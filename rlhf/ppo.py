@@ -32,9 +32,9 @@ DESCRIPTION = "Proximal policy optimization (arXiv:1707.06347) with a critic, as
 async def train(run: Run[PPOConfig]) -> None:
     """The run: evaluate, take the steps, evaluate, export."""
     from rlhf.run.rollout_loop import rollout_loop
-    from rlhf.step.advantages import make_controller
+    from rlhf.step.advantages import make_kl_controller
 
-    controller = make_controller(run.config.algo, run.state.kl_controller.get("coef"))
+    controller = make_kl_controller(run.config.algo, run.state.kl_controller.get("coef"))
     async with rollout_loop(run) as loop:
         await loop.evaluate_if_due(run.first_step)
         for step in range(run.first_step, run.config.run.steps):

@@ -57,18 +57,18 @@ class Support:
     offsets: np.ndarray
 
     @classmethod
-    def of(cls, ids: np.ndarray, sizes: np.ndarray) -> Support:
+    def from_sizes(cls, ids: np.ndarray, sizes: np.ndarray) -> Support:
         """Those of tokens that have `sizes` [T] of the ids [K]."""
         return cls(ids.astype(np.int32, copy=False), np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
 
     @classmethod
-    def joined(cls, parts: Sequence[tuple[Support | None, int]]) -> Support | None:
+    def concatenated(cls, parts: Sequence[tuple[Support | None, int]]) -> Support | None:
         """One after another, each with its number of tokens; None if no token has a support."""
         given = [support for support, _ in parts if support is not None and len(support.ids)]
         if not given:
             return None
         sizes = [np.zeros(count, np.int64) if support is None else support.sizes for support, count in parts]
-        return cls.of(np.concatenate([support.ids for support in given]), np.concatenate(sizes))
+        return cls.from_sizes(np.concatenate([support.ids for support in given]), np.concatenate(sizes))
 
     @property
     def sizes(self) -> np.ndarray:
@@ -80,7 +80,7 @@ class Support:
 
     def __getitem__(self, index: np.ndarray) -> Support:
         """Those of these tokens, in the order of `index`."""
-        return Support.of(self.ids[_ranges(self.offsets, index)], self.sizes[index])
+        return Support.from_sizes(self.ids[_ranges(self.offsets, index)], self.sizes[index])
 
 
 @dataclass(frozen=True)

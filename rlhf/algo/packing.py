@@ -205,7 +205,7 @@ def pack(
         rollout_logprobs=np.concatenate(rollout_logprobs).astype(np.float32, copy=False),
         cu_seqlens=np.cumsum([0, *lengths]),
         rollout_tokens=np.array([np.count_nonzero(mask) for mask in response_masks], np.int64),
-        support=Support.joined(list(zip(supports, lengths, strict=True))),
+        support=Support.concatenated(list(zip(supports, lengths, strict=True))),
         experts=_joined_experts(experts, lengths),
     )
 

@@ -130,7 +130,7 @@ def support_of(token_ids: np.ndarray, kept_ids: Sequence[Sequence[int]] | None, 
             "token would be trained with its probability in another set of tokens"
         )
     part = sizes < vocabulary
-    return Support.of(ids[part[tokens]], np.where(part, sizes, 0)) if part.any() else None
+    return Support.from_sizes(ids[part[tokens]], np.where(part, sizes, 0)) if part.any() else None
 
 
 def check_experts(experts: np.ndarray | None, tokens: int) -> np.ndarray:

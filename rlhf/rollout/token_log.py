@@ -68,7 +68,7 @@ class TokenLog:
     def sequence(self) -> TokenSequence:
         """Everything so far."""
         logprobs, mask = np.concatenate(self._logprobs), np.concatenate(self._mask)
-        support, experts = Support.joined(self._supports), None
+        support, experts = Support.concatenated(self._supports), None
         if self._experts:
             self._experts = [np.concatenate(self._experts)]
             experts = self._experts[0][np.minimum(np.arange(len(self)), self.recorded - 1)]

@@ -31,19 +31,19 @@ CHUNK_BYTES = 2**22
 READERS = 8  # threads; a checksum is faster than one disk, and slower than several
 
 
-def step_of(name: str) -> int:
+def checkpoint_step(name: str) -> int:
     """The step of the checkpoint with this name; -1 if no checkpoint has such a name."""
     return int(match[1]) if (match := CHECKPOINT.fullmatch(name)) else -1
 
 
-def in_order(names: Iterable[str]) -> list[str]:
+def sorted_checkpoints(names: Iterable[str]) -> list[str]:
     """Those of the names that a checkpoint can have, oldest first."""
-    return sorted((name for name in names if step_of(name) >= 0), key=step_of)
+    return sorted((name for name in names if checkpoint_step(name) >= 0), key=checkpoint_step)
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
     """The folders here with the name of a checkpoint, damaged ones and those of other runs too, oldest first."""
-    return [folder / name for name in in_order(path.name for path in folder.glob("step-*"))]
+    return [folder / name for name in sorted_checkpoints(path.name for path in folder.glob("step-*"))]
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -59,7 +59,7 @@ def read_line(file: Path) -> str:
         return ""
 
 
-def is_of_run(checkpoint: Path, run_id: str) -> bool:
+def belongs_to_run(checkpoint: Path, run_id: str) -> bool:
     """Whether a folder with the name of a checkpoint is one of this run."""
     return read_line(checkpoint / RUN_ID) == run_id
 

@@ -23,13 +23,13 @@ from rlhf.run.checkpoint_files import (
     MANIFEST,
     PARTIAL,
     RUN_ID,
+    belongs_to_run,
+    checkpoint_step,
     find_damage,
-    in_order,
-    is_of_run,
     manifest_files,
-    step_of,
+    sorted_checkpoints,
 )
-from rlhf.run.threads import future_of
+from rlhf.run.threads import call_in_thread
 
 WAITS_S = (1.0, 5.0, 25.0)  # before each further try of a failed request
 ANSWER_S = 60.0  # that a request may take; one that moves a file may take longer, by the file's size
@@ -60,7 +60,7 @@ class Mirror:
 
     def checkpoints(self) -> list[str]:
         """Names of the complete checkpoints in the mirror, oldest first."""
-        return in_order(path.split("/")[-2] for path in self._glob(f"step-*/{MANIFEST}"))
+        return sorted_checkpoints(path.split("/")[-2] for path in self._glob(f"step-*/{MANIFEST}"))
 
     def check_empty(self) -> None:
         """Before a new run: ValueError unless the place can be read and holds no run."""
@@ -103,7 +103,7 @@ class Mirror:
                 self._tries(self._put, local, f"{self._root}/{name}", size=local.stat().st_size)
         self._write(pointer, checkpoint.name)
         if pointer == LATEST:
-            older = [name for name in self._folders(run_id) if step_of(name) < step_of(checkpoint.name)]
+            older = [name for name in self._folders(run_id) if checkpoint_step(name) < checkpoint_step(checkpoint.name)]
             whole = [name for name in self.checkpoints() if name in (*older, checkpoint.name)]
             kept = [*whole[-keep:], self._line(BEST)]
             self._remove(name for name in older if name not in kept)
@@ -111,9 +111,9 @@ class Mirror:
     def remove_newer(self, than: str, run_id: str) -> None:
         """Remove this run's newer checkpoints, and `latest` and `best` if they name one of those."""
         self.claim(run_id)
-        step = step_of(than)
-        self._remove(file for file in (LATEST, BEST) if step_of(self._line(file)) > step)
-        self._remove(name for name in self._folders(run_id) if step_of(name) > step)
+        step = checkpoint_step(than)
+        self._remove(file for file in (LATEST, BEST) if checkpoint_step(self._line(file)) > step)
+        self._remove(name for name in self._folders(run_id) if checkpoint_step(name) > step)
 
     def fetch(self, name: str, checkpoints: Path, run_id: str) -> str:
         """Copy a checkpoint into a folder; "" or how it is damaged, or that it is not of this run ("": of any)."""
@@ -121,7 +121,7 @@ class Mirror:
         owner = self._line(f"{name}/{RUN_ID}")
         if run_id and owner and owner != run_id:
             return f"it is of another run, {owner}"
-        if final.exists() and not is_of_run(final, run_id or owner):
+        if final.exists() and not belongs_to_run(final, run_id or owner):
             return f"{name} is there and not of this run"
         try:
             manifest: bytes = self._tries(self._fs.cat_file, f"{self._root}/{name}/{MANIFEST}")
@@ -153,7 +153,7 @@ class Mirror:
 
     def _folders(self, run_id: str) -> list[str]:
         """Names of this run's checkpoints in the mirror, including incomplete ones."""
-        names = in_order(path.rpartition("/")[2] for path in self._glob("step-*"))
+        names = sorted_checkpoints(path.rpartition("/")[2] for path in self._glob("step-*"))
         return [name for name in names if self._line(f"{name}/{RUN_ID}") == run_id]
 
     def _glob(self, pattern: str) -> list[str]:
@@ -197,7 +197,7 @@ class Mirror:
         for wait_s in (*self._waits_s, None):
             if self._closed.done():
                 raise OSError(f"checkpoint.mirror={hide(self.url)}: the run ended")
-            answer = future_of(request, *arguments)
+            answer = call_in_thread(request, *arguments)
             done, _ = wait({answer, self._closed}, seconds, FIRST_COMPLETED)
             error: BaseException | None = TimeoutError(f"no answer within {seconds:.0f} s")
             if done:

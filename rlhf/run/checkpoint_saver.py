@@ -20,7 +20,7 @@ from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState
 
 
-def saved_files(tokenizer: Any) -> dict[str, bytes]:
+def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
     """The files of a tokenizer by their paths in its folder; ValueError if it cannot be saved."""
     with tempfile.TemporaryDirectory(prefix="rlhf-tokenizer-") as folder:
         try:
@@ -58,7 +58,7 @@ class CheckpointSaver:
         write_log: Callable[[], None] = lambda: None,
     ) -> None:
         self.failure, self.writing_step = "", 0
-        self._tokenizer = saved_files(tokenizer)
+        self._tokenizer = tokenizer_files(tokenizer)
         self._config, self._folder, self._mirror, self._warn = config, folder, mirror, warn
         self._checkpoints, self._write_log = checkpoints, write_log
         self._writing: asyncio.Task[None] | None = None

@@ -34,14 +34,14 @@ from rlhf.run.checkpoint_files import (
     PARTIAL,
     RUN_ID,
     all_checkpoints,
+    belongs_to_run,
+    checkpoint_step,
     complete_checkpoints,
     find_damage,
-    in_order,
-    is_of_run,
     read_line,
     remove,
     replace_synced,
-    step_of,
+    sorted_checkpoints,
     sync,
     write_manifest,
     write_synced,
@@ -95,7 +95,7 @@ class RunFolder:
         self._lock_file: TextIO | None = None
         if resume:
             self._find_undamaged()
-        elif taken := why_taken(self.path):
+        elif taken := why_unusable(self.path):
             raise ValueError(taken)
         elif mirror is not None:
             mirror.check_empty()
@@ -136,12 +136,12 @@ class RunFolder:
 
     def _fill(self, config: Section) -> None:
         for left in self.checkpoints.glob(f"step-*{PARTIAL}"):
-            if step_of(left.stem) >= 0:
+            if checkpoint_step(left.stem) >= 0:
                 remove(left)
         if self.restored is not None:
             for path in self.rollouts.iterdir():  # steps that are run again, and what a killed run left incomplete
-                of_step = step_of(path.stem)
-                if of_step >= 0 and (path.suffix == NEW or (path.suffix == ".jsonl" and of_step > self.saved_step)):
+                step = checkpoint_step(path.stem)
+                if step >= 0 and (path.suffix == NEW or (path.suffix == ".jsonl" and step > self.saved_step)):
                     path.unlink()
             if self._start_at is not None:
                 self._remove_newer(self.restored.name)
@@ -161,11 +161,11 @@ class RunFolder:
                     "the access to it, or set it to null."
                 ) from None
         replace_synced(self.checkpoints / LATEST, f"{than}\n")
-        step, best = step_of(than), self.checkpoints / BEST
-        if step_of(read_line(best)) > step:
+        step, best = checkpoint_step(than), self.checkpoints / BEST
+        if checkpoint_step(read_line(best)) > step:
             best.unlink()
         for newer in all_checkpoints(self.checkpoints):
-            if step_of(newer.name) > step and is_of_run(newer, self.id) and (why := remove(newer)):
+            if checkpoint_step(newer.name) > step and belongs_to_run(newer, self.id) and (why := remove(newer)):
                 raise ValueError(
                     f"--resume-from {self._start_at}: {newer} is newer and could not be removed ({why}). Remove it by "
                     "hand: a later --resume would take it."
@@ -221,16 +221,17 @@ class RunFolder:
     def _candidates(self, names: Collection[str]) -> list[str]:
         """The checkpoints to try: all, newest first, or the one that `start_at` names."""
         if self._start_at is None:
-            return in_order(names)[::-1]
+            return sorted_checkpoints(names)[::-1]
         file = self.checkpoints / self._start_at
         if self._start_at == BEST and self._mirror is not None and not file.is_file():
             file.parent.mkdir(parents=True, exist_ok=True)
             self._mirror.fetch_file(file)
         name = read_line(file) if file.is_file() else self._start_at
         if name not in names:
+            known = ", ".join(sorted_checkpoints(names)) or "none"
             raise ValueError(
-                f"--resume-from {self._start_at}: {self.checkpoints} has {', '.join(in_order(names)) or 'none'}. Name "
-                "one of them; `best` needs a run with checkpoint.best."
+                f"--resume-from {self._start_at}: {self.checkpoints} has {known}. Name one of them; `best` needs a run "
+                "with checkpoint.best."
             )
         return [name]
 
@@ -250,7 +251,7 @@ class RunFolder:
         """Make the folder that `finish_checkpoint` renames; OSError if the disk or another folder there forbids it."""
         folder = self.checkpoints / f"step-{step:06d}{PARTIAL}"
         final = folder.with_suffix("")
-        if final.exists() and not is_of_run(final, self.id):
+        if final.exists() and not belongs_to_run(final, self.id):
             raise OSError(f"{final} is there and not of this run; rename it, or move it away")
         shutil.rmtree(folder, ignore_errors=True)
         if self._lock_file is not None:  # a run folder that was renamed is not made a second time
@@ -299,10 +300,10 @@ class RunFolder:
         complete = [
             path
             for path in complete_checkpoints(self.checkpoints)
-            if path.name not in self.damaged and is_of_run(path, self.id)
+            if path.name not in self.damaged and belongs_to_run(path, self.id)
         ]
         kept = [*complete[-keep:], self.checkpoints / self.being_copied]
-        steps = [step_of(path.name) for path in complete]
+        steps = [checkpoint_step(path.name) for path in complete]
         if best is not None and (step := best_step(state.evaluations, best, among=steps)) is not None:
             kept.append(self.checkpoints / f"step-{step:06d}")
             replace_synced(self.checkpoints / BEST, f"{kept[-1].name}\n")
@@ -345,7 +346,7 @@ def best_step(
     return max(scored, key=scored.__getitem__, default=None)
 
 
-def why_taken(folder: Path) -> str:
+def why_unusable(folder: Path) -> str:
     """Why a new run cannot use this folder, "" if it can. To remove it is advised only if a run made it."""
     if not folder.is_dir() or not any(folder.iterdir()) or _has_no_finished_step(folder):
         return ""
@@ -410,7 +411,7 @@ def _runs_around(path: str) -> Iterator[Path]:
     return (folder for folder in folders if (folder / RUN_ID).is_file() and (folder / CONFIG).is_file())
 
 
-def trained_on(source: DatasetConfig, path: str) -> Path | None:
+def config_that_trained_on(source: DatasetConfig, path: str) -> Path | None:
     """The config of the run that made the model at `path`, or its start model, if its data.train names this source."""
     seen: set[Path] = set()
     while (folder := next(_runs_around(path), None)) is not None and folder not in seen:

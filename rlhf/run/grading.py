@@ -62,7 +62,7 @@ class Grading:
         assert outcome is not None, "a rollout with an environment has an outcome"
         if graded is None:
             reward = environment.failed_reward if outcome.status == CALL_LIMIT else None
-            return ScoredRollout(rollout, last_text(rollout), "", reward, {}, outcome.status)
+            return ScoredRollout(rollout, last_assistant_text(rollout), "", reward, {}, outcome.status)
         parts: dict[str, float | None] = dict(graded.reward_parts)
         parts |= {} if outcome.reward is None else {ENVIRONMENT_PART: outcome.reward}
         own = environment.weight * (outcome.reward or 0.0)
@@ -75,7 +75,7 @@ class Grading:
             facts = {**rollout.facts, "ended_by": CALL_LIMIT, "error": problem}
             over = dataclasses.replace(outcome, status=CALL_LIMIT, error=problem)
             ended = dataclasses.replace(rollout, finish_reason="stop", facts=facts, outcome=over)
-            return ScoredRollout(ended, last_text(rollout), "", environment.failed_reward, {}, CALL_LIMIT)
+            return ScoredRollout(ended, last_assistant_text(rollout), "", environment.failed_reward, {}, CALL_LIMIT)
         parts |= {f"{ENVIRONMENT_PART}/{name}": value for name, value in outcome.parts.items()}
         return dataclasses.replace(graded, reward=reward, reward_parts=parts)
 
@@ -101,7 +101,7 @@ class Grading:
         special tokens; or with an environment the last message of the assistant.
         """
         if rollout.outcome is not None:
-            return last_text(rollout)
+            return last_assistant_text(rollout)
         ids = [id for id in settings.graded(rollout.response_ids).tolist() if id not in self._dropped]
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
@@ -157,7 +157,7 @@ def _silent_others(config: GRPOConfig, samples: Sequence[ScoredRollout]) -> dict
     return {name: why for name, (is_there, why) in others.items() if is_there and name not in named}
 
 
-def last_text(rollout: Rollout) -> str:
+def last_assistant_text(rollout: Rollout) -> str:
     """The content of the last message that the model has written; "" without one."""
     written = [turn for turn in rollout.turns if turn["role"] == "assistant"]
     return str(written[-1].get("content") or "") if written else ""

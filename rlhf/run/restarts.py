@@ -31,7 +31,7 @@ def train_with_restarts(
             to end, or too many restarts in a row brought no new checkpoint.
     """
     resume, start_at, restarted = flags.resume or flags.resume_from is not None, flags.resume_from, False
-    if supervisor.takes_over():
+    if supervisor.follows_lost_driver():
         resume, start_at, restarted = True, None, True
     address = config.cluster.ray_address or os.environ.get("RAY_ADDRESS")
     supervisor.tell_command(supervisor.Training(config.run.dir, not address, config.run.max_restarts))

@@ -20,7 +20,7 @@ from rlhf.config.secrets import hidden
 from rlhf.data.model_files import model_fingerprint
 from rlhf.log.sinks import read_summary
 from rlhf.processes.code import Sources, changed_sources
-from rlhf.run.checkpoint_files import LATEST, read_line, step_of
+from rlhf.run.checkpoint_files import LATEST, checkpoint_step, read_line
 from rlhf.run.folder import STATE_FILE, RunFolder
 from rlhf.run.state import RunState
 
@@ -75,7 +75,7 @@ def check_not_finished(config: TrainingProgramConfig) -> None:
     steps, path = config.steps, Path(config.run.dir)
     latest = path / "checkpoints" / read_line(path / "checkpoints" / LATEST)
     try:
-        saved = config.checkpoint_every is None or step_of(latest.name) == steps
+        saved = config.checkpoint_every is None or checkpoint_step(latest.name) == steps
         finished = saved and read_summary(path).get("steps") == steps
     except ValueError:  # a summary that cannot be read: RunFolder warns of it
         return

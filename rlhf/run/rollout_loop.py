@@ -179,7 +179,7 @@ class RolloutLoop(Generic[C]):
         self.useless_steps = UselessSteps(
             config.run, run.diagnosis, teachers=teacher is not None, loss_teaches=loss_teaches
         )
-        self._told: set[str] = set()  # data sets with ungraded responses; checkpoint.best that was not measured
+        self._warned: set[str] = set()  # data sets with ungraded responses; checkpoint.best that was not measured
         self._run = run
         run.progress = self.progress
         run.log.terminal.sampling_waits_for = self.buffer.waits_for
@@ -294,7 +294,7 @@ class RolloutLoop(Generic[C]):
         phases, window_s = run.clock.take()
         rate, engines_busy_s = self.engines.meter.take()
         values |= waiting_seconds(phases, window_s, engines_busy_s)
-        values |= self.speed.of_step(batch, epochs, run.cluster.learners.shared, phases.get("update", 0.0))
+        values |= self.speed.step_metrics(batch, epochs, run.cluster.learners.shared, phases.get("update", 0.0))
         values["time/slow_groups"], self.buffer.slow_wait_s = self.buffer.slow_wait_s, 0.0
         values |= {"rollout/tokens_per_second": rate, "data/epoch": self.tickets.stream.epochs}
         # without a pass before them, later updates compare the engines with a policy that has moved
@@ -343,15 +343,15 @@ class RolloutLoop(Generic[C]):
             metrics = run.config.metrics
             for source, of_source in groups.items():
                 warning = ungraded_warning(source, of_source, metrics[source])
-                if warning and source not in self._told:
+                if warning and source not in self._warned:
                     run.log.warn(warning)
-                    self._told.add(source)
+                    self._warned.add(source)
             values, best = evaluation_metrics(groups, metrics), run.config.checkpoint.best
-            if best is not None and best not in values and best not in self._told:
+            if best is not None and best not in values and best not in self._warned:
                 run.log.warn(
                     f"checkpoint.best={best}: the evaluation of step {step} has no such number, so its checkpoint "
                     "cannot be the best. avg@k needs a graded response; pass@k and maj@k a problem of which all are "
                     "graded, pass@k also values from 0 to 1, and maj@k an answer."
                 )
-                self._told.add(best)
+                self._warned.add(best)
             run.log_evaluation(step, values)

@@ -21,7 +21,7 @@ class LearnerSpeed:
         self._peak_tflops = config.cluster.peak_tflops or peak_tflops(device_name)
         self._shape, self._frozen = shape_at(config.model.path), config.model.lora is not None
 
-    def of_step(
+    def step_metrics(
         self, batch: StepBatch, epochs: Sequence[Sequence[Minibatch]], shared: np.ndarray, update_s: float
     ) -> dict[str, float]:
         """Those of one step; empty if it had none, for example while a critic warms up.

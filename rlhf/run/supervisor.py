@@ -53,12 +53,12 @@ class Restarts:
 
 
 _to_command: int | None = None  # in the driver: a pipe
-_takes_over = False  # in the driver
+_follows_lost_driver = False  # in the driver
 
 
-def takes_over() -> bool:
+def follows_lost_driver() -> bool:
     """Whether this driver follows one that Ray has ended, and so resumes."""
-    return _takes_over
+    return _follows_lost_driver
 
 
 def tell_command(what: Training | int) -> None:
@@ -73,12 +73,13 @@ def supervise(main: Callable[[], None]) -> int:
     with lossy_output():
         restarts, follows = Restarts(), False
         while True:
-            returncode, training = _run_driver(main, takes_over=follows)
+            returncode, training = _run_driver(main, follows_lost_driver=follows)
             if training is None:
                 break
-            from rlhf.run.checkpoint_files import complete_checkpoints, step_of  # here, because numpy starts threads
+            from rlhf.run.checkpoint_files import checkpoint_step, complete_checkpoints  # numpy starts threads
 
-            saved = [step_of(path.name) for path in complete_checkpoints(Path(training.folder) / "checkpoints")]
+            complete = complete_checkpoints(Path(training.folder) / "checkpoints")
+            saved = [checkpoint_step(path.name) for path in complete]
             restart, follows = restarts.after(max(saved, default=0), allowed=training.max_restarts), True
             if not training.has_own_ray:
                 say(f"error: {LOST} Start the cluster again, and go on with --resume.", file=sys.stderr)
@@ -96,7 +97,7 @@ def supervise(main: Callable[[], None]) -> int:
     return cli.exit_status(returncode)
 
 
-def _run_driver(main: Callable[[], None], *, takes_over: bool) -> tuple[int, Training | None]:
+def _run_driver(main: Callable[[], None], *, follows_lost_driver: bool) -> tuple[int, Training | None]:
     """Run one driver, passing on signals: its exit status, and its training if another's code ended it."""
     command, (report, to_command) = os.getpid(), os.pipe()
     sys.stdout.flush()
@@ -116,7 +117,7 @@ def _run_driver(main: Callable[[], None], *, takes_over: bool) -> tuple[int, Tra
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if not driver:
         os.close(report)
-        _drive(main, command, to_command, takes_over=takes_over)
+        _drive(main, command, to_command, follows_lost_driver=follows_lost_driver)
     os.close(to_command)
     while (ended := os.waitpid(-1, 0))[0] != driver:
         pass  # an orphan that was adopted
@@ -130,10 +131,10 @@ def _run_driver(main: Callable[[], None], *, takes_over: bool) -> tuple[int, Tra
     return returncode, Training(*told[-1]) if was_ended else None
 
 
-def _drive(main: Callable[[], None], command: int, to_command: int, *, takes_over: bool) -> NoReturn:
+def _drive(main: Callable[[], None], command: int, to_command: int, *, follows_lost_driver: bool) -> NoReturn:
     """In the driver: run the program and exit."""
-    global _to_command, _takes_over
-    _to_command, _takes_over = to_command, takes_over
+    global _to_command, _follows_lost_driver
+    _to_command, _follows_lost_driver = to_command, follows_lost_driver
     os.setsid()  # a signal to the group or from the terminal comes through the command alone
     die_with_parent(signal.SIGKILL)
     if os.getppid() != command:

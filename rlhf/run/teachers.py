@@ -27,14 +27,14 @@ from rlhf.types import Prompt, RolloutGroup, StepBatch
 MAX_TOKEN_BYTES = 1024  # of a reply, for each token of a prompt
 
 
-class Taught(NamedTuple):
+class TeacherLogprobs(NamedTuple):
     """Log-probs [N] float32 of the teachers, 0 where there is none, and the rows [B] bool that have one."""
 
     logprobs: np.ndarray
     rows: np.ndarray
 
 
-def with_hints(
+def hinted_prompts(
     config: GRPOConfig, teacher: TeacherModel, prompts: Sequence[Prompt], tokenizer: Any
 ) -> dict[str, np.ndarray]:
     """The token ids of prompts as a teacher reads them, by their id: its hint follows the last message.
@@ -86,7 +86,7 @@ class Teachers:
             for source, rows in prompts.items():
                 if (teacher := teachers.of(source)) is not None:
                     self._of[source] = teacher
-                    self._hinted |= with_hints(config, teacher, rows, tokenizer) if teacher.hint_column else {}
+                    self._hinted |= hinted_prompts(config, teacher, rows, tokenizer) if teacher.hint_column else {}
         self._servers: dict[str, Server] = {}
         for source, teacher in self._of.items():
             if teacher.endpoint is not None and teacher.endpoint not in self._servers:
@@ -95,7 +95,7 @@ class Teachers:
 
     async def logprobs(
         self, groups: Sequence[RolloutGroup], batch: StepBatch, rows: np.ndarray, learners: Any, *, step: int
-    ) -> Taught | None:
+    ) -> TeacherLogprobs | None:
         """What the teachers say of the sampled tokens of these rows [B] bool; None without teachers.
 
         Args:
@@ -104,7 +104,7 @@ class Teachers:
         if not self._of:
             return None
         prompts = [groups[group].prompt for group in batch.groups[batch.rollouts]]
-        taught = Taught(np.zeros(len(batch.tokens.token_ids), np.float32), np.zeros(len(rows), bool))
+        taught = TeacherLogprobs(np.zeros(len(batch.tokens.token_ids), np.float32), np.zeros(len(rows), bool))
         for teacher in {id(each): each for each in self._of.values()}.values():
             own = np.array([self._of.get(prompt.source) is teacher for prompt in prompts], bool) & rows
             if not own.any():

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def future_of(function: Callable[..., T], *arguments: Any) -> Future[T]:
+def call_in_thread(function: Callable[..., T], *arguments: Any) -> Future[T]:
     """Call a function in a thread that, unlike one of `asyncio.to_thread`, does not keep the program alive."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so that its result can always be set
@@ -28,4 +28,4 @@ def future_of(function: Callable[..., T], *arguments: Any) -> Future[T]:
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     """Call a blocking function in a thread, so that deadlines and signals still count."""
-    return await asyncio.wrap_future(future_of(function, *arguments))
+    return await asyncio.wrap_future(call_in_thread(function, *arguments))

@@ -109,7 +109,7 @@ class Credit:
     metrics: dict[str, float]
 
 
-def make_controller(algo: PPOAlgoConfig, restored_coef: float | None) -> KLController:
+def make_kl_controller(algo: PPOAlgoConfig, restored_coef: float | None) -> KLController:
     """The controller of kl_coef that the config asks for; an adaptive one goes on from the checkpoint's coefficient."""
     if algo.kl_controller == "fixed":
         return KLController(algo.kl_coef)

@@ -28,7 +28,7 @@ def recorded(row: int) -> Support:
         np.union1d(rng.integers(0, 16, position), [token]) if MASKS[row][position] and position % 3 else np.zeros(0)
         for position, token in enumerate(SEQUENCES[row])
     ]
-    return Support.of(np.concatenate(kept), np.array([len(ids) for ids in kept]))
+    return Support.from_sizes(np.concatenate(kept), np.array([len(ids) for ids in kept]))
 
 
 def packed(rows: list[int]) -> PackedTokens:

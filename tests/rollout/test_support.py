@@ -21,7 +21,7 @@ def completion(*supports: list[int]) -> Completion:
     """Tokens that are the first of their supports; an empty one is the whole vocabulary, and its token is 9."""
     ids = np.array([support[0] if support else 9 for support in supports], np.int32)
     flat = np.array([token for support in supports for token in support])
-    support = Support.of(flat, np.array([len(each) for each in supports]))
+    support = Support.from_sizes(flat, np.array([len(each) for each in supports]))
     return Completion(ids, np.zeros(len(ids), np.float32), "stop", (), support=support)
 
 
@@ -56,7 +56,7 @@ def test_rows_of_a_batch_take_their_supports_with_them_in_any_order() -> None:
     assert listed(tokens.take(np.array([2, 0])).support) == [*rows[2], *rows[0]]
     assert isinstance(tokens, PackedTokens)
     with pytest.raises(ValueError, match=r"row 0: 5 tokens, but 4 values in support"):
-        pack([sequences[0].token_ids], supports=[Support.of(np.zeros(0), np.zeros(4))])
+        pack([sequences[0].token_ids], supports=[Support.from_sizes(np.zeros(0), np.zeros(4))])
 
 
 def test_an_engine_returns_supports_only_where_something_restricts_sampling(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rlhf.config.load import resolved_yaml
 from rlhf.export import find_checkpoint
 from rlhf.log.patient_files import PatientFiles
 from rlhf.run.checkpoint_mirror import Mirror
-from rlhf.run.folder import RunFolder, best_step, trained_on, with_date
+from rlhf.run.folder import RunFolder, best_step, config_that_trained_on, with_date
 from rlhf.run.rollout_log import rollout_rows
 from rlhf.run.state import RunState
 from rlhf.types import RolloutGroup, VersionSpan
@@ -373,7 +373,7 @@ def test_a_model_was_trained_on_the_data_of_its_run_and_of_the_run_that_made_its
     monkeypatch.chdir(tmp_path / "elsewhere")
 
     def of(model: str, path: str, **keys: str) -> str:
-        run = trained_on(DatasetConfig(path=path, **keys), f"../runs/{model}/model")
+        run = config_that_trained_on(DatasetConfig(path=path, **keys), f"../runs/{model}/model")
         return "" if run is None else run.parent.name
 
     assert of("b", "../second.jsonl") == "b"
@@ -381,8 +381,8 @@ def test_a_model_was_trained_on_the_data_of_its_run_and_of_the_run_that_made_its
     assert of("a", "../second.jsonl") == of("b", "../other.jsonl") == of("b", "../missing.jsonl") == ""
     assert of("a", "openai/gsm8k", name="main", split="train") == "a"
     assert of("a", "openai/gsm8k", name="main") == of("a", "openai/gsm8k", split="train") == ""
-    assert trained_on(DatasetConfig(path="../first.jsonl"), "hub/model") is None
-    assert trained_on(DatasetConfig(path="../second.jsonl"), "linked") == tmp_path / "runs/b/config.yaml"
+    assert config_that_trained_on(DatasetConfig(path="../first.jsonl"), "hub/model") is None
+    assert config_that_trained_on(DatasetConfig(path="../second.jsonl"), "linked") == tmp_path / "runs/b/config.yaml"
     (tmp_path / "runs/a/config.yaml").write_text("data: {train: [")  # damaged
     assert of("a", "../first.jsonl") == ""
 

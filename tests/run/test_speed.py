@@ -48,7 +48,7 @@ def speed_of(model: Path, device_name: str, shared: tuple[int, int] = (0, 0), **
     )
     batch = make_batch(make_groups(groups=1, samples=2, vocabulary=9, longest=20, seed=0), mask_truncated=False)
     epochs = plan_epochs(batch, config, step=0)
-    values = LearnerSpeed(config, device_name).of_step(batch, epochs, np.array(shared), 0.5)
+    values = LearnerSpeed(config, device_name).step_metrics(batch, epochs, np.array(shared), 0.5)
     tokens = len(batch.tokens.token_ids)
     computed = tokens - sum(shared)
     assert values["learner/shared_fraction"] == pytest.approx(sum(shared) / tokens)
@@ -75,7 +75,7 @@ def test_tokens_that_were_computed_with_the_previous_sequence_are_not_counted_as
 def test_a_step_in_which_only_the_critic_learns_has_no_speed_of_the_policy(model: Path) -> None:
     config = make_config(model, cluster={"device": "cpu"})
     batch = make_batch(make_groups(groups=1, samples=2, vocabulary=9, longest=20, seed=0), mask_truncated=False)
-    assert LearnerSpeed(config, "NVIDIA H100 80GB HBM3").of_step(batch, [], np.zeros(2, np.int64), 0.5) == {}
+    assert LearnerSpeed(config, "NVIDIA H100 80GB HBM3").step_metrics(batch, [], np.zeros(2, np.int64), 0.5) == {}
 
 
 def test_mfu_takes_the_peak_of_the_config_and_is_left_out_without_one(model: Path) -> None:

@@ -38,7 +38,7 @@ def main():
     (folder / f"driver-{number}").touch()
     own_ray = not os.environ.get("RAY_ADDRESS")
     supervisor.tell_command(supervisor.Training(str(folder), own_ray, 2))
-    print(f"driver {number} {'resumes' if supervisor.takes_over() else 'begins'}", flush=True)
+    print(f"driver {number} {'resumes' if supervisor.follows_lost_driver() else 'begins'}", flush=True)
     act, _, step = acts[min(number, len(acts) - 1)].partition("@")
     if step:
         checkpoint = folder / "checkpoints" / f"step-{int(step):06d}"

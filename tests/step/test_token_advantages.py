@@ -14,7 +14,7 @@ from worlds import group_of, make_groups, rollout_of
 
 from rlhf.config.ppo import PPOAlgoConfig
 from rlhf.config.teacher import TeacherConfig
-from rlhf.step.advantages import assign_credit, make_controller, mean_over_responses, response_kl, teach
+from rlhf.step.advantages import assign_credit, make_kl_controller, mean_over_responses, response_kl, teach
 from rlhf.step.batch import make_batch
 from rlhf.types import StepBatch
 
@@ -199,15 +199,15 @@ def test_the_controller_is_told_the_mean_kl_of_a_response_in_nats() -> None:
 
 def test_the_adaptive_controller_is_made_from_its_keys() -> None:
     algo = PPOAlgoConfig(kl_coef=0.2, kl_controller="adaptive", kl_target=3.0, kl_horizon=100)
-    controller = make_controller(algo, None)
+    controller = make_kl_controller(algo, None)
     controller.update(6.0, 100)
     assert controller.coef == pytest.approx(0.2 * 1.2)
 
 
 def test_a_resumed_run_goes_on_with_the_adapted_coefficient_and_a_fixed_one_follows_the_config() -> None:
     adaptive = PPOAlgoConfig(kl_coef=0.2, kl_controller="adaptive")
-    assert make_controller(adaptive, 0.7).coef == 0.7
-    assert make_controller(PPOAlgoConfig(kl_coef=0.2), 0.7).coef == 0.2
+    assert make_kl_controller(adaptive, 0.7).coef == 0.7
+    assert make_kl_controller(PPOAlgoConfig(kl_coef=0.2), 0.7).coef == 0.2
 
 
 @pytest.mark.parametrize("kind", ["add", "replace"])
