@@ -113,9 +113,9 @@ async def learn(engines: Engines, config: GRPOConfig, groups: list[RolloutGroup]
 
 async def send(engines: Engines, version: int) -> Row:
     started = time.perf_counter()
-    async with engines.learners.weights:
+    async with engines.learners.weights_lock:
         await engines.send_weights(version)
-        engines.learners.weights.notify_all()
+        engines.learners.weights_lock.notify_all()
     return {"seconds": time.perf_counter() - started, **engines.transfer_metrics}
 
 

@@ -56,7 +56,7 @@ class Ranks:
             write_rank(folder, rank, self._state(rank), None if rank else index) for rank in range(self._ranks)
         ]
 
-    async def saved(self) -> dict[str, WrittenFile]:
+    async def finish_save(self) -> dict[str, WrittenFile]:
         if errors := [report.error for report in self._reports if report.error]:
             raise OSError(errors[0])
         return {name: file for report in self._reports for name, file in report.files.items()}
@@ -68,7 +68,7 @@ async def write_checkpoint(
     """One checkpoint of these tensors."""
     cluster, partial = Ranks(tensors, ranks), run.begin_checkpoint(state.step)
     await cluster.save(partial)
-    return run.finish_checkpoint(partial, state, keep=keep, written=await cluster.saved())
+    return run.finish_checkpoint(partial, state, keep=keep, written=await cluster.finish_save())
 
 
 async def write_model_checkpoint(
@@ -87,4 +87,4 @@ async def write_model_checkpoint(
     await cluster.save(partial)
     write_model_config(partial / MODEL_FOLDER, transformer, start_generation_config(str(model)))
     AutoTokenizer.from_pretrained(model).save_pretrained(partial / MODEL_FOLDER)
-    return run.finish_checkpoint(partial, state, keep=9, written=await cluster.saved()), tensors
+    return run.finish_checkpoint(partial, state, keep=9, written=await cluster.finish_save()), tensors

@@ -33,8 +33,8 @@ class FakeLearners:
         self._old_logprobs = old_logprobs
         self.targets: Any = None
         self.calls: list[tuple[Any, ...]] = []
-        self.updates, self.changed, self.shared = 0, False, np.zeros(0, np.int64)
-        self._planned, self.weights = 0, asyncio.Condition()
+        self.updates, self.updated_since_send, self.shared = 0, False, np.zeros(0, np.int64)
+        self._planned, self.weights_lock = 0, asyncio.Condition()
 
     async def call(self, ask: Callable[[Any], Any], **_: Any) -> list[Any]:
         method, *arguments = recorded(ask)
@@ -73,7 +73,7 @@ class FakeCheckpoints:
     async def save(self, folder: Path) -> None:
         pass
 
-    async def saved(self) -> dict[str, Any]:
+    async def finish_save(self) -> dict[str, Any]:
         return {}
 
 

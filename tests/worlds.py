@@ -99,7 +99,7 @@ def _rank(results: Any, target: Callable[..., Any], world: World, arguments: tup
 def save(rank: Any, folder: Path) -> None:
     """Write the part of a rank of a checkpoint, and wait until it is on disk."""
     rank.save(str(folder))
-    while (report := rank.saved()) is None:
+    while (report := rank.save_report()) is None:
         time.sleep(0.01)
     assert report.error is None
     for name, file in report.files.items():

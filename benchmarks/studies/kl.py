@@ -109,7 +109,7 @@ class Trainer:
         self.scorer = self._exit_stack.enter_context(Scorer(config.reward))
         self._start = self._exit_stack.enter_context(TemporaryDirectory(prefix="rlhf-study-"))
         self.learner.save(self._start)
-        while (saved := self.learner.saved()) is None:
+        while (saved := self.learner.save_report()) is None:
             time.sleep(0.01)
         assert saved.error is None, saved.error
 

@@ -121,7 +121,7 @@ class Trainer(kl.Trainer):
         self.critic = Critic(config, World(0, 1, 0, "127.0.0.1", free_port(), threads=1))
         self._critic_start = self._exit_stack.enter_context(TemporaryDirectory(prefix="rlhf-study-"))
         self.critic.save(self._critic_start)
-        while (saved := self.critic.saved()) is None:
+        while (saved := self.critic.save_report()) is None:
             time.sleep(0.01)
         assert saved.error is None, saved.error
 

@@ -41,9 +41,15 @@ class LostError(ClusterError):
 
 @dataclass(frozen=True)
 class Location:
-    """Where an actor runs: its id, its node by id and address, its process, a free port, the GPUs that Ray gave it.
+    """Where an actor runs.
 
-    `cores` are those of the node that the process may use, whatever it has reserved.
+    Attributes:
+        actor, node: their ids in Ray.
+        host: the address of the node.
+        process: its process id.
+        port: a port that is free on the node.
+        gpu_ids: the GPUs that Ray assigned to it.
+        cores: CPU cores of the node that the process may use, whatever it has reserved.
     """
 
     actor: str
@@ -80,7 +86,7 @@ class HostedActor:
         try:
             module = importlib.import_module(self._module)
         finally:
-            gc.freeze()  # what was imported stays
+            gc.freeze()  # imported modules are never garbage
             gc.enable()
         self._hosted = getattr(module, self._name)(*arguments)
 
@@ -103,7 +109,7 @@ class HostedAsyncActor(HostedActor):
     async def end_children(self) -> None:
         """Kill every process that this actor started; they would outlive it.
 
-        Python's resource trackers end with the last of the others, and remove what those had in shared memory.
+        Python's resource trackers are spared: they remove the shared memory of the others, and then end themselves.
         """
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -117,7 +123,7 @@ class HostedAsyncActor(HostedActor):
 async def wait_for(
     awaitable: Awaitable[Any], *, what: str, deadline_s: float, homes: Mapping[str, str] | None = None
 ) -> Any:
-    """Await with a deadline; raise LostError that says what was waited for and why it failed.
+    """Await with a deadline. A failure becomes a LostError that names `what` and the cause.
 
     A ValueError of the actor is raised unchanged: it is a message for the user.
 
@@ -166,9 +172,9 @@ class ActorGroup(Generic[Hosted]):
     """Actors of one kind, called together; the order of `actors` is the order of ranks.
 
     Attributes:
-        locations: of each actor; empty until they are located.
+        locations: the location of each actor; empty until they are located.
         bundles: the bundle of each actor, by its number in a placement group of Ray.
-        reservation: that placement group; None if it is another group's.
+        reservation: that placement group; None if another group owns it.
         absent: ranks whose actors are lost and not replaced yet.
     """
 
@@ -182,9 +188,9 @@ class ActorGroup(Generic[Hosted]):
 
     @property
     def homes(self) -> dict[str, str]:
-        """The name and node of each located actor by its id, in the order of ranks."""
-        homes = enumerate(self.locations)
-        return {home.actor: f"{self.name} {rank} on node {home.host} ({home.node[:8]})" for rank, home in homes}
+        """Actor id -> its name and node, for all located actors in the order of ranks."""
+        places = enumerate(self.locations)
+        return {place.actor: f"{self.name} {rank} on node {place.host} ({place.node[:8]})" for rank, place in places}
 
     @property
     def present(self) -> list[Any]:
@@ -229,9 +235,9 @@ class ActorGroup(Generic[Hosted]):
         self.absent.discard(rank)
 
     async def build(self, arguments: Sequence[tuple[Any, ...]], *, deadline_s: float) -> None:
-        """Construct the hosted objects, all at once; `arguments` are those of `HostedActor.build`, by rank."""
-        built = [actor.build.remote(*own) for actor, own in zip(self.actors, arguments, strict=True)]
-        await self._gather(built, "start-up", deadline_s)
+        """Construct all hosted objects at the same time; `arguments`: of `HostedActor.build`, by rank."""
+        answers = [actor.build.remote(*own) for actor, own in zip(self.actors, arguments, strict=True)]
+        await self._gather(answers, "start-up", deadline_s)
         self.built = True
 
     async def _gather(self, answers: list[Any], what: str, deadline_s: float | None) -> list[Any]:
@@ -269,7 +275,7 @@ class ActorGroup(Generic[Hosted]):
 
 
 def start_call(actors: Sequence[Any], rank: int, method: str, *arguments: Any) -> Callable[[], Any]:
-    """Start a call on an actor from another actor; the function that is returned waits for the result."""
+    """Start a call from inside another actor. Returns a function that waits for the result."""
     ref = actors[rank].call.remote(method, *arguments)
     return lambda: ray.get(ref)
 

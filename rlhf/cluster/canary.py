@@ -94,10 +94,10 @@ class Canary:
         Raises:
             ClusterError: learner and engine differ by more than rounding, or the run cannot be deterministic.
         """
-        written = await asyncio.gather(*(self._written(prompt) for prompt in self._prompts))
+        written = await asyncio.gather(*(self._sampled(prompt) for prompt in self._prompts))
         self.sequences = [np.concatenate([start, completion.token_ids]) for start, completion in written]
         if self._noise_seed is not None:
-            _check_alike(written[0][1], (await self._written(self._prompts[0]))[1])
+            _check_alike(written[0][1], (await self._sampled(self._prompts[0]))[1])
         problem = "and the learner disagree on the untouched weights of model.path: one of them computes another model"
         measured = await self._judge(await self._by_engine(), problem, limit=self._limit)
         if self._limit:
@@ -191,7 +191,7 @@ class Canary:
         ratios = [kl / bounds[name] for name, kl in seen.items()]
         return {"policy/engine_kl_excess": max(ratio if ratio < FAR else FAR for ratio in ratios)}  # NaN is far
 
-    async def _written(self, prompt: Prompt) -> tuple[np.ndarray, Completion]:
+    async def _sampled(self, prompt: Prompt) -> tuple[np.ndarray, Completion]:
         """A prompt's beginning, and what the first engine samples after it."""
         beginning = prompt.token_ids[: min(PROMPT_TOKENS, self._max_tokens - 1)]
         length = min(RESPONSE_TOKENS, self._max_tokens - len(beginning))

@@ -1,4 +1,4 @@
-"""Engines that die while the run goes on: each is replaced by a new one, and the others go on sampling.
+"""Replaces engines that die during a run, while the others go on sampling. States of an engine:
 
     absent      it does not answer, a call failed, or a health check failed: no further call goes to it
     started     a new engine has the weights of model.path; it waits until the learners hold what the engines have
@@ -36,13 +36,13 @@ class EngineRecovery:
     Args:
         engines: the group; its `absent` ranks are those that are lost and not replaced yet.
         start: starts a new engine for a rank.
-        join: puts a started engine at its rank, with the current weights.
+        join: puts a started engine at its rank, and sends it the current weights.
         fail: called with the error if an engine cannot be replaced.
-        fewest: sampling waits while fewer engines than this are ready (`cluster.min_engines`).
+        min_engines: sampling waits while fewer engines than this are ready (`cluster.min_engines`).
 
     Attributes:
-        lost: engines that were lost since the last transfer.
-        unverified: ranks whose new engine was not compared with the learner yet.
+        lost: number of engines lost since the last transfer.
+        unverified: ranks whose new engine has not been compared with the learner yet.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class EngineRecovery:
         start: Callable[[int], Awaitable[ActorGroup[RolloutEngine]]],
         join: Callable[[int, ActorGroup[RolloutEngine]], Awaitable[None]],
         fail: Callable[[Exception], None],
-        fewest: int,
+        min_engines: int,
     ) -> None:
         self.lost, self.unverified = 0, set[int]()
         self._engines, self._start, self._join, self._fail = engines, start, join, fail
-        self._fewest, self._allowed = fewest, 0
+        self._min_engines, self._allowed = min_engines, 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, allowed: int) -> None:
@@ -81,7 +81,7 @@ class EngineRecovery:
             lost: ActorGroup[RolloutEngine] = ActorGroup(
                 self._engines.name, [self._engines.actors[rank]], deadline_s=END_S
             )
-            await lost.end()  # with the processes below it, where it still answers
+            await lost.end()  # kills its child processes too, if it still answers
             new: ActorGroup[RolloutEngine] | None = None
             while new is None:
                 try:
@@ -95,18 +95,18 @@ class EngineRecovery:
             self._fail(error)
 
     def has_enough(self) -> bool:
-        """Whether as many engines are left as sampling and transfers need."""
-        return len(self._engines.present) >= self._fewest
+        """Whether at least `min_engines` are left."""
+        return len(self._engines.present) >= self._min_engines
 
     async def next_engine(self, in_flight: Sequence[int], prefer: int | None = None) -> int:
         """The ready engine with the fewest requests; waits while too few are ready.
 
         Args:
-            prefer: goes first, unless it has over twice as many requests: its cache saves less than the queue costs.
+            prefer: chosen unless it has over twice as many requests; its cache then saves less than the queue costs.
         """
         while True:
             ready = set(range(len(in_flight))) - self._engines.absent - self.unverified
-            if len(ready) >= self._fewest:
+            if len(ready) >= self._min_engines:
                 fewest = min(sorted(ready), key=in_flight.__getitem__)
                 if prefer is not None and prefer in ready and in_flight[prefer] <= 2 * in_flight[fewest] + QUEUE:
                     return prefer
@@ -125,30 +125,30 @@ class EngineRecovery:
                         self.recover(rank, error)
 
     def cancel(self) -> None:
-        """Replace no more engines; the end of Ray kills actors that have not joined."""
+        """Stop replacing engines; the end of Ray kills actors that have not joined."""
         for task in self._tasks:
             task.cancel()
 
     async def close(self) -> None:
-        """`cancel`, and wait until no replacement holds `weights`."""
-        self.cancel()  # all, before one is awaited: one that waits for `weights` ends when another lets go
+        """`cancel`, and wait until no replacement holds the weights' lock."""
+        self.cancel()  # all before one is awaited: a task that waits for the lock ends when another releases it
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 async def while_healthy(engines: ActorGroup[RolloutEngine], sending: Awaitable[T]) -> T:
-    """What a transfer gives, unless an engine is dead or has failed to load; the sender would wait for its deadline.
+    """Await a transfer, and give it up when an engine is dead or has failed; the sender would wait for its deadline.
 
-    If the transfer fails, the engines are checked first: a dead engine is the cause, not the learner's error.
+    If the transfer fails, the engines are checked first: a dead engine is then the cause, not the learner's error.
 
     Raises:
         LostError: an engine or a learner is lost; the run can start again.
-        ClusterError: an engine has not loaded what was sent, and would not load it another time.
+        ClusterError: an engine did not load the weights, and would not load them another time.
     """
     task, present = asyncio.ensure_future(sending), engines.present
 
     async def check() -> None:
         await engines.call(lambda engine: engine.check_health(), deadline_s=HEALTH_DEADLINE_S)
-        if engines.present != present:  # another task has noticed it first, and replaces the engine
+        if engines.present != present:  # another task noticed the loss first, and replaces the engine
             raise LostError("the transfer of weights failed: an engine was lost")
 
     try:

@@ -1,4 +1,4 @@
-"""The engines of a started cluster as one: they sample, are sent weights, sleep on shared GPUs, and are replaced."""
+"""All engines of a started cluster behind one object: sampling, weight transfers, sleep, replacement."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Engines:
 
     Attributes:
         group: their actors.
-        meter: counts the tokens that they have sampled and their busy seconds.
-        transfer_metrics: of the last transfer, where `weights.transfer` is delta.
+        meter: counts sampled tokens and busy seconds.
+        transfer_metrics: metrics of the last transfer; empty unless weights.transfer=delta.
     """
 
     def __init__(self, cluster: Cluster, config: GRPOConfig) -> None:
@@ -61,7 +61,7 @@ class Engines:
             start=self._start_another,
             join=self._join,
             fail=cluster.end_with,
-            fewest=config.cluster.min_engines,
+            min_engines=config.cluster.min_engines,
         )
         self._check: Callable[[int], Awaitable[Any]] | None = None
 
@@ -101,12 +101,12 @@ class Engines:
     ) -> list[Completion]:
         """Sample `samples` continuations of these ids [P] in one request, on the engine with the fewest requests.
 
-        An engine that is lost meanwhile is replaced, and another one samples, unless `engine` names it.
+        If the engine is lost, it is replaced, and another one samples unless `engine` names it.
 
         Args:
             prefer: the engine of the rollout's earlier turns (`Completion.engine`), whose prefix cache holds them. It
                 samples unless others are far less busy; another one has to compute the whole context.
-            seed: of the first sample's noise; that of sample i is i more. None: the engine's own generator.
+            seed: seed of the first sample's noise; sample i uses seed + i. None: the engine's own generator.
         """
         while True:
             chosen = await self._recovery.next_engine(self._in_flight, prefer) if engine is None else engine
@@ -129,37 +129,38 @@ class Engines:
     # --- weights ---
 
     async def send_weights(self, version: int) -> None:
-        """Learners -> engines, in flight: running requests pause, the weights change, the requests continue.
+        """Send the learners' weights to all engines and label them `version`.
 
-        Colocated engines have no requests then; they sleep until the weights come, to leave memory for the buffers.
-        Where engines can be lost, the caller holds `learners.weights`.
+        Running requests pause and go on with the new weights. Colocated engines have no requests; they sleep until the
+        weights come, to leave memory for the buffers. If engines are replaced, the caller holds
+        `learners.weights_lock`.
         """
         await self.sleep_if_colocated()
         self._recovery.lost = 0
         if self._asleep:
             await self.cluster.leave_gpus()
             await self.group.call(lambda engine: engine.wake_up(["weights"]))
-        self._version, self.learners.changed = version, False
+        self._version, self.learners.updated_since_send = version, False
         if not self._recovery.has_enough():  # a new engine joins first
-            self.learners.weights.notify_all()
-            await self.learners.weights.wait_for(self._recovery.has_enough)
+            self.learners.weights_lock.notify_all()
+            await self.learners.weights_lock.wait_for(self._recovery.has_enough)
         await self._transfer()
 
     async def sleep_if_colocated(self) -> None:
-        """Before the learners work: engines on the same GPUs free their memory until the next weights arrive."""
+        """Let engines on the learners' GPUs free their memory until the next weights arrive."""
         if self.cluster.shares_gpus and not self._asleep:
             await self.group.call(lambda engine: engine.sleep())
             self._asleep = True
 
     async def wake_if_asleep(self, version: int) -> bool:
-        """After the learners have worked: engines that sleep get these weights once more; -> whether they slept."""
+        """If the engines sleep, wake them by sending the weights of `version` again. Returns whether they slept."""
         slept = self._asleep
         if slept:
             await self.send_weights(version)
         return slept
 
     async def _transfer(self) -> None:
-        """Send the weights to every engine, also to new ones; if the engines have changed, build a new group."""
+        """Send the weights to all engines, through a new transfer group if the engines have changed."""
         await self._pause()
         connection = await self._connection() if self.group.present != self._connected else None
         present = self.group.present
@@ -198,9 +199,9 @@ class Engines:
             raise LostError("no engine is left to send the weights to")
 
     async def _connection(self) -> tuple[str, EngineClient, transfer.Rendezvous]:
-        """What the learners need to meet the present engines."""
+        """Transport, client and meeting point for a transfer group with the present engines."""
         config, present = self._config, self.group.present
-        # Located again, for another port.
+        # Every group needs a new free port.
         sender, *_ = await self.learners.locate(deadline_s=config.start_deadline_s)
         ranks = [rank for rank in range(len(self.group.actors)) if rank not in self.group.absent]
         rendezvous = transfer.Rendezvous(
@@ -228,20 +229,20 @@ class Engines:
             self._recovery.begin(self._max_restarts)
 
     async def replace_no_more(self) -> None:
-        """From now on a lost engine is nobody's concern: nothing more is sampled."""
+        """Stop replacing engines, since nothing more is sampled."""
         await self._recovery.close()
 
     async def _start_another(self, rank: int) -> ActorGroup[RolloutEngine]:
         return await self.cluster.start_another(ENGINE, rank, version=self._version)
 
     async def _join(self, rank: int, new: ActorGroup[RolloutEngine]) -> None:
-        """Give a new engine the weights that the others have, as soon as the learners hold them; then it may sample."""
+        """Send a new engine the weights that the others have, once the learners hold them; then it may sample."""
         assert self._check is not None, "only `replace_lost` lets engines be replaced"
-        async with self.learners.weights:
-            await self.learners.weights.wait_for(lambda: not self.learners.changed)
+        async with self.learners.weights_lock:
+            await self.learners.weights_lock.wait_for(lambda: not self.learners.updated_since_send)
             self._recovery.unverified.add(rank)
             self.group.replace(rank, new)
             await self._transfer()
             await self._check(self._version)
             self._recovery.unverified.discard(rank)
-            self.learners.weights.notify_all()
+            self.learners.weights_lock.notify_all()

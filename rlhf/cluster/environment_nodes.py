@@ -18,7 +18,7 @@ from rlhf.environments.nodes import NodeHosts, RemoteHosts, Spread
 HOST = "environment host"
 # An actor that ends would kill its children, and among them the keeper, before that has killed what a tool has started.
 KEEPERS_END_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
-AGAIN_S = 5.0  # before a lost actor is started again: what has ended it may still be there
+RESTART_DELAY_S = 5.0  # before a lost actor is started again: the cause of its end may last a while
 
 
 class EnvironmentNodes:
@@ -36,7 +36,11 @@ class EnvironmentNodes:
         self.group = self._actors(*self._names)
 
     async def start(self) -> list[asyncio.Task[None]]:
-        """Start their environments -> tasks that keep them, for the end to cancel; ValueError if one cannot load."""
+        """Start the environments of all nodes. Returns tasks that replace lost actors; the caller cancels them.
+
+        Raises:
+            ValueError: a node cannot load the environments.
+        """
         await self.group.locate(deadline_s=self._cluster.start_deadline_s)
         hosts = await asyncio.gather(*(self._build(self.group, rank) for rank in range(len(self._names))))
         self.group.built = True
@@ -56,7 +60,7 @@ class EnvironmentNodes:
         return ActorGroup(HOST, actors, deadline_s=self._cluster.step_deadline_s)
 
     async def _build(self, group: ActorGroup[NodeHosts], rank: int) -> RemoteHosts:
-        """Have a located actor load the environments, with the variables that they are granted here."""
+        """Let a located actor load the environments, with the environment variables that they are granted here."""
         actor, here, deadline_s = group.actors[rank], self._spread.here, self._cluster.start_deadline_s
         node = self._names[group.locations[rank].node]
 
@@ -81,10 +85,10 @@ class EnvironmentNodes:
     async def _start_again(self, rank: int) -> RemoteHosts:
         """A new actor in place of a lost one."""
         self.group.absent.add(rank)
-        lost = ActorGroup[NodeHosts](HOST, [self.group.actors[rank]], deadline_s=AGAIN_S)
+        lost = ActorGroup[NodeHosts](HOST, [self.group.actors[rank]], deadline_s=RESTART_DELAY_S)
         lost.built = True
-        await lost.end()  # with the processes below it, where it still answers
-        await asyncio.sleep(AGAIN_S)
+        await lost.end()  # ends its child processes too, if it still answers
+        await asyncio.sleep(RESTART_DELAY_S)
         new = self._actors(self.group.locations[rank].node)
         try:
             await new.locate(deadline_s=self._cluster.start_deadline_s)

@@ -1,4 +1,4 @@
-"""The driver's handle of a trained role, policy or critic: its ranks as one in a step, and their checkpoints.
+"""The driver's handle of a trained role (policy or critic): calls of all its ranks, and their checkpoints.
 
 Every rank writes its own part of a checkpoint while the run goes on.
 """
@@ -30,10 +30,10 @@ class RankGroup(ActorGroup[Hosted]):
     """The ranks of one module. `start_step` comes first in every step; rows and tokens are numbered as in its batch.
 
     Attributes:
-        weights: held while the weights change, and while engines are sent them and compared with them: an engine that
-            joined between would be compared with other weights.
-        changed: whether an update began since the engines were sent the weights.
-        shared: [S] int64, rank after rank: the leading tokens of each sequence that are shared with the previous one.
+        weights_lock: held while the weights change, and from a transfer to the end of its comparison with the engines.
+            Otherwise a new engine could be compared with other weights than it was sent.
+        updated_since_send: whether an update has begun since the last transfer to the engines.
+        shared: [S] int64, rank after rank: how many leading tokens each sequence shares with the previous one.
     """
 
     shared: np.ndarray
@@ -41,12 +41,12 @@ class RankGroup(ActorGroup[Hosted]):
 
     def __init__(self, name: str, actors: list[Any], *, deadline_s: float) -> None:
         super().__init__(name, actors, deadline_s=deadline_s)
-        self.weights, self.changed = asyncio.Condition(), False
+        self.weights_lock, self.updated_since_send = asyncio.Condition(), False
         self._epochs: Sequence[Sequence[Minibatch]] = ()
 
     @property
     def update_deadline_s(self) -> float:
-        """For calls that ranks may answer only after an update; `step_deadline_s` bounds one pass over the rollouts."""
+        """The deadline of a call that may have to wait for an update; `step_deadline_s` bounds one pass."""
         return self.deadline_s * (1 + len(self._epochs))
 
     async def start_step(self: RankGroup[StepRank], batch: StepBatch, epochs: Sequence[Sequence[Minibatch]]) -> None:
@@ -55,7 +55,7 @@ class RankGroup(ActorGroup[Hosted]):
         self.shared = np.concatenate(await self.call(lambda rank: rank.start_step(put(batch.tokens), put(epochs))))
 
     async def compute(self, ask: Callable[[Hosted], Sequence[np.ndarray | None]]) -> list[np.ndarray | None]:
-        """Columns [N] float32 of the step, as `ask` computes them on the microbatches of the first epoch.
+        """Columns [N] float32 of the step, which `ask` computes on the microbatches of the first epoch.
 
         Rows that are not computed are 0. A column is None if the ranks return None for it.
         """
@@ -71,8 +71,8 @@ class RankGroup(ActorGroup[Hosted]):
 
     async def update(self: RankGroup[StepRank], targets: PolicyTargets | ValueTargets) -> list[UpdateOutcome]:
         """Run every optimizer step of the training step; metrics are merged over all ranks."""
-        async with self.weights:
-            self.changed = True
+        async with self.weights_lock:
+            self.updated_since_send = True
             by_rank = await self.call(lambda rank: rank.update(put(targets)), deadline_s=self.update_deadline_s)
         return [merge_outcomes(ranks) for ranks in zip(*by_rank, strict=True)]
 
@@ -82,7 +82,7 @@ class RankGroup(ActorGroup[Hosted]):
         await ranks.call(lambda rank: rank.hold(put(train), put(held_out)))
 
     async def train(self: RankGroup[Any], step: int) -> UpdateOutcome:
-        """The optimizer step of a supervised training after `step` others; metrics are merged over all ranks."""
+        """Take optimizer step number `step`, from 0, of a supervised training; metrics are merged over all ranks."""
         ranks: RankGroup[SupervisedRank] = self
         return merge_outcomes(await ranks.call(lambda rank: rank.train(step)))
 
@@ -105,7 +105,7 @@ def rows_of_rank(epochs: Sequence[Sequence[Minibatch]], rank: int) -> np.ndarray
 
 
 class RoleCheckpoints:
-    """Saves once at a time; `trained` gives the ranks of each trained role, by its name."""
+    """Saves all trained roles, one save at a time; `trained` returns the ranks of each role by its name."""
 
     def __init__(self, trained: Callable[[], Mapping[str, RankGroup[TrainedRank]]]) -> None:
         self._trained = trained
@@ -117,15 +117,15 @@ class RoleCheckpoints:
         return sum(map(sum, by_role))
 
     async def save(self, folder: Path) -> None:
-        """Begin to write weights and optimizer state of every trained role; `saved` waits for the end."""
+        """Begin to write weights and optimizer state of every trained role; `finish_save` waits for the end."""
         self._saving = folder
         for name, ranks in self._trained().items():
             part = folder_of(name, folder)
             part.mkdir(exist_ok=True)
             await ranks.call(lambda rank: rank.save(str(part)))  # noqa: B023
 
-    async def saved(self) -> dict[str, WrittenFile]:
-        """Wait until every rank has written what `save` began.
+    async def finish_save(self) -> dict[str, WrittenFile]:
+        """Wait until every rank has written its files.
 
         Returns:
             The files by path in the folder.
@@ -139,7 +139,7 @@ class RoleCheckpoints:
         for name, ranks in self._trained().items():
             deadline_s = ranks.update_deadline_s
             while True:
-                reports = await ranks.call(lambda rank: rank.saved(), deadline_s=deadline_s)
+                reports = await ranks.call(lambda rank: rank.save_report(), deadline_s=deadline_s)
                 if None not in reports:
                     break
                 if time.monotonic() - began > deadline_s:

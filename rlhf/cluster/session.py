@@ -189,7 +189,7 @@ class RaySession:
             reports.append({**versions, "node": names[key]})
         if lines := differences(reports):
             remedy = "All nodes need the package installed from the same checkout: run make setup-gpu on each."
-            raise ValueError("\n".join(["the nodes do not have the same installed:", *lines, remedy]))
+            raise ValueError("\n".join(["these nodes have different package versions:", *lines, remedy]))
         say(f"{len(nodes)} node(s), all with rlhf {reports[0]['rlhf']} and ray {reports[0]['ray']}")
 
     def keep_logs(self, error: BaseException | None, run: Path, actors: Mapping[str, str]) -> None:

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class TrainedRank:
-    """A module wrapped by DeepSpeed, with what policy, critic and reward model share; metric names begin with `name`.
+    """A module wrapped by DeepSpeed: the base of policy, critic and reward model. Metric names begin with `name`.
 
     Attributes:
         deepspeed: DeepSpeed's wrapper of the module: forward, backward, step, optimizer.
@@ -81,7 +81,7 @@ class TrainedRank:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """For loading a model: at ZeRO-3 a rank keeps only its share of what is read; 70 B would not fit on one GPU."""
+        """A context for loading a model: at ZeRO-3 a rank keeps only its share, since 70 B would not fit on one GPU."""
         if self.training.section.zero_stage < 3:
             yield
             return
@@ -95,7 +95,7 @@ class TrainedRank:
             del sharding
 
     def wrap(self, module: nn.Module) -> None:
-        """Hand a module around a `transformer` to DeepSpeed, and say what of it is trained and what is published."""
+        """Hand a module around a `transformer` to DeepSpeed, and set `trained` and `published`."""
         named = module.get_submodule("transformer").named_parameters()
         self.trained = {name: param for name, param in named if param.requires_grad}
         options = self.training.section.optimizer.model_dump(exclude={"variant"})
@@ -148,11 +148,11 @@ class TrainedRank:
             torch.cuda.empty_cache()
 
     def _movable(self) -> list[Tensor]:
-        """What nobody needs while the engines sample."""
+        """The tensors that are not needed while the engines sample."""
         return optimizer_tensors(self.deepspeed, self.trained.values())
 
     def gpu_memory(self) -> GPUMemory:
-        """What is free on this rank's GPU, and what this rank will bring back to it."""
+        """Total and free bytes of this rank's GPU, and the bytes that this rank will move back to it."""
         free, total = torch.cuda.mem_get_info(self.device)
         return GPUMemory(total, free, self._offload.bytes_away)
 
@@ -203,7 +203,7 @@ class TrainedRank:
         return self.adam_steps, self.updates_done - self.adam_steps
 
     def _apply(self) -> tuple[float, bool]:
-        """Take the optimizer step unless a gradient is not finite; -> the gradient norm, and whether it was taken."""
+        """Take the optimizer step unless a gradient is not finite. Returns the gradient norm, and whether it did."""
         if self.deepspeed.zero_optimization_stage() == 0:
             # DeepSpeed skips a non-finite gradient at stages 1 to 3 only; at stage 0 it would poison every weight.
             grads = [p.grad for p in self.trained.values() if p.grad is not None]
@@ -231,15 +231,15 @@ class TrainedRank:
         return slices
 
     def _untrained(self) -> list[tuple[str, Tensor]]:
-        """What is published and not trained, such as a router's balancing bias."""
+        """The published tensors that are not trained, such as a router's balancing bias."""
         return [(name, tensor) for name, tensor in self.published.items() if name not in self.trained]
 
     def checkpoint_bytes(self) -> int:
-        """What `save` will write."""
+        """Bytes that `save` will write."""
         return rank_checkpoint.state_bytes(self.state())
 
     def save(self, folder: str) -> None:
-        """Begin to write this rank's part of a checkpoint; `saved` says when it is on disk.
+        """Begin to write this rank's part of a checkpoint; `save_report` says when it is on disk.
 
         If a copy of the state fits in the node's memory, the call returns as soon as the copy is made, and the files
         are written while the run goes on. Otherwise it returns after the files have been written.
@@ -267,8 +267,8 @@ class TrainedRank:
             return SaveReport({}, f"{folder}: {reason(error)}")
         return rank_checkpoint.write_rank(folder, 0, state, index)
 
-    def saved(self) -> SaveReport | None:
-        """What this rank has written since `save`; None while it is still writing."""
+    def save_report(self) -> SaveReport | None:
+        """The files that this rank has written since `save`; None while it is still writing."""
         assert self._saving is not None, "save comes first"
         return self._saving.result() if self._saving.done() else None
 
@@ -356,7 +356,7 @@ class TrainedRank:
 
 
 def _now(device: torch.device) -> Any:
-    """A point in the work of a device: what was called before it is done then."""
+    """A time stamp in the device's queue of work: an event on a GPU, the clock on CPU."""
     if device.type == "cpu":
         return time.monotonic()
     event = torch.cuda.Event(enable_timing=True)
@@ -365,7 +365,7 @@ def _now(device: torch.device) -> Any:
 
 
 def _seconds(began: Any, ended: Any) -> float:
-    """Between two points, of which the device has reached the second."""
+    """Seconds between two time stamps; waits until the device has reached the second one."""
     if isinstance(began, float):
         return float(ended - began)
     ended.synchronize()

@@ -91,7 +91,7 @@ class CheckpointSaver:
 
     async def _complete(self, partial: Path, state: RunState) -> None:
         try:
-            written = await self._checkpoints.saved()
+            written = await self._checkpoints.finish_save()
             keep, best = self._config.keep, self._config.best
             async with self._removing:
                 await asyncio.to_thread(  # the loop must serve the engines meanwhile

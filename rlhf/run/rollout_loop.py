@@ -203,12 +203,12 @@ class RolloutLoop(Generic[C]):
     async def publish(self, version: int) -> dict[str, float]:
         """Learners -> engines, compared by the canary; -> metrics of both; raises as `Canary.check`."""
         learners = self._run.cluster.learners
-        async with learners.weights:
+        async with learners.weights_lock:
             with self._run.clock.phase("transfer"):
                 await self.engines.send_weights(version)
             with self._run.clock.phase("canary"):
                 compared = await self.canary.check(version)
-            learners.weights.notify_all()
+            learners.weights_lock.notify_all()
         return compared | self.engines.transfer_metrics
 
     def progress(self) -> dict[str, Any]:

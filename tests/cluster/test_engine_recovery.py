@@ -43,7 +43,7 @@ class World:
         self.build, self.check, self.failed = asyncio.Event(), asyncio.Event(), list[Exception]()
         group: Any = self.engines
         self.recovery = EngineRecovery(
-            group, start=self._start, join=self._join, fail=self.failed.append, fewest=fewest
+            group, start=self._start, join=self._join, fail=self.failed.append, min_engines=fewest
         )
         self.recovery.begin(allowed)
         self._failure = failure

@@ -22,8 +22,8 @@ class Learners:
     """Learners of one weight; a transfer gives its value to the engines that are present."""
 
     def __init__(self, group: EngineGroup) -> None:
-        self.group, self.weight, self.changed = group, 0.0, False
-        self.weights = asyncio.Condition()
+        self.group, self.weight, self.updated_since_send = group, 0.0, False
+        self.weights_lock = asyncio.Condition()
 
     async def locate(self, **_: Any) -> list[Any]:
         return [SimpleNamespace(host="here", port=1, node="here")]
@@ -90,8 +90,8 @@ async def publish_while_one_starts(engines_in_all: int, after: int) -> None:
         await engines._join(group.lost, cast(Any, "new"))
 
     async def train() -> None:
-        async with learners.weights:  # as RankGroup.update
-            learners.changed = True
+        async with learners.weights_lock:  # as RankGroup.update
+            learners.updated_since_send = True
             await asyncio.sleep(0)
             learners.weight = 1.0
         assert (await RolloutLoop.publish(loop, 1))["sync/canary_difference"] == 0.0

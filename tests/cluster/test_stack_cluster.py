@@ -136,7 +136,7 @@ def test_a_node_with_another_version_is_named_before_any_actor_starts(tiny_model
     ]  # fmt: skip
     statuses, outputs = end(*nodes)
     assert statuses == [2, 2], outputs
-    assert "the nodes do not have the same installed:" in outputs[0]
+    assert "these nodes have different package versions:" in outputs[0]
     assert f"): transformers is 9.9.9, but {version('transformers')} on " in outputs[0]
     assert "step 1/" not in outputs[0]
 

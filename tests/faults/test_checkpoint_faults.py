@@ -309,7 +309,7 @@ def test_a_learner_on_a_node_with_another_disk_is_found_out(tmp_path: Path) -> N
         cluster, partial = Ranks(TENSORS, 2), folder.begin_checkpoint(4)
         await cluster.save(partial)
         (partial / "exp_avg-00001.safetensors").unlink()
-        folder.finish_checkpoint(partial, RunState(step=4), keep=2, written=await cluster.saved())
+        folder.finish_checkpoint(partial, RunState(step=4), keep=2, written=await cluster.finish_save())
 
     with pytest.raises(OSError, match=r"exp_avg-00001.*\brun\.dir\b"):
         asyncio.run(save_elsewhere())

@@ -57,7 +57,7 @@ def leave_and_come_back(world: World, model: Path, stage: int, dtype: str, outpu
             folder.mkdir()
         torch.distributed.barrier()
         learner.save(str(folder))
-        assert eventually(lambda: learner.saved() is not None, WAIT_S)
+        assert eventually(lambda: learner.save_report() is not None, WAIT_S)
         torch.distributed.barrier()
         return files(folder)
 

@@ -264,7 +264,7 @@ async def check_checkpoint(patient: Patient) -> Finding:
     folder = Path(tempfile.mkdtemp(prefix="rlhf-doctor-", dir=existing))
     try:
         await engines.cluster.checkpoints.save(folder)
-        await engines.cluster.checkpoints.saved()
+        await engines.cluster.checkpoints.finish_save()
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
         await engines.sleep_if_colocated()
         await engines.cluster.load(folder)
