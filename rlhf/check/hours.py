@@ -91,7 +91,7 @@ def step_time(config: GRPOConfig, shape: ModelShape | None, scale: Scale | None 
     return StepTime(
         update=epochs * epoch / learner,
         sending=sending,
-        host=speed.host_optimizer(config)[0],
+        host=speed.host_optimizer_s(config),
         logprobs=passes * FORWARD_SHARE * epoch / learner,
         sampling=config.rollouts_per_step * lengths.response / (cluster.engines * engine) + tail,
         tail=tail,
@@ -112,7 +112,7 @@ def update_time(config: SupervisedConfig, shape: ModelShape, tokens: int) -> Ste
     computing = each * speed.compute_s(shape, config, lengths)
     microbatches = max(1, -(-each // config.learner.max_tokens_per_microbatch))
     sending = _sending_s(config, shape, role, training, microbatches, computing)
-    return StepTime(computing, sending, speed.host_optimizer(config)[0])
+    return StepTime(computing, sending, speed.host_optimizer_s(config))
 
 
 def _sending_s(
@@ -153,7 +153,6 @@ def time_rows(config: GRPOConfig, time: StepTime) -> list[tuple[str, str]]:
     forward = f"{quantity(passes, 'pass')}, each 1/{round(1 / FORWARD_SHARE)} of an epoch"
     how = "sampling at the same time as the rest" if time.overlaps else "one after the other"
     last = f" + {time.tail:,.1f} s of the longest response alone" if time.tail else ""
-    host_how = speed.host_optimizer(config)[1]
     return [
         *([("speeds", f"{speed.described_card(config)}; to use measured ones set {keys}")] if assumed else []),
         ("lengths", _lengths(config)),
@@ -162,7 +161,7 @@ def time_rows(config: GRPOConfig, time: StepTime) -> list[tuple[str, str]]:
         ("log-probs", f"{forward} = {time.logprobs:,.1f} s" if passes else "none"),
         ("update", f"{tokens:,} x {quantity(epochs, 'epoch')} / {learners} = {time.update:,.1f} s"),
         *([("sent between learners", f"{time.sending:,.1f} s that do not overlap")] if time.sending else []),
-        *([("optimizer in host memory", host_how)] if host_how else []),
+        *([("optimizer in host memory", f"{time.host:,.1f} s")] if time.host else []),
         *([("taking turns", f"state and weights to host memory and back: {time.turns:,.1f} s")] if time.turns else []),
         ("one step", f"{time.total:,.1f} s, {how}; transfer, evaluation, checkpoints not included"),
         ("the run", f"{quantity(config.run.steps, 'step')} = {hours:,.1f} hours, {config.run.steps * tokens:,} tokens, "

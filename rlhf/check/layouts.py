@@ -19,7 +19,6 @@ from rlhf.config.base import Section
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import LOW_ADAPTER_RATE, TrainingProgramConfig
 from rlhf.config.sections import LoraConfig
-from rlhf.config.supervised import SupervisedConfig
 
 C = TypeVar("C", bound=TrainingProgramConfig)
 SPLITS = 16  # shares of the GPUs that are tried for the learners
@@ -46,7 +45,7 @@ def with_values(config: C, **sections: dict[str, Any]) -> C:
     return config.model_copy(update=update)
 
 
-def with_trained_values(config: GRPOConfig, **values: Any) -> GRPOConfig:
+def with_trained_values(config: C, **values: Any) -> C:
     """A copy of the config with some keys replaced in the section of each trained model."""
     return with_values(config, **{role.section: values for role, _ in config.trained_roles()})
 
@@ -173,6 +172,19 @@ def with_adapters(config: C) -> C:
     return with_values(config, model={"lora": ADAPTERS}, learner={"optimizer": optimizer})
 
 
+def economies(config: C) -> Iterator[C]:
+    """The config with one more saving of memory at a time, where layouts are not searched: on CPU, without engines."""
+    yield (config := with_values(config, model={"gradient_checkpointing": True}))
+    if config.cluster.device == "cuda":
+        stage = 3 if config.cluster.learners > 1 else config.learner.zero_stage
+        yield (config := with_trained_values(config, zero_stage=stage))
+        yield (config := with_trained_values(config, offload_optimizer=stage > 0))
+    one_example = config.sequences_per_example * config.max_sequence_tokens
+    yield (config := with_values(config, learner={"max_tokens_per_microbatch": one_example}))
+    if config.model.lora is None and not config.scalar_learner:
+        yield with_adapters(config)
+
+
 def keys_of(config: Section, layout: Section) -> str:
     """The keys that differ in a layout, as one line to add to the command; `AS_SET` if none differs."""
     return " ".join(f"{key}={value}" for key, value in _differences(config, layout)) or AS_SET
@@ -189,38 +201,3 @@ def _differences(old: Section, new: Section, prefix: str = "") -> Iterator[tuple
             yield from ((f"{key}.{each}", getattr(after, each)) for each in given)
         elif before != after:
             yield key, str(after).lower() if isinstance(after, bool) else after
-
-
-# --- programs that learn from fixed examples ---
-
-
-def economies(config: SupervisedConfig) -> Iterator[list[SupervisedConfig]]:
-    """Configs that take less memory, in groups from which the fastest that fits is taken.
-
-    Tried in this order: the run's own learners, adapters, more nodes. Each is tried with the configured microbatch and
-    then with one example per microbatch, since the estimate does not know the cost of small microbatches.
-    """
-    learner, cluster, own = config.learner, config.cluster, config.cluster.learners
-    bases = [(config, own)]
-    if config.model.lora is None and not config.scalar_learner:
-        bases.append((with_adapters(config), own))
-    if cluster.device == "cuda":
-        nodes = (count * cluster.gpus_per_node for count in NODES)
-        bases += [(config, learners) for learners in nodes if learners > own]
-    one_example = config.sequences_per_example * config.max_sequence_tokens
-    budgets = dict.fromkeys((learner.max_tokens_per_microbatch, one_example))
-    for (base, learners), tokens in product(bases, budgets):
-        options = product(
-            dict.fromkeys((learner.offload_optimizer, learner.zero_stage > 0)),
-            dict.fromkeys((learner.zero_stage, 3 if learners > 1 else learner.zero_stage)),
-            CHECKPOINTING[config.model.gradient_checkpointing],
-        )
-        yield [
-            with_values(
-                base,
-                learner={"max_tokens_per_microbatch": tokens, "offload_optimizer": offload, "zero_stage": stage},
-                model={"gradient_checkpointing": checkpointing},
-                cluster={"learners": learners},
-            )
-            for offload, stage, checkpointing in options
-        ]

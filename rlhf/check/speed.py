@@ -21,7 +21,7 @@ from rlhf.check.memory import (
     parameters_of,
 )
 from rlhf.check.model_shape import ModelShape, shape_at
-from rlhf.check.resources import local_resources, quantity
+from rlhf.check.resources import local_resources
 from rlhf.config.cards import CARDS, Card, card_with
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import TrainingProgramConfig
@@ -198,8 +198,8 @@ def link_bytes_per_second(config: TrainingProgramConfig) -> float:
 # --- host memory ---
 
 
-def host_optimizer(config: TrainingProgramConfig) -> tuple[float, str]:
-    """Seconds per training step of the slowest optimizer in host memory, with the arithmetic; (0, "") without one.
+def host_optimizer_s(config: TrainingProgramConfig) -> float:
+    """Seconds per training step of the slowest optimizer in host memory; 0 if there is none.
 
     Transfers over PCIe are not counted. The number of threads assumes nodes like this machine.
     """
@@ -207,16 +207,12 @@ def host_optimizer(config: TrainingProgramConfig) -> tuple[float, str]:
     ranks = sum(role.count for role, _ in trained)
     on_node = min(ranks, cluster.gpus_per_node) if cluster.device == "cuda" else ranks
     threads = cluster.threads_per_learner or max(1, int(local_resources()["CPU"]) // on_node)
-    times = [(0.0, "")]
+    seconds = [0.0]
     for role, training in trained:
         count = parameters_of(role, config, shape_at(config.model.path))
         if training.section.offload_optimizer and count is not None:
-            updates = training.updates_per_step
-            seconds = updates * count / role.count * HOST_ADAM_S / threads
-            product = f"{quantity(updates, 'update')} x {count / 1e9:.2f} B / {quantity(role.count, role.name)}"
-            each = f"{HOST_ADAM_S * 1e9:g} ns / {quantity(threads, 'thread')}"
-            times.append((seconds, f"{product} x {each} = {seconds:,.1f} s"))
-    return max(times)
+            seconds.append(training.updates_per_step * count / role.count * HOST_ADAM_S / threads)
+    return max(seconds)
 
 
 def turns_s(shape: ModelShape, config: GRPOConfig) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from rlhf.check.hours import StepTime, step_time, update_time
@@ -22,7 +22,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.supervised import SupervisedConfig
 
-C = TypeVar("C", bound=TrainingProgramConfig)
+C = TypeVar("C", bound=GRPOConfig | SupervisedConfig)
 
 
 class Verdict(NamedTuple, Generic[C]):
@@ -54,8 +54,7 @@ def fit_verdict(
         return Verdict(True, [(fits, "")], config)
     refusal = f"does not fit: {'; '.join(problems)}."
     if not searched:
-        remedy = "Set model.gradient_checkpointing=true, train adapters (model.lora), use a smaller model"
-        return Verdict(False, [(f"{refusal} {remedy}, or shorter sequences ({config.sequence_keys}).", "")], None)
+        return _with_economies(config, shape, refusal, lambda each: step_time(each, shape))
     ways = list(_fitting_layouts(config, shape, searched))
     says = [(f"{way}{_hours(layout, step_time(layout, shape))}:", keys_of(config, layout)) for way, layout in ways]
     if searched[0].best(0):
@@ -75,17 +74,17 @@ def supervised_verdict(config: SupervisedConfig, shape: ModelShape, tokens: int)
     if problem is None:
         fits = f"fits{_needs(config, estimates)}{_hours(config, update_time(config, shape, tokens))}."
         return Verdict(True, [(fits, "")], config)
-    for candidates in economies(config):
-        fitting = [each for each in candidates if problem_of(each, shape) is None]
-        if not fitting:
-            continue
-        times = [update_time(each, shape, tokens) for each in fitting]
-        time, best = min(zip(times, fitting, strict=True), key=lambda pair: pair[0].total if pair[0] else 0.0)
-        who = quantity(best.cluster.learners, "learner")
-        who += " with adapters (model.lora)" if best.model.lora != config.model.lora else ""
-        says = f"does not fit: {problem}. The best that fits: {who}{_hours(best, time)}:"
-        return Verdict(False, [(says, keys_of(config, best))], best)
-    return Verdict(False, [(f"does not fit: {problem}. {_remedy(config)}", "")], None)
+    refusal = f"does not fit: {problem}."
+    return _with_economies(config, shape, refusal, lambda each: update_time(each, shape, tokens))
+
+
+def _with_economies(config: C, shape: ModelShape, refusal: str, time_of: Callable[[C], StepTime | None]) -> Verdict[C]:
+    """The verdict on a config that does not fit, with the first economies that do."""
+    fitting = next((each for each in economies(config) if problem_of(each, shape) is None), None)
+    if fitting is None:
+        return Verdict(False, [(f"{refusal} {_remedy(config)}", "")], None)
+    says = f"{refusal} This fits{_hours(fitting, time_of(fitting))}:"
+    return Verdict(False, [(says, keys_of(config, fitting))], fitting)
 
 
 def _remedy(config: TrainingProgramConfig) -> str:

@@ -129,7 +129,7 @@ def test_the_time_of_ppo_is_the_critics_where_it_takes_more_passes(make: Any, tm
 def test_an_optimizer_in_host_memory_takes_time_that_its_threads_share(make: Any) -> None:
     offload = ["learner.offload_optimizer=true", "cluster.threads_per_learner=4"]
     time = dict(expected_time(make(LLAMA_8B, *SPEEDS, *SIZES, *offload)))
-    assert time["optimizer in host memory"] == "2 updates x 8.03 B / 8 learners x 3.8 ns / 4 threads = 1.9 s"
+    assert time["optimizer in host memory"] == "1.9 s"  # 2 updates x 8.03 B / 8 learners x 3.8 ns / 4 threads
     assert time["one step"].startswith("190.5 s, ")  # 188.6 s without
 
 

@@ -81,20 +81,14 @@ def test_an_update_takes_the_seconds_of_its_tokens(make: Any) -> None:
     assert update_time(make(SFTConfig, "cluster.device=cpu", "model.dtype=float32"), shape, 100) is None
 
 
-def test_what_does_not_fit_names_the_best_that_does(make: Any) -> None:
+def test_what_does_not_fit_names_keys_that_do(make: Any) -> None:
     shape, config = read_shape("Qwen/Qwen3-8B"), make(SFTConfig, "model.path=Qwen/Qwen3-8B", "run.steps=32")
-    refused = supervised_verdict(config, shape, 100)
-    ((says, keys),) = refused.says
+    ((says, keys),) = supervised_verdict(config, shape, 100).says
     assert says.startswith("does not fit: a learner needs ")
-    assert "The best that fits: 2 learners, " in says
-    assert refused.config is not None
-    assert problem_of(refused.config, shape) is None
-    overrides = keys.split()
-    assert "learner.offload_optimizer=true" in overrides
-    assert problem_of(make(SFTConfig, "model.path=Qwen/Qwen3-8B", *overrides), shape) is None
+    assert "learner.offload_optimizer=true" in keys.split()
+    assert problem_of(make(SFTConfig, "model.path=Qwen/Qwen3-8B", *keys.split()), shape) is None
     alone = make(SFTConfig, "model.path=Qwen/Qwen3-8B", "cluster.learners=1", "cluster.gpu_memory_gib=24")
-    ((says, keys),) = supervised_verdict(alone, shape, 9).says
-    assert "with adapters (model.lora)" in says
+    ((_, keys),) = supervised_verdict(alone, shape, 9).says
     assert "model.lora.rank=32" in keys
     huge = supervised_verdict(make(SFTConfig, "cluster.gpu_memory_gib=1"), shape, 9)
     assert huge.config is None
