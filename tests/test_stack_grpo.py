@@ -187,6 +187,7 @@ def test_a_first_hour_a_start_that_fails_no_wandb_and_no_signal(
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed.getsockname()[1]}")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("COLUMNS", "1000")
     config = write_config(tmp_path, tiny_model_dir, logging={"wandb": {"mode": "auto"}}, checkpoint={"every": "auto"})
     one = ["--config", config, "reward=[{name: gsm8k}]"]  # random letters hold no ####; a box is one token

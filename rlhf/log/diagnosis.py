@@ -24,14 +24,12 @@ from rlhf.types import rewards_differ
 Row = Mapping[str, Any]
 
 STEPS = 5  # steps that a rule looks at; one step of few prompts can look odd by chance
-HISTORY = 20  # earlier steps, for the usual size of a gradient
 
 FEW_ANSWERS = 0.1
 CUT_OFF, EQUAL_GROUPS = 0.9, 0.95
 HIGH_KL = 1.0  # nats per token, for the policy against the reference; runs that learn stay below 0.2
 HIGH_CLIP_FRACTION = 0.2  # runs that learn clip less than 0.02 of the tokens
 COLLAPSED = 0.1  # of the first entropy
-SPIKE = 10.0  # times the median gradient norm
 TOO_STALE, UNGRADED = 0.05, 0.02  # of the rollouts; of the grades
 FEW_CALLS = 0.05  # mean calls per rollout; with fewer, the share of failed calls is chance
 FAILING_CALLS = 0.9  # of the calls
@@ -42,12 +40,13 @@ class View(NamedTuple):
     """The part of a run that a rule looks at.
 
     Attributes:
-        last: rows of the last STEPS steps. before: up to HISTORY rows before them. first: the first STEPS rows.
+        last: rows of the last STEPS steps. before: the row before them, or the first of them.
+        first: rows of the first STEPS steps.
         config: every key of the run's config, with dots, and its value.
     """
 
     last: Sequence[Row]
-    before: Sequence[Row]
+    before: Row
     first: Sequence[Row]
     config: Mapping[str, Any]
 
@@ -58,8 +57,7 @@ class View(NamedTuple):
 
     def rise(self, *names: str) -> float:
         """Sum of the increases of these cumulative counters over the last steps."""
-        earlier = self.before[-1] if self.before else self.last[0]
-        return sum(self.last[-1].get(name, 0) - earlier.get(name, 0) for name in names)
+        return sum(self.last[-1].get(name, 0) - self.before.get(name, 0) for name in names)
 
     def findings(self) -> Iterator[tuple[str, str, str]]:
         """(title, observation, advice) of each rule that finds a problem."""
@@ -166,16 +164,6 @@ def engine_drift(view: View) -> Problems:
         )
 
 
-def gradient_spike(view: View) -> Problems:
-    norms = [row["learner/grad_norm"] for row in view.before if "learner/grad_norm" in row]
-    newest = view.last[-1].get("learner/grad_norm", math.nan)
-    if len(norms) >= HISTORY // 2 and newest >= SPIKE * (usual := statistics.median(norms)):
-        yield (
-            f"The gradient norm was {newest:.3g}, usually {usual:.3g}.",
-            "Look at the rollouts of the step. Lower {learner.max_grad_norm} or {learner.optimizer.lr}.",
-        )
-
-
 def skipped_updates(view: View) -> Problems:
     if (skipped := view.rise("learner/updates_skipped")) > 0:
         lower = "Lower {learner.optimizer.lr}, or go back to an earlier checkpoint (--resume-from)."
@@ -261,7 +249,6 @@ RULES: dict[str, Callable[[View], Problems]] = {
     "entropy collapsed": entropy_collapse,
     "much clipping": much_clipping,
     "engines and learner drift apart": engine_drift,
-    "gradient spike": gradient_spike,
     "updates were skipped": skipped_updates,
     "lag at its bound": stale_rollouts,
     "grades are missing": grader_failures,
@@ -300,7 +287,7 @@ class Diagnosis:
         """Add the metrics of a step. Returns the findings of rules that had found no problem before."""
         row = {**row, "step": step}
         self._first = [*self._first, row][:STEPS]
-        self._rows = [*self._rows, row][-HISTORY - STEPS :]
+        self._rows = [*self._rows, row][-STEPS - 1 :]
         current = self.now() if len(self._rows) >= min(STEPS, self._config["run.steps"]) else []
         new = [finding for finding in current if finding.title not in self.findings]
         for finding in current:
@@ -321,7 +308,7 @@ class Diagnosis:
 
     def now(self) -> list[Finding]:
         """All findings for the last steps, however few steps there were."""
-        view = View(self._rows[-STEPS:], self._rows[:-STEPS], self._first, self._config)
+        view = View(self._rows[-STEPS:], self._rows[0], self._first, self._config)
         step = self._rows[-1]["step"]
         return [Finding(title, step, step, seen, advice) for title, seen, advice in view.findings()]
 

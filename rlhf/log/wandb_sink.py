@@ -7,13 +7,10 @@ rewind a run to the step of a checkpoint. An offline run that is resumed writes 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import wandb
 
@@ -24,7 +21,6 @@ from rlhf.log.reachable import ANSWER_S, connection_problem
 from rlhf.log.sinks import NO_DETAILS, STEP, Details, with_details
 
 WANDB_START_S = 20.0  # for a server that answers to accept the run
-CLOUD_HOST = "api.wandb.ai"  # a key for it is also one for wandb's default server, which has another name now
 WANDB_RETRIES = 3  # of requests such as an alert, which delays the end of the run; rows are sent until they arrive
 WANDB_FINISH_S = 60.0  # to upload the rest at the end of a run; wandb itself would try for days
 
@@ -125,11 +121,8 @@ def server_problem() -> tuple[str, str]:
 
 def has_wandb_key() -> bool:
     """Whether wandb could log in to the server of its settings without a prompt."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    url = wandb.setup().settings.base_url
-    hosts = [urlsplit(url).netloc, *([CLOUD_HOST] if url == wandb.Settings().base_url else [])]
+    wandb.setup(settings=wandb.Settings(silent=True))
     try:
-        return any(map(netrc(os.environ.get("NETRC")).authenticators, hosts))
-    except (OSError, NetrcParseError):
-        return False
+        return wandb.login(prompt=False, verify=False)
+    except wandb.errors.AuthenticationError:  # a key of another form, which the start of the run reports
+        return True

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from io import StringIO
 
 import numpy as np
 from documented import check_documented
-from rich.console import Console
 from worlds import make_groups
 
 from rlhf.log.clock import Clock, waiting_seconds
 from rlhf.log.reductions import Last, Mean, Sum, UpdateOutcome, mean_over_updates, to_values
-from rlhf.log.terminal import Terminal
 from rlhf.run.rollout_log import rollout_metrics
 from rlhf.types import RolloutGroup, VersionSpan
 
@@ -87,9 +84,3 @@ def test_lag_is_counted_by_token() -> None:
     assert metrics["rollout/tokens_at_lag/1"].value() == 2 / tokens
     assert metrics["rollout/tokens_at_lag/2"].value() == (tokens - 2) / tokens
     assert to_values(metrics)["rollout/lag/max"] == 2
-
-
-def test_a_warning_is_printed_as_it_is_even_with_brackets() -> None:
-    printed = StringIO()
-    Terminal(Console(file=printed, width=1000), total_steps=1).warn("reward[0]: returned [bold] 2 values")
-    assert printed.getvalue() == "warning: reward[0]: returned [bold] 2 values\n"

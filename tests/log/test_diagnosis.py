@@ -95,7 +95,6 @@ ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"rollout.max_policy_lag": 4},
         "Lower rollout.max_policy_lag=4",
     ),
-    "gradient spike": ({"learner/grad_norm": lambda step: 50.0 if step == 60 else 0.5}, {}, "was 50, usually 0."),
     "updates were skipped": ({"learner/updates_skipped": 1.0}, {}, "1 updates were skipped"),
     "lag at its bound, dropped": ({"account/stale": since_40(100)}, {}, "rollout.max_policy_lag=0"),
     "lag at its bound, slow groups": (

@@ -101,7 +101,7 @@ def judge_responses(
     described = ", ".join(f"{text} {values[name]:.2g}" for text, name in shown.items() if name in values)
     text = f"{len(samples)} responses to {len(groups)} prompts: {described}"
     text = "\n".join([text, *(line for group in groups[:SHOWN] for line in _example(group))])
-    view = View([values | statuses], [{}], [], flat_keys(config.model_dump(mode="json")))
+    view = View([values | statuses], {}, [], flat_keys(config.model_dump(mode="json")))
     findings = list(view.findings())
     if tiny or not findings:
         return Finding("ok", text)
