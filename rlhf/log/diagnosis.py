@@ -33,7 +33,6 @@ COLLAPSED = 0.1  # of the first entropy
 TOO_STALE, UNGRADED = 0.05, 0.02  # of the rollouts; of the grades
 FEW_CALLS = 0.05  # mean calls per rollout; with fewer, the share of failed calls is chance
 FAILING_CALLS = 0.9  # of the calls
-SLOW_GROUPS = 0.25  # of a step's time
 
 
 class View(NamedTuple):
@@ -176,24 +175,11 @@ def skipped_updates(view: View) -> Problems:
 
 
 def stale_rollouts(view: View) -> Problems:
-    bound, sampled = view.config.get("rollout.max_policy_lag") or 0, view.rise("account/sampled")
-    share = view.rise("account/stale") / sampled if sampled > 0 else 0.0
-    step_s, slow_s = view.mean("time/step"), view.mean("time/slow_groups")
-    if share >= TOO_STALE:
+    sampled = view.rise("account/sampled")
+    if sampled > 0 and (share := view.rise("account/stale") / sampled) >= TOO_STALE:
         yield (
             f"{share:.0%} of the rollouts were too old when a step could take them, and were dropped.",
             "Raise {rollout.max_policy_lag} or {cluster.learners}, or set rollout.on_stale=wait.",
-        )
-    if bound and step_s > 0 and slow_s / step_s >= SLOW_GROUPS:
-        yield (
-            f"Steps waited {slow_s / step_s:.0%} of their time for slow groups, so that none becomes too old.",
-            "Raise {rollout.max_policy_lag} or {rollout.prompts_per_step}, so that the longest responses take fewer "
-            "steps.",
-        )
-    if bound >= 2 and view.mean("rollout/lag/p50") >= bound:
-        yield (
-            f"Half of the rollouts are as old as rollout.max_policy_lag={bound} allows.",
-            "Steps wait for the learners: raise {cluster.learners}, or lower the lag, which costs no speed here.",
         )
 
 
@@ -250,7 +236,7 @@ RULES: dict[str, Callable[[View], Problems]] = {
     "much clipping": much_clipping,
     "engines and learner drift apart": engine_drift,
     "updates were skipped": skipped_updates,
-    "lag at its bound": stale_rollouts,
+    "rollouts are dropped as too old": stale_rollouts,
     "grades are missing": grader_failures,
 }
 

@@ -116,13 +116,9 @@ def _panels(panel: Panel, metrics: Sequence[str], runs: Sequence[RunFiles], *, s
 
 
 def _metric_title(name: str, runs: Sequence[RunFiles]) -> str:
-    """The title of eval/<data set>/avg@<k>: accuracy, or the name of the metric; several if the runs differ.
-
-    The config of a run of an old version has no `evaluation.metric`, so its title is METRIC.
-    """
+    """The title of eval/<data set>/avg@<k>: accuracy, or the name of the metric; several if the runs differ."""
     source = name.split("/")[1]
-    known = [run for run in runs if "evaluation.metric" in run.config]
-    by_run = [metric_titles(run.program_config.metrics, run.rows) for run in known if run.program_config]
+    by_run = [metric_titles(run.program_config.metrics, run.rows) for run in runs if run.program_config]
     titles = dict.fromkeys(titles[source] for titles in by_run if source in titles)
     return " / ".join(titles).replace("accuracy (", "Accuracy (") or METRIC
 

@@ -96,13 +96,7 @@ ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "Lower rollout.max_policy_lag=4",
     ),
     "updates were skipped": ({"learner/updates_skipped": 1.0}, {}, "1 updates were skipped"),
-    "lag at its bound, dropped": ({"account/stale": since_40(100)}, {}, "rollout.max_policy_lag=0"),
-    "lag at its bound, slow groups": (
-        {"time/slow_groups": lambda step: 100.0},
-        {"rollout.max_policy_lag": 2},
-        "rollout.max_policy_lag=2 or rollout.prompts_per_step=",
-    ),
-    "lag at its bound": ({"rollout/lag/p50": 4.0}, {"rollout.max_policy_lag": 4}, "cluster.learners=1"),
+    "rollouts are dropped as too old": ({"account/stale": since_40(100)}, {}, "rollout.max_policy_lag=0"),
     "grades are missing": (GRADER, {}, "(math/timeout). Raise reward.wall_seconds=10.0"),
 }
 

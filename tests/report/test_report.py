@@ -296,10 +296,6 @@ def test_charts_of_the_metric_say_which_one_it_is_and_call_nothing_outside_of_0_
     }
     left = write_run(tmp_path / "b", metrics=values | {"eval/rated/outside_fraction": 0.1}, **sets)
     assert charts(run, left)["Accuracy (own.py:f) / own.py:f"] == ["eval/rated/avg@1"]
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    del config["evaluation"]["metric"]  # of a version that took the first part
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    assert charts(run)["Metric of the evaluation"] == ["eval/test/avg@1", "eval/rated/avg@1"]
 
 
 def test_nothing_in_the_page_is_loaded_from_elsewhere_and_no_text_of_a_run_is_html(tmp_path: Path) -> None:
