@@ -4,8 +4,8 @@
     python -m rlhf.report runs/k1 runs/k3 runs/k4 --output kl.html
 
 The page begins with the differences between the configs, and between them and the defaults. It shows the curves of all
-runs, evaluations, seconds by phase, the diagnosis, and every rollout that was trained on (of long runs a sample, whose
-share it states). Runs whose configs differ only in the seed are one line, their mean, with a 95% bootstrap interval
+runs, evaluations, seconds by phase, the diagnosis, and every rollout that was trained on (of long runs those of every
+k-th step). Runs whose configs differ only in the seed are one line, their mean, with a 95% bootstrap interval
 over seeds as a band. A run need not be finished: write the page again to see the newest steps.
 
 The page of one run is report.html in its folder. The page of several runs is report-RUN-RUN.html, next to the folder of
@@ -15,7 +15,6 @@ the first run.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import re
 import sys
 from collections.abc import Sequence
@@ -57,8 +56,7 @@ def default_output(runs: Sequence[RunFiles]) -> Path:
         return runs[0].path / "report.html"
     names = re.sub(r"[^\w.,=+-]+", "_", "-".join(run.name for run in runs))
     if len(names) > LONGEST_NAME:
-        digest = hashlib.sha256("\n".join(str(run.path.resolve()) for run in runs).encode()).hexdigest()
-        names = f"{names[:LONGEST_NAME]}-{len(runs)}-runs-{digest[:8]}"
+        names = f"{names[:LONGEST_NAME]}-{len(runs)}-runs"
     first = runs[0].path
     return (first if first.name.strip(".") else first.resolve()).parent / f"report-{names}.html"
 

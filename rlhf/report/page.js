@@ -230,8 +230,8 @@ function showFilters() {
   const options = (name, values, label) => form[name].append(...values.map((value) => element("option", { value, textContent: label(value) })));
   options("run", data.runs.map((_, i) => i), (i) => data.runs[i].name);
   for (const name of ["status", "finish_reason"]) options(name, [...new Set(columns[name])], (i) => texts[i]);
-  $("share").textContent = rollouts.shares.map((share, i) => share === 1 ? "" :
-    `Of ${data.runs[i].name} this page holds a sample: ${(100 * share).toPrecision(2)}% of its text, the first groups of each step. `).join("");
+  $("share").textContent = rollouts.every.map((every, i) => every === 1 ? "" :
+    `Of ${data.runs[i].name} this page has the rollouts of one step in ${every}. `).join("");
   let waiting;
   form.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(filter, 80); });
   form.addEventListener("reset", () => setTimeout(filter));

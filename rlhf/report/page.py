@@ -206,7 +206,7 @@ def _rollouts(runs: Sequence[RunFiles]) -> dict[str, Any]:
     for count, (number, group) in enumerate(groups):
         for row in group:
             _add_row(columns, row, texts, run=number, group=count)
-    return {"columns": columns, "texts": list(texts), "shares": [round(share, 4) for _, share in samples]}
+    return {"columns": columns, "texts": list(texts), "every": [every for _, every in samples]}
 
 
 def _add_row(columns: dict[str, list[Any]], row: Row, texts: dict[str, int], *, run: int, group: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,6 @@ from typing import Any
 from rlhf.answers.thoughts import split_thoughts
 from rlhf.config.changed import changed_values, config_of_any_program
 from rlhf.config.load import flat_keys, stored_values
-from rlhf.config.printing import as_utf8
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.log.sinks import Row, read_rows, read_summary
 from rlhf.rewards.grade import NO_ANSWER
@@ -133,23 +131,8 @@ def states_no_answer(row: Row) -> bool:
     return bool(row["extracted"] == "" and row["status"] == NO_ANSWER)
 
 
-def sample_groups(run: RunFiles, max_bytes: int) -> tuple[list[list[Row]], float]:
-    """Groups of all steps, in order, and their share of the bytes of all rollout files: 1 if these fit in `max_bytes`.
-
-    If they do not fit, the first groups of each file are taken, within its share of `max_bytes`; the unused part of a
-    share goes to the next file. The order of prompts is random, so the first groups are not special.
-    """
-    files = {file: file.stat().st_size for file in run.rollout_files().values()}
-    total = sum(files.values())
-    if total <= max_bytes:
-        return [group for file in files for group in read_groups(file)], 1.0
-    groups, allowed, taken = [], 0.0, 0
-    for file, size in files.items():
-        allowed += size * max_bytes / total
-        for group in read_groups(file):
-            written = sum(len(as_utf8(json.dumps(row, ensure_ascii=False)).encode()) + 1 for row in group)
-            if taken + written > allowed:
-                break
-            groups.append(group)
-            taken += written
-    return groups, taken / total
+def sample_groups(run: RunFiles, max_bytes: int) -> tuple[list[list[Row]], int]:
+    """(groups, k): the groups of every k-th step with rollouts; k is 1 if all rollout files fit in `max_bytes`."""
+    files = list(run.rollout_files().values())
+    every = max(1, -(-sum(file.stat().st_size for file in files) // max_bytes))
+    return [group for file in files[::every] for group in read_groups(file)], every
