@@ -22,7 +22,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhf.check.report import printed
+from rlhf.check.report import print_plan
 from rlhf.check.start_checks import start_problems
 from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
@@ -113,7 +113,7 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
 
 def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse("rlhf.grpo", DESCRIPTION, GRPOConfig, argv, check=start_problems)
-    if printed(config, arguments):
+    if print_plan(config, arguments):
         return
     with waiting("starting: importing torch and Ray"):
         from rlhf.run.folder import with_date

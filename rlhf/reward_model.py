@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rlhf.check.report import printed
+from rlhf.check.report import print_plan
 from rlhf.check.start_checks import run_problems
 from rlhf.config import cli
 from rlhf.config.printing import say, waiting
@@ -48,7 +48,7 @@ async def train(run: Run[RewardTrainingConfig], data: TrainEval) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse("rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv, check=run_problems)
-    if printed(config, arguments):
+    if print_plan(config, arguments):
         return
     with waiting("starting: importing torch and Ray"):
         from rlhf.data.conversations import pair_encoder, read_examples

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rlhf.check.report import printed
+from rlhf.check.report import print_plan
 from rlhf.check.start_checks import run_problems
 from rlhf.config import cli
 from rlhf.config.printing import say, waiting
@@ -44,7 +44,7 @@ async def train(run: Run[SFTConfig], data: TrainEval) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse("rlhf.sft", DESCRIPTION, SFTConfig, argv, check=run_problems)
-    if printed(config, arguments):
+    if print_plan(config, arguments):
         return
     with waiting("starting: importing torch and Ray"):
         from rlhf.data.conversations import SFTEncoder, read_examples

@@ -1,8 +1,8 @@
 """The examination of every model of a run, before anything starts.
 
 `model_problems` makes the checks that need no class of the model; it imports no torch, and --plan makes them too.
-`examine` adds the checks that need the class: transformers loads each model without its data. A hub model whose files
-are not in the cache is examined when it is loaded.
+`examine_models` adds the checks that need the class: transformers loads each model without its data. A hub model whose
+files are not in the cache is examined when it is loaded.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run_models(config: TrainingProgramConfig, *, trains: bool = True) -> list[Ru
     """Every model of the run, once for each way in which it is loaded."""
     models = [
         RunModel(
-            role.model_key, role.model, role.scalar, template=_template_of(role, config),
+            role.model_key, role.model, role.scalar, template=_role_template(role, config),
             is_trained=role.training is not None, is_served=not trains,
         )
         for role in config.roles(trains=trains)
@@ -87,7 +87,7 @@ def run_models(config: TrainingProgramConfig, *, trains: bool = True) -> list[Ru
     return list(once.values())
 
 
-def _template_of(role: Role, config: TrainingProgramConfig) -> str | None:
+def _role_template(role: Role, config: TrainingProgramConfig) -> str | None:
     if role.name == REWARD_MODEL:
         reward_model = cast(GRPOConfig, config).reward_model
         assert reward_model is not None
@@ -98,7 +98,7 @@ def _template_of(role: Role, config: TrainingProgramConfig) -> str | None:
     return template or "model"
 
 
-def examine(config: TrainingProgramConfig, *, trains: bool = True) -> list[str]:
+def examine_models(config: TrainingProgramConfig, *, trains: bool = True) -> list[str]:
     """Check all files of the models. Returns the reasons to refuse the run."""
     models = run_models(config, trains=trains)
     problems = model_problems(config, trains=trains)
@@ -141,7 +141,7 @@ def model_problems(config: TrainingProgramConfig, *, trains: bool = True) -> lis
     problems = collect_problems(*(partial(check_files, model) for model in models))
     if not problems:
         problems += _mismatches(config, trains=trains)
-    problems += collect_problems(*(partial(check_stored, model) for model in models))
+    problems += collect_problems(*(partial(check_weights_and_tokenizer, model) for model in models))
     return list(dict.fromkeys(problems))
 
 
@@ -173,7 +173,7 @@ def check_files(model: RunModel) -> None:
         raise ValueError(f"{label}: {error}") from None
 
 
-def check_stored(model: RunModel) -> None:
+def check_weights_and_tokenizer(model: RunModel) -> None:
     """Check that the weights, and the policy's tokenizer, are there and complete; else raise a ValueError."""
     try:
         if local_model_config(model.path) is None:
@@ -185,14 +185,14 @@ def check_stored(model: RunModel) -> None:
         raise ValueError(f"{model.label}: {error}") from None
 
 
-def quantization(config: Mapping[str, Any]) -> str:
+def quantization_method(config: Mapping[str, Any]) -> str:
     """The method of a quantized model; an empty string if the model is not quantized."""
     settings = [c.get(key) for c in (config, text_config(dict(config))) for key in QUANTIZED]
     return next((str(s.get("quant_method") or ", ".join(s)) for s in settings if isinstance(s, dict)), "")
 
 
 def _check_unquantized(config: Mapping[str, Any]) -> None:
-    if method := quantization(config):
+    if method := quantization_method(config):
         raise ValueError(
             f"by config.json it is quantized ({method}), and there is no quantized training. Name the model in its "
             "unquantized form (bfloat16)"
@@ -283,10 +283,10 @@ def check_class(model: RunModel, of_policy: ModelConfig) -> None:
     if config is None or not has_weights(folder) or ("auto_map" in config and loaded.trust_remote_code):
         return  # the same is checked when it is loaded
     try:
-        _load(model, loaded)
+        _load_without_data(model, loaded)
     except ValueError as error:
         why = " ".join(str(error).split()).removeprefix(f"{model.key}={folder}: ")
-        if not (model.is_served and quantization(config)):
+        if not (model.is_served and quantization_method(config)):
             raise ValueError(f"{model.label}: {why}") from None
     except Exception as error:  # any type, if config.json does not suit the class
         raise ValueError(
@@ -294,12 +294,12 @@ def check_class(model: RunModel, of_policy: ModelConfig) -> None:
             "download or save the model again."
         ) from None
     else:
-        if method := quantization(config):
+        if method := quantization_method(config):
             what = f"config.json says that it is quantized ({method}), but its weights are not"
             raise ValueError(f"{model.label}: {what}. Remove quantization_config from config.json.")
 
 
-def _load(model: RunModel, loaded: ModelConfig) -> None:
+def _load_without_data(model: RunModel, loaded: ModelConfig) -> None:
     """Load the model without data, as the run does; `loaded.path` is its folder."""
     from rlhf.learner.loading import check_report, check_tied, load
     from rlhf.learner.policy_model import load_language_model
@@ -343,7 +343,7 @@ def _check_generation_config(folder: Path) -> None:
 def _mismatches(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]:
     """Contexts, vocabularies and attention heads that do not fit the run."""
     policy = text_config(config_at(config.model.path) or {})
-    if config.max_sequence_tokens > (context := _context(policy)):
+    if config.max_sequence_tokens > (context := _context_tokens(policy)):
         yield (
             f"{config.sequence_keys}: {config.max_sequence_tokens} tokens exceed the context of model.path="
             f"{config.model.path}, which is {context}. Shorten the sequences."
@@ -368,7 +368,7 @@ def _mismatches(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]
             "heads, so vLLM will refuse it. Use a divisor."
         )
     for key, path in config.further_models.items() if trains else ():
-        if config.max_sequence_tokens > (context := _context(text_config(local_model_config(path) or {}))):
+        if config.max_sequence_tokens > (context := _context_tokens(text_config(local_model_config(path) or {}))):
             yield (
                 f"{key}={path}: its context is {context} tokens, and it reads sequences of "
                 f"{config.max_sequence_tokens} ({config.sequence_keys}). Shorten them, or name another model."
@@ -386,7 +386,7 @@ def _mismatches(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]
             yield from _template_problem(role, config)
 
 
-def _context(config: Mapping[str, Any]) -> float:
+def _context_tokens(config: Mapping[str, Any]) -> float:
     """The longest sequence that a model reads, tokens; infinite if config.json does not say."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len")  # most; GPT-2 and its kin; MPT and DBRX
     return next((tokens for name in names if isinstance(tokens := config.get(name), int)), math.inf)
@@ -394,7 +394,7 @@ def _context(config: Mapping[str, Any]) -> float:
 
 def _template_problem(role: Role, config: TrainingProgramConfig) -> Iterator[str]:
     """A problem if conversations cannot be written in the template that the reward model needs."""
-    recorded, template = reward_model_record(role.model).get("template"), _template_of(role, config)
+    recorded, template = reward_model_record(role.model).get("template"), _role_template(role, config)
     if recorded not in (None, template):
         yield (
             f"reward_model.template={template}: {role.model_key}={role.model} was trained with "

@@ -81,10 +81,10 @@ def step_time(config: GRPOConfig, shape: ModelShape | None, scale: Scale | None 
             computing = epochs * epoch * speed.compute_s(shape, config)
             for role, training in config.trained_roles():
                 microbatches = speed.microbatches_per_update(config, training)
-                sending += _sending_s(config, shape, role, training, microbatches, computing)
+                sending += _communication_s(config, shape, role, training, microbatches, computing)
         learner = scale.learner / speed.compute_s(shape, config)
         engine = scale.engine * speed.decode_tokens_per_second(shape, config)
-        turns = speed.turns_s(shape, config)
+        turns = speed.swap_s(shape, config)
     if learner is None or engine is None:
         return None
     passes = speed.forward_passes(config)
@@ -111,11 +111,11 @@ def update_time(config: SupervisedConfig, shape: ModelShape, tokens: int) -> Ste
     each = -(-config.examples_per_update * config.sequences_per_example * tokens // config.cluster.learners)
     computing = each * speed.compute_s(shape, config, lengths)
     microbatches = max(1, -(-each // config.learner.max_tokens_per_microbatch))
-    sending = _sending_s(config, shape, role, training, microbatches, computing)
+    sending = _communication_s(config, shape, role, training, microbatches, computing)
     return StepTime(computing, sending, speed.host_optimizer_s(config))
 
 
-def _sending_s(
+def _communication_s(
     config: GRPOConfig | SupervisedConfig,
     shape: ModelShape,
     role: Role,
@@ -146,16 +146,16 @@ def time_rows(config: GRPOConfig, time: StepTime) -> list[tuple[str, str]]:
     epochs = max(training.epochs_per_step for _, training in config.trained_roles())
     passes = speed.forward_passes(config)
     hours = config.run.steps * time.total / 3600
-    engines = f"({quantity(cluster.engines, 'engine')} x {_rate(time.engine_speed)})"
-    learners = f"({quantity(cluster.learners, 'learner')} x {_rate(time.learner_speed)})"
+    engines = f"({quantity(cluster.engines, 'engine')} x {_rate_text(time.engine_speed)})"
+    learners = f"({quantity(cluster.learners, 'learner')} x {_rate_text(time.learner_speed)})"
     assumed = [name for name in ("engine", "learner") if getattr(plan, f"{name}_tokens_per_second") is None]
     keys = " and ".join(f"plan.{name}_tokens_per_second" for name in assumed)
     forward = f"{quantity(passes, 'pass')}, each 1/{round(1 / FORWARD_SHARE)} of an epoch"
     how = "sampling at the same time as the rest" if time.overlaps else "one after the other"
     last = f" + {time.tail:,.1f} s of the longest response alone" if time.tail else ""
     return [
-        *([("speeds", f"{speed.described_card(config)}; to use measured ones set {keys}")] if assumed else []),
-        ("lengths", _lengths(config)),
+        *([("speeds", f"{speed.card_description(config)}; to use measured ones set {keys}")] if assumed else []),
+        ("lengths", _lengths_text(config)),
         ("tokens per step", f"{tokens:,}, of which sampled {sampled:,}"),
         ("sampling", f"{sampled:,} / {engines}{last} = {time.sampling:,.1f} s"),
         ("log-probs", f"{forward} = {time.logprobs:,.1f} s" if passes else "none"),
@@ -169,7 +169,7 @@ def time_rows(config: GRPOConfig, time: StepTime) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _lengths(config: GRPOConfig) -> str:
+def _lengths_text(config: GRPOConfig) -> str:
     """The mean lengths, each with the key that sets it."""
     plan, lengths = config.plan, Lengths.of(config)
     given = {"prompt": plan.prompt_tokens, "response": plan.response_tokens}
@@ -181,5 +181,5 @@ def _lengths(config: GRPOConfig) -> str:
     return " and ".join(texts) + (f"; set {assumed} to the mean of your data" if assumed else "")
 
 
-def _rate(tokens_per_second: float) -> str:
+def _rate_text(tokens_per_second: float) -> str:
     return f"{tokens_per_second:,.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:,.3g}"

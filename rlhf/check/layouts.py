@@ -66,7 +66,7 @@ def with_fewest_bytes(config: GRPOConfig, shape: ModelShape) -> tuple[GRPOConfig
         for share in dict.fromkeys((most, *(share for share in SHARES if shared or most < share == SHARES[0]))):
             staged = with_trained_values(config, zero_stage=stage)
             candidate = with_values(staged, rollout={"gpu_memory_utilization": share})
-            before, problem = problem, problem_of(candidate, shape)
+            before, problem = problem, first_problem(candidate, shape)
             if problem and problem == before:
                 break  # no share of the engine changes it
             if problem is None and not preemption(candidate, shape):
@@ -76,7 +76,7 @@ def with_fewest_bytes(config: GRPOConfig, shape: ModelShape) -> tuple[GRPOConfig
     return (candidate, problem) if preempting is None else (preempting, None)
 
 
-def problem_of(config: TrainingProgramConfig, shape: ModelShape) -> str | None:
+def first_problem(config: TrainingProgramConfig, shape: ModelShape) -> str | None:
     """The first reason why a config does not fit, or contradicts itself; None if there is no reason."""
     return next(chain(memory_problems(config, memory_of_roles(config, shape), shape), config.contradictions()), None)
 
@@ -112,7 +112,7 @@ def microbatch_budgets(config: GRPOConfig) -> dict[int, None]:
     return dict.fromkeys((budget, min(budget, max(SMALL_MICROBATCH, config.max_sequence_tokens))))
 
 
-def fastest(config: GRPOConfig, shape: ModelShape, gpus: int, kind: str, scale: Scale) -> Layout | str:
+def fastest_layout(config: GRPOConfig, shape: ModelShape, gpus: int, kind: str, scale: Scale) -> Layout | str:
     """The fastest layout of a kind that fits, or why the most economical one does not."""
     placement, lag = KINDS[kind]
     base = with_values(config, cluster={"placement": placement}, rollout={"max_policy_lag": lag})
@@ -146,22 +146,22 @@ class Search(NamedTuple):
         return min(fitting, key=lambda each: (each.config.rollout.max_policy_lag > lag, each.seconds), default=None)
 
 
-def search(config: GRPOConfig, shape: ModelShape, gpus: int) -> Search:
+def search_layouts(config: GRPOConfig, shape: ModelShape, gpus: int) -> Search:
     """Search the layouts on this number of GPUs."""
     scale = Scale.of(config, shape)
-    return Search(gpus, {kind: fastest(config, shape, gpus, kind, scale) for kind in KINDS})
+    return Search(gpus, {kind: fastest_layout(config, shape, gpus, kind, scale) for kind in KINDS})
 
 
-def searches(config: GRPOConfig, shape: ModelShape) -> list[Search]:
+def search_until_fit(config: GRPOConfig, shape: ModelShape) -> list[Search]:
     """Search the layouts on the GPUs of the run and, until one fits, on more nodes."""
     own, per_node = count_gpus(config.roles()), config.cluster.gpus_per_node
-    done = [search(config, shape, own)]
+    done = [search_layouts(config, shape, own)]
     more = [per_node * nodes for nodes in NODES] if per_node > 1 else [2, 4, *(NODE_GPUS * nodes for nodes in NODES)]
     for gpus in (gpus for gpus in more if gpus > own):
         if done[-1].best(0):
             break
         larger = {"gpus_per_node": min(gpus, NODE_GPUS) if per_node == 1 else per_node}
-        done.append(search(with_values(config, cluster=larger), shape, gpus))
+        done.append(search_layouts(with_values(config, cluster=larger), shape, gpus))
     return done
 
 
@@ -185,7 +185,7 @@ def economies(config: C) -> Iterator[C]:
         yield with_adapters(config)
 
 
-def keys_of(config: Section, layout: Section) -> str:
+def changed_keys(config: Section, layout: Section) -> str:
     """The keys that differ in a layout, as one line to add to the command; `AS_SET` if none differs."""
     return " ".join(f"{key}={value}" for key, value in _differences(config, layout)) or AS_SET
 

@@ -85,13 +85,13 @@ def memory_of_roles(config: TrainingProgramConfig, policy: ModelShape) -> list[R
     """The memory of every role of the run; `policy` is the shape of model.path."""
     estimates = []
     for role in config.roles():
-        shape = _shape_of(role, config, policy)
+        shape = _role_shape(role, config, policy)
         parts = () if shape is None else pkgutil.resolve_name(role.memory)(shape, config)
         estimates.append(RoleMemory(role, shape, parts))
     return estimates
 
 
-def _shape_of(role: Role, config: TrainingProgramConfig, policy: ModelShape | None) -> ModelShape | None:
+def _role_shape(role: Role, config: TrainingProgramConfig, policy: ModelShape | None) -> ModelShape | None:
     return policy if role.model == config.model.path else shape_at(role.model)
 
 
@@ -102,16 +102,16 @@ def checkpoint_bytes(config: TrainingProgramConfig, policy: ModelShape | None) -
     """
     size = 0
     for role, _ in config.trained_roles():
-        if (count := parameters_of(role, config, policy)) is None:
+        if (count := role_parameters(role, config, policy)) is None:
             return None
         moves = config.reference_moves and role.name == LEARNER
         size += (MASTER_BYTES + MOMENTS_BYTES) * count + MASTER_BYTES * count * moves
     return size
 
 
-def parameters_of(role: Role, config: TrainingProgramConfig, policy: ModelShape | None) -> int | None:
+def role_parameters(role: Role, config: TrainingProgramConfig, policy: ModelShape | None) -> int | None:
     """Trained parameters of a role; None if the shape of its model is not known."""
-    if (shape := _shape_of(role, config, policy)) is None:
+    if (shape := _role_shape(role, config, policy)) is None:
         return None
     return scalar_parameters(shape) if role.scalar else trained_parameters(shape, config.model.lora)
 
@@ -123,13 +123,13 @@ def total(parts: Sequence[Part]) -> float:
 def learner_memory(shape: ModelShape, config: TrainingProgramConfig) -> tuple[Part, ...]:
     """The parts of one learner at the peak of an update."""
     if config.scalar_learner:
-        return _trained(config.learner, shape, config, scalar_parameters(shape), [], _scalar_head(shape, config))
+        return _rank_memory(config.learner, shape, config, scalar_parameters(shape), [], _scalar_head(shape, config))
     lora, compares, others = config.model.lora, False, []
     if isinstance(config, GRPOConfig):
         others = _kept_models(shape, config)
         compares = (teacher := config.algo.teacher) is not None and teacher.in_loss
     count, kept = trained_parameters(shape, lora), 0 if lora is None else shape.parameters
-    return _trained(config.learner, shape, config, count, others, _head(shape, config, compares), frozen=kept)
+    return _rank_memory(config.learner, shape, config, count, others, _head(shape, config, compares), frozen=kept)
 
 
 def _kept_models(shape: ModelShape, config: GRPOConfig) -> list[Part]:
@@ -156,7 +156,7 @@ def _kept_models(shape: ModelShape, config: GRPOConfig) -> list[Part]:
 def critic_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     """The parts of one rank of the critic at the peak of an update."""
     section: TrainedConfig = config.critic  # type: ignore[attr-defined]  # of PPO alone
-    return _trained(section, shape, config, scalar_parameters(shape), [], _scalar_head(shape, config))
+    return _rank_memory(section, shape, config, scalar_parameters(shape), [], _scalar_head(shape, config))
 
 
 def _scalar_head(shape: ModelShape, config: TrainingProgramConfig) -> Part:
@@ -202,7 +202,7 @@ def trained_parameters(shape: ModelShape, lora: LoraConfig | None) -> int:
     return lora.rank * sum(adapted)
 
 
-def _trained(
+def _rank_memory(
     section: TrainedConfig,
     shape: ModelShape,
     config: TrainingProgramConfig,
@@ -230,7 +230,7 @@ def _trained(
             state.append(_divided("master weights, float32", count, MASTER_BYTES, by, use="movable"))
         state.append(_divided("Adam's two moments, float32", count, MOMENTS_BYTES, by, use="movable"))
     by = ranks if stage >= 2 else 1
-    bucket = _reduction(section, shape, config, count)
+    bucket = _reduction_buffers(section, shape, config, count)
     if offload:
         work = [Part("gradients", b * count / by, f"{_share(count, b, by)}, then in host memory"), bucket]
     elif stage == 0:
@@ -254,7 +254,7 @@ def _trained(
     return (*state, *reference, *work, activations, head, _overhead("learner", config))
 
 
-def _reduction(section: TrainedConfig, shape: ModelShape, config: TrainingProgramConfig, count: int) -> Part:
+def _reduction_buffers(section: TrainedConfig, shape: ModelShape, config: TrainingProgramConfig, count: int) -> Part:
     """DeepSpeed's buffers between learners, whose size is full for any model; on CPU the unfilled part takes no memory.
 
     A bucket, or a tensor that is larger than one, is flattened before it is sent, and cast if another type is sent.

@@ -155,14 +155,17 @@ def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> Mode
         raise ValueError(f"config.json has no {error.args[0]}.") from None
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"config.json has a size that is no number ({error}).") from None
-    counted, active = _count(stored, shape, _is_tied(config, stored)) if stored else _formula(shape, config)
-    return replace(shape, parameters=counted, active_parameters=active)
+    if stored:
+        count, active = _count_in_files(stored, shape, _is_tied(config, stored))
+    else:
+        count, active = _count_by_formula(shape, config)
+    return replace(shape, parameters=count, active_parameters=active)
 
 
 def _sizes(kind: str, config: Mapping[str, Any], stored: Stored | None) -> ModelShape:
     """The sizes in config.json, without the parameters. Raises KeyError if a size is missing."""
-    hidden, heads = _first(config, "hidden_size", "n_embd"), _first(config, "num_attention_heads", "n_head")
-    layers, attention_layers = _layers(config)
+    hidden, heads = _first_set(config, "hidden_size", "n_embd"), _first_set(config, "num_attention_heads", "n_head")
+    layers, attention_layers = _count_layers(config)
     sparse = kind in EXPERT_SIZES
     active_keys = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
     every, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
@@ -171,18 +174,18 @@ def _sizes(kind: str, config: Mapping[str, Any], stored: Stored | None) -> Model
     has_head = not _is_tied(config, stored) and (not stored or any("lm_head" in name for name in stored))
     return ModelShape(
         model_type=kind,
-        vocabulary=_first(config, "vocab_size"),
+        vocabulary=_first_set(config, "vocab_size"),
         hidden=hidden,
         layers=layers,
         attention_layers=attention_layers,
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or KV_HEADS_DEFAULT.get(kind, heads),
         head_dim=latent or config.get("head_dim") or (QWEN3_HEAD_DIM if kind == "qwen3" else hidden // heads),
-        intermediate=_first(
+        intermediate=_first_set(
             config, "intermediate_size", missing=None if kind in USUAL_MODEL_TYPES and not sparse else 4 * hidden
         ),
-        experts=_first(config, *EXPERT_KEYS, missing=None if sparse else 0),
-        active_experts=_first(config, *active_keys, missing=None if sparse else 0),
+        experts=_first_set(config, *EXPERT_KEYS, missing=None if sparse else 0),
+        active_experts=_first_set(config, *active_keys, missing=None if sparse else 0),
         expert_intermediate=config[EXPERT_SIZES[kind]] if sparse else 0,
         sparse_layers=sum((i + 1) % every == 0 and i not in dense for i in range(layers)) if sparse else 0,
         head_parameters=has_head * config["vocab_size"] * hidden,
@@ -191,7 +194,7 @@ def _sizes(kind: str, config: Mapping[str, Any], stored: Stored | None) -> Model
     )
 
 
-def _first(config: Mapping[str, Any], *keys: str, missing: int | None = None) -> int:
+def _first_set(config: Mapping[str, Any], *keys: str, missing: int | None = None) -> int:
     """The value of the first key that is set, else `missing`; KeyError if both are None, TypeError for no number."""
     value: int | None = next((config[key] for key in keys if config.get(key)), missing)
     if value is None:
@@ -201,10 +204,10 @@ def _first(config: Mapping[str, Any], *keys: str, missing: int | None = None) ->
     return value
 
 
-def _layers(config: Mapping[str, Any]) -> tuple[int, int]:
+def _count_layers(config: Mapping[str, Any]) -> tuple[int, int]:
     """The number of layers, and the number of layers with attention."""
     kinds = config.get("layers_block_type") or config.get("layer_types") or ()
-    layers = _first(config, "num_hidden_layers", "n_layer", missing=len(kinds) or None)
+    layers = _first_set(config, "num_hidden_layers", "n_layer", missing=len(kinds) or None)
     if kinds:
         return layers, sum(kind not in WITHOUT_ATTENTION for kind in kinds)
     if interval := config.get("full_attention_interval"):
@@ -226,8 +229,8 @@ def _is_tied(config: Mapping[str, Any], stored: Stored | None) -> bool:
     return config.get("model_type") in TIED if tied is None else bool(tied)
 
 
-def _formula(shape: ModelShape, config: Mapping[str, Any]) -> tuple[int, int]:
-    """As `_count`, for the usual families: H n d twice and H k d twice of attention, 3 H I of each MLP and expert."""
+def _count_by_formula(shape: ModelShape, config: Mapping[str, Any]) -> tuple[int, int]:
+    """As `_count_in_files`, for usual families: 2 H n d + 2 H k d of attention, and 3 H I of each MLP and expert."""
     kind, hidden = shape.model_type, shape.hidden
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     bias = bool(config.get("attention_bias")) and kind not in ("mistral", "mixtral", "qwen2", "phi3")
@@ -245,7 +248,7 @@ def _formula(shape: ModelShape, config: Mapping[str, Any]) -> tuple[int, int]:
     )
 
 
-def _count(stored: Stored, model: ModelShape, tied: bool) -> tuple[int, int]:
+def _count_in_files(stored: Stored, model: ModelShape, tied: bool) -> tuple[int, int]:
     """The number of parameters, and of parameters in the matrix products of one token, without the head.
 
     Weight files may hold more than the model that is trained: a second copy of tied embeddings, layers that predict

@@ -16,7 +16,7 @@ from rlhf.algo.schedules import learning_rate
 from rlhf.algo.sizes import BYTES_PER_CHANGE, MOST_CHANGED
 from rlhf.check.examination import run_models
 from rlhf.check.hours import step_time, time_rows
-from rlhf.check.layouts import AS_SET, Layout, Search, keys_of, searches
+from rlhf.check.layouts import AS_SET, Layout, Search, changed_keys, search_until_fit
 from rlhf.check.memory import (
     BYTES,
     GIB,
@@ -31,7 +31,7 @@ from rlhf.check.memory import (
 )
 from rlhf.check.model_shape import ModelShape, config_at, read_shape
 from rlhf.check.resources import count_gpus, count_nodes, quantity, with_gpus_here
-from rlhf.check.speed import described_card
+from rlhf.check.speed import card_description
 from rlhf.check.start_checks import class_problems, plan_problems, rate_warnings
 from rlhf.check.verdict import Verdict, fit_verdict, supervised_verdict
 from rlhf.config.data import ENVIRONMENT, DataConfig, DatasetsConfig, S
@@ -59,7 +59,7 @@ class Plan(NamedTuple):
     problems: list[str]
 
 
-def printed(config: TrainingProgramConfig, flags: Namespace) -> bool:
+def print_plan(config: TrainingProgramConfig, flags: Namespace) -> bool:
     """Print the plan and the config, if --plan and --print-config are given; an early closed pipe is no error.
 
     Raises:
@@ -69,8 +69,8 @@ def printed(config: TrainingProgramConfig, flags: Namespace) -> bool:
     prompt = ""
     if flags.plan:
         assert isinstance(config, GRPOConfig | SupervisedConfig)
-        refusals, prompt = _start(config)
-        text, problems = planned(config, refusals)
+        refusals, prompt = _problems_and_prompt(config)
+        text, problems = make_plan(config, refusals)
         _write(text)
     if flags.print_config:
         _write("\n" * flags.plan + resolved_yaml(config))
@@ -88,7 +88,7 @@ def _write(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _start(config: TrainingProgramConfig) -> tuple[list[str], str]:
+def _problems_and_prompt(config: TrainingProgramConfig) -> tuple[list[str], str]:
     """Problems that prevent a start, and the first prompt; with the models' classes this takes seconds of imports."""
     problems, prompt = plan_problems(config), ""
     if not problems:
@@ -125,7 +125,7 @@ def first_prompt_text(config: GRPOConfig) -> str:
     return f"\nFirst prompt\n{show_prompt(prompt, tokenizer)}\n"
 
 
-def planned(config: GRPOConfig | SupervisedConfig, refusals: Sequence[str] | None = None) -> Plan:
+def make_plan(config: GRPOConfig | SupervisedConfig, refusals: Sequence[str] | None = None) -> Plan:
     """All sections of the plan, and the reasons to refuse the run.
 
     Args:
@@ -147,24 +147,24 @@ def planned(config: GRPOConfig | SupervisedConfig, refusals: Sequence[str] | Non
     if isinstance(config, GRPOConfig):
         problems += arithmetic_problems(config, prompts)
         warnings += idle_warnings(config)
-    first = _beginning(problems)
+    first = _problem_lines(problems)
     batches = _batches(config, prompts) if isinstance(config, GRPOConfig) else _example_batches(config, examples)
     sections = [("Batches", batches)]
     if config.run.steps:
         warnings += rate_warnings(config)
         sections.append(("Learning rate", _learning_rate(config)))
     sections.append(("Placement", _placement(config, gpu_memory)))
-    lines, more_sections = _judged(config, examples, problems, warnings)
+    lines, more_sections = _memory_sections(config, examples, problems, warnings)
     first += lines
     sections += more_sections
-    if of_hub := ", ".join(dict.fromkeys(_of_hub(config))):
+    if of_hub := ", ".join(dict.fromkeys(_hub_names(config))):
         first += wrapped("not checked: ", f"{of_hub}: the hub is asked when the run starts.")
     sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))
     texts = ["\n".join(first), *(f"{title}\n" + "\n".join(lines) for title, lines in sections if lines)]
     return Plan("\n\n".join(texts) + "\n", problems)
 
 
-def _judged(
+def _memory_sections(
     config: GRPOConfig | SupervisedConfig, examples: Examples, problems: list[str], warnings: list[str]
 ) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """The verdict on memory, in lines, and the sections about time and memory; adds to `problems` and `warnings`."""
@@ -179,7 +179,7 @@ def _judged(
     estimates = memory_of_roles(config, shape)
     verdict: Verdict[Any]
     if isinstance(config, GRPOConfig):
-        searched = searches(config, shape) if config.cluster.device == "cuda" else []
+        searched = search_until_fit(config, shape) if config.cluster.device == "cuda" else []
         verdict = fit_verdict(config, shape, estimates, searched)
         if verdict.fits and (warning := preemption(config, shape)):
             warnings.append(warning)
@@ -196,13 +196,13 @@ def _judged(
     return [line for says, keys in verdict.says for line in wrapped("", says) + [f"  {keys}"] * bool(keys)], sections
 
 
-def _beginning(problems: Sequence[str]) -> list[str]:
+def _problem_lines(problems: Sequence[str]) -> list[str]:
     """The lines with the problems that prevent a start."""
     label = "would not start: "
     return [line for n, text in enumerate(problems) for line in wrapped(" " * len(label) if n else label, text)]
 
 
-def _of_hub(config: TrainingProgramConfig) -> Iterator[str]:
+def _hub_names(config: TrainingProgramConfig) -> Iterator[str]:
     """`key=name` of the data sets and models that are not files on this machine."""
     sources = config_sources(config.data, "train") | config_sources(config.data, "eval")
     yield from (f"{k}={s.path}" for k, s in sources.items() if s.path != ENVIRONMENT and local_path(s) is None)
@@ -217,7 +217,7 @@ def _layouts(config: TrainingProgramConfig, searched: Sequence[Search]) -> list[
         for kind, layout in layouts.items():
             label = f"{quantity(gpus, 'GPU')}, {kind}"
             if isinstance(layout, Layout):
-                keys = keys_of(config, layout.config)
+                keys = changed_keys(config, layout.config)
                 as_set = f", {AS_SET}" if keys == AS_SET else ""
                 lines += rows((label, f"{layout.seconds:,.1f} s{as_set}")) + [f"    {keys}"] * (not as_set)
             else:
@@ -304,7 +304,7 @@ def _example_batches(config: SupervisedConfig, examples: Examples) -> list[str]:
         if config.run.steps:
             data.append(("optimizer steps", f"{config.steps:,} = {config.steps / max(1, passes):,.2f} passes"))
     sequences = f"{config.sequences_per_example} per example, of {examples.tokens:,} tokens on average ({examples.how})"
-    speeds = [("speeds", described_card(config))] if config.cluster.device == "cuda" else []
+    speeds = [("speeds", card_description(config))] if config.cluster.device == "cuda" else []
     return rows(
         ("examples per update", f"learner.{config.examples_key}={each:,}"), *data, ("sequences", sequences), *speeds
     )
@@ -316,7 +316,7 @@ def _batches(config: GRPOConfig, prompts: int | str) -> list[str]:
     minibatch = -(-per_step // learner.minibatches_per_epoch)
     budget = learner.max_tokens_per_microbatch
     microbatches = -(-minibatch // (budget // longest))
-    by_role = [_updates(role.name, training) for role, training in config.trained_roles()]
+    by_role = [_update_row(role.name, training) for role, training in config.trained_roles()]
     response = "response" if rollout.max_rollout_tokens is None else "rollout"
     passes = [name for name, on in (("old", config.needs_old_logprobs_pass), ("ref", config.needs_reference)) if on]
     if (teacher := config.algo.teacher) is not None and teacher.computed:
@@ -327,7 +327,7 @@ def _batches(config: GRPOConfig, prompts: int | str) -> list[str]:
         ("minibatch", f"{per_step:,} / {learner.minibatches_per_epoch} = {per_step / learner.minibatches_per_epoch:,g}"
          " rollouts, one optimizer step each"),
         *by_role,
-        ("data", _epochs(config, prompts)),
+        ("data", _epochs_text(config, prompts)),
         ("longest sequence", f"{config.data.max_prompt_tokens:,} prompt + {rollout.longest:,} {response} = "
          f"{longest:,} tokens"),
         ("tokens per step, at most", f"{per_step:,} x {longest:,} = {per_step * longest:,}, of which sampled "
@@ -338,7 +338,7 @@ def _batches(config: GRPOConfig, prompts: int | str) -> list[str]:
     )  # fmt: skip
 
 
-def _epochs(config: GRPOConfig, prompts: int | str) -> str:
+def _epochs_text(config: GRPOConfig, prompts: int | str) -> str:
     if isinstance(prompts, str):
         return f"not counted: {prompts}"
     if not prompts:
@@ -350,7 +350,7 @@ def _epochs(config: GRPOConfig, prompts: int | str) -> str:
     )
 
 
-def _updates(name: str, training: Training) -> tuple[str, str]:
+def _update_row(name: str, training: Training) -> tuple[str, str]:
     steps = quantity(training.steps - training.idle_steps, "step")
     epochs = quantity(training.epochs_per_step, "epoch")
     minibatches = quantity(training.minibatches_per_epoch, "minibatch")

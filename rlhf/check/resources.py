@@ -112,10 +112,10 @@ class Gpu(NamedTuple):
 
 def gpus_here() -> list[Gpu]:
     """The GPUs that this process may use."""
-    return with_nvml(lambda nvml: [_read(nvml, name) for name in visible_gpus()])
+    return with_nvml(lambda nvml: [_read_gpu(nvml, name) for name in visible_gpus()])
 
 
-def _read(nvml: Any, visible: str) -> Gpu:
+def _read_gpu(nvml: Any, visible: str) -> Gpu:
     """One GPU; CUDA_VISIBLE_DEVICES has its number or its UUID."""
     by_number = visible.isdigit()
     handle = nvml.nvmlDeviceGetHandleByIndex(int(visible)) if by_number else nvml.nvmlDeviceGetHandleByUUID(visible)

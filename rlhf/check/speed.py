@@ -18,7 +18,7 @@ from rlhf.check.memory import (
     MOMENTS_BYTES,
     kv_cache,
     layer_activation_bytes,
-    parameters_of,
+    role_parameters,
 )
 from rlhf.check.model_shape import ModelShape, shape_at
 from rlhf.check.resources import local_resources
@@ -77,7 +77,7 @@ def relative_rates(config: TrainingProgramConfig) -> Card:
     return Card(*ratios) if peak is None else Card(*ratios)._replace(tflops=peak / H100.tflops)
 
 
-def described_card(config: TrainingProgramConfig) -> str:
+def card_description(config: TrainingProgramConfig) -> str:
     """The card whose rates are used, with its data sheet and the reason for this choice."""
     cluster, name = config.cluster, card_name(config)
     card = CARDS[name]
@@ -157,7 +157,7 @@ def communicated_bytes(
     Stages 1 and 2 gather the weights after an update, stage 3 in each forward and backward pass.
     """
     stage = training.section.zero_stage
-    count, n = parameters_of(role, config, policy), role.count
+    count, n = role_parameters(role, config, policy), role.count
     if count is None or n == 1:
         return 0.0
     b = BYTES[config.model.dtype]
@@ -209,13 +209,13 @@ def host_optimizer_s(config: TrainingProgramConfig) -> float:
     threads = cluster.threads_per_learner or max(1, int(local_resources()["CPU"]) // on_node)
     seconds = [0.0]
     for role, training in trained:
-        count = parameters_of(role, config, shape_at(config.model.path))
+        count = role_parameters(role, config, shape_at(config.model.path))
         if training.section.offload_optimizer and count is not None:
             seconds.append(training.updates_per_step * count / role.count * HOST_ADAM_S / threads)
     return max(seconds)
 
 
-def turns_s(shape: ModelShape, config: GRPOConfig) -> float:
+def swap_s(shape: ModelShape, config: GRPOConfig) -> float:
     """Seconds for swapping engines and learners on shared GPUs: their state moves to host memory and back."""
     cluster = config.cluster
     if cluster.placement != "colocated":
@@ -223,7 +223,7 @@ def turns_s(shape: ModelShape, config: GRPOConfig) -> float:
     moved = 0.0
     if cluster.offload_while_sampling:
         for role, training in config.trained_roles():
-            count = parameters_of(role, config, shape) or 0
+            count = role_parameters(role, config, shape) or 0
             if not training.section.offload_optimizer:
                 moved += (MASTER_BYTES + MOMENTS_BYTES) * count / role.count
         if config.needs_reference and not config.model.lora and config.learner.zero_stage < 3:

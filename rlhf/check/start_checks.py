@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from rlhf.algo.schedules import learning_rate
-from rlhf.check.examination import collect_problems, examine, model_problems, run_models
+from rlhf.check.examination import collect_problems, examine_models, model_problems, run_models
 from rlhf.check.memory import BYTES, GIB, checkpoint_bytes, trained_parameters
 from rlhf.check.model_shape import ModelShape, shape_at
 from rlhf.check.resources import check_resources, is_for_this_machine, joins_a_cluster, local_resources, quantity
@@ -60,7 +60,7 @@ def plan_problems(config: TrainingProgramConfig) -> list[str]:
     """
     own: list[str] = []
     if isinstance(config, GRPOConfig):
-        own = own_function_problems(config) + reward_problems(_with_files_alone(config))
+        own = own_function_problems(config) + reward_problems(_without_hub_data(config))
         if config.environment.parts or not set(config.tools) <= set(TOOLS):
             own += environment_problems(config)
         own = list(dict.fromkeys(own))
@@ -100,10 +100,10 @@ def _check_first_rows(config: TrainingProgramConfig, key: str, settings: Any, wh
 def class_problems(config: TrainingProgramConfig) -> list[str]:
     """Check the models' files by their classes if all of them are on this machine; takes seconds."""
     missing = any(local_model_config(model.path) is None for model in run_models(config))
-    return [] if missing else examine(config)
+    return [] if missing else examine_models(config)
 
 
-def _with_files_alone(config: GRPOConfig) -> GRPOConfig:
+def _without_hub_data(config: GRPOConfig) -> GRPOConfig:
     """The config without the data sets of the hub."""
     files = {
         which: tuple(source for source in getattr(config.data, which) if source.is_environment or local_path(source))
@@ -132,8 +132,8 @@ def input_problems(
     kinds = (("eval", "train") if trains else ("eval",)) if with_data else ()
     sources = {key: source for which in kinds for key, source in config_sources(config.data, which).items()}
     problems = collect_problems(*(partial(check_source, source, key) for key, source in sources.items()))
-    examined = examine if with_classes else model_problems
-    return problems + examined(config, trains=trains)
+    check = examine_models if with_classes else model_problems
+    return problems + check(config, trains=trains)
 
 
 # --- learning rates, and the type of the weights ---
@@ -188,12 +188,12 @@ def _highest_rate(config: TrainingProgramConfig, shape: ModelShape) -> float:
 # --- run folder ---
 
 
-def existing_folder(config: TrainingProgramConfig) -> Path:
+def existing_run_folder(config: TrainingProgramConfig) -> Path:
     """run.dir, or the nearest folder above it that exists."""
-    return _existing(Path(config.run.dir).absolute())
+    return _nearest_existing(Path(config.run.dir).absolute())
 
 
-def _existing(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
@@ -210,7 +210,7 @@ def run_bytes(config: TrainingProgramConfig, *, written: int = 0) -> int | None:
 
 def run_folder_problems(config: TrainingProgramConfig, *, with_disk: bool = True) -> Iterator[str]:
     """A problem if the run folder cannot be written, or its disk has no room for the checkpoints."""
-    folder = existing_folder(config)
+    folder = existing_run_folder(config)
     if not folder.is_dir():
         yield f"run.dir={config.run.dir}: {folder} is a file. Name a folder."
         return
@@ -263,7 +263,7 @@ def _home_problems() -> Iterator[str]:
     except RuntimeError:
         yield f"HOME: it is not set, and user {os.getuid()} has no home folder. {remedy}"
         return
-    existing = _existing(home)
+    existing = _nearest_existing(home)
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
@@ -360,7 +360,7 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
 
                 hosts = opened.enter_context(Hosts(config.environment, config.tools))
             for sampling, row, prompt in rows:
-                responses, rollout = _responses(alternatives(prompt.answer)[0], sampling.samples_per_prompt), None
+                responses, rollout = _right_responses(alternatives(prompt.answer)[0], sampling.samples_per_prompt), None
                 if config.acts:
                     played = run_async(answered_at_once(hosts, prompt, responses[0], config))
                     if played is None:
@@ -383,7 +383,7 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
     return list(problems.values())
 
 
-def _responses(answer: str, count: int) -> list[str]:
+def _right_responses(answer: str, count: int) -> list[str]:
     """`count` different responses with the right answer."""
     text = f"The answer is \\boxed{{{answer}}}." if answer else "This is the response."
     return [f"{text}{' It is.' * number}" for number in range(count)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from rlhf.check.hours import StepTime, step_time, update_time
-from rlhf.check.layouts import Search, economies, keys_of, problem_of, search, with_adapters
+from rlhf.check.layouts import Search, changed_keys, economies, first_problem, search_layouts, with_adapters
 from rlhf.check.memory import (
     GIB,
     RoleMemory,
@@ -56,7 +56,7 @@ def fit_verdict(
     if not searched:
         return _with_economies(config, shape, refusal, lambda each: step_time(each, shape))
     ways = list(_fitting_layouts(config, shape, searched))
-    says = [(f"{way}{_hours(layout, step_time(layout, shape))}:", keys_of(config, layout)) for way, layout in ways]
+    says = [(f"{way}{_hours(layout, step_time(layout, shape))}:", changed_keys(config, layout)) for way, layout in ways]
     if searched[0].best(0):
         return Verdict(False, [(f"{refusal} The best that fits: {says[0][0]}", says[0][1])], ways[0][1])
     refusal += f" No layout of {quantity(searched[0].gpus, 'GPU')} does."
@@ -80,11 +80,11 @@ def supervised_verdict(config: SupervisedConfig, shape: ModelShape, tokens: int)
 
 def _with_economies(config: C, shape: ModelShape, refusal: str, time_of: Callable[[C], StepTime | None]) -> Verdict[C]:
     """The verdict on a config that does not fit, with the first economies that do."""
-    fitting = next((each for each in economies(config) if problem_of(each, shape) is None), None)
+    fitting = next((each for each in economies(config) if first_problem(each, shape) is None), None)
     if fitting is None:
         return Verdict(False, [(f"{refusal} {_remedy(config)}", "")], None)
     says = f"{refusal} This fits{_hours(fitting, time_of(fitting))}:"
-    return Verdict(False, [(says, keys_of(config, fitting))], fitting)
+    return Verdict(False, [(says, changed_keys(config, fitting))], fitting)
 
 
 def _remedy(config: TrainingProgramConfig) -> str:
@@ -121,5 +121,5 @@ def _fitting_layouts(
     if best := last.best(lag):
         yield quantity(last.gpus, "GPU"), best.config
     adapted = with_adapters(config) if config.model.lora is None else None
-    if own.best(lag) is None and adapted and (best := search(adapted, shape, own.gpus).best(lag)):
+    if own.best(lag) is None and adapted and (best := search_layouts(adapted, shape, own.gpus).best(lag)):
         yield f"{quantity(own.gpus, 'GPU')} with adapters (model.lora)", best.config

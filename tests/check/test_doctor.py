@@ -301,7 +301,7 @@ def test_a_node_that_died_or_does_not_answer_is_named(
     async def ask(_: str) -> dict[str, dict[str, Any]]:
         return {"a": nodes.describe(), "b": answer}
 
-    monkeypatch.setattr(nodes, "_ask", ask)
+    monkeypatch.setattr(nodes, "_ask_nodes", ask)
     patient = make("cluster.ray_address=10.0.0.1:6379")
     result = finding(nodes.check_nodes, patient)
     assert result.status == status
@@ -314,7 +314,7 @@ def test_a_node_with_another_version_is_named(make: Any, monkeypatch: pytest.Mon
         there = nodes.describe()
         return {"b (10.0.0.2)": {**there, "installed": {**there["installed"], "ray": "2.59.0"}}}
 
-    monkeypatch.setattr(nodes, "_ask", ask)
+    monkeypatch.setattr(nodes, "_ask_nodes", ask)
     result = finding(nodes.check_nodes, make("cluster.ray_address=10.0.0.1:6379"))
     assert result.status == "fail"
     assert "node b (10.0.0.2): ray is 2.59.0, but 2.60.0 on " in result.text
@@ -361,9 +361,9 @@ class FakeLearners:
         pass
 
 
-def updated(*, ratio: float = 1.0, moved: tuple[str, ...] = (), peak_gib: float = 0.1) -> on_rank.Updated:
+def updated(*, ratio: float = 1.0, moved: tuple[str, ...] = (), peak_gib: float = 0.1) -> on_rank.UpdateReport:
     metrics: Any = {"policy/ratio_max": Max(ratio), "policy/kl_old": Mean(0.0, 1.0), "policy/engine_kl": Mean(0.0, 1.0)}
-    return on_rank.Updated(metrics, moved, 3, int(peak_gib * GIB))
+    return on_rank.UpdateReport(metrics, moved, 3, int(peak_gib * GIB))
 
 
 def with_learners(patient: Patient, **answers: Any) -> Patient:

@@ -12,7 +12,7 @@ import yaml
 
 from rlhf.check import layouts, speed
 from rlhf.check.hours import Scale, step_time
-from rlhf.check.layouts import AS_SET, KINDS, Layout, fastest, keys_of, searches, with_fewest_bytes
+from rlhf.check.layouts import AS_SET, KINDS, Layout, changed_keys, fastest_layout, search_until_fit, with_fewest_bytes
 from rlhf.check.model_shape import ModelShape, shape_at
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
@@ -108,7 +108,7 @@ def test_compute_and_memory_bandwidth_of_another_card_are_scaled_apart(make: Any
 
 
 def layouts_of(config: GRPOConfig, shape: ModelShape, gpus: int = 8) -> dict[str, Any]:
-    return {kind: fastest(config, shape, gpus, kind, Scale.of(config, shape)) for kind in KINDS}
+    return {kind: fastest_layout(config, shape, gpus, kind, Scale.of(config, shape)) for kind in KINDS}
 
 
 def test_shared_gpus_halve_a_step_without_a_lag_where_sampling_and_training_take_as_long(make: Any) -> None:
@@ -131,10 +131,10 @@ def test_the_configs_of_the_repository_have_the_best_layout_without_a_lag(name: 
     config = load_config(GRPOConfig, [str(ROOT / f"configs/{name}.yaml")])
     shape = shape_at(config.model.path)
     assert shape is not None
-    (search,) = searches(config, shape)
+    (search,) = search_until_fit(config, shape)
     best = search.best(0)
     assert best is not None
-    assert keys_of(config, best.config) == AS_SET
+    assert changed_keys(config, best.config) == AS_SET
     if name != "math":
         assert isinstance(search.layouts["separate"], str)  # one GPU is shared
 
@@ -169,7 +169,7 @@ def test_where_nothing_fits_whole_nodes_are_tried_and_the_reason_is_named(
 ) -> None:
     monkeypatch.setattr(layouts, "NODES", (1, 2))  # 4 and 8 take seconds
     config, shape = make(LARGE, "cluster.learners=1", "cluster.engines=1", "cluster.gpu_memory_gib=8")
-    searched = searches(config, shape)
+    searched = search_until_fit(config, shape)
     assert [search.gpus for search in searched] == [2, 8, 16]
     assert not any(search.best(0) for search in searched)
     assert re.match(r"a learner needs [\d.]+ of 8 GiB", searched[-1].layouts["separate"])

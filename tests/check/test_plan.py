@@ -20,7 +20,7 @@ from rlhf.check import resources
 from rlhf.check.layouts import with_values
 from rlhf.check.memory import trained_parameters
 from rlhf.check.model_shape import model_shape
-from rlhf.check.report import first_prompt_text, planned
+from rlhf.check.report import first_prompt_text, make_plan
 from rlhf.check.resources import check_resources, count_nodes, gpus_here
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
@@ -64,7 +64,7 @@ def plan_with(config: GRPOConfig, model: dict[str, Any]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model))
         model_section = config.model.model_copy(update={"path": folder})
-        return planned(config.model_copy(update={"model": model_section})).text
+        return make_plan(config.model_copy(update={"model": model_section})).text
 
 
 def line_of(text: str, label: str) -> str:
@@ -76,7 +76,7 @@ def line_of(text: str, label: str) -> str:
 
 
 def test_batches_are_spelled_out(make: Any) -> None:
-    text = planned(make()).text
+    text = make_plan(make()).text
     assert line_of(text, "rollouts per step") == "32 prompts x 8 = 256"
     assert line_of(text, "rollouts in total") == "100 steps x 256 = 25,600"
     assert line_of(text, "minibatch ").startswith("256 / 2 = 128 rollouts")
@@ -88,7 +88,7 @@ def test_batches_are_spelled_out(make: Any) -> None:
 
 
 def test_learning_rates_are_those_of_the_first_the_middle_and_the_last_optimizer_step(make: Any) -> None:
-    text = planned(make()).text
+    text = make_plan(make()).text
     assert line_of(text, "first optimizer step") == "1e-07  (step 1)"  # 1e-5 / 100
     # step 200 is a third of the way from 100 to 400: (1 + cos(pi / 3)) / 2 = 0.75
     assert line_of(text, "middle optimizer step") == "7.5e-06  (step 200)"
@@ -117,9 +117,9 @@ def write_rows(path: Path, count: int) -> Path:
 
 def test_steps_and_epochs_follow_from_the_rows_of_the_data(make: Any, tmp_path: Path) -> None:
     many = write_rows(tmp_path / "many.jsonl", 1000)
-    hub = planned(make("data.train=openai/gsm8k")).text
+    hub = make_plan(make("data.train=openai/gsm8k")).text
     assert line_of(hub, "data  ") == "not counted: openai/gsm8k is no local file"
-    assert line_of(planned(make(f"data.train={many}")).text, "data  ") == (
+    assert line_of(make_plan(make(f"data.train={many}")).text, "data  ") == (
         "1,000 rows / 32 = 31.2 steps per epoch; 100 steps = 3.20 epochs"
     )
     pyarrow = pytest.importorskip("pyarrow")
@@ -127,11 +127,11 @@ def test_steps_and_epochs_follow_from_the_rows_of_the_data(make: Any, tmp_path: 
     pyarrow.parquet.write_table(pyarrow.table({"question": ["x"] * 600}), tmp_path / "some.parquet")
     (tmp_path / "list.json").write_text(json.dumps([{"question": "x"}] * 40))
     mixed = f"[{{path: {many}, rows: 50}}, {tmp_path}/some.parquet, {tmp_path}/list.json]"
-    assert line_of(planned(make(f"data.train={mixed}")).text, "data  ").startswith("690 rows / 32 = 21.6 steps")
+    assert line_of(make_plan(make(f"data.train={mixed}")).text, "data  ").startswith("690 rows / 32 = 21.6 steps")
 
 
 def test_fewer_rows_than_a_step_takes_are_refused_with_both_numbers(make: Any, tmp_path: Path) -> None:
-    (problem,) = planned(make(f"data.train={write_rows(tmp_path / 'few.jsonl', 31)}")).problems
+    (problem,) = make_plan(make(f"data.train={write_rows(tmp_path / 'few.jsonl', 31)}")).problems
     assert re.match(r"rollout\.prompts_per_step=32: .*\b31 prompts\b.*Use at most 31\b", problem)
 
 
@@ -177,13 +177,13 @@ def test_what_the_config_says_of_gpus_wins_over_what_is_there(make: Any) -> None
     assert line_of(named, "memory of a GPU") == "140.4 GiB, of cluster.gpu=H200"
     assert line_of(named, "GPUs") == "8 on 1 node of 8"
     assert "one RTX 4090 by" in plan_with(make("cluster.gpu_memory_gib=60"), LLAMA31_8B)
-    elsewhere = planned(make("cluster.ray_address=10.0.0.1:6379")).text
+    elsewhere = make_plan(make("cluster.ray_address=10.0.0.1:6379")).text
     assert line_of(elsewhere, "memory of a GPU").startswith("79 GiB, assumed: no GPU is read here")
 
 
 def test_without_a_gpu_its_memory_is_assumed_and_the_plan_says_so(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert line_of(planned(make()).text, "memory of a GPU").startswith("79 GiB, assumed: no GPU is read here")
+    assert line_of(make_plan(make()).text, "memory of a GPU").startswith("79 GiB, assumed: no GPU is read here")
 
 
 def test_a_driver_that_fails_offers_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ def test_an_engine_never_lies_across_two_nodes(make: Any, overrides: list[str], 
 
 
 def test_a_model_whose_size_is_not_known_is_told_with_the_reason(make: Any) -> None:
-    text = " ".join(planned(make()).text.split())
+    text = " ".join(make_plan(make()).text.split())
     assert "memory is not known: config.json of model.path=no/model" in text
     text = " ".join(plan_with(make(), {"model_type": "mamba"}).split())
     assert "memory is not known: model_type='mamba'" in text
@@ -309,7 +309,7 @@ def test_on_a_fresh_machine_every_config_for_gpus_has_its_memory(
         config = load_config(GRPOConfig, [str(file)], contradictions=sampled, complete=evaluate.complete)
     else:
         config = load_config(schema, [str(file)])
-    text = planned(config).text
+    text = make_plan(config).text
     memory = text[text.index("\nMemory, estimated\n") :]
     assert line_of(memory, "model ").endswith(f", {PUBLISHED_PARAMETERS[config.model.path]:,} parameters")
     assert line_of(memory, "sizes from") == "rlhf's own table, as config.json is not on this machine"
@@ -328,7 +328,7 @@ def test_config_json_is_read_in_a_folder_and_in_the_hubs_cache_and_comes_before_
     (snapshot / "config.json").write_text(json.dumps(LLAMA31_8B))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for path, source in ((str(snapshot), "config.json"), (name, f"config.json ({name})")):
-        text = planned(make(f"model.path={path}")).text
+        text = make_plan(make(f"model.path={path}")).text
         assert line_of(text, "model ") == "llama, 8,030,261,248 parameters"
         assert line_of(text, "sizes from") == source
 
@@ -414,14 +414,14 @@ def make_ppo(tmp_path: Path) -> Any:
 
 def test_critics_and_reward_models_have_gpus_of_their_own(make_ppo: Any) -> None:
     config = make_ppo("cluster.learners=2", "cluster.engines=1", "reward_model={path: no/reward, replicas: 2}")
-    text = planned(config).text
+    text = make_plan(config).text
     assert line_of(text, "GPUs") == "8 on 1 node of 8"
     assert line_of(text, "critics") == "2, 1 GPU each, ZeRO stage 2"
     assert line_of(text, "reward models") == "2, 1 GPU each"
 
 
 def test_colocated_critics_share_the_gpus_of_learners_and_engines(make_ppo: Any) -> None:
-    text = planned(make_ppo("cluster.placement=colocated")).text
+    text = make_plan(make_ppo("cluster.placement=colocated")).text
     assert line_of(text, "GPUs") == "4 on 1 node of 8"
     assert line_of(text, "critics") == "4, on the GPUs of the learners, ZeRO stage 2"
 
@@ -433,7 +433,7 @@ def test_an_endpoint_takes_no_gpu(make_ppo: Any) -> None:
 
 def test_warm_up_steps_of_the_critic_count_for_the_critic_and_not_for_the_policy(make_ppo: Any) -> None:
     config = make_ppo("critic.warmup_steps=10")
-    drawn = planned(config).text
+    drawn = make_plan(config).text
     assert line_of(drawn, "optimizer steps, learner") == (
         "90 steps x 2 epochs x 2 minibatches = 360; none in the first 10 steps"
     )
@@ -443,7 +443,7 @@ def test_warm_up_steps_of_the_critic_count_for_the_critic_and_not_for_the_policy
 
 def test_a_critic_may_take_more_optimizer_steps_on_the_same_rollouts(make_ppo: Any) -> None:
     config = make_ppo("critic.epochs_per_step=1", "critic.minibatches_per_epoch=12")
-    assert line_of(planned(config).text, "optimizer steps, critic") == "100 steps x 1 epoch x 12 minibatches = 1,200"
+    assert line_of(make_plan(config).text, "optimizer steps, critic") == "100 steps x 1 epoch x 12 minibatches = 1,200"
     assert (config.training.total_updates, config.critic_training.updates_per_step) == (400, 12)
     with pytest.raises(ValueError, match=r"critic\.minibatches_per_epoch=257: .*\b256 rollouts\b"):
         make_ppo("critic.minibatches_per_epoch=257")

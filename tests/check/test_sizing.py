@@ -12,7 +12,7 @@ import pytest
 from rlhf.check import hours, layouts
 from rlhf.check.memory import GIB, kv_cache, learner_memory, total
 from rlhf.check.model_shape import model_shape, shape_at
-from rlhf.check.report import planned
+from rlhf.check.report import make_plan
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
@@ -58,12 +58,12 @@ def test_70b_on_16_to_128_gpus(make: Any, learners: int, gib: float, offloaded_g
     overrides.append("learner.zero_stage=3")
     config, shape = make(LLAMA_70B, *overrides), model_shape(LLAMA_70B)
     assert total(learner_memory(shape, config)) / GIB == pytest.approx(gib, abs=0.05)
-    text = " ".join(planned(config).text.split())
+    text = " ".join(make_plan(config).text.split())
     assert ("does not fit: a learner needs " in text) == (offloaded_gib is not None)
     if offloaded_gib is not None:
         offloaded = make(LLAMA_70B, *overrides, "learner.offload_optimizer=true")
         assert total(learner_memory(shape, offloaded)) / GIB == pytest.approx(offloaded_gib, abs=0.05)
-        assert "does not fit" not in " ".join(planned(offloaded).text.split())
+        assert "does not fit" not in " ".join(make_plan(offloaded).text.split())
     assert kv_cache(shape, config)[1] == 410_201  # two of the 8 heads on each of 4 GPUs
 
 
@@ -76,13 +76,13 @@ def test_a_critic_and_a_reward_model_that_do_not_fit_are_named(
     large.mkdir()
     (large / "config.json").write_text(json.dumps(LLAMA_70B))
     overrides = ["cluster.learners=16", f"reward_model.path={large}", f"critic.path={fits}"]
-    text = " ".join(planned(load_config(PPOConfig, [str(tmp_path / "run.yaml")], overrides)).text.split())
+    text = " ".join(make_plan(load_config(PPOConfig, [str(tmp_path / "run.yaml")], overrides)).text.split())
     assert "a reward model needs " in text
     assert "a critic needs " not in text
     # 12 bytes per parameter of the policy (8.03 billion) and the critic (7.50 billion)
     assert "173.6 GiB (" in text
     overrides = ["cluster.learners=16", "algo.ref_update=average", f"critic.path={large}"]
-    text = " ".join(planned(load_config(PPOConfig, [str(tmp_path / "run.yaml")], overrides)).text.split())
+    text = " ".join(make_plan(load_config(PPOConfig, [str(tmp_path / "run.yaml")], overrides)).text.split())
     assert "a critic needs " in text
     assert "a changing reference" in text
 
@@ -134,10 +134,10 @@ def test_an_optimizer_in_host_memory_takes_time_that_its_threads_share(make: Any
 
 
 def test_without_a_speed_the_account_has_it_but_on_cpu_there_are_no_hours(make: Any) -> None:
-    assert "Time, expected" not in planned(make(LLAMA_8B, *SPEEDS[1:], "cluster.device=cpu")).text
+    assert "Time, expected" not in make_plan(make(LLAMA_8B, *SPEEDS[1:], "cluster.device=cpu")).text
     time = dict(expected_time(make(LLAMA_8B, *SPEEDS[1:], *SIZES)))
     assert time["speeds"].endswith("plan.engine_tokens_per_second")
     assert time["update"].endswith("(8 learners x 4,000) = 64.0 s")  # the one that is given
-    text = planned(make(LLAMA_8B, *SPEEDS, *SIZES)).text
+    text = make_plan(make(LLAMA_8B, *SPEEDS, *SIZES)).text
     assert "Time, expected" in text
     assert max(len(line) for line in text.splitlines() if not KEYS.match(line)) <= 100

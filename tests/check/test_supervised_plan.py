@@ -12,7 +12,7 @@ import yaml
 from rlhf import reward_model, sft
 from rlhf.check import speed
 from rlhf.check.hours import update_time
-from rlhf.check.layouts import problem_of
+from rlhf.check.layouts import first_problem
 from rlhf.check.memory import learner_memory, total
 from rlhf.check.model_shape import read_shape
 from rlhf.check.report import Examples
@@ -86,7 +86,7 @@ def test_what_does_not_fit_names_keys_that_do(make: Any) -> None:
     ((says, keys),) = supervised_verdict(config, shape, 100).says
     assert says.startswith("does not fit: a learner needs ")
     assert "learner.offload_optimizer=true" in keys.split()
-    assert problem_of(make(SFTConfig, "model.path=Qwen/Qwen3-8B", *keys.split()), shape) is None
+    assert first_problem(make(SFTConfig, "model.path=Qwen/Qwen3-8B", *keys.split()), shape) is None
     alone = make(SFTConfig, "model.path=Qwen/Qwen3-8B", "cluster.learners=1", "cluster.gpu_memory_gib=24")
     ((_, keys),) = supervised_verdict(alone, shape, 9).says
     assert "model.lora.rank=32" in keys

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf import grpo, ppo
-from rlhf.check.report import planned
+from rlhf.check.report import make_plan
 from rlhf.config.cli import run_program
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
@@ -30,16 +30,16 @@ def first_of(text: str) -> str:
 
 def check_keys(files: str, *overrides: str) -> list[str]:
     """Paste each line of keys that the plan offers; each must give a plan that fits. Returns the lines."""
-    lines = TO_PASTE.findall(planned(load(files, *overrides)).text)
+    lines = TO_PASTE.findall(make_plan(load(files, *overrides)).text)
     for line in lines:
-        text, problems = planned(load(files, *overrides, *line.split(" ")))
+        text, problems = make_plan(load(files, *overrides, *line.split(" ")))
         assert [problem for problem in problems if "does not fit" in problem] == [], (files, overrides, line)
         assert re.search(r"^fits", text, re.MULTILINE)
     return lines
 
 
 def test_a_large_model_does_not_fit_and_the_first_paragraph_says_what_does() -> None:
-    text, (problem,) = planned(load("math", "model.path=Qwen/Qwen3-8B"))
+    text, (problem,) = make_plan(load("math", "model.path=Qwen/Qwen3-8B"))
     keys = "model.gradient_checkpointing=true rollout.gpu_memory_utilization=0.75 learner.zero_stage=2"
     assert " ".join(first_of(text).split()).startswith(
         "does not fit: a learner needs 212.0 of 79 GiB. The best that fits: 8 GPUs, 56.2 s per step, 140 steps = 2.2 "
@@ -50,7 +50,7 @@ def test_a_large_model_does_not_fit_and_the_first_paragraph_says_what_does() -> 
     assert re.search(r"^Time, expected, in the layout that fits$", text, re.MULTILINE)
     assert re.search(r"^  one step +56\.2 s", text, re.MULTILINE)
     assert re.search(r"^  lengths +prompt 130 \(plan.prompt_tokens\) and response 250", text, re.MULTILINE)
-    full = planned(load("math", "plan.response_tokens=null")).text
+    full = make_plan(load("math", "plan.response_tokens=null")).text
     assert re.search(r"response 1,024 \(the most,\s+rollout.max_response_tokens=1024\); set", full)
     assert "hours, every response at full length." in " ".join(first_of(full).split())
 
@@ -83,7 +83,7 @@ def test_pasted_keys_give_a_plan_that_fits_on_any_card(files: str, model: str, g
 
 def test_what_fits_on_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 2**30, "SC_PHYS_PAGES": 24}.__getitem__)
-    text = first_of(planned(load("math+cpu")).text)
+    text = first_of(make_plan(load("math+cpu")).text)
     assert text.startswith("does not fit: 1 learner, 1 engine need 72.5 of 24.0 GiB. This fits:\n")
     assert len(check_keys("math+cpu")) == 1
 

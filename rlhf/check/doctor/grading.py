@@ -100,7 +100,7 @@ def judge_responses(
     shown |= {"stopped": "rollout/stopped_fraction", "groups of equal rewards": "reward/equal_group_fraction"}
     described = ", ".join(f"{text} {values[name]:.2g}" for text, name in shown.items() if name in values)
     text = f"{len(samples)} responses to {len(groups)} prompts: {described}"
-    text = "\n".join([text, *(line for group in groups[:SHOWN] for line in _example(group))])
+    text = "\n".join([text, *(line for group in groups[:SHOWN] for line in _example_lines(group))])
     view = View([values | statuses], {}, [], flat_keys(config.model_dump(mode="json")))
     findings = list(view.findings())
     if tiny or not findings:
@@ -109,17 +109,17 @@ def judge_responses(
     return Finding("warn", text, " ".join(advice for _, _, advice in findings))
 
 
-def _example(group: RolloutGroup) -> Iterator[str]:
+def _example_lines(group: RolloutGroup) -> Iterator[str]:
     """A prompt, one response and its grade, each shortened to a line."""
     sample = group.samples[0]
     parts = ", ".join(f"{name} {value:.4g}" for name, value in sample.reward_parts.items() if value is not None)
-    yield f"prompt    {_line(group.prompt.messages[-1]['content'] if group.prompt.messages else '')}"
-    yield f"response  {_line(sample.text)}"
-    graded = f"extracted {_line(sample.extracted, 16) or 'nothing'}, gold {_line(group.prompt.answer, 16)}"
+    yield f"prompt    {_shortened(group.prompt.messages[-1]['content'] if group.prompt.messages else '')}"
+    yield f"response  {_shortened(sample.text)}"
+    graded = f"extracted {_shortened(sample.extracted, 16) or 'nothing'}, gold {_shortened(group.prompt.answer, 16)}"
     yield f"graded    {parts or 'no reward'}; {sample.status}; {graded}; {sample.rollout.finish_reason}"
 
 
-def _line(text: str, width: int = 52) -> str:
+def _shortened(text: str, width: int = 52) -> str:
     """The beginning of a text and its end, where the answer usually is, on one line."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= width else f"{line[: width // 2 - 3]} ... {line[3 - width // 2 :]}"

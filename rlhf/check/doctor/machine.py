@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rlhf.check.doctor.runner import Finding, Patient
 from rlhf.check.memory import GIB
 from rlhf.check.resources import joins_a_cluster
-from rlhf.check.start_checks import existing_folder, run_bytes, start_problems
+from rlhf.check.start_checks import existing_run_folder, run_bytes, start_problems
 from rlhf.cluster.node_report import plugin_is_installed
 from rlhf.data.load import load_prompts
 from rlhf.data.model_files import embedding_rows, load_tokenizer
@@ -98,7 +98,7 @@ async def check_config(patient: Patient) -> Finding:
         problems = problems or [str(error)]
     if problems:
         return Finding("fail", "\n".join(problems), "as the message says; in a container see docker/README.md")
-    existing, need = existing_folder(config), run_bytes(config)
+    existing, need = existing_run_folder(config), run_bytes(config)
     text = f"a tokenizer of {len(tokenizer):,}; prompts: "
     text += ", ".join(f"{source} {len(rows):,}" for source, rows in prompts.items())
     text += f"; {shutil.disk_usage(existing).free / GIB:.1f} GiB free on {existing}"

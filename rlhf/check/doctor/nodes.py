@@ -40,7 +40,7 @@ async def check_nodes(patient: Patient) -> Finding:
     if not joins_a_cluster(patient.config):
         return Finding("ok", "this machine alone: the run starts a Ray of its own")
     address = patient.config.cluster.ray_address or os.environ["RAY_ADDRESS"]
-    asked = await _ask(address)
+    asked = await _ask_nodes(address)
     patient.nodes = {name: answer for name, answer in asked.items() if "installed" in answer}
     installed = [{**answer["installed"], "node": name} for name, answer in patient.nodes.items()]
     driver = {**here["installed"], "node": f"{here['installed']['node']} (driver)"}
@@ -58,7 +58,7 @@ async def check_nodes(patient: Patient) -> Finding:
     return Finding("ok", text)
 
 
-async def _ask(address: str) -> dict[str, dict[str, Any]]:
+async def _ask_nodes(address: str) -> dict[str, dict[str, Any]]:
     """The answer of every node of a cluster, from a process that ends with this call."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(

@@ -58,7 +58,7 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
 
 def attention_error(rank: TrainedRank, heads: int, kv_heads: int, width: int, dtype: str) -> float:
     """Packed attention of sequences that share their beginnings, forward and backward; the worst relative error."""
-    tokens = DeviceTokens.of(_packed(vocabulary=1000), rank.device)
+    tokens = DeviceTokens.of(_packed_row(vocabulary=1000), rank.device)
     assert tokens.segments.expand is not None
     computed, source = len(tokens.segments.computed), torch.from_numpy(tokens.segments.source).to(rank.device)
     generator = torch.Generator().manual_seed(0)
@@ -78,7 +78,8 @@ def attention_error(rank: TrainedRank, heads: int, kv_heads: int, width: int, dt
             outs.append(out[0].transpose(0, 1)[int(shared) :])
         return torch.cat(outs)
 
-    return _worst(_with_gradients(packed, inputs, seed), _with_gradients(plain, [x.float() for x in inputs], seed))
+    exact = _with_gradients(plain, [x.float() for x in inputs], seed)
+    return _worst_error(_with_gradients(packed, inputs, seed), exact)
 
 
 def head_error(rank: TrainedRank, vocabulary: int, hidden: int, dtype: str) -> float:
@@ -99,12 +100,13 @@ def head_error(rank: TrainedRank, vocabulary: int, hidden: int, dtype: str) -> f
 
     seed = torch.randn(HEAD_TOKENS - 1, generator=generator).to(rank.device)
     inputs = [states, weight]
-    return _worst(_with_gradients(fused, inputs, seed), _with_gradients(whole, [x.float() for x in inputs], seed))
+    exact = _with_gradients(whole, [x.float() for x in inputs], seed)
+    return _worst_error(_with_gradients(fused, inputs, seed), exact)
 
 
 def model_error(rank: TrainedRank, model_type: str, dtype: str) -> float:
     """A tiny model's packed log-probs and their gradient against one sequence at a time in float32 on CPU."""
-    row = _packed(vocabulary=128)
+    row = _packed_row(vocabulary=128)
     sequences = np.split(row.token_ids, row.cu_seqlens[1:-1])
     cpu = torch.device("cpu")
     packed, single = _tiny_model(model_type, dtype, rank.device), _tiny_model(model_type, "float32", cpu)
@@ -118,7 +120,7 @@ def model_error(rank: TrainedRank, model_type: str, dtype: str) -> float:
         for model in (packed, single)
     ]
     middle = plain.mean()  # the level of any distribution over the vocabulary; the model's part is around it
-    return _worst([own.cpu() - middle, gradients[0]], [plain - middle, gradients[1]])
+    return _worst_error([own.cpu() - middle, gradients[0]], [plain - middle, gradients[1]])
 
 
 def _tiny_model(model_type: str, dtype: str, device: torch.device) -> Any:
@@ -134,7 +136,7 @@ def _tiny_model(model_type: str, dtype: str, device: torch.device) -> Any:
     return PolicyModel(transformer.to(device), temperature=1.0)
 
 
-def _packed(*, vocabulary: int) -> Any:
+def _packed_row(*, vocabulary: int) -> Any:
     """Sequences that begin with one prompt, and one that does not."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, vocabulary, PROMPT)
@@ -149,7 +151,7 @@ def _with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], s
     return [out.detach(), *torch.autograd.grad(out, leaves, seed.to(out.dtype))]
 
 
-def _worst(values: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
+def _worst_error(values: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
     """The largest relative error of pairs of tensors; not finite if a value is not."""
     errors = [(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(values, exact, strict=True)]
     return float(torch.stack(errors).max().detach())
@@ -158,7 +160,7 @@ def _worst(values: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
 # --- updates ---
 
 
-def fingerprints(rank: TrainedRank) -> dict[str, int]:
+def tensor_hashes(rank: TrainedRank) -> dict[str, int]:
     """A hash of the bits of each tensor of the model; a collective at ZeRO-3."""
     tensors = rank.each_whole(rank.published.items())
     return {name: int(torch.hash_tensor(tensor.detach()).item()) for name, tensor in tensors}
@@ -170,7 +172,7 @@ def old_logprobs(rank: Learner) -> tuple[np.ndarray]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Updated:
+class UpdateReport:
     """The report of one rank about an update.
 
     Attributes:
@@ -184,13 +186,13 @@ class Updated:
     peak_bytes: int
 
 
-def update(rank: Learner, targets: PolicyTargets, lr: float) -> Updated:
+def update(rank: Learner, targets: PolicyTargets, lr: float) -> UpdateReport:
     """One pass of optimizer steps at a fixed learning rate, outside of the run's schedule."""
 
     def loss(tokens: DeviceTokens, own: PolicyTargets, denominators: Denominators) -> tuple[Tensor, StepMetrics]:
         return policy_microbatch(rank.deepspeed, tokens, own, denominators, rank.config)
 
-    before, training, done = fingerprints(rank), rank.training, rank.updates_done
+    before, training, done = tensor_hashes(rank), rank.training, rank.updates_done
     optimizer = training.section.optimizer.model_copy(update={"lr": lr})
     section = training.section.model_copy(update={"optimizer": optimizer, "schedule": ScheduleConfig()})
     rank.training, rank.updates_done = dataclasses.replace(training, section=section), 0
@@ -200,9 +202,9 @@ def update(rank: Learner, targets: PolicyTargets, lr: float) -> Updated:
         metrics = merge_metrics([update.metrics for update in rank.updates(targets, loss)])
     finally:
         rank.training, rank.updates_done = training, done
-    after = fingerprints(rank)
+    after = tensor_hashes(rank)
     moved = tuple(name for name in after if after[name] != before[name])
-    return Updated(metrics, moved, len(after), peak_bytes(rank))
+    return UpdateReport(metrics, moved, len(after), peak_bytes(rank))
 
 
 # --- memory ---

@@ -18,7 +18,7 @@ from rlhf.check.doctor.runner import Finding, NotCheckedError, Patient
 from rlhf.check.memory import GIB, learner_memory, total
 from rlhf.check.model_shape import shape_at
 from rlhf.check.resources import quantity
-from rlhf.check.start_checks import existing_folder, run_folder_problems
+from rlhf.check.start_checks import existing_run_folder, run_folder_problems
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.library_options import changes_numbers
 from rlhf.log.reductions import merge_metrics
@@ -260,7 +260,7 @@ async def check_checkpoint(patient: Patient) -> Finding:
     engines, config = patient.engines, patient.config
     for problem in run_folder_problems(config):
         raise NotCheckedError(problem)
-    existing = existing_folder(config)
+    existing = existing_run_folder(config)
     folder = Path(tempfile.mkdtemp(prefix="rlhf-doctor-", dir=existing))
     try:
         await engines.cluster.checkpoints.save(folder)
