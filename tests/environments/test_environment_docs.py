@@ -42,11 +42,3 @@ def test_every_block_of_python_is_valid() -> None:
     assert len(BLOCKS) == 9
     for block in BLOCKS:
         ast.parse(block)
-
-
-def test_links_lead_to_headings() -> None:
-    headings = {
-        re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
-        for line in re.findall(r"^#+ .*", TEXT, re.M)
-    }
-    assert {target for target in re.findall(r"\]\(#([\w-]+)\)", TEXT)} <= headings

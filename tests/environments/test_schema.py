@@ -97,7 +97,6 @@ WORDS = st.sampled_from(
         "x (int):",
         "word",
         "\n",
-        "\n",
         "\n    ",
         "\n\n",
         "  ",
