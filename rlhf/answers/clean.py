@@ -157,7 +157,7 @@ def clean(text: str) -> str:
         text = with_words_marked(text)
     text = OUTWARD_BRACKETS.sub(lambda m: "(["[m[1] == "["] + m[2] + ")]"[m[3] == "]"], text)
     text = text if text.endswith("...") else text.rstrip(" .,;:\\")
-    return LETTER_IN_BRACES.sub(r"\1", _peeled(_peeled(text, "{", "}"), "(", ")"))
+    return LETTER_IN_BRACES.sub(r"\1", _without_doubled_brackets(_without_doubled_brackets(text, "{", "}"), "(", ")"))
 
 
 def strip_outer(text: str) -> str:
@@ -169,7 +169,7 @@ def strip_outer(text: str) -> str:
     return text.strip()
 
 
-def _peeled(text: str, opening: str, closing: str) -> str:
+def _without_doubled_brackets(text: str, opening: str, closing: str) -> str:
     """The text without brackets directly around brackets: (1) of ((((1))))."""
     opened, closed = (len(text) - len(rest) for rest in (text.lstrip(opening), text.rstrip(closing)))
     depth = lowest = opened

@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from rlhf.answers.clean import clean, option_letter
-from rlhf.answers.equations import is_label, same_equation, unlabelled
+from rlhf.answers.equations import is_label, same_equation, value_without_label
 from rlhf.answers.evaluated import is_evaluated
 from rlhf.answers.forms import in_one_notation
 from rlhf.answers.node import Node, UndefinedError, UnsupportedError, canonical, exact_number, parts
@@ -56,7 +56,7 @@ def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool:
     a, g = _clean(answer), _clean(gold)
     if not a or not g:
         return False
-    if _squeezed(a) == _squeezed(g) or _clean(answer.replace("{,}", ",")) == g:
+    if _without_spaces(a) == _without_spaces(g) or _clean(answer.replace("{,}", ",")) == g:
         return True
     if "." in g and exact_number(g) is not None:
         a = DECIMAL_COMMA.sub(r"\1.\2", a)
@@ -85,7 +85,7 @@ def _tree(text: str, thousands: bool) -> Node:
     return parse(meaning_of(text), thousands=thousands)
 
 
-def _squeezed(text: str) -> str:
+def _without_spaces(text: str) -> str:
     """Remove white space, except between digits: 7 8 is not 78."""
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
@@ -168,7 +168,7 @@ def _equations(gold: Node, answer: Node) -> bool | None:
         return same_equation(gold, answer, same)
     for equation, other in ((gold, answer), (answer, gold)):
         if equation.kind == "relation":
-            value = unlabelled(equation, same, of_gold=equation is gold)
+            value = value_without_label(equation, same, of_gold=equation is gold)
             return value is not None and (same(value, other) if equation is gold else same(other, value))
     return None
 
@@ -208,7 +208,7 @@ def _same_labelled(gold: Node, answer: Node) -> bool:
 
 def _values(node: Node) -> list[Node]:
     items = node.args if node.kind in ("set", "list", "group") else (node,)
-    return [(item.kind == "relation" and unlabelled(item, same, of_gold=False)) or item for item in items]
+    return [(item.kind == "relation" and value_without_label(item, same, of_gold=False)) or item for item in items]
 
 
 def _in_order(gold: Sequence[Node], answer: Sequence[Node]) -> bool:

@@ -65,18 +65,18 @@ def _spelled(text: str) -> str:
 def _form(text: str) -> Node | None:
     """The tree without labels, units and order; None if the text is no mathematics."""
     try:
-        return canonical(_bare(parse(meaning_of(clean(text)))))
+        return canonical(_without_wrappers(parse(meaning_of(clean(text)))))
     except (UnsupportedError, RecursionError):
         return None
 
 
-def _bare(node: Node) -> Node:
+def _without_wrappers(node: Node) -> Node:
     if node.kind == "relation" and set(node.name.split()) <= {"=", "~"}:
-        return _bare(node.args[-1])
+        return _without_wrappers(node.args[-1])
     if node.kind in WRAPPERS:
-        return _bare(node.args[0])
+        return _without_wrappers(node.args[0])
     if node.kind in CONTAINERS:
-        return Node("list", tuple(map(_bare, node.args)))
+        return Node("list", tuple(map(_without_wrappers, node.args)))
     return node
 
 

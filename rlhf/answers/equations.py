@@ -23,7 +23,7 @@ def is_label(node: Node, *, kinds: tuple[str, ...] = LABEL_KINDS) -> bool:
     )
 
 
-def unlabelled(node: Node, same: Same, *, of_gold: bool) -> Node | None:
+def value_without_label(node: Node, same: Same, *, of_gold: bool) -> Node | None:
     """The value that an equation gives to a label; None if the equation states more than a value.
 
     The value of a chain (x = 2 + 3 = 5) is its last side, if the sides before it are labels or equal to it. In a
@@ -87,7 +87,7 @@ def same_equation(gold: Node, answer: Node, same: Same) -> bool:
     """Whether two equations give the same value to the same label, or have the same solutions."""
     if any(set(node.name.split()) - {"=", "~"} for node in (gold, answer)):
         return False
-    values = [unlabelled(node, same, of_gold=True) for node in (gold, answer)]
+    values = [value_without_label(node, same, of_gold=True) for node in (gold, answer)]
     if values[0] is not None and values[1] is not None:
         if _agrees(same, gold.args[0], answer.args[0]) or _are_y_and_a_function(gold.args[0], answer.args[0]):
             return same(values[0], values[1])

@@ -33,7 +33,7 @@ MAX_ROOT = 10_000  # a larger factor of a radicand is not looked for
 
 def is_evaluated(answer: Node, gold: Node) -> bool:
     """Whether every value in the answer is worked out, or no more complicated than the gold answer."""
-    answer, gold = _spread(answer), _spread(gold)
+    answer, gold = _distributed(answer), _distributed(gold)
     if _has_unsolved_relation(answer, gold) or _has_reducible_ratio(answer, gold):
         return False
     wanted = list(_values(gold))
@@ -42,9 +42,9 @@ def is_evaluated(answer: Node, gold: Node) -> bool:
     return all(_value_is_evaluated(value, wanted, gold) for value in _values(answer))
 
 
-def _spread(node: Node) -> Node:
+def _distributed(node: Node) -> Node:
     r"""The tree with a^2/b^2 for (a/b)^2, and `\sqrt{xy}` for `\sqrt{x}\sqrt{y}`: these are worked out equally far."""
-    node = replace(node, args=tuple(map(_spread, node.args)))
+    node = replace(node, args=tuple(map(_distributed, node.args)))
     if node.kind == "pow" and node.args[0].kind == "div" and free_symbols(node.args[0]):
         base, exponent = node.args
         return Node("div", tuple(side if side.value == 1 else Node("pow", (side, exponent)) for side in base.args))

@@ -51,13 +51,13 @@ def region(node: Node) -> Region:
             values = tuple(map(_end, node.args))
             return Region(values, lambda x: any(_order(x, value) == 0 for value in values))
         case "setop":
-            return _joined(node.name, *map(region, node.args))
+            return _combined(node.name, *map(region, node.args))
         case "relation":
-            return _relation(node)
+            return _region_of_relation(node)
         case "builder":
-            return _builder(node)
+            return _region_of_builder(node)
         case "list":
-            return _listed(node)
+            return _region_of_list(node)
     raise UnsupportedError(node.kind)
 
 
@@ -95,7 +95,7 @@ def _half_line(op: str, bound: Value) -> Region:
     return Region((bound,) if mp.isfinite(bound) else (), lambda x: _order(x, bound) in HOLDS[op])
 
 
-def _joined(name: str, left: Region, right: Region) -> Region:
+def _combined(name: str, left: Region, right: Region) -> Region:
     def holds(x: Value) -> bool:
         return JOINED[name](left.holds(x), right.holds(x))
 
@@ -109,10 +109,10 @@ def _interval(node: Node) -> Region:
     if not low < high and not (node.name == "[]" and mp.isfinite(low) and _order(low, high) == 0):
         raise UnsupportedError("ends out of order")
     above, below = ">=" if node.name[0] == "[" else ">", "<=" if node.name[1] == "]" else "<"
-    return _joined("cap", _half_line(above, low), _half_line(below, high))
+    return _combined("cap", _half_line(above, low), _half_line(below, high))
 
 
-def _relation(node: Node) -> Region:
+def _region_of_relation(node: Node) -> Region:
     """The region of a chain of comparisons that are linear in one variable, of `x in S` or of `x != a`."""
     operators = node.name.split()
     if operators == ["in"] and node.args[0].kind == "sym":
@@ -126,11 +126,11 @@ def _relation(node: Node) -> Region:
         raise UnsupportedError("not in one variable")
     (variable,) = symbols
     steps = zip(node.args, operators, node.args[1:], strict=False)
-    solved = [_solved(left, op, right, variable) for left, op, right in steps]
-    return replace(reduce(partial(_joined, "cap"), solved), variable=variable)
+    solved = [_region_of_inequality(left, op, right, variable) for left, op, right in steps]
+    return replace(reduce(partial(_combined, "cap"), solved), variable=variable)
 
 
-def _solved(left: Node, op: str, right: Node, variable: str) -> Region:
+def _region_of_inequality(left: Node, op: str, right: Node, variable: str) -> Region:
     """The region in which `left op right` holds, if both are linear in the variable."""
     for side, bound, direction in ((left, right, op), (right, left, SWAPPED[op])):
         if side.kind == "sym" and not free_symbols(bound):
@@ -141,7 +141,7 @@ def _solved(left: Node, op: str, right: Node, variable: str) -> Region:
     return _half_line(op if slope > 0 else SWAPPED[op], zero)
 
 
-def _builder(node: Node) -> Region:
+def _region_of_builder(node: Node) -> Region:
     head, condition = node.args
     restricted = region(condition)
     if head.kind == "relation" and head.name == "in" and head.args[1] == Node("numbers", name="reals"):
@@ -151,12 +151,12 @@ def _builder(node: Node) -> Region:
     return replace(restricted, variable="")
 
 
-def _listed(node: Node) -> Region:
+def _region_of_list(node: Node) -> Region:
     """The union for a list joined by `or`; for other lists the intersection, or the union if that is empty."""
     if not all(arg.kind in ("relation", "setop", "numbers") for arg in node.args):
         raise UnsupportedError("a list")
     regions = [region(arg) for arg in node.args]
     if len({part.variable for part in regions}) != 1:
         raise UnsupportedError("several variables")
-    either, both = (reduce(partial(_joined, name), regions) for name in ("cup", "cap"))
+    either, both = (reduce(partial(_combined, name), regions) for name in ("cup", "cap"))
     return both if node.name != "or" and any(map(both.holds, _probes(both.ends))) else either

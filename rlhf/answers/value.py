@@ -168,11 +168,11 @@ def _log(value: Value, base: Value | None = None) -> Value:
     return numerator if base is None else numerator / mp.log(check_size(base))
 
 
-def _rounded(function: Callable[[Value], Value], value: Value) -> Value:
+def _round_exactly(function: Callable[[Value], Value], value: Value) -> Value:
     return Fraction(int(function(value if isinstance(value, Fraction) else check_size(value))))
 
 
-def _of_integers(function: Callable[..., int]) -> Callable[..., Value]:
+def _integer_function(function: Callable[..., int]) -> Callable[..., Value]:
     """math.gcd and math.lcm, which raise TypeError for a value that is not an integer."""
     return lambda *values: Fraction(function(*(v.numerator if v == int(v) else v for v in values)))
 
@@ -190,12 +190,12 @@ FUNCTIONS: dict[str, Callable[..., Value]] = {
     "lg": lambda value: _log(value, Fraction(10)),
     "root": lambda value, degree: power(value, over(Fraction(1), degree)) if value != 0 else Fraction(0),
     "abs": abs,
-    "floor": lambda value: _rounded(math.floor if isinstance(value, Fraction) else mp.floor, value),
-    "ceil": lambda value: _rounded(math.ceil if isinstance(value, Fraction) else mp.ceil, value),
+    "floor": lambda value: _round_exactly(math.floor if isinstance(value, Fraction) else mp.floor, value),
+    "ceil": lambda value: _round_exactly(math.ceil if isinstance(value, Fraction) else mp.ceil, value),
     "max": lambda *values: max(values, key=as_real),
     "min": lambda *values: min(values, key=as_real),
-    "gcd": _of_integers(math.gcd),
-    "lcm": _of_integers(math.lcm),
+    "gcd": _integer_function(math.gcd),
+    "lcm": _integer_function(math.lcm),
     "factorial": _factorial,
     "binomial": _binomial,
 }
@@ -332,7 +332,7 @@ def _modulo(node: Node, point: dict[str, Value]) -> Value:
     return value % modulus
 
 
-def _based(node: Node, point: dict[str, Value]) -> Value:
+def _number_in_base(node: Node, point: dict[str, Value]) -> Value:
     digits, base = node.args[0].name, int(node.args[1].value)
     if not 2 <= base <= 36 or not digits.isdigit():
         raise UndefinedError("not a base")
@@ -380,6 +380,6 @@ _RULES: dict[str, Callable[[Node, dict[str, Value]], Value]] = {
     "pow": lambda node, point: power(evaluate(node.args[0], point), evaluate(node.args[1], point)),
     "percent": lambda node, point: times(evaluate(node.args[0], point), Fraction(1, 100)),
     "degree": lambda node, point: as_real(evaluate(node.args[0], point)) * mp.pi / 180,
-    "base": _based,
+    "base": _number_in_base,
     "call": _call,
 }

@@ -155,7 +155,7 @@ def with_words_marked(text: str) -> str:
     if DATE.fullmatch(plain) and any(map(str.isdigit, plain)):
         words = sorted(re.findall(r"[a-z]{3}|\d+", plain.lower()), key=str.isdigit)
         return f"\\text{{{' '.join(words)}}}"
-    if (two := TWO_AMOUNTS.fullmatch(plain)) and (added := _added(two)):
+    if (two := TWO_AMOUNTS.fullmatch(plain)) and (added := _sum_of_amounts(two)):
         return added
     if ALTERNATIVES.fullmatch(plain):
         return text
@@ -195,7 +195,7 @@ def _in_digits(words: re.Match[str]) -> str:
     return words[0] if whole is None else str(whole)
 
 
-def _added(two: re.Match[str]) -> str | None:
+def _sum_of_amounts(two: re.Match[str]) -> str | None:
     """The sum of two amounts of one dimension in the first unit: 2 hours 30 minutes is 5/2 hours."""
     large, small = unit_of(two[2]), unit_of(two[4])
     if large is None or small is None or large[0] != small[0]:
@@ -204,13 +204,13 @@ def _added(two: re.Match[str]) -> str | None:
     return f"{as_latex(value)}\\text{{ {two[2]}}}"
 
 
-def _twelve(time: re.Match[str]) -> str:
+def _noon_as_time(time: re.Match[str]) -> str:
     return "12:00 pm" if time[1].lower() == "noon" else "12:00 am"
 
 
 def same_clock_time(a: str, b: str) -> bool | None:
     """Whether two texts are the same time of day; None if they are not both times, or neither says a.m. or p.m."""
-    first, second = (CLOCK.fullmatch(NOON.sub(_twelve, " ".join(unwrapped(text).split()))) for text in (a, b))
+    first, second = (CLOCK.fullmatch(NOON.sub(_noon_as_time, " ".join(unwrapped(text).split()))) for text in (a, b))
     if first is None or second is None or not (first[3] or second[3]):
         return None
     if not first[3]:

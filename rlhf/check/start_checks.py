@@ -356,13 +356,13 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
             if config.acts:
                 from rlhf.config.cli import run_async
                 from rlhf.environments.hosts import Hosts
-                from rlhf.environments.rollouts import answered_at_once
+                from rlhf.environments.rollouts import rollout_with_answer
 
                 hosts = opened.enter_context(Hosts(config.environment, config.tools))
             for sampling, row, prompt in rows:
                 responses, rollout = _right_responses(alternatives(prompt.answer)[0], sampling.samples_per_prompt), None
                 if config.acts:
-                    played = run_async(answered_at_once(hosts, prompt, responses[0], config))
+                    played = run_async(rollout_with_answer(hosts, prompt, responses[0], config))
                     if played is None:
                         continue
                     prompt, rollout = played

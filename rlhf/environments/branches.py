@@ -35,7 +35,7 @@ from rlhf.environments.turns import (
     Limits,
     Message,
     NextTurn,
-    Played,
+    Progress,
     check_size,
     prompt_only_sequence,
 )
@@ -99,7 +99,7 @@ class Branches:
     templates: Dialogue
     limits: Limits
     trained: Collection[str]
-    played: Played = field(default_factory=lambda: Played(offers_tools=False))
+    progress: Progress = field(default_factory=lambda: Progress(offers_tools=False))
     logs: list[TokenLog] = field(default_factory=list)
     contexts: list[_Context] = field(default_factory=list)
     sampled: int = 0  # tokens of all turns
@@ -141,14 +141,14 @@ class Branches:
     async def _answer(self, request: Mapping[str, Any]) -> Turn:
         """Sample the turn after the request's `messages` (with `tools`) or `token_ids`."""
         if not self.kinds:
-            self.played.began = time.monotonic()  # the wait for a process and the client's imports do not count
+            self.progress.began = time.monotonic()  # the wait for a process and the client's imports do not count
         most, asked = self.limits.max_response_tokens, request.get("max_tokens")
         if asked is not None:
             if not isinstance(asked, int) or asked < 1:
                 raise FailedError(f"`generate` was called with max_tokens={asked!r}. Use a whole number of at least 1.")
             most = min(most, asked)
         async with self._reading(most):
-            if limit := "max_rollout_tokens" if self._left() < 1 else self.played.reached_limit(self.limits):
+            if limit := "max_rollout_tokens" if self._left() < 1 else self.progress.reached_limit(self.limits):
                 return self._refuse(limit)
             budget = min(most, self._left())
             try:
@@ -169,9 +169,9 @@ class Branches:
         message = dict(completion.message or {"role": "assistant", "content": ""})
         self.calls |= {call["id"]: self._call(call) for call in message.get("tool_calls") or ()}
         if completion.finish_reason != "stop" and len(completion.token_ids) != asked:  # not cut by max_tokens
-            self.played.end_cut(completion.finish_reason, budget, self.limits)
+            self.progress.end_cut(completion.finish_reason, budget, self.limits)
         before = max((i for i, each in enumerate(messages) if each["role"] == "assistant"), default=-1)
-        self.played.messages += [*map(_with_text, messages[before + 1 :]), message]  # since the model's last turn
+        self.progress.messages += [*map(_with_text, messages[before + 1 :]), message]  # since the model's last turn
         if "token_ids" in request:
             self.contexts.append(_Context(log, len(log.token_ids), None))
         elif self.templates.can_go_on(completion.token_ids):  # messages can be joined here
@@ -181,8 +181,8 @@ class Branches:
 
     async def _sampled(self, request: Mapping[str, Any], log: TokenLog, budget: int) -> Completion:
         """Have the next turn of a log sampled, and append it."""
-        turn = self.played.turns
-        self.played.turns += 1
+        turn = self.progress.turns
+        self.progress.turns += 1
         self.promised += budget
         try:
             offered = {"offered": request["offered"]} if "offered" in request else {}
@@ -231,7 +231,7 @@ class Branches:
 
     def _refuse(self, why: str) -> Turn:
         """An empty turn past the limit `why`."""
-        self.played.end("length", why)
+        self.progress.end("length", why)
         self.refused += 1
         if self.refused > MAX_REFUSED:
             raise FailedError(
@@ -341,19 +341,19 @@ async def play_coroutine(
             does not change.
     """
     branches = Branches(generate, templates, limits, trained)
-    played = branches.played
+    progress = branches.progress
     try:
         outcome = await play(branches)
         await branches.all_answered()
         if not branches.sampled:
             raise FailedError("the model was asked for nothing, so there is nothing to train on.")
     except (CallLimitError, FailedError) as error:
-        outcome = played.fail(error)
+        outcome = progress.fail(error)
     await branches.all_answered()
     sequences = [sequence for log in branches.logs if (sequence := log.sequence()).response_length]
-    played.calls = dict(branches.kinds)
-    played.untrained_tokens = branches.sampled - sum(sequence.response_length for sequence in sequences)
-    return played.rollout(prompt, sample, sequences or [prompt_only_sequence(prompt)], outcome)
+    progress.calls = dict(branches.kinds)
+    progress.untrained_tokens = branches.sampled - sum(sequence.response_length for sequence in sequences)
+    return progress.rollout(prompt, sample, sequences or [prompt_only_sequence(prompt)], outcome)
 
 
 def _texts(message: Mapping[str, Any]) -> list[str]:

@@ -49,7 +49,7 @@ def compute(expression: str) -> str:
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text).strip()  # 1,000
     try:
         tree = ast.parse(text, mode="eval")  # reads, and runs nothing
-        return _written(_value(tree.body))
+        return _format_value(_value(tree.body))
     except ZeroDivisionError:
         raise ValueError("Division by zero.") from None
     except OverflowError:
@@ -63,15 +63,15 @@ def _value(node: ast.expr) -> Fraction:
         case ast.Constant(value=float() as number) if math.isinf(number):
             raise OverflowError
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return _bounded(Fraction(repr(number)) if isinstance(number, float) else Fraction(number))
+            return _check_size(Fraction(repr(number)) if isinstance(number, float) else Fraction(number))
         case ast.UnaryOp(op=ast.USub()):
             return -_value(node.operand)
         case ast.UnaryOp(op=ast.UAdd()):
             return _value(node.operand)
         case ast.BinOp(op=ast.Pow()):
-            return _bounded(_power(_value(node.left), _value(node.right)))
+            return _check_size(_power(_value(node.left), _value(node.right)))
         case ast.BinOp() if type(node.op) in OPERATORS:
-            return _bounded(Fraction(OPERATORS[type(node.op)](_value(node.left), _value(node.right))))
+            return _check_size(Fraction(OPERATORS[type(node.op)](_value(node.left), _value(node.right))))
     raise ValueError("Only numbers, parentheses and + - * / // % ** can be computed.")
 
 
@@ -88,13 +88,13 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     return base**exponent.numerator
 
 
-def _bounded(value: Fraction) -> Fraction:
+def _check_size(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise ValueError("The result is too large.")
     return value
 
 
-def _written(value: Fraction) -> str:
+def _format_value(value: Fraction) -> str:
     if value.denominator == 1:
         return str(value.numerator)
     rest, places = value.denominator, 0

@@ -89,7 +89,7 @@ class Environment:
         self.tools = [_schema(function) for function in self._functions.values()]
         waits: dict[str, bool] = {}
         if name is not None and name not in BUILT_IN:
-            factory = _imported(name, label)
+            factory = _import(name, label)
             self._factory = lambda: factory(**(options or {}))
             waits = self._examine(_class_of(factory, options or {}, label), options or {}, label)
         names = [tool["function"]["name"] for tool in self.tools]
@@ -106,7 +106,7 @@ class Environment:
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{label}: {error}") from None
         else:
-            function = _imported(tool, label)
+            function = _import(tool, label)
         if getattr(function, "__name__", None) in (None, *self._functions):
             raise ValueError(f"{label}: a tool needs a name of its own. Use a function defined by `def`.")
         self._functions[function.__name__] = function
@@ -253,7 +253,7 @@ class Episode:
             except BaseException as error:  # the model must see SystemExit and errors of the confinement too
                 errors.append((asked, error))
                 answers.append((asked.tool, self._error(error, asked.written)))
-        together = (self._awaited(result, state, asked.written) for asked, result, state in waiting)
+        together = (self._await_answer(result, state, asked.written) for asked, result, state in waiting)
         # where nothing waits there may be no event loop; a coroutine that cancels itself is an exception like any other
         outcomes = await asyncio.gather(*together, return_exceptions=True) if waiting else []
         for (asked, *_), outcome in zip(waiting, outcomes, strict=True):
@@ -310,12 +310,12 @@ class Episode:
     async def _run(self, function: Callable[..., Any], arguments: dict[str, Any], state: Any) -> Any:
         with state:
             result = function(**arguments)
-        return await seeding.swapped(result, state) if inspect.isawaitable(result) else result
+        return await seeding.run_with_state(result, state) if inspect.isawaitable(result) else result
 
-    async def _awaited(self, result: Any, state: Any, written: str) -> Any:
+    async def _await_answer(self, result: Any, state: Any, written: str) -> Any:
         """The content of an answer, or the exception; a raised SystemExit would end the event loop."""
         try:
-            value = await seeding.swapped(result, state)
+            value = await seeding.run_with_state(result, state)
             with state:
                 return self._content(value, written)
         except (MemoryError, asyncio.CancelledError, GeneratorExit):
@@ -450,7 +450,7 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
         raise ValueError(f"The tool {where} cannot be offered to a model: {error}") from error
 
 
-def _imported(name: str, label: str) -> Callable[..., Any]:
+def _import(name: str, label: str) -> Callable[..., Any]:
     """Import `module:attribute` or `path/to/file.py:attribute`."""
     module_name, _, attribute = name.rpartition(":")
     if not module_name:

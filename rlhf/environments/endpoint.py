@@ -167,13 +167,13 @@ class Endpoint:
 
     async def _answer(self, request: Mapping[str, Any]) -> None:
         try:
-            answer = await self._answered(request)
+            answer = await self._answer_to(request)
         except Exception as error:  # an error of the engines or the run
             self._lose(request["session"], error)
             answer = {"refused": ENDED}
         self._send({"answer": request["ask"], **answer})
 
-    async def _answered(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def _answer_to(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The turn for a request of a program, or the reason why the request is refused."""
         branches = self._branches.get(request["session"])
         if branches is None:

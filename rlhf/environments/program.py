@@ -95,7 +95,7 @@ class Program:
                 raise LimitError(f"the program was ended by signal {killed}: {shown}")
             if status != 0:
                 raise ValueError(f"the program ended with status {status}: {shown}")
-            reward = _reward(folder / "reward.json")
+            reward = _read_reward_file(folder / "reward.json")
             return {**reward, "files": _returned_files(folder / "work", self._returned)} if self._returned else reward
         finally:
             remove(folder)
@@ -166,7 +166,7 @@ def _returned_files(folder: Path, patterns: Sequence[str]) -> dict[str, str]:
     return dict(sorted(texts.items()))
 
 
-def _reward(file: Path) -> dict[str, Any]:
+def _read_reward_file(file: Path) -> dict[str, Any]:
     """The reward in the program's reward file; None without a file."""
     try:
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as left:
@@ -176,12 +176,12 @@ def _reward(file: Path) -> dict[str, Any]:
     except OSError:  # a link, or a folder
         text = b""
     try:
-        return reward_in(text, "the reward file")
+        return read_reward(text, "the reward file")
     except ValueError as error:
         raise LimitError(str(error)) from None
 
 
-def reward_in(text: bytes, where: str) -> dict[str, Any]:
+def read_reward(text: bytes, where: str) -> dict[str, Any]:
     """Read a reward in JSON: a number, null, or an object with `score`, further numbers and `facts`.
 
     Raises:

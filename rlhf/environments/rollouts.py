@@ -25,7 +25,7 @@ from rlhf.environments.turns import (
     Limits,
     Message,
     NextTurn,
-    Played,
+    Progress,
     check_size,
     failed_rollout,
     play_turns,
@@ -93,7 +93,7 @@ class Environments:
         turns = next_turn(self._config, prompt, sample, replace(settings, parsing=self._parsing), generate)
         limits = self._limits(settings)
         try:
-            session = await self._hosts.open(row_of(prompt), self.seeds(prompt, sample))
+            session = await self._hosts.open(row_for_reset(prompt), self.seeds(prompt, sample))
         except (CallLimitError, FailedError) as error:
             return None, failed_rollout(prompt, sample, FailedError(str(error)))
         try:
@@ -101,7 +101,7 @@ class Environments:
             if session.plays:
                 trained = self._config.environment.trained_kinds
                 return None, await play_coroutine(prompt, sample, self._play(session), **how, trained=trained)
-            opened = self.opened_prompt(prompt, session)
+            opened = self.prompt_after_reset(prompt, session)
             return opened, await play_turns(opened, sample, session, **how)
         except FailedError as error:  # the prompt that `reset` made cannot be used
             return None, failed_rollout(prompt, sample, error)
@@ -119,9 +119,9 @@ class Environments:
         key = f"{self._config.run.seed}/{prompt.epoch}/{prompt.id}"
         return {"group": int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest()), "sample": sample}
 
-    def opened_prompt(self, prompt: Prompt, session: HostedSession) -> Prompt:
+    def prompt_after_reset(self, prompt: Prompt, session: HostedSession) -> Prompt:
         """The prompt with the session's tools and the text of its reset. Raises FailedError if it cannot be used."""
-        messages = opened_messages(prompt, session.opening, session.text, self._config)
+        messages = messages_after_reset(prompt, session.opening, session.text, self._config)
         check_size(messages, most=self._config.data.max_prompt_tokens, key="data.max_prompt_tokens")
         try:
             token_ids = self._templates.prompt(messages, session.tools)
@@ -148,12 +148,12 @@ class Environments:
         )
 
 
-def row_of(prompt: Prompt) -> dict[str, Any]:
+def row_for_reset(prompt: Prompt) -> dict[str, Any]:
     """The row for `reset`: its columns, and the messages of its prompt, if it has one, as `prompt`."""
     return {**prompt.columns, **({"prompt": list(prompt.messages)} if prompt.messages else {})}
 
 
-async def answered_at_once(
+async def rollout_with_answer(
     hosts: Sessions, prompt: Prompt, text: str, config: GRPOConfig
 ) -> tuple[Prompt, Rollout] | None:
     """The prompt after reset, and the rollout of a model that answers with this text and calls no tool.
@@ -161,14 +161,14 @@ async def answered_at_once(
     Returns:
         None for coroutines and programs, which need a model, and if the environment fails.
     """
-    played = Played(messages=[{"role": "assistant", "content": text}], turns=1)
+    progress = Progress(messages=[{"role": "assistant", "content": text}], turns=1)
     try:
-        session = await asyncio.wait_for(hosts.open(row_of(prompt), {"group": 0, "sample": 0}), RESET_S)
+        session = await asyncio.wait_for(hosts.open(row_for_reset(prompt), {"group": 0, "sample": 0}), RESET_S)
         try:
             if session.plays:
                 return None
-            messages = opened_messages(prompt, session.opening, session.text, config)
-            rollout = played.rollout(prompt, 0, [prompt_only_sequence(prompt)], await session.finish())
+            messages = messages_after_reset(prompt, session.opening, session.text, config)
+            rollout = progress.rollout(prompt, 0, [prompt_only_sequence(prompt)], await session.finish())
             return replace(prompt, messages=tuple(messages)), rollout
         finally:
             await session.close()
@@ -176,7 +176,9 @@ async def answered_at_once(
         return None
 
 
-def opened_messages(prompt: Prompt, opening: Sequence[Message] | None, text: str, config: GRPOConfig) -> list[Message]:
+def messages_after_reset(
+    prompt: Prompt, opening: Sequence[Message] | None, text: str, config: GRPOConfig
+) -> list[Message]:
     """The messages of the prompt after reset.
 
     Raises:

@@ -54,7 +54,9 @@ def _generators() -> dict[str, tuple[Any, Any, Any]]:
 
 
 @types.coroutine
-def swapped(awaitable: Awaitable[Any], state: contextlib.AbstractContextManager[Any]) -> Generator[Any, Any, Any]:
+def run_with_state(
+    awaitable: Awaitable[Any], state: contextlib.AbstractContextManager[Any]
+) -> Generator[Any, Any, Any]:
     """Await something. The state is in place while its code runs, but not while it waits."""
     iterator: Any = awaitable.__await__()
     resume, value = next, iterator

@@ -53,12 +53,12 @@ def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         "plays", "program", "withheld"}. Withheld columns hold answers and are not named in its code; rows omit them.
     """
     parts, answers = hello["environments"], hello["answers"]
-    environments = {value: _made(part, hello["tools"]) for value, part in parts.items()}
-    about = {value: _about(environment, parts[value], answers) for value, environment in environments.items()}
+    environments = {value: _make(part, hello["tools"]) for value, part in parts.items()}
+    about = {value: _describe(environment, parts[value], answers) for value, environment in environments.items()}
     return {"environments": environments, "wall_seconds": hello["wall_seconds"]}, about
 
 
-def _made(part: Mapping[str, Any], tools: Sequence[str]) -> Kind:
+def _make(part: Mapping[str, Any], tools: Sequence[str]) -> Kind:
     name = part["name"]
     if name == SERVICE:
         return None
@@ -89,7 +89,7 @@ def _coroutine(name: str | None) -> Play | None:
     return None
 
 
-def _about(environment: Kind, part: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:
+def _describe(environment: Kind, part: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:
     """The description of an environment for the driver, see `load`."""
     about = {"tools": [], "rewards": True, "blocking": True, "plays": True, "program": True}
     names = set[str]()
@@ -149,7 +149,7 @@ class Server:
         if "environment" in message:
             environment = self._environments[message["environment"]]
             self._has_coroutines = isinstance(environment, Environment) and bool(environment.coroutines)
-        answer = self._answered(message, _caught)
+        answer = self._answer_to(message, _as_exception)
         if self._has_coroutines:
             answered = loop.run_until_complete(answer)
         else:
@@ -215,33 +215,33 @@ class Server:
     async def _answer(self, message: dict[str, Any]) -> None:
         seconds = math.inf if message["do"] == "play" else self._wall_seconds
         clock = _Clock(seconds, f"over {seconds:g} seconds by the clock")
-        if answer := await self._answered(message, clock.limited):
+        if answer := await self._answer_to(message, clock.limited):
             self._send(message, answer)
 
     def _send(self, message: Mapping[str, Any], answer: dict[str, Any]) -> None:
         try:
             self._channel.send(answer)
         except (TypeError, ValueError, RecursionError) as error:  # Python writes no number of over 4300 digits
-            self._channel.send(self._failed(message, f"its answer cannot be sent: {_text(error)}", limit=False))
+            self._channel.send(self._failure(message, f"its answer cannot be sent: {_text(error)}", limit=False))
 
-    async def _answered(self, message: Mapping[str, Any], run: Run) -> dict[str, Any]:
+    async def _answer_to(self, message: Mapping[str, Any], run: Run) -> dict[str, Any]:
         """The answer to a message; an empty dictionary if the message gets none."""
         try:
-            result = await run(self._done(message))
+            result = await run(self._carry_out(message))
         except LimitError as error:
-            return self._failed(message, str(error), limit=True)
+            return self._failure(message, str(error), limit=True)
         except _EscapedError as error:
-            return self._failed(message, str(error), limit=False)
+            return self._failure(message, str(error), limit=False)
         except MemoryError:
-            return self._failed(message, "over the memory of its process", limit=True)
+            return self._failure(message, "over the memory of its process", limit=True)
         except (Exception, asyncio.CancelledError) as error:  # code may cancel itself; after a close nobody waits
-            return self._failed(message, _text(error), limit=False)
+            return self._failure(message, _text(error), limit=False)
         return {"id": message["id"], "result": result} if "id" in message else {}
 
-    def _failed(self, message: Mapping[str, Any], error: str, *, limit: bool) -> dict[str, Any]:
+    def _failure(self, message: Mapping[str, Any], error: str, *, limit: bool) -> dict[str, Any]:
         return {"id": message.get("id"), "error": as_utf8(error)[:MAX_ERROR], "limit": limit}
 
-    async def _done(self, message: Mapping[str, Any]) -> Any:
+    async def _carry_out(self, message: Mapping[str, Any]) -> Any:
         """Carry out the message's request."""
         session = message["session"]
         if message["do"] == "close":
@@ -256,11 +256,11 @@ class Server:
             return environment.play(message, lambda: self._channel.send({"alive": True}))
         assert environment is not None, "the driver asks a service"
         if not isinstance(environment, Environment):
-            return await self._played(environment, message)
+            return await self._play_coroutine(environment, message)
         episode = self._sessions[session] = environment.episode()
         return await episode.reset(message["row"], message["seeds"])
 
-    async def _played(self, play: Play, message: Mapping[str, Any]) -> dict[str, Any]:
+    async def _play_coroutine(self, play: Play, message: Mapping[str, Any]) -> dict[str, Any]:
         """The reward of a coroutine that has been played to its end."""
         session = message["session"]
         clock = _Clock(self._wall_seconds, f"it has asked for no turn for {self._wall_seconds:g} seconds")
@@ -282,7 +282,7 @@ class Server:
         state = seeding.RandomState(seeding.derive(seeds["group"], seeds["sample"], "play"))
         with state:
             coroutine: Any = play(message["row"], generate)
-        result = await clock.limited(seeding.swapped(coroutine, state))
+        result = await clock.limited(seeding.run_with_state(coroutine, state))
         try:
             returned = read_returned(result)
         except (TypeError, ValueError) as error:
@@ -304,7 +304,7 @@ class _EscapedError(Exception):
     """Code raised a BaseException that is no Exception, such as SystemExit or NoNetworkError."""
 
 
-async def _caught(awaitable: Awaitable[Any]) -> Any:
+async def _as_exception(awaitable: Awaitable[Any]) -> Any:
     """Await code of the user. Its exceptions end neither the event loop, nor the process, nor other rollouts."""
     try:
         return await awaitable
@@ -336,7 +336,7 @@ class _Clock:
 
     async def limited(self, awaitable: Awaitable[Any]) -> Any:
         """Await something; unlike with `wait_for`, a TimeoutError of the code itself is not the limit."""
-        task = asyncio.ensure_future(_caught(awaitable))
+        task = asyncio.ensure_future(_as_exception(awaitable))
         try:
             while not task.done():
                 left = self._seconds - (0.0 if self._pauses else time.monotonic() - self._began)

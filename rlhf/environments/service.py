@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf.config.environment import EnvironmentPart
-from rlhf.environments.program import TIMEOUT_S, reward_in
+from rlhf.environments.program import TIMEOUT_S, read_reward
 from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.processes.channel import as_json
 from rlhf.rewards.http_client import HttpClient, LateError, RequestError, UnconnectedError
@@ -58,7 +58,7 @@ class Service:
         }
         body = json.dumps(asked, default=as_json).encode()
         try:
-            return await self._client.ask(body, lambda reply: reward_in(reply, "the answer"))
+            return await self._client.ask(body, lambda reply: read_reward(reply, "the answer"))
         except LateError as error:
             raise CallLimitError(str(error)) from None
         except RequestError as error:

@@ -165,20 +165,22 @@ class HostedSession:
         if self.plays:
             return
         said = await self._ask({"do": "open", **self._start})
-        with _checked("open"):
+        with _reading_answer("open"):
             self.text = str(said["text"] or "")
-            self.opening = None if said["messages"] is None else read_request(map(_plain, said["messages"]))
+            self.opening = None if said["messages"] is None else read_request(map(_with_text_content, said["messages"]))
 
     async def call(self, calls: Sequence[Mapping[str, Any]]) -> Answers:
         said = await self._ask({"do": "call", "calls": list(calls)})
-        with _checked("call"):
-            messages = [{**_plain(each), "role": "tool", "name": str(each["name"])} for each in said["answers"]]
+        with _reading_answer("call"):
+            messages = [
+                {**_with_text_content(each), "role": "tool", "name": str(each["name"])} for each in said["answers"]
+            ]
             faults = [Fault(str(each["tool"]), str(each["said"]), bool(each["is_broken"])) for each in said["faults"]]
             errors = min(int(said["errors"]), len(calls))
             return Answers(tuple(messages), done=bool(said["done"]), errors=errors, faults=tuple(faults[:errors]))
 
     async def finish(self) -> Outcome:
-        return outcome_of(await self._ask({"do": "finish"}))
+        return read_outcome(await self._ask({"do": "finish"}))
 
     async def _ask(self, message: dict[str, Any]) -> Any:
         try:
@@ -206,7 +208,7 @@ class HostedSession:
         ended = asyncio.ensure_future(self._ask({"do": "play", **self._start}))
         try:
             await asyncio.wait({ended, failed}, return_when=asyncio.FIRST_COMPLETED)
-            return outcome_of((failed if failed.done() else ended).result())
+            return read_outcome((failed if failed.done() else ended).result())
         finally:
             ended.cancel()
             failed.cancel()
@@ -214,7 +216,7 @@ class HostedSession:
     async def run(self, endpoint: Mapping[str, str]) -> Outcome:
         """Run the program, or ask the service for a rollout. `endpoint`: URL and key of the model."""
         ask = self._hosts.services.get(self._start["environment"], self._ask)
-        return outcome_of(await ask({"do": "play", **self._start, "endpoint": dict(endpoint)}))
+        return read_outcome(await ask({"do": "play", **self._start, "endpoint": dict(endpoint)}))
 
     async def close(self) -> None:
         """Release the process. It is killed if it still computes or something failed in it."""
@@ -222,7 +224,7 @@ class HostedSession:
 
 
 @contextlib.contextmanager
-def _checked(do: str) -> Iterator[None]:
+def _reading_answer(do: str) -> Iterator[None]:
     """A context that reads an answer of a process. Raises FailedError if the answer has another form than ours."""
     try:
         yield
@@ -230,14 +232,14 @@ def _checked(do: str) -> Iterator[None]:
         raise FailedError(f"{do}: its process answered something else ({error})") from None
 
 
-def _plain(message: Mapping[str, Any]) -> Message:
+def _with_text_content(message: Mapping[str, Any]) -> Message:
     """A message whose content is text."""
     return {**message, "role": str(message["role"]), "content": content_text(message["content"])}
 
 
-def outcome_of(said: Mapping[str, Any]) -> Outcome:
+def read_outcome(said: Mapping[str, Any]) -> Outcome:
     """The outcome of a finished rollout from the answer of its process."""
-    with _checked("finish"):
+    with _reading_answer("finish"):
         reward = None if said["reward"] is None else _number(said["reward"])
         parts = {str(name): _number(value) for name, value in list(said["parts"].items())[:MAX_PARTS]}
         facts, files = dict(list(said["facts"].items())[:MAX_FACTS]), said.get("files")

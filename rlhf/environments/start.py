@@ -25,7 +25,7 @@ from rlhf.data.turns import stop_token_ids
 from rlhf.environments.endpoint import Endpoint
 from rlhf.environments.hosts import Hosts
 from rlhf.environments.nodes import Spread
-from rlhf.environments.rollouts import IS_BROKEN, RESET_S, Environments, row_of
+from rlhf.environments.rollouts import IS_BROKEN, RESET_S, Environments, row_for_reset
 from rlhf.environments.schema import example
 from rlhf.environments.service import Service
 from rlhf.environments.sessions import HostedSession
@@ -111,10 +111,10 @@ class StartedEnvironments(Environments, contextlib.AbstractContextManager["Start
             ValueError: `reset` failed, or made a prompt that cannot be used.
         """
         try:
-            session = await self.hosts.open(row_of(prompt), self.seeds(prompt, 0))
+            session = await self.hosts.open(row_for_reset(prompt), self.seeds(prompt, 0))
             try:
                 if not session.plays:
-                    return self.opened_prompt(prompt, session)
+                    return self.prompt_after_reset(prompt, session)
             finally:
                 await session.close()
         except FailedError as error:
@@ -143,7 +143,7 @@ class StartedEnvironments(Environments, contextlib.AbstractContextManager["Start
                     continue
                 prompt = first[value]
                 try:
-                    opening = self.hosts.open(row_of(prompt), self.seeds(prompt, 0))
+                    opening = self.hosts.open(row_for_reset(prompt), self.seeds(prompt, 0))
                     session = await asyncio.wait_for(opening, RESET_S)
                 except (TimeoutError, FailedError) as error:
                     reason = str(error) or f"its reset has not ended in {RESET_S:.0f} s"

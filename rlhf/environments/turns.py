@@ -90,7 +90,7 @@ OWN_FACTS = (
 
 
 @dataclass
-class Played:
+class Progress:
     """A rollout while it is played, and how it ended."""
 
     began: float = field(default_factory=time.monotonic)
@@ -156,52 +156,52 @@ async def play_turns(
     prompt: Prompt, sample: int, session: HostedSession, *, generate: NextTurn, templates: Dialogue, limits: Limits
 ) -> Rollout:
     """Play a rollout from a prompt that includes the text of `reset`. A failure is its outcome; it is never raised."""
-    log, played = TokenLog(prompt.token_ids), Played()
+    log, progress = TokenLog(prompt.token_ids), Progress()
     try:
-        await _turns(log, played, session, generate, templates, limits)
-        outcome = await played.timed(session.finish())
+        await _turns(log, progress, session, generate, templates, limits)
+        outcome = await progress.timed(session.finish())
     except (CallLimitError, FailedError) as error:
-        outcome = played.fail(error)
-    return played.rollout(prompt, sample, [log.sequence()], outcome)
+        outcome = progress.fail(error)
+    return progress.rollout(prompt, sample, [log.sequence()], outcome)
 
 
 async def _turns(
-    log: TokenLog, played: Played, session: HostedSession, generate: NextTurn, templates: Dialogue, limits: Limits
+    log: TokenLog, progress: Progress, session: HostedSession, generate: NextTurn, templates: Dialogue, limits: Limits
 ) -> None:
     """Continue the log until the rollout ends."""
     while True:
         left = log.room(limits.max_rollout_tokens)
         budget = min(limits.max_response_tokens, left)
-        completion = await generate(log.token_ids, max_tokens=budget, turn=played.turns, recorded=log.recorded)
+        completion = await generate(log.token_ids, max_tokens=budget, turn=progress.turns, recorded=log.recorded)
         log.add_sampled(completion)
-        played.turns += 1
+        progress.turns += 1
         assert completion.message is not None, "an engine parses the turns of a rollout with an environment"
         message = dict(completion.message)
-        played.messages.append(message)
+        progress.messages.append(message)
         if completion.finish_reason != "stop":
-            return played.end_cut(completion.finish_reason, budget, limits)
+            return progress.end_cut(completion.finish_reason, budget, limits)
         calls = message.get("tool_calls") or ()
         if not calls:
-            return played.end("stop", "answer")
-        played.tool_calls += len(calls)
-        answers: Answers = await played.timed(session.call(calls))
-        played.tool_errors += answers.errors
-        played.broken_tools.update(f"{fault.tool}: {fault.said}" for fault in answers.faults if fault.is_broken)
-        ended_by = "done" if answers.done else played.reached_limit(limits)
+            return progress.end("stop", "answer")
+        progress.tool_calls += len(calls)
+        answers: Answers = await progress.timed(session.call(calls))
+        progress.tool_errors += answers.errors
+        progress.broken_tools.update(f"{fault.tool}: {fault.said}" for fault in answers.faults if fault.is_broken)
+        ended_by = "done" if answers.done else progress.reached_limit(limits)
         if ended_by is None and not templates.can_go_on(completion.token_ids):
             ended_by = "no_stop_token"
         if ended_by is not None:
-            played.messages += answers.messages
-            return played.end("stop" if answers.done else "length", ended_by)
+            progress.messages += answers.messages
+            return progress.end("stop" if answers.done else "length", ended_by)
         room = log.room(limits.max_rollout_tokens) - 1  # for at least one token of the next turn
         try:
             said = templates.fit(answers.messages, room, session.tools, after=log.last_id)
         except Exception as error:  # a template may raise anything about a message
             raise FailedError(f"the answers cannot be rendered: {error}") from None
         if said is None:
-            played.messages += answers.messages
-            return played.end("length", "max_rollout_tokens")
-        played.messages += said.messages
+            progress.messages += answers.messages
+            return progress.end("length", "max_rollout_tokens")
+        progress.messages += said.messages
         log.add_said(said.token_ids)
 
 
@@ -221,5 +221,5 @@ def prompt_only_sequence(prompt: Prompt) -> TokenSequence:
 
 def failed_rollout(prompt: Prompt, sample: int, error: CallLimitError | FailedError) -> Rollout:
     """A rollout that failed before it sampled a token."""
-    played = Played()
-    return played.rollout(prompt, sample, [prompt_only_sequence(prompt)], played.fail(error))
+    progress = Progress()
+    return progress.rollout(prompt, sample, [prompt_only_sequence(prompt)], progress.fail(error))

@@ -61,7 +61,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestContents:
     """The contents of a request.
 
     Attributes:
@@ -77,7 +77,7 @@ class Asked:
     ignored: tuple[str, ...]
 
 
-def message_of(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     """The message in the body of an error of the app."""
     try:
         return str(json.loads(body)["error"]["message"])
@@ -109,7 +109,7 @@ def full_context(most: int) -> RefusedError:
     return RefusedError(HTTPStatus.BAD_REQUEST, text, full_context=True)
 
 
-def asked_of(path: str, body: bytes, model: str) -> Asked:
+def read_request_body(path: str, body: bytes, model: str) -> RequestContents:
     """Read the body of a request.
 
     Args:
@@ -119,7 +119,7 @@ def asked_of(path: str, body: bytes, model: str) -> Asked:
         RefusedError: the body is too large, is no JSON object, or asks for another distribution.
     """
     if path == MODELS:
-        return Asked(path, {}, None, False, ())
+        return RequestContents(path, {}, None, False, ())
     check_size(max(body.count(b"{"), body.count(b"[")), MAX_OBJECTS, "objects or lists")
     try:
         values = json.loads(body)
@@ -139,7 +139,7 @@ def asked_of(path: str, body: bytes, model: str) -> Asked:
             f"{str(limits)[:MAX_SHOWN]}: the maximum number of tokens must be a whole number of at least 1.",
         )
     kept, names = KEPT[path], {name for name, value in values.items() if value is not None}
-    return Asked(
+    return RequestContents(
         path,
         {name: values[name] for name in kept & names} | {"model": model},
         min(limits, default=None),

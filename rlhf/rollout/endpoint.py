@@ -66,12 +66,12 @@ from rlhf.rollout.chat import (
     MAX_STRANGERS,
     ROUTES,
     STRANGER_S,
-    Asked,
     RefusedError,
-    asked_of,
+    RequestContents,
     check_size,
+    error_message,
     full_context,
-    message_of,
+    read_request_body,
 )
 
 KEEP_ALIVE_S = 600.0  # an idle connection stays open so long, since its agent may be working
@@ -95,7 +95,7 @@ class _Request:
 
     token: str
     client: _Client
-    asked: Asked
+    asked: RequestContents
     read: Callable[[], None]  # allows the client's next body to be read
     turn: dict[str, Any] | None = None  # the driver's answer
     refused: RefusedError | None = None
@@ -161,7 +161,7 @@ class Driver:
 
     def send(self, message: Mapping[str, Any], most_chars: int | None = None) -> bool:
         """Send a message of at most `most_chars` characters. Returns whether it was sent."""
-        text = json.dumps(message, default=_plain, ensure_ascii=False)
+        text = json.dumps(message, default=_as_json, ensure_ascii=False)
         if fits := most_chars is None or len(text) <= most_chars:
             self._writer.write(text.encode(errors="surrogatepass") + b"\n")
         return fits
@@ -193,7 +193,7 @@ class Driver:
                 future.set_result(message)
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """The JSON form of a part of a message that vLLM's app has parsed."""
     return value.model_dump() if hasattr(value, "model_dump") else list(value)
 
@@ -281,7 +281,7 @@ class Guard:
                 token, client = self._client(scope)
                 await client.reading.acquire()
                 held.callback(client.reading.release)
-                asked = asked_of(scope["path"], await _body(scope, receive), NAME)
+                asked = read_request_body(scope["path"], await _body(scope, receive), NAME)
             except RefusedError as error:
                 await _answer(error, scope, send)
                 return
@@ -307,7 +307,7 @@ class Guard:
                 await send(message)
             elif not message.get("more_body"):
                 status = HTTPStatus(failed[0])
-                error = request.refused or RefusedError(status, message_of(message.get("body", b"")))
+                error = request.refused or RefusedError(status, error_message(message.get("body", b"")))
                 await _answer(error, scope, send)
 
         await self._app(scope, receive_body, send_as_api)
@@ -468,7 +468,7 @@ def _fail_fast(schema: Any) -> None:
             _fail_fast(part)
 
 
-async def app_of(plan: Mapping[str, Any], driver: Driver) -> Guard:
+async def make_app(plan: Mapping[str, Any], driver: Driver) -> Guard:
     """vLLM's app for this model, with the driver in place of its engine.
 
     Args:
@@ -503,7 +503,7 @@ class _Server(uvicorn.Server):
 
 async def _serve(plan: Mapping[str, Any], control: socket.socket, listening: socket.socket) -> None:
     driver = Driver(*await asyncio.open_unix_connection(sock=control, limit=MAX_BYTES))
-    guard: Any = await app_of(plan, driver)
+    guard: Any = await make_app(plan, driver)
     config = uvicorn.Config(
         guard, http=_Connection, ws="none", log_level="critical", access_log=False, proxy_headers=False,
         lifespan="off", backlog=ACCEPTED, timeout_keep_alive=int(KEEP_ALIVE_S),
@@ -522,7 +522,7 @@ def main() -> None:
     """Serve until the driver disconnects.
 
     The arguments are the descriptors of the socket to the driver and of the listening socket; standard input has the
-    plan of `app_of`.
+    plan of `make_app`.
     """
     die_with_parent(9)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -75,7 +75,7 @@ class RolloutEngine:
         self._adapter_names = (f"adapter-{number}" for number in itertools.count())
         self._adapter: LoRARequest | None = None  # for every request; None: the base model, until the learner sends one
         try:
-            self._engine = _started(config, world, adapted_layers)
+            self._engine = _start_engine(config, world, adapted_layers)
         except (ValueError, TypeError) as error:
             if not config.rollout.engine:
                 raise
@@ -268,7 +268,7 @@ class RolloutEngine:
         await asyncio.to_thread(vllm_process.remove_shared_memory)
 
 
-def _started(config: GRPOConfig, world: World, adapted_layers: Sequence[str]) -> AsyncLLM:
+def _start_engine(config: GRPOConfig, world: World, adapted_layers: Sequence[str]) -> AsyncLLM:
     """Start vLLM with the arguments of this run."""
     backend = backend_of(config)
     arguments = AsyncEngineArgs(

@@ -17,7 +17,7 @@ from waiting import eventually
 
 from rlhf.config.environment import EnvironmentConfig
 from rlhf.environments.hosts import Hosts
-from rlhf.environments.sessions import HostedSession, outcome_of
+from rlhf.environments.sessions import HostedSession, read_outcome
 from rlhf.environments.turns import CallLimitError, FailedError
 
 pytestmark = pytest.mark.slow  # they start processes
@@ -274,9 +274,9 @@ def test_the_row_chooses_among_several() -> None:
 @pytest.mark.parametrize("changed", [{"reward": 10**400}, {"parts": {"a": 10**400}}, {"facts": []}, {"reward": []}])
 def test_an_outcome_that_our_code_does_not_send_is_a_failure(changed: dict[str, Any]) -> None:
     said = {"reward": 1.0, "parts": {}, "facts": {}, "attributes": None}
-    assert outcome_of(said).reward == 1.0
+    assert read_outcome(said).reward == 1.0
     with pytest.raises(FailedError, match="answered something else"):
-        outcome_of(said | changed)
+        read_outcome(said | changed)
 
 
 def test_an_instance_is_closed_when_it_is_dropped_and_when_all_ends(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from waiting import WAIT_S, free_port
 
 from rlhf.config.environment import EnvironmentPart
 from rlhf.environments.service import Service
-from rlhf.environments.sessions import outcome_of
+from rlhf.environments.sessions import read_outcome
 from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.rewards import http_client
 from rlhf.types import Outcome
@@ -91,7 +91,7 @@ def test_it_is_told_row_and_seed_and_where_the_model_is(monkeypatch: pytest.Monk
         "key": "sk-1",
     }
     assert (headers["Content-Type"], headers["Authorization"]) == ("application/json", "Bearer hush hush")
-    assert outcome_of(said) == Outcome("ok", 1.0, {"speed": 0.5}, {"steps": 3})
+    assert read_outcome(said) == Outcome("ok", 1.0, {"speed": 0.5}, {"steps": 3})
 
 
 def test_a_key_that_is_not_set_is_refused_before_anything_is_asked() -> None:
@@ -102,7 +102,7 @@ def test_a_key_that_is_not_set_is_refused_before_anything_is_asked() -> None:
 @pytest.mark.parametrize(("text", "reward"), [("0.25", 0.25), ("null", None), ('{"facts": {}}', None)])
 def test_it_answers_as_a_program_does(text: str, reward: float | None) -> None:
     with serving(says(text)) as (url, _):
-        assert outcome_of(play(url)[0]).reward == reward
+        assert read_outcome(play(url)[0]).reward == reward
 
 
 def hangs_up(request: BaseHTTPRequestHandler) -> None:

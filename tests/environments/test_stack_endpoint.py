@@ -32,7 +32,7 @@ from rlhf.data.turns import stop_token_ids
 from rlhf.environments.branches import play_coroutine
 from rlhf.environments.endpoint import Endpoint
 from rlhf.environments.service import Service
-from rlhf.environments.sessions import outcome_of
+from rlhf.environments.sessions import read_outcome
 from rlhf.environments.turns import Limits
 from rlhf.quickstart import write_quickstart
 from rlhf.rollout.chat import CONNECTING, MAX_CONNECTIONS, MAX_STRANGERS, STRANGER_S
@@ -332,7 +332,7 @@ def test_the_service_of_the_docs_runs_rollouts_at_once(world: World, monkeypatch
 
     def run_of(row: dict[str, str]) -> Callable[[Mapping[str, str]], Awaitable[Outcome]]:
         async def run(where: Mapping[str, str]) -> Outcome:
-            return outcome_of(await client.play({**start, "row": row, "endpoint": dict(where)}))
+            return read_outcome(await client.play({**start, "row": row, "endpoint": dict(where)}))
 
         return run
 

@@ -15,7 +15,7 @@ import pytest
 from worlds import make_config, rollout_of
 
 from rlhf.config.reward import FLOAT32_MAX, RewardConfig
-from rlhf.environments.sessions import outcome_of
+from rlhf.environments.sessions import read_outcome
 from rlhf.log.reductions import HISTOGRAM_BINS, counts_of
 from rlhf.processes.returned import read_returned
 from rlhf.rewards.model_client import RewardModelClient
@@ -210,7 +210,7 @@ def test_what_is_too_large_of_an_environment_gives_the_rollout_the_failed_reward
     tmp_path: Path, reward: float | None, parts: dict[str, float], given: float | None
 ) -> None:
     said = {"reward": reward, "parts": parts, "facts": {}, "attributes": None}
-    sample, noted = graded_by(tmp_path, given, outcome_of(json.loads(json.dumps(said))))
+    sample, noted = graded_by(tmp_path, given, read_outcome(json.loads(json.dumps(said))))
     assert (sample.reward, sample.status, sample.reward_parts) == (-1.0, "call_limit", {})
     ((part, problem),) = noted
     assert part == "environment"

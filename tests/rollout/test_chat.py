@@ -14,16 +14,16 @@ from rlhf.rollout.chat import (
     MESSAGES,
     RESPONSES,
     RefusedError,
-    asked_of,
     check_size,
-    message_of,
+    error_message,
+    read_request_body,
 )
 
 USER = {"role": "user", "content": "q"}
 
 
 def asked(path: str = CHAT, **values: Any) -> Any:
-    return asked_of(path, json.dumps(values).encode(), "policy")
+    return read_request_body(path, json.dumps(values).encode(), "policy")
 
 
 def test_the_session_decides_the_sampling_and_says_what_it_ignores() -> None:
@@ -71,12 +71,12 @@ def test_a_choice_of_no_tool_keeps_calls_text() -> None:
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b"[" * 9000, b'{"a": ' * 9000])
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(RefusedError):
-        asked_of(CHAT, body, "policy")
+        read_request_body(CHAT, body, "policy")
 
 
 def test_many_tiny_messages_and_long_bodies_are_refused_before_they_are_read() -> None:
     with pytest.raises(RefusedError) as refused:
-        asked_of(CHAT, b'{"messages": [' + b"{}," * 400_000 + b"{}]}", "policy")
+        read_request_body(CHAT, b'{"messages": [' + b"{}," * 400_000 + b"{}]}", "policy")
     assert refused.value.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     with pytest.raises(RefusedError):
         check_size(MAX_BODY_BYTES + 1)
@@ -94,7 +94,7 @@ def test_many_tiny_messages_and_long_bodies_are_refused_before_they_are_read() -
 )
 def test_a_body_of_many_parts_is_refused_before_the_app_validates_it(body: bytes, most: str) -> None:
     with pytest.raises(RefusedError, match=f"over {most}") as refused:
-        asked_of(CHAT, body, "policy")
+        read_request_body(CHAT, body, "policy")
     assert refused.value.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 
 
@@ -126,5 +126,5 @@ def test_an_error_has_the_form_of_its_api() -> None:
 
 
 def test_what_the_app_says_of_an_error_is_kept() -> None:
-    assert message_of(b'{"error": {"message": "no"}}') == "no"
-    assert message_of(b"<html>") == message_of(b"[]") == "the request cannot be answered"
+    assert error_message(b'{"error": {"message": "no"}}') == "no"
+    assert error_message(b"<html>") == error_message(b"[]") == "the request cannot be answered"
