@@ -1,4 +1,4 @@
-"""What the actors of a role start with: reserved resources, their bundles of them, and their environment variables.
+"""How the actors of a role start: reserved resources, bundles, and environment variables.
 
 Learners form one DeepSpeed world whose ranks on a node are neighbours. Engines are independent, each on one node.
 """
@@ -25,7 +25,7 @@ ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}  # torch's setting
 
 
 async def create(role: Role, cluster: LearnersConfig, *, guests: Sequence[Role] = ()) -> ActorGroup[Any]:
-    """Reserve what a role asks for and create its actors; nothing is loaded in them yet.
+    """Reserve the resources of a role and create its actors; they have loaded nothing yet.
 
     Args:
         guests: for learners: the roles that will share their GPUs, and so need CPUs in their bundles.
@@ -99,12 +99,12 @@ def shared_gpus(learners: Sequence[Location], role: Role, number: int) -> str:
 
 
 def shared_cores(own: Location, trained: Sequence[Location]) -> int:
-    """The cores of its node for each rank there, of all trained roles, since these compute together; at least 1."""
+    """The CPU cores of a rank: those of its node, divided by the ranks of all trained roles there; at least 1."""
     return max(1, own.cores // sum(location.node == own.node for location in trained))
 
 
 def environment_of(role: str, config: TrainingProgramConfig, *, sockets: str | None) -> dict[str, str]:
-    """The variables for an actor of a role, which the libraries read when they are imported.
+    """The environment variables of an actor, which libraries read when they are imported.
 
     Args:
         sockets: the folder for vLLM's sockets; None: its own choice.

@@ -89,15 +89,15 @@ class Canary:
         self._prompts = sorted(prompts[:CANDIDATES], key=lambda prompt: len(prompt.token_ids))[:SEQUENCES]
 
     async def measure_noise(self) -> None:
-        """Write the sequences; measure what rounding costs on the weights of model.path, which both sides have loaded.
+        """Sample the sequences, and measure the rounding error with the weights of model.path, which both sides have.
 
         Raises:
             ClusterError: learner and engine differ by more than rounding, or the run cannot be deterministic.
         """
-        written = await asyncio.gather(*(self._sampled(prompt) for prompt in self._prompts))
-        self.sequences = [np.concatenate([start, completion.token_ids]) for start, completion in written]
+        sampled = await asyncio.gather(*(self._sampled(prompt) for prompt in self._prompts))
+        self.sequences = [np.concatenate([start, completion.token_ids]) for start, completion in sampled]
         if self._noise_seed is not None:
-            _check_alike(written[0][1], (await self._sampled(self._prompts[0]))[1])
+            _check_alike(sampled[0][1], (await self._sampled(self._prompts[0]))[1])
         problem = "and the learner disagree on the untouched weights of model.path: one of them computes another model"
         measured = await self._judge(await self._by_engine(), problem, limit=self._limit)
         if self._limit:
@@ -105,7 +105,9 @@ class Canary:
             self.tolerance = max(self.tolerance, LATER_FACTOR * measured)
 
     async def _judge(self, by_engine: Sequence[Logprobs], problem: str, *, limit: float = 0.0) -> float:
-        """The engines' difference from the learner's float32 pass, if rounding explains it; later bounds follow that.
+        """The engines' difference from the learner's float32 pass; ClusterError if it exceeds the rounding error.
+
+        The bounds of later checks follow from this measurement.
 
         Args:
             limit: differences below it are allowed in any case.
@@ -119,7 +121,7 @@ class Canary:
         return difference
 
     async def check_start(self, version: int) -> dict[str, float]:
-        """Send perturbed weights, see the engines follow, and send the true ones back; raises as `check`."""
+        """Send perturbed weights, check that the engines follow, and send the true ones; errors as of `check`."""
         true = await self._by_learner()
         names = (await self._engines.learners.call(lambda learner: learner.tensor_names()))[0]
         blocks = np.array_split(np.arange(len(names)), -(-len(names) // BLOCK_TENSORS))
@@ -149,8 +151,8 @@ class Canary:
     async def check(self, version: int) -> dict[str, float]:
         """Compare after a transfer, for metrics; raises ClusterError that names the worst token and both values.
 
-        Rounding grows where training makes the model more sensitive to it. So what exceeds the tolerance is judged as
-        at the start, by what rounding costs these weights, and the tolerance follows.
+        Rounding errors grow if training makes the model more sensitive to them. So a difference above the tolerance is
+        judged as at the start, by the rounding error of the present weights, and the tolerance follows.
         """
         expected, by_engine = await asyncio.gather(self._by_learner(), self._by_engine())
         problem = f"does not hold the weights of version {version}"
@@ -165,12 +167,12 @@ class Canary:
         return {"sync/canary_difference": difference, "sync/canary_tolerance": self.tolerance}
 
     def check_rollouts(self, metrics: StepMetrics, *, temperature: float, max_lag: int) -> dict[str, float]:
-        """How far the engines' log-probs of trained rollouts are from the learner's, divided by what rounding explains.
+        """The KL between engines and learner on trained rollouts, divided by the bound that rounding explains.
 
         With a policy lag, later positions are compared with the first ones: the policy has moved everywhere.
 
         Args:
-            metrics: of a step; those of ENGINE_KL_FROM are read.
+            metrics: metrics of a step, of which those in ENGINE_KL_FROM are read.
 
         Returns:
             policy/engine_kl_excess of the worst positions; empty until some have MIN_TOKENS.
@@ -192,13 +194,13 @@ class Canary:
         return {"policy/engine_kl_excess": max(ratio if ratio < FAR else FAR for ratio in ratios)}  # NaN is far
 
     async def _sampled(self, prompt: Prompt) -> tuple[np.ndarray, Completion]:
-        """A prompt's beginning, and what the first engine samples after it."""
+        """The beginning of a prompt, and a response to it that the first engine samples."""
         beginning = prompt.token_ids[: min(PROMPT_TOKENS, self._max_tokens - 1)]
         length = min(RESPONSE_TOKENS, self._max_tokens - len(beginning))
         settings = SamplingSettings(1.0, length, top_k=self._top_k)
         seed = request_seed(self._noise_seed, prompt)
-        (written,) = await self._engines.generate(beginning, settings, seed=seed, what=prompt.id, engine=0)
-        return beginning, written
+        (completion,) = await self._engines.generate(beginning, settings, seed=seed, what=prompt.id, engine=0)
+        return beginning, completion
 
     async def _by_learner(self, *, in_float32: bool = False) -> Logprobs:
         by_rank = await self._engines.learners.call(lambda learner: learner.canary(self.sequences, in_float32))
@@ -246,7 +248,7 @@ def _compare(expected: Logprobs, by_engine: Sequence[Logprobs], problem: str, bo
 
 
 def _difference(learner: Logprobs, engine: Logprobs) -> tuple[float, str]:
-    """Mean absolute difference over all tokens but the first ones, and a sentence that names the worst token."""
+    """The mean absolute difference over all tokens but the first ones, and words that name the worst token."""
     differences = [np.abs(a[1:] - b[1:]) for a, b in zip(learner, engine, strict=True)]
     mean = float(np.concatenate(differences).mean())
     sequence = int(np.argmax([np.nan_to_num(d, nan=np.inf).max() for d in differences]))

@@ -1,4 +1,4 @@
-"""The roles of a run on Ray: starts all of them, and ends all. What the engines are asked is in `engines`.
+"""The roles of a run on Ray: starts and ends all of them. Calls of the engines are in `engines`.
 
 `separate` gives each role its own GPUs. `colocated` puts engine i on the GPUs of learners i x tensor_parallel to
 (i + 1) x tensor_parallel - 1, and critic i on that of learner i. They take turns:
@@ -53,8 +53,8 @@ class Cluster:
         watch_stage: a context around each stage of the start.
 
     Attributes:
-        before_end: called when the use is cancelled, so that nobody waits for what others hold.
-        lost: why Ray has ended; "" while it runs.
+        before_end: called before the task that uses the cluster is cancelled, so that no other task keeps a lock.
+        lost: why Ray has ended; empty while it runs.
         shares_gpus: engines and critics are on the GPUs of the learners, and take turns with them.
     """
 
@@ -137,7 +137,7 @@ class Cluster:
             raise self._failure from None
 
     def end_with(self, failure: Exception) -> None:
-        """Cancel the task that uses this cluster; the end of the context raises `failure` in place of that."""
+        """Cancel the task that uses this cluster; the end of the context then raises `failure`."""
         if self._failure is None and self._user is not None:
             self._failure = failure
             self.before_end()
@@ -232,10 +232,10 @@ class Cluster:
         return arguments
 
     async def start_another(self, role_name: str, rank: int, *, version: int) -> ActorGroup[Any]:
-        """A new actor instead of another one of its role: a group of one, with the weights of model.path.
+        """Start a replacement for an actor. Returns a group of one, which has the weights of model.path.
 
         Args:
-            version: of the weights that the others have.
+            version: version of the weights that the other actors have.
         """
         config, old = self.config.cluster, self.group(role_name)
         (role,) = (role for role in self.roles if role.name == role_name)
@@ -273,7 +273,7 @@ class Cluster:
     # --- while it runs ---
 
     async def leave_gpus(self, *roles: str) -> None:
-        """Make room on shared GPUs: these roles, or all trained roles, keep only their weights there."""
+        """Make room on shared GPUs: these roles, by default all trained ones, keep only their weights there."""
         for role in roles or self.trained():
             offload = getattr(self.config.cluster, "offload_while_sampling", True)
             ranks: RankGroup[TrainedRank] = cast(RankGroup[Any], self.group(role))
@@ -290,7 +290,7 @@ class Cluster:
         return results
 
     async def load(self, folder: Path) -> None:
-        """Put a checkpoint back; engines on the same GPUs must sleep."""
+        """Load a checkpoint into all trained roles; engines on the same GPUs must sleep."""
         for name, ranks in self.trained().items():
             await ranks.call(lambda rank: rank.load(str(folder_of(name, folder))))  # noqa: B023
             if self.shares_gpus:

@@ -4,7 +4,7 @@
 
 The driver holds the other end of the standard input, so the input ends with the driver. A process belongs to the
 cluster if it was started with FOLDER in the environment variable MARK, which Ray's processes inherit from the driver's
-`ray.init`, or if it is below one that was. What a process reads says nothing: it may be somebody who follows a log.
+`ray.init`, or if it is a descendant of such a process. Open files do not count: a process that follows a log is spared.
 Only the standard library is used: it starts at once.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 LOOK_EVERY_S = 0.2
 PATIENCE_S = 60.0  # for processes that wait for a disk and cannot be killed yet
-TRACKERS_S = 5.0  # for Python's resource trackers: they remove what the others had in shared memory, and end
+TRACKERS_S = 5.0  # for Python's resource trackers: they remove the shared memory of the others, and then end
 TRACKER = b"multiprocessing.resource_tracker"
 SHARED_MEMORY = "/dev/shm/"
 MARK = "RLHF_RAY_FOLDER"
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _members(folder: str, spared: set[int]) -> set[int]:
-    """The processes of the cluster that have not ended, and all below them, except the spared ones."""
+    """The running processes of the cluster and their descendants, except the spared ones."""
     parents: dict[int, int] = {}
     members: set[int] = set()
     for entry in os.listdir("/proc"):
@@ -71,7 +71,7 @@ def _is_tracker(process: int) -> bool:
 
 
 def _shared_memory(process: int) -> set[str]:
-    """Files in shared memory that a process maps: nobody removes them when it is killed."""
+    """The files in shared memory that a process maps; they would stay when it is killed."""
     try:
         lines = Path(f"/proc/{process}/maps").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""What one node of a cluster has installed, and how nodes differ; asked of every node before a run and by the doctor.
+"""The package versions of a node, and how nodes differ. The start of a run and the doctor ask every node.
 
-It uses only the standard library, and its functions are sent to nodes by value: they also run without the package.
+This file uses only the standard library, and its functions are sent to nodes by value: they run without the package.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def plugin_is_installed() -> bool:
 
 
 def differences(reports: Sequence[Mapping[str, str]]) -> list[str]:
-    """One line for each entry that a node lacks, or in which it differs from the first node."""
+    """One line for each package that a node lacks, or whose version differs from that of the first node."""
     first, lines = reports[0], []
     for node in reports:
         for name, value in node.items():
@@ -110,7 +110,7 @@ async def call_on_node(node_id: str, function: Callable[..., Any], *arguments: A
 async def ask_nodes(
     nodes: Sequence[Mapping[str, Any]], function: Callable[[], Any], *, deadline_s: float
 ) -> dict[str, tuple[Any, str]]:
-    """Call a function on each node of `ray.nodes()` -> by its id, the answer or why there is none."""
+    """Call a function on each node of `ray.nodes()`. Returns node id -> the answer, and why there is none or ""."""
     import ray
 
     for module in (__name__, function.__module__):  # the package may be missing where the function runs

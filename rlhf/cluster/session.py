@@ -50,11 +50,11 @@ class RayLostError(ClusterError, ResumableError):
 
 
 def spare_loopback() -> None:
-    """Have no connection to this machine ask a proxy of the environment, in this process and all that it starts."""
+    """Exclude this machine's own addresses from the proxies of the environment, for this process and its children."""
     for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):  # gRPC, and so Ray, reads the last one instead if it is set
-        given = os.environ.get(name) or os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-        if given != "*" or name == "no_grpc_proxy":  # only gRPC does not know that `*` is every host
-            os.environ[name] = ",".join(dict.fromkeys([*filter(None, given.split(",")), *LOOPBACK]))
+        exempt = os.environ.get(name) or os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        if exempt != "*" or name == "no_grpc_proxy":  # only gRPC does not know that `*` is every host
+            os.environ[name] = ",".join(dict.fromkeys([*filter(None, exempt.split(",")), *LOOPBACK]))
 
 
 class RaySession:
@@ -132,7 +132,7 @@ class RaySession:
                     ) from None
 
     def lost(self) -> str:
-        """Which of Ray's own processes on this machine has ended, and how; "" if they run."""
+        """A sentence that names the process of Ray on this machine that has ended, and how; empty if all run."""
         for kind, process in self._watched.items():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
@@ -143,7 +143,7 @@ class RaySession:
         return ""
 
     async def wait_until_lost(self) -> str:
-        """What has ended, or does not answer, as soon as the cluster cannot go on."""
+        """Wait until the cluster cannot go on. Returns a sentence that names the part that ended or does not answer."""
         context = ray.get_runtime_context()
         if self.temp is None:
             (here,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
@@ -161,7 +161,7 @@ class RaySession:
         return lost
 
     def lost_error(self, what: str) -> ClusterError:
-        """What a run ends with when Ray is lost; one that started its Ray itself can start another."""
+        """The error that ends a run when Ray is lost; a LostError, if the run can start another Ray itself."""
         return (
             LostError(what) if self.temp else RayLostError(f"{what} Start the cluster again, and go on with --resume.")
         )
@@ -193,12 +193,16 @@ class RaySession:
         say(f"{len(nodes)} node(s), all with rlhf {reports[0]['rlhf']} and ray {reports[0]['ray']}")
 
     def keep_logs(self, error: BaseException | None, run: Path, actors: Mapping[str, str]) -> None:
-        """After a failure: copy what the `actors` (names by process) printed; add notes with its cause and the copy."""
+        """After a failure, copy the output of the actors into the run folder, and add notes with the cause to `error`.
+
+        Args:
+            actors: process id -> the name of the actor.
+        """
         if not (isinstance(error, ClusterError) and self.temp):
             return
-        found = sorted(Path(self.temp).glob("session_latest/logs/worker-*"), key=lambda log: log.lstat().st_mtime)
+        logs = sorted(Path(self.temp).glob("session_latest/logs/worker-*"), key=lambda log: log.lstat().st_mtime)
         texts: dict[str, str] = {}  # by the name of the copy
-        for log in found:
+        for log in logs:
             if text := log.read_text(errors="replace"):
                 name = actors.get(log.stem.rpartition("-")[2], log.stem).replace(" ", "-")
                 texts[f"{name}.log"] = texts.get(f"{name}.log", "") + hide(text)
@@ -235,11 +239,11 @@ class RaySession:
 
 
 def error_in_logs(texts: Mapping[str, str]) -> str:
-    """The first error that does not follow from the death of another process, and its log; "" if there is none."""
+    """The first error that is not caused by the death of another process, with its log; empty if there is none."""
     for name, text in texts.items():
         for line in text.splitlines():
-            if found := ERROR_LINE.search(line):
-                return f"{name}: {found[0][:MAX_ERROR_SHOWN]}"
+            if error := ERROR_LINE.search(line):
+                return f"{name}: {error[0][:MAX_ERROR_SHOWN]}"
     return ""
 
 
@@ -296,7 +300,7 @@ def _own_cluster(folder: str) -> Iterator[None]:
 
 
 def _raylet(socket_name: str) -> dict[str, psutil.Process]:
-    """The raylet that listens on this socket, by the name of its kind; {} if its command line cannot be read."""
+    """{"raylet": the raylet that listens on this socket}; empty if its command line cannot be read."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or ()
         if words and words[0].endswith("/raylet") and any(socket_name in word for word in words):

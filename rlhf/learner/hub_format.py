@@ -41,7 +41,7 @@ def state_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def hub_tensors(transformer: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The hub's tensors for one of the model: several where transformers stacked them; always in the same order."""
+    """The hub's tensors for one tensor of the model: several if transformers stacked them; always in the same order."""
     yield from revert_weight_conversion(transformer, {name: tensor}).items()
 
 

@@ -1,4 +1,4 @@
-"""Loading a model with transformers, and what its report says of the files.
+"""Loads a model with transformers, and checks its report about the files.
 
 transformers fills a parameter that no file has with random numbers, and drops a tensor that no parameter takes; both
 are lines in its log. Here they are refused. Which tensors belong together is left to its own code: it renames, stacks

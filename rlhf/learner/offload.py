@@ -2,7 +2,7 @@
 
 DeepSpeed 0.19.8 has `offload_states`. At ZeRO-3 it works only with DeepSpeed's own FusedAdam, at ZeRO-1 and 2 a
 checkpoint cannot read the moments by parameter after a reload, and other optimizers lack it. Here only the memory of a
-tensor changes, so the code that holds it need not know. Meanwhile a checkpoint can be written from host memory.
+tensor changes, so code that holds the tensor need not know. A checkpoint can be written from host memory meanwhile.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Offload:
 
     @property
     def bytes_away(self) -> int:
-        """Memory that `come_back` will take."""
+        """Bytes that `come_back` will take on the device."""
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self._moved}
         return sum(storages.values()) + sum(tensor.nbytes for tensor in self._emptied)
 
     def leave(self, tensors: Iterable[Tensor], empty: Iterable[Tensor], device: torch.device) -> None:
-        """Move the tensors that are on `device`, and release the memory of `empty`, whose values nobody needs."""
+        """Move the tensors that are on `device` to host memory, and free the memory of `empty`, without a copy."""
         assert not self.away, "the tensors are in host memory already"
         self._home = device
         self._moved = [tensor for tensor in tensors if tensor.device == device and tensor.numel()]
@@ -65,7 +65,7 @@ def _change_memory(tensors: list[Tensor], new: Callable[[int], Tensor]) -> None:
 
 
 def optimizer_tensors(deepspeed: Any, params: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Master weights and moments of a rank, and the parts of them that DeepSpeed keeps by parameter."""
+    """Master weights and moments of a rank, and their parts that DeepSpeed keeps for each parameter."""
     params = list(params)
     model = {id(param) for param in params}
     wrapper = deepspeed.optimizer

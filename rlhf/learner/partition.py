@@ -1,4 +1,4 @@
-"""What a rank of DeepSpeed holds of the fp32 weights and of Adam's moments, at every ZeRO stage, and its generators."""
+"""The parts of fp32 weights and Adam's moments that a rank of DeepSpeed holds at every ZeRO stage; its generators."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Partition:
         self._world = world
 
     def held(self, param: Any) -> tuple[int, int]:
-        """Elements [start, stop) of the flattened parameter."""
+        """The elements [start, stop) of the flattened parameter that this rank holds."""
         if hasattr(param, "ds_id"):
             size, rank = param.ds_tensor.ds_numel, self._world.rank
             return min(rank * size, param.ds_numel), min((rank + 1) * size, param.ds_numel)
@@ -69,7 +69,7 @@ class Partition:
                 self.values(param, kind).copy_(values)
 
     def values(self, param: Any, kind: str) -> Tensor:
-        """[stop - start] float32, the held elements, wherever they are kept; changing them changes the state."""
+        """[stop - start] float32, the held elements in any memory; writing to them changes the state."""
         start, stop = self.held(param)
         state = None if kind == WEIGHTS else kind
         if hasattr(param, "ds_id"):

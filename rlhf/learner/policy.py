@@ -78,7 +78,7 @@ class Learner(StepRank):
         return old, ref
 
     def teacher_logprobs(self, teacher: TeacherModel) -> tuple[np.ndarray]:
-        """A teacher's log-probs on the microbatches of the first epoch."""
+        """The log-probs of a teacher on the microbatches of the first epoch."""
         self._offload.come_back()
         if teacher.own == "policy":
             return (self.passes(lambda tokens: self.deepspeed(tokens).logprobs),)
@@ -122,7 +122,7 @@ class Learner(StepRank):
     # --- weights out ---
 
     def metadata(self) -> list[ParameterMeta]:
-        """Names, types and shapes of the tensors that iteration yields, without gathering them."""
+        """Names, types and shapes of the tensors that iterating yields; gathers nothing."""
         return [
             ParameterMeta(stored, str(like.dtype).removeprefix("torch."), tuple(like.shape))
             for name, tensor in self._to_send()
@@ -130,7 +130,7 @@ class Learner(StepRank):
         ]
 
     def _to_send(self) -> list[tuple[str, Tensor]]:
-        """What is published, tensors with larger elements first."""
+        """The published tensors, those with larger elements first."""
         return sorted(self.published.items(), key=lambda item: -item[1].itemsize)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -162,9 +162,9 @@ class Learner(StepRank):
 
     def connect(self, backend: str, client: EngineClient, rendezvous: Rendezvous) -> None:
         """Build the transfer group with the engines. Every rank calls it after the engines have started."""
-        if self._sender is not None:  # another engine has joined
+        if self._sender is not None:  # a new engine replaces a lost one
             self._sender.close()
-        if self._client is not None:  # the new engine is compared with the first ones
+        if self._client is not None:  # the new engine must load what the first ones loaded
             client.proved = self._client.proved
         self._client = client
         if (lora := self.config.model.lora) is not None:
@@ -185,18 +185,18 @@ class Learner(StepRank):
         return self._sender.send(version)
 
     def tensor_names(self) -> list[str]:
-        """The tensors that `perturb_weights` numbers: no constants of activation functions, which vLLM sets itself."""
+        """The tensors that `perturb_weights` numbers: not the constants of activations, which vLLM sets itself."""
         return [name for name, tensor in self.published.items() if tensor.ndim]
 
     def perturb_weights(self, start: int = 0, stop: int | None = None) -> None:
-        """Perturb tensors `start` to `stop` so far that an engine must follow: every STRIDE-th element of each.
+        """Perturb every STRIDE-th element of tensors `start` to `stop`, by so much that the log-probs move.
 
-        An element changes its sign; in a tensor of zeros it becomes 1. The same bits are flipped in place, twice, since
-        copies of a model of 70 B would take 140 GB of host memory per rank. Every rank flips what it holds, and
-        proves by the first and the last of these elements that the bytes of each tensor have changed.
+        An element changes its sign; in a tensor of zeros it becomes 1. `restore_weights` flips the same bits again,
+        since copies of a model of 70 B would take 140 GB of host memory per rank. Every rank flips the elements that it
+        holds, and checks by the first and the last of them that the bytes of each tensor have changed.
 
         Raises:
-            RuntimeError: they have not, or the share of a rank and the whole parameter are no longer the same.
+            RuntimeError: they have not, or the share of a rank and the whole parameter differ.
         """
         assert not self._flipped, "the weights are perturbed already"
         names = self.tensor_names()[start:stop]
@@ -209,7 +209,7 @@ class Learner(StepRank):
         self._flip()
 
     def restore_weights(self) -> None:
-        """Put the true values back, bit for bit; raises as `perturb_weights`."""
+        """Restore the true values, bit for bit; errors as of `perturb_weights`."""
         self._flip()
         self._flipped.clear()
 
@@ -236,10 +236,10 @@ class Learner(StepRank):
             )
 
     def _held(self, tensor: Any) -> list[tuple[Tensor, int]]:
-        """The memories in which this rank holds a tensor: flat parts, and the number of the first element of each.
+        """Every memory in which this rank holds elements of a tensor: (flat part, number of its first element).
 
-        At ZeRO-3 these are a share of a parameter and, while it is gathered, the whole parameter. DeepSpeed keeps small
-        parameters gathered. With one rank the share is the whole one, in the same memory.
+        At ZeRO-3 these are the rank's share of a parameter and, while it is gathered, the whole parameter. DeepSpeed
+        keeps small parameters gathered. With one rank the share and the whole parameter are the same memory.
         """
         if not hasattr(tensor, "ds_id"):
             return [(tensor.data.view(-1), 0)]

@@ -60,15 +60,15 @@ class DeviceTokens:
         mask, logprobs = put(tokens.response_mask, torch.bool), put(tokens.rollout_logprobs, torch.float32)
         ids, rollout_tokens = put(tokens.token_ids), put(tokens.rollout_tokens)
         support = None
-        if (given := tokens.support) is not None:
-            support = TokenSupport(put(given.ids, torch.int32), put(given.offsets))
+        if tokens.support is not None:
+            support = TokenSupport(put(tokens.support.ids, torch.int32), put(tokens.support.offsets))
         if (experts := tokens.experts) is not None:
             segments.experts = put(experts[segments.computed.cpu().numpy()], torch.int16)
         return cls(ids, position_ids, mask, logprobs, segments.cu_seqlens, rollout_tokens, segments, support)
 
 
 def transformer_outputs(transformer: PreTrainedModel, tokens: DeviceTokens, **options: Any) -> Any:
-    """What the transformer without its head returns for the row's computed tokens: states after the last norm."""
+    """The output of the transformer without its head for the row's computed tokens: states after the last norm."""
     computed = tokens.segments.computed
     ids, positions = (x[computed].unsqueeze(0) for x in (tokens.token_ids, tokens.position_ids))
     with row_of(tokens.segments):
@@ -193,12 +193,12 @@ def load_policy(
 def load_language_model(
     model: ModelConfig, *, key: str, exported: bool = True, without_data: bool = False
 ) -> PreTrainedModel:
-    """The transformer of `load_policy` as its files have it; `without_data`: on the meta device, for its errors."""
+    """The transformer of `load_policy`; `without_data`: on the meta device, to get its errors alone."""
     _, kind = language_model(model.path, trust_remote_code=model.trust_remote_code)
     transformer, report = load_packed(kind, model.path, model, key=key, without_data=without_data)
     check_report(transformer, report, model.path, key=key)
     if exported:
-        # for its errors, which would come too late at the export
+        # Only for their errors, which would come too late at the export.
         frozen_tensors(transformer, model_tensors(transformer), model.path)
         check_written_again(transformer, model.path, key=key)
     return transformer

@@ -1,4 +1,4 @@
-"""What the ranks of one trained module write into a checkpoint: their own slices of named tensors, in safetensors.
+"""The files that the ranks of a trained module write into a checkpoint: their slices of named tensors, in safetensors.
 
     learner.json                  typed: number of ranks, shape of each tensor, optimizer steps
     weights-00000.safetensors     the slices of rank 0: fp32 master weights, and the buffers that belong to the model
@@ -98,7 +98,7 @@ def write_slices(path: Path, slices: Sequence[Slice]) -> WrittenFile:
 
 
 def write_rank(folder: Path, rank: int, kinds: Mapping[str, Sequence[Slice]], index: LearnerIndex | None) -> SaveReport:
-    """Write a rank's files, and the index if given. An error is returned: files are removed when all have finished."""
+    """Write a rank's files, and the index if there is one. Returns errors: files are removed once all ranks end."""
     files = {}
     try:
         for kind, slices in kinds.items():
@@ -120,7 +120,7 @@ def state_bytes(kinds: Mapping[str, Sequence[Slice]]) -> int:
 
 
 def host_copy(kinds: Mapping[str, Sequence[Slice]], *, ranks_on_node: int) -> dict[str, list[Slice]] | None:
-    """The same slices in host memory, so that training may go on; None if the node's free memory is too small."""
+    """A copy of the slices in host memory, so that training may go on; None if the node has too little free memory."""
     if state_bytes(kinds) * ranks_on_node * MEMORY_MARGIN > free_host_memory():
         return None
     return {
@@ -130,7 +130,7 @@ def host_copy(kinds: Mapping[str, Sequence[Slice]], *, ranks_on_node: int) -> di
 
 
 def free_host_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that this process may still take; a batch system or a container may allow less than the machine has."""
+    """Bytes that this process may still allocate; a container or a batch system may allow less than the machine has."""
     free = psutil.virtual_memory().available
     for line in own.read_text().splitlines() if own.is_file() else []:
         _, controllers, path = line.split(":", 2)
@@ -154,7 +154,11 @@ def free_host_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/p
 
 
 class SliceReader:
-    """Reads any part of any tensor of one kind, and only that; ValueError if a file is missing or no safetensors."""
+    """Reads any part of any tensor of one kind, and nothing else of the files.
+
+    Raises:
+        ValueError: a file is missing or is not in the safetensors format.
+    """
 
     def __init__(self, folder: Path, kind: str, *, ranks: Iterable[int]) -> None:
         self._what = f"{folder}: {kind}"

@@ -1,6 +1,6 @@
-"""The reference of a learner: whatever gives log-probs of the tokens that the policy is trained on.
+"""The reference policy of a learner, in several kinds, and its teachers.
 
-`make_reference` chooses the kind. The learner asks it for `logprobs`; one that moves is also a part of checkpoints.
+`make_reference` chooses the kind. The learner asks it for `logprobs`. Checkpoints hold a reference that moves.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rlhf.learner.replay import replay_recorded
 
 
 class Reference(Protocol):
-    """What every kind offers. All ranks make the same calls: at ZeRO-3 they are collectives."""
+    """The interface of every kind. All ranks make the same calls: at ZeRO-3 they are collectives."""
 
     def logprobs(self, tokens: DeviceTokens) -> Tensor:
         """-> [T] log-probs, 0 outside of the response mask."""
 
     def movable(self) -> list[Tensor]:
-        """Its tensors that nobody needs while the engines sample."""
+        """Its tensors that are not needed while the engines sample."""
 
 
 def make_reference(config: GRPOConfig, rank: TrainedRank) -> Reference | None:
@@ -50,7 +50,7 @@ def make_reference(config: GRPOConfig, rank: TrainedRank) -> Reference | None:
 
 
 def make_teachers(config: GRPOConfig, rank: TrainedRank) -> dict[str, FrozenCopy]:
-    """The teachers that are models of their own, by path."""
+    """path -> teacher, for all teachers that are models of their own."""
     teachers = {}
     for key, path in config.further_models.items():
         model = config.model.model_copy(update={"path": path, "gradient_checkpointing": False, "lora": None})
@@ -77,7 +77,7 @@ class AdaptersOff:
 
 
 class FrozenCopy:
-    """A model of its own, which stays as it was loaded; partitioned like the policy at ZeRO-3."""
+    """A second model, which stays as it was loaded; partitioned like the policy at ZeRO-3."""
 
     def __init__(self, model: PolicyModel, rank: TrainedRank) -> None:
         self._rank = rank
@@ -89,8 +89,8 @@ class FrozenCopy:
 
     def as_teacher(self, tokens: DeviceTokens) -> HeadInput:
         """As in `PolicyModel`; not at ZeRO-3, where a rank has only a share of the head."""
-        given: HeadInput = self._model.as_teacher(tokens)
-        return given
+        head_input: HeadInput = self._model.as_teacher(tokens)
+        return head_input
 
     def movable(self) -> list[Tensor]:
         """Its parameters; none at ZeRO-3, where a rank has only a share of them."""
@@ -131,7 +131,7 @@ class MovingCopy(FrozenCopy):
 
     @torch.no_grad()
     def load(self, folder: str) -> None:
-        """Put back what `state` returned; ValueError if the checkpoint holds no reference."""
+        """Load the slices that `state` returned; ValueError if the checkpoint holds no reference."""
         path = Path(folder)
         if not (path / file_name(REFERENCE, 0)).is_file():
             raise ValueError(
@@ -155,7 +155,7 @@ class MovingCopy(FrozenCopy):
             return own.to("cpu", torch.float32, copy=True)
 
     def _put(self, name: str, values: Tensor) -> None:
-        """Give a parameter its values, put together from the shares of all ranks."""
+        """Set a parameter to the values that the shares of all ranks make up."""
         if self._averages:
             self._average[name] = values
         param, ranks = self._params[name], self._rank.world.size

@@ -32,7 +32,7 @@ PROBE_TOKENS = 16
 
 
 class _TopK(NamedTuple):
-    """What `topk` returns."""
+    """The result type of `topk`."""
 
     values: Tensor
     indices: Tensor
@@ -57,9 +57,9 @@ class _Chosen(TorchFunctionMode):
 
 
 def replay_recorded(transformer: nn.Module) -> None:
-    """Let the layers with experts take those that the row brings (`Segments.experts`); without them routers choose.
+    """Make the layers with experts use the recorded ones (`Segments.experts`); without a record their routers choose.
 
-    The recomputation of gradient checkpointing takes them too, since it knows the row.
+    The recomputation of gradient checkpointing uses them too, since it knows the row.
     """
     for name, experts in _experts_of(transformer).items():
         block = transformer.get_submodule(name.rpartition(".")[0])
@@ -90,7 +90,7 @@ def _layer(name: str) -> int:
 
 @dataclass(frozen=True)
 class RecordShape:
-    """What a record of this model looks like: [T, layers, chosen], ids below `experts` in the `sparse` layers."""
+    """The shape of a record of this model: [T, layers, chosen], with ids below `experts` in the `sparse` layers."""
 
     layers: int
     sparse: tuple[int, ...]
@@ -121,7 +121,7 @@ class RecordShape:
 def check_replay(
     model: Callable[[DeviceTokens], Any], transformer: PreTrainedModel, device: torch.device, *, path: str
 ) -> RecordShape:
-    """Check that recorded experts are the ones that compute, in every layer. At ZeRO-3 every rank calls this.
+    """Check in every layer that the recorded experts compute. At ZeRO-3 every rank calls this.
 
     Raises:
         ValueError: the model at `path` has no experts, or chooses them in a way that cannot be replaced.

@@ -48,7 +48,7 @@ def has_balancing_loss(transformer: PreTrainedModel) -> bool:
 
 @contextlib.contextmanager
 def choices_of_row(model: nn.Module) -> Iterator[list[Choices]]:
-    """Collects the choices of the row that is computed, layer after layer; a layer that is recomputed adds none."""
+    """A context that collects the choices of the row, layer after layer; a recomputed layer adds none."""
     choices: list[Choices] = []
 
     def note(module: Any, args: tuple[Any, ...]) -> None:

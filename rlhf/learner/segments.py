@@ -189,7 +189,7 @@ _SEGMENTS: ContextVar[Segments | None] = ContextVar("segments of the row that is
 
 @contextlib.contextmanager
 def row_of(segments: Segments | None) -> Iterator[None]:
-    """Within this context the row of these segments is computed."""
+    """A context in which `segments_of_row` returns these segments."""
     token = _SEGMENTS.set(segments)
     try:
         yield

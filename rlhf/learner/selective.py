@@ -28,11 +28,11 @@ KEPT = frozenset((
 
 
 class _Layer:
-    """The kept operations of one layer's forward, in their order, each with its outputs; None: to be computed again."""
+    """The kept operations of one layer's forward, in order: (operation, outputs); None: to be computed again."""
 
     def __init__(self) -> None:
         self.outputs: list[tuple[Any, Any]] = []
-        self.places: dict[int, int] = {}  # storage of an output -> its place in `outputs`
+        self.places: dict[int, int] = {}  # storage of an output -> its index in `outputs`
 
 
 class _Mode(TorchDispatchMode):

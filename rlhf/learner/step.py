@@ -22,7 +22,7 @@ T = TypeVar("T", bound=Targets)
 
 @dataclass(frozen=True)
 class HeldMicrobatch:
-    """A microbatch on the device; a filler has no token in the step, and its response mask is False."""
+    """A microbatch on the device. A filler has no token of the step; its response mask is False everywhere."""
 
     tokens: DeviceTokens
     index: np.ndarray  # [T] positions of its tokens in the step; of a filler: 0
@@ -47,10 +47,10 @@ class StepRank(TrainedRank):
     _epochs: list[list[list[HeldMicrobatch]]]  # by epoch and minibatch
 
     def start_step(self, tokens: PackedTokens, epochs: Sequence[Sequence[Minibatch]]) -> np.ndarray:
-        """Keep this rank's microbatches of a step with these tokens, of all rollouts.
+        """Keep this rank's microbatches of a step; `tokens` are those of all rollouts.
 
         Returns:
-            [S] int64, epoch after epoch: the leading tokens of each sequence that are shared with the previous one.
+            [S] int64, epoch after epoch: how many leading tokens each sequence shares with the previous one.
         """
         self._epochs = []  # first frees the memory of the previous step's microbatches
         self._epochs = [[hold(tokens, x, self.world.rank, self.device) for x in epoch] for epoch in epochs]
@@ -61,7 +61,7 @@ class StepRank(TrainedRank):
     def passes(self, forward: Callable[[DeviceTokens], Tensor]) -> np.ndarray:
         """float32 [T'], the output of `forward` at the tokens of the first epoch, microbatch after microbatch.
 
-        Fillers are computed, so that all ranks make the same calls, and left out of the result.
+        Fillers are computed so that all ranks make the same calls; the result has no entries for them.
         """
         epoch = itertools.chain.from_iterable(self._epochs[0])
         outputs = [forward(held.tokens).float().cpu().numpy()[: 0 if held.is_filler else None] for held in epoch]

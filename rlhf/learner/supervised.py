@@ -24,7 +24,7 @@ EVALUATED_AT_ONCE = 32  # microbatches of each rank: a run can be asked to end b
 
 
 class SupervisedRank(TrainedRank):
-    """What the trainers of `rlhf.sft` and `rlhf.reward_model` share; `hold` comes first."""
+    """The base of the trainers of `rlhf.sft` and `rlhf.reward_model`; call `hold` first."""
 
     _train: PackedTokens
     _held_out: PackedTokens | None
@@ -35,15 +35,15 @@ class SupervisedRank(TrainedRank):
         self.config = config
 
     def hold(self, train: PackedTokens, held_out: PackedTokens | None) -> None:
-        """Keep the examples, of n sequences each; a loss on tokens is where their response mask is True."""
+        """Keep the examples of `sequences_per_example` sequences each. The response mask marks the trained tokens."""
         self._train, self._held_out = train, held_out
 
     def loss(self, held: HeldMicrobatch) -> tuple[Tensor, StepMetrics]:
-        """This microbatch's share of the minibatch's mean loss, in the graph also for a filler; and further metrics."""
+        """This microbatch's share of the minibatch's mean loss, with a graph also for a filler; and further metrics."""
         raise NotImplementedError
 
     def train(self, step: int) -> UpdateOutcome:
-        """The optimizer step after `step` others of the run, as this rank saw it."""
+        """Take optimizer step number `step` of the run, from 0. Metrics are those of this rank."""
         count, seed = self._count(self._train), self.config.run.seed
         minibatches = self.config.updates_per_epoch(count)
         epoch, number = divmod(step, minibatches)
@@ -58,9 +58,9 @@ class SupervisedRank(TrainedRank):
 
     @torch.no_grad()
     def evaluate(self, part: int) -> StepMetrics | None:
-        """A part of the mean loss and the other metrics on all held-out examples; None after the last part.
+        """The loss and the other metrics on a part of the held-out examples; None after the last part.
 
-        What the ranks return for all parts, merged, is the evaluation.
+        Merged over all ranks and parts, they are the evaluation.
         """
         assert self._held_out is not None
         of_part = slice(part * EVALUATED_AT_ONCE, (part + 1) * EVALUATED_AT_ONCE)

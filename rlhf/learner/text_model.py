@@ -1,7 +1,7 @@
 """The text model of a checkpoint that wraps one: Qwen 3.5 to 3.8, Gemma 3 and 4, Mistral 3, Llama 4, Qwen3-VL.
 
-transformers loads the whole checkpoint, which gives tensors and config.json their names on the hub. Its encoders of
-images and sounds are then dropped: they are never trained, and an export copies them from the files they came from.
+transformers loads the whole checkpoint, so that tensors and config.json have their names on the hub. The encoders of
+images and sounds are then dropped: they are never trained, and an export copies them from the original files.
 """
 
 from __future__ import annotations

@@ -54,12 +54,12 @@ def policy_microbatch(
         return masked(torch.from_numpy(values).to(mask.device), mask)
 
     advantages = column(targets.advantages)
-    given_logprobs = None if targets.old_logprobs is None else column(targets.old_logprobs)
+    passed_logprobs = None if targets.old_logprobs is None else column(targets.old_logprobs)
     ref_logprobs = None if targets.ref_logprobs is None else column(targets.ref_logprobs)
     rollout_logprobs = masked(tokens.rollout_logprobs, mask)
-    given = {} if teacher is None else {"teacher": teacher(tokens)}
-    logprobs, entropy, routing, teacher_kl = model(tokens, for_update=True, **given)
-    learner_logprobs = logprobs.detach() if given_logprobs is None else given_logprobs
+    options = {} if teacher is None else {"teacher": teacher(tokens)}
+    logprobs, entropy, routing, teacher_kl = model(tokens, for_update=True, **options)
+    learner_logprobs = logprobs.detach() if passed_logprobs is None else passed_logprobs
     old_logprobs = rollout_logprobs if algo.old_policy == "engine" else learner_logprobs
 
     kind = load_function(algo.policy_loss) if algo.has_own_loss else algo.policy_loss

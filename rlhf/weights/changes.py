@@ -1,9 +1,9 @@
-"""The changed elements of the published weights: every learner rank finds those of its own part, and rank 0 sends all.
+"""Sends only the changed elements of the weights: every learner rank finds its own, and rank 0 sends all of them.
 
     rank r                                  rank 0                            a node of engines
     ------                                  ------                            -----------------
-    which bits differ from those
-    that were sent last?      -- counts --> all, and what part is that?
+    which bits differ from the
+    last transfer?            -- counts --> how many in all?
     a patch of each bucket    ------------> one after another     ----------> checksum, then into the node's copy
 
 Nothing is gathered whole. An update below |w| / 256 is not visible in bfloat16, so at the learning rates of RL only
@@ -75,7 +75,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 class Changes:
-    """This rank's parts as they were sent last, in host memory, and what has changed in them since."""
+    """A copy in host memory of this rank's parts as they were sent last, and the changes since then."""
 
     def __init__(self, source: ParameterSource, cut: Sequence[Bucket]) -> None:
         self._source, self._buckets = source, cut
@@ -86,12 +86,12 @@ class Changes:
         self._sent: list[Tensor] = []
 
     def remember(self) -> None:
-        """The engines have everything as it is now."""
+        """Copy the present weights, which the engines now have."""
         self._sent = []  # freed first
         self._sent = [_bits(part).to("cpu", copy=True) for part, _ in self._source.own_parts()]
 
     def count(self) -> Tensor:
-        """[ranks, tensors] int64, the changed elements in the part of every rank; a collective."""
+        """[ranks, tensors] int64, the numbers of changed elements in the part of every rank; a collective."""
         parts = self._source.own_parts()
         own = torch.stack(
             [(_bits(part) != sent.to(part.device)).sum() for (part, _), sent in zip(parts, self._sent, strict=True)]
@@ -103,20 +103,20 @@ class Changes:
         return torch.stack(by_rank).cpu()
 
     def _changed(self, counts: Tensor) -> Iterator[tuple[int, int, int]]:
-        """Number of a bucket, rank, and changes of this rank in it, in the order of sending."""
+        """(number of a bucket, rank, number of this rank's changes in it), in the order of sending."""
         for number, tensors in enumerate(self._tensors):
             by_rank = counts[:, tensors].sum(1).tolist()
             yield from ((number, rank, changes) for rank, changes in enumerate(by_rank) if changes)
 
     def messages(self, counts: Tensor) -> list[tuple[int, int]]:
-        """Number of the bucket and bytes of each of `patches`."""
+        """(number of the bucket, bytes) of each patch that `patches` yields."""
         return [(number, patch_bytes(self._buckets[number], n)) for number, _, n in self._changed(counts)]
 
     def patches(self, counts: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """On rank 0 the patches of all ranks, each after its bucket's number; the others send theirs meanwhile.
+        """On rank 0: (number of the bucket, patch) of all ranks. The other ranks send theirs meanwhile.
 
         Args:
-            counts: what `count` has returned; no weight may have changed since.
+            counts: the result of `count`; no weight may have changed since.
         """
         parts = self._source.own_parts()
         device = parts[0][0].device  # of the learners' group
@@ -134,7 +134,7 @@ class Changes:
                 yield number, patch.cpu()
 
     def _own_patch(self, bucket: Bucket, parts: Sequence[tuple[Tensor, int]], sent: Sequence[Tensor]) -> Tensor:
-        """The patch of this rank; what it holds counts as sent from now on."""
+        """The patch of this rank; its changes count as sent from now on."""
         places, values, start = [], [], 0
         for meta, (part, first), before in zip(bucket.parameters, parts, sent, strict=True):
             now = _bits(part)
@@ -147,7 +147,7 @@ class Changes:
         return make_patch(bucket, torch.cat(places), torch.cat(values))
 
     def on_all_ranks(self, holds: bool) -> bool:
-        """What rank 0 says; a collective."""
+        """Rank 0's value of `holds`; a collective."""
         if self._ranks == 1:
             return holds
         answer = torch.tensor([holds], dtype=torch.int32, device=self._source.own_parts()[0][0].device)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlhf.weights.parameters import ParameterMeta
 
-# Of one worker, by tensor: bytes that arrived, elements that vLLM copied into layers, then the numbers of those layers.
+# A worker's account: tensor -> [bytes that arrived, elements that vLLM copied into layers, numbers of those layers ...]
 Loaded = dict[str, list[int]]
 
 
@@ -27,13 +27,13 @@ class EngineClient:
         self._call, self._workers, self._engines = call, workers_per_engine, engines  # names of engines, by index
         self.version = 0
         self.announced: Sequence[ParameterMeta] = ()  # the tensors that the next transfer loads
-        # What each worker of an engine loaded in the first transfer, which the canary has proved.
+        # The accounts of one engine's workers in the first transfer, which the canary has verified.
         self.proved: Sequence[Loaded] | None = None
         self.on_failure: Callable[[], object] = lambda: None  # when an engine fails to load, maybe in another thread
         self.failure: Exception | None = None  # of the engine
 
     def each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
-        """A call on some engines at once, each with its own arguments; the answers in their order."""
+        """Call a method of several engines at once: engine index -> its arguments. Returns answers in this order."""
         waits = [self._call(engine, method, *own) for engine, own in arguments.items()]
         return [wait() for wait in waits]
 
@@ -41,12 +41,12 @@ class EngineClient:
         return self.each(method, dict.fromkeys(range(len(self._engines)), arguments))
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Give every engine its own place in the group: workers of engine i start at rank 1 + i x workers."""
-        places = {}
+        """Let every engine join the transfer group; the workers of engine i start at rank 1 + i x workers."""
+        arguments = {}
         for i in range(len(self._engines)):
-            place = {"rank_offset": 1 + i * self._workers} if "rank_offset" in init_info else {}
-            places[i] = (init_info | place,)
-        self.each("init_weight_transfer_engine", places)
+            offset = {"rank_offset": 1 + i * self._workers} if "rank_offset" in init_info else {}
+            arguments[i] = (init_info | offset,)
+        self.each("init_weight_transfer_engine", arguments)
 
     def start_weight_update(self) -> None:
         self._all("start_weight_update")
@@ -64,9 +64,9 @@ class EngineClient:
         self._all("load_adapter", file, version)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Finish the update on every engine; ValueError, before any has finished, if one lacks what was announced."""
+        """Finish the update on every engine; ValueError, before any has finished, if one lacks an announced tensor."""
         accounts = self._all("loaded_weights")
-        if self.proved is not None and len(self.proved) != self._workers:  # of engines that were split in another way
+        if self.proved is not None and len(self.proved) != self._workers:  # of engines with another tensor_parallel
             self.proved = None
         for engine, account in zip(self._engines, accounts, strict=True):
             check_account(engine, self.announced, account, self.proved)
@@ -75,10 +75,13 @@ class EngineClient:
 
 
 def whole_layers(changed: Sequence[str], workers: Sequence[Loaded]) -> list[str]:
-    """The changed tensors, and all others in the layers that hold them, by the account of a transfer of everything.
+    """The changed tensors, and all other tensors of the layers that hold them.
 
-    vLLM builds a layer (q, k and v; gate and up; all experts) from what arrives, so a part of one would be garbage.
-    All tensors if vLLM has copied one without saying into which layer.
+    vLLM builds a layer (q, k and v; gate and up; all experts) from the tensors that arrive, so a part of it would be
+    garbage. If the layer of some tensor is unknown, all tensors are returned.
+
+    Args:
+        workers: the accounts of one engine for a transfer of all tensors.
     """
     layers: dict[str, set[int]] = {}
     for worker in workers:
@@ -89,17 +92,22 @@ def whole_layers(changed: Sequence[str], workers: Sequence[Loaded]) -> list[str]
     chosen, held = set(changed), set[int]()
     while more := set().union(*(layers[name] for name in chosen)) - held:
         held |= more
-        chosen |= {name for name, its in layers.items() if its & held}
+        chosen |= {name for name, numbers in layers.items() if numbers & held}
     return [name for name in layers if name in chosen]
 
 
 def check_account(
     engine: str, announced: Sequence[ParameterMeta], workers: Sequence[Loaded], proved: Sequence[Loaded] | None = None
 ) -> None:
-    """Check that every tensor of this transfer came to every worker, and that every worker loaded its part of it.
+    """Check that every tensor of this transfer reached every worker, and that every worker loaded its part of it.
 
-    With tensor parallelism a worker loads its part of most tensors, and all of some. `proved`: what each has to load;
-    None: the workers together load each tensor whole, or nothing of it. ValueError names the first wrong tensor.
+    With tensor parallelism a worker loads its part of most tensors, and all of some.
+
+    Args:
+        proved: the accounts that the workers have to repeat; None: together they load each tensor whole or not at all.
+
+    Raises:
+        ValueError: names the first incomplete tensor.
     """
     if wrong := list(_problems(announced, workers, proved)):
         more = f" {len(wrong) - 1} other tensors are incomplete too." if len(wrong) > 1 else ""

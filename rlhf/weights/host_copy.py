@@ -65,11 +65,11 @@ class HostCopy:
     """A worker's view of its node's copy.
 
     Args:
-        info: what the learner sent through init_weight_transfer_engine; without `memory` this worker makes the copy,
-            and receives as `rank` of the transfer group.
+        info: the argument of init_weight_transfer_engine. Without `memory` this worker makes the copy, and receives as
+            `rank` of the transfer group.
 
     Attributes:
-        path: where the other workers of the node find it; "" if another process has made it.
+        path: where the other workers of the node find the copy; empty if another process has made it.
     """
 
     def __init__(self, info: Mapping[str, Any]) -> None:
@@ -100,7 +100,7 @@ class HostCopy:
         return intact
 
     def tensors(self, names: Sequence[str] | None) -> Iterator[tuple[str, Tensor]]:
-        """These tensors, or all; they do not change until the next weights are sent."""
+        """These tensors, or all if None; they do not change until the next transfer."""
         chosen = None if names is None else set(names)
         for number, bucket in enumerate(self._buckets):
             for name, tensor in bucket.tensors_in(self._bytes(number)):

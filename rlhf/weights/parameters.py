@@ -1,4 +1,4 @@
-"""What is published: the list of its tensors, and where their bytes are in a node's copy of it."""
+"""The published tensors, and where their bytes are in a node's copy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ParameterMeta:
 
 
 class ParameterSource(Protocol):
-    """What the learner publishes: the list of it, and a stream of whole tensors in the same order.
+    """The tensors that the learner publishes: their list, and a stream of whole tensors in the same order.
 
     Iterating may be a collective, so every rank iterates in step. Tensors with larger elements come first: vLLM packs
     them without gaps, and views a tensor of float32 only at a multiple of 4 bytes.

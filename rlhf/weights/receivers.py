@@ -36,10 +36,10 @@ layerwise.logger.setLevel(logging.ERROR)  # it warns of each layer that got noth
 
 
 class Accounted:
-    """Put before a receiving end of vLLM; `loaded` is its account of the current transfer.
+    """A mixin for receiving ends of vLLM. `loaded` is the account of the current transfer.
 
     vLLM's layerwise reload counts the elements that the weight loaders of a layer copy. A model takes its tensors from
-    an iterator, one after another, so what is counted until it asks for the next one belongs to the last one.
+    an iterator, one after another, so elements that are counted before it asks for the next tensor belong to the last.
     """
 
     model: Any
@@ -210,7 +210,7 @@ class LoadedWeights:
         return self.weight_transfer_engine.loaded
 
     def copy_path(self) -> str:
-        """Where the other workers of the node find the copy that this worker has made."""
+        """Where other workers of the node find the copy that this worker has made; empty if it has made none."""
         copy = self.weight_transfer_engine.copy
         return copy.path if copy else ""
 
@@ -220,7 +220,7 @@ class LoadedWeights:
         return not copy.path or copy.receive(messages)
 
     def adapter_problem(self, file: str) -> str:
-        """Why the slot does not hold exactly the adapter of a file, bit for bit; "" if it does.
+        """Why the slot does not hold exactly the adapter of a file, bit for bit; empty if it does.
 
         vLLM drops layers that it does not know, and pads a tensor that is too small, without a message.
         """

@@ -73,13 +73,13 @@ class Rendezvous:
 
 
 class CPUSender:
-    """The learner's end where weights go through host memory: into a copy on each node, from which engines load.
+    """The learner's end of transfers through host memory: into a copy on each node, from which engines load.
 
-    Rank 0 sends; the others take part in gathering, or send rank 0 what has changed in their parts.
+    Rank 0 sends. The other ranks take part in gathering, or send rank 0 the changes of their parts.
 
     Args:
-        only_changes: send what has changed since the last transfer; everything in the first transfer, after one that
-            failed, or if more than MOST_CHANGED has changed.
+        only_changes: send only the elements that changed since the last transfer. The first transfer, one after a
+            failure, and one with more than MOST_CHANGED changes send everything.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class CPUSender:
         self._metadata = source.metadata()
         self._buckets = buckets(self._metadata)
         self._changes = Changes(source, self._buckets) if only_changes else None
-        self._complete = False  # whether every copy holds what `_changes` remembers
+        self._complete = False  # whether every copy holds the weights that `_changes` remembers
         self._group: dist.ProcessGroup | None = None
-        self._is_here = rendezvous.node in rendezvous.engine_nodes  # whether this node has engines, and so a copy
+        self._has_copy = rendezvous.node in rendezvous.engine_nodes  # this node has engines, which load from its copy
         if self._is_sender:
             self._connect(rendezvous)
 
@@ -110,7 +110,7 @@ class CPUSender:
             "world_size": 1 + len(receivers), "rank": 0, "memory": "",
             "parameters": [astuple(meta) for meta in self._metadata],
         }  # fmt: skip
-        if self._is_here:
+        if self._has_copy:
             self._memory, copies[rendezvous.node] = create_shared_memory(self._buckets[-1].end)
         else:
             largest = max(bucket.end - bucket.start for bucket in self._buckets)
@@ -123,11 +123,15 @@ class CPUSender:
                 engines_join.result()
             paths = self._client.each("on_workers", dict.fromkeys(self._receivers, ("copy_path",)))
             copies |= zip(receivers, (path for path, *_ in paths), strict=True)
-        places = {engine: (info | {"memory": copies[node]},) for engine, node in enumerate(nodes)}
-        self._client.each("init_weight_transfer_engine", places)
+        arguments = {engine: (info | {"memory": copies[node]},) for engine, node in enumerate(nodes)}
+        self._client.each("init_weight_transfer_engine", arguments)
 
     def send(self, version: int) -> WeightsSent | None:
-        """Bring every engine the weights as `version`; rank 0 says what it sent. Called on every learner rank."""
+        """Send the current weights to all engines and label them `version`. Every learner rank calls this.
+
+        Returns:
+            A summary on rank 0, None on the others.
+        """
         if torch.accelerator.is_available():  # DeepSpeed's step ends in an all-gather that may still run
             torch.accelerator.synchronize()
         changes = self._changes
@@ -155,7 +159,7 @@ class CPUSender:
         return WeightsSent(share, size, why) if self._is_sender else None
 
     def _load(self, names: Sequence[str] | None, version: int) -> None:
-        """Let every engine load these tensors, or all, from its node's copy."""
+        """Let every engine load these tensors, or all if None, from the copy of its node."""
         chosen = None if names is None else set(names)
         self._client.announced = [meta for meta in self._metadata if chosen is None or meta.name in chosen]
         self._client.start_weight_update()
@@ -163,13 +167,13 @@ class CPUSender:
         self._client.finish_weight_update(str(version))
 
     def _send_changes(self, counts: Tensor) -> int | None:
-        """Send patches; -> their bytes, or None, on all ranks, if one was damaged on its way."""
+        """Send patches. Returns the bytes sent; None on all ranks if a patch arrived damaged."""
         assert self._changes is not None
         messages, intact = self._changes.messages(counts), True
         with self._receiving(messages) as received:
             for number, patch in self._changes.patches(counts):
                 bucket = self._buckets[number]
-                if self._is_here:
+                if self._has_copy:
                     intact = write_patch(bucket, self._memory[bucket.start : bucket.end], patch) and intact
                 if self._group is not None:
                     broadcast(self._group, patch)
@@ -177,7 +181,7 @@ class CPUSender:
         return sum(size for _, size in messages) if intact else None
 
     def _send_all(self) -> int:
-        """Send every parameter; -> their bytes."""
+        """Send every parameter. Returns the bytes sent; 0 on ranks that do not send."""
         stream = iter(self._source)
         if not self._is_sender:
             for _ in stream:
@@ -185,7 +189,7 @@ class CPUSender:
             return 0
         with self._receiving([(number, 0) for number in range(len(self._buckets))]), one_thread():
             for bucket in self._buckets:
-                start = bucket.start if self._is_here else 0
+                start = bucket.start if self._has_copy else 0
                 own = self._memory[start : start + bucket.end - bucket.start]
                 for announced, part in bucket.tensors_in(own):
                     name, tensor = next(stream)
@@ -198,7 +202,7 @@ class CPUSender:
 
     @contextlib.contextmanager
     def _receiving(self, messages: Sequence[Message]) -> Iterator[list[bool]]:
-        """While engines of other nodes receive these; when the block ends, the list has what each of them answered."""
+        """A context in which engines of other nodes receive these messages; afterwards the list has their answers."""
         answers: list[bool] = []
         if self._group is None or not messages:
             yield answers
@@ -275,7 +279,7 @@ class VLLMSender:
         except Exception as error:
             if self._client.failure is None:
                 raise
-            raise self._client.failure from error  # what failed in an engine is the cause of what fails here
+            raise self._client.failure from error  # the engine's error is the cause of this one
 
     def close(self) -> None:
         self._engine.shutdown()
@@ -298,7 +302,7 @@ def make_sender(
 
 
 def register_with_vllm() -> None:
-    """The engine's end, entry point of the plugin: it runs in every vLLM process, more than once in some."""
+    """The entry point of our plugin for vLLM. It runs in every vLLM process, in some more than once."""
     gc.freeze()  # imported modules stay
     gc.enable()  # rollout/vllm_process.py stopped it
     from vllm.distributed.device_communicators import shm_broadcast
