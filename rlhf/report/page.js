@@ -68,8 +68,8 @@ function showSummary() {
   table($("summary-table"), ["run", "seed", "program and model", "steps", "time", "reward, first → last", ...evaluations.map((e) => `${e.slice(5)}, first → last`)], rows);
   const thinned = Math.max(...data.settings.map((setting) => setting.every)), bands = data.settings.some(isBand);
   $("summary").append(element("p", { className: "soft", textContent: `Written ${data.written}. ` +
-    (bands ? "Runs whose configs differ in nothing but the seed are one line: the mean of those that have a value at a step. Its band, and the interval in " +
-      "this table, is the 95% bootstrap interval over seeds; of two or three seeds it is from the lowest to the highest. " : "") +
+    (bands ? "Runs whose configs differ only in the seed are one line: the mean of the runs that have a value at a step. Its band, and the interval in " +
+      "this table, is the 95% bootstrap interval over seeds; for two or three seeds it goes from the lowest to the highest value. " : "") +
     (data.settings.some((each) => !isBand(each) && evaluations.some((e) => each.series[`${e}/low`])) ?
       `Intervals of ${bands ? "an evaluation of one run" : "evaluations"} hold 95% of bootstrap samples over problems. ` : "") +
     (thinned > 1 ? `Curves have every ${thinned}th step.` : "") }));
@@ -85,11 +85,11 @@ function showFindings() {
   if (outside.length) {
     const list = element("div");
     table(list, ["run", "metric", "mean of the last steps", "healthy"], outside);
-    $("findings").append(element("div", { className: "finding" }, element("p", {}, element("strong", { textContent: "Outside of the healthy range. " }),
-      "There may be a good reason; docs/metrics.md says what each metric means."), list));
+    $("findings").append(element("div", { className: "finding" }, element("p", {}, element("strong", { textContent: "Outside the healthy range. " }),
+      "There may be a good reason; docs/metrics.md explains each metric."), list));
   }
   if (!found.length) $("findings").append(element("p", { className: outside.length ? "soft" : "good",
-    textContent: `No rule found anything wrong${outside.length ? "" : ", and what has a healthy range ends in it"}.` }));
+    textContent: `No rule found a problem${outside.length ? "" : ", and every metric with a healthy range ends in its range"}.` }));
 }
 
 function showConfig() {
@@ -101,7 +101,7 @@ function showConfig() {
   $("changed-title").textContent += data.settings.length > 1 ? " in all runs" : "";
   $("changed-keys").append(...data.changed.map((key) => element("div", {}, element("span", { className: "soft", textContent: `${key}: ` }), valuesOf([0], key))));
   $("changed-note").textContent = (data.runs.every((run) => run.program) ? "The keys whose values differ from the defaults. " :
-    "The keys whose values differ from the defaults; of a run of another version of rlhf, all that are not null. ") + `Config, at the end, has all ${data.keys.length}.`;
+    "The keys whose values differ from the defaults; for a run of another version of rlhf, all keys that are not null. ") + `Config, at the end, has all ${data.keys.length}.`;
   const list = () => table($("config-table"), head(), data.keys.filter((k) => k.includes($("key").value)).map(row));
   $("key").addEventListener("input", list);
   list();
@@ -153,7 +153,7 @@ function traces(panel, section) {
   return made;
 }
 
-// Where a metric is drawn outside of its healthy range: a yellow band from the bound to its farthest value.
+// If a curve leaves its healthy range: a yellow band from the bound to the farthest value.
 function bands(panel, drawn, fill) {
   return Object.entries(panel.healthy || {}).flatMap(([metric, { low, high }]) => {
     const values = drawn.filter((t) => t.metric === metric).flatMap((t) => known(t.y));
@@ -260,7 +260,7 @@ function filter() {
   showRows();
 }
 
-// Green or red where the reward read an answer, or looked for one in vain; else neither.
+// Green or red if the reward read an answer or found none; otherwise no color.
 function verdict(i) {
   const c = rollouts.columns, extracted = texts[c.extracted[i]];
   return extracted === "" && !c.no_answer[i] ? "" : extracted !== "" && c.reward[i] > 0 ? "good" : "bad";

@@ -363,7 +363,7 @@ def test_a_browser_draws_the_charts_filters_the_rollouts_and_opens_a_group_witho
         told["head"] == "run,step,prompt,response,gold,reward,advantage,tokens,status,end"
     )  # no reward read an answer
     assert "rollout/stopped_fraction0.35above 0.9" in told["notice"]
-    assert "No rule found anything wrong." in told["notice"]
+    assert "No rule found a problem." in told["notice"]
     assert told["bands"] == "1"
     assert told["group"].startswith("4 of two step ")
     assert told["token_advantages"] == "token advantages: 0.5,token advantages: -0.25"
