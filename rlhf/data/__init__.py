@@ -1,4 +1,4 @@
-"""Rows to prompts: files and hub data sets, templates, answers, order; and the models' files.
+"""Turns rows into prompts: files and hub data sets, templates, answers, order; also reads the models' files.
 
-A new file format: `read`, and its suffix in `config/data.py`.
+To add a file format, change `read`, and list its suffix in `config/data.py`.
 """

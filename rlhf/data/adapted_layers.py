@@ -12,7 +12,7 @@ from rlhf.config.sections import ModelConfig
 
 
 def adapted_layers(config: TrainingProgramConfig) -> list[str]:
-    """Their names; [] without `model.lora`. ValueError as of `linear_names`."""
+    """Names of the layers that get an adapter; [] without `model.lora`. Raises ValueError as `linear_names` does."""
     return [] if config.model.lora is None else _adapted_layers(config.model)
 
 

@@ -19,7 +19,8 @@ def extract_answer(value: Any, answer_format: AnswerFormat) -> str:
     """The gold answer in one cell of the answer column; for a list of acceptable answers, the list as JSON.
 
     Raises:
-        ValueError: the reason, without the row: no answer, neither text nor a number, or no marker of the format.
+        ValueError: there is no answer, it is neither text nor a number, or it lacks the marker of the format. The
+            message does not name the row.
     """
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list | tuple) and value:

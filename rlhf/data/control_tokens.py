@@ -1,8 +1,8 @@
-"""Control tokens of a chat template, such as <|im_end|> or <think>, inside what people and programs say: text.
+"""Keeps control tokens such as <|im_end|> or <think> inside the contents of messages as plain text.
 
-A tokenizer takes the string of an added token for that token, whoever wrote it, so a tool's answer could end a turn or
-open one. Before a message is rendered, a mark is put into every such string in its contents; the rendered text is split
-at the marks, and its pieces are tokenized each by itself. A text without such strings is tokenized as ever.
+A tokenizer reads the string of an added token as that token, whoever wrote it, so a tool's answer could end or open a
+turn. Before a message is rendered, a mark is put into every such string in its contents. The rendered text is split at
+the marks, and each piece is tokenized by itself. A text without such strings is tokenized as usual.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-MARK = "\ufdd0"  # a noncharacter of Unicode; one that was there already is doubled
+MARK = "\ufdd0"  # a noncharacter of Unicode; if a text already has it, it is doubled
 MARKS = re.compile(f"({MARK}{MARK}?)")
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer and its template: added tokens that are special, that the template writes, or
-    that are not in the vocabulary of the model's texts (spaces apart).
+    """The control tokens of a tokenizer and its template.
 
-    The rest are pieces of text that some tokenizers keep as added tokens, such as runs of spaces or <h1>.
+    These are added tokens that are special, that the template writes, or that are not in the vocabulary of plain text.
+    Other added tokens, such as runs of spaces or <h1>, are pieces of text.
     """
 
     def __init__(self, tokenizer: Any, template: str) -> None:
@@ -38,7 +38,7 @@ class ControlTokens:
         """The value (text, or lists and dicts with text) with marks, after which `split` finds no control token.
 
         Args:
-            special_only: leave those that are not special as they are: <think> in what the model says.
+            special_only: mark special tokens alone; a message of the model may contain <think>.
         """
         if isinstance(value, str):
             return self._marked(value, self._special if special_only else self._any)
@@ -52,7 +52,7 @@ class ControlTokens:
         return value
 
     def _name(self, name: Any, special_only: bool) -> Any:
-        """A name in a dict, such as that of a tool's parameter; identifiers stay, since templates look for them."""
+        """Mark a name in a dict, such as a tool's parameter. Identifiers stay, since templates look them up."""
         return (
             name if not isinstance(name, str) or name.isidentifier() else self.as_text(name, special_only=special_only)
         )
@@ -60,7 +60,7 @@ class ControlTokens:
     def _marked(self, text: str, pattern: re.Pattern[str]) -> str:
         if MARK in text:
             text = text.replace(MARK, MARK + MARK)
-        # two strings may overlap: the end of the first one is then still a control token
+        # strings may overlap; the end of the first one may then still be a control token
         while pattern.search(text):
             text = pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], text)
         return text
@@ -73,12 +73,12 @@ def _pattern(texts: Sequence[str]) -> re.Pattern[str]:
 
 @lru_cache(maxsize=16)
 def control_tokens(tokenizer: Any, template: str) -> ControlTokens:
-    """Those of a tokenizer with the source of a chat template."""
+    """The control tokens of a tokenizer and the source of a chat template; cached."""
     return ControlTokens(tokenizer, template)
 
 
 def split(text: str) -> list[str]:
-    """The pieces of a rendered text between the marks, to be tokenized each by itself."""
+    """The pieces of a rendered text between the marks; each is tokenized by itself."""
     pieces = [""]
     for part in MARKS.split(text):
         if part == MARK:

@@ -1,12 +1,12 @@
-"""Rows of supervised data -> examples: conversations with a mask of what is trained (SFT), and preference pairs.
+"""Turns rows of supervised data into examples: conversations with a mask of trained tokens (SFT), and preference pairs.
 
-A row of SFT has `messages`, or `prompt` and `completion`, each text or messages. The turns of the assistant are
-trained; with a prompt, only those of the completion. The tokens of a turn are found in one of three ways:
+An SFT row has `messages`, or `prompt` and `completion`, each text or messages. The assistant's turns are trained; with
+a prompt, only those of the completion. The tokens of a turn are found in one of three ways:
 
-- The template has {% generation %} tags: the tokens inside them are trained, and the end of the turn right after them.
-- It has none: the conversation is written up to the turn, with the generation prompt, then with the turn. The tokens
-  that were added are trained. Each text must begin with the one before it, token for token. Else the row is refused:
-  the model would be trained on other tokens than it is given.
+- The template has {% generation %} tags: the tokens inside them are trained, and the end of the turn after them.
+- It has none: the conversation is rendered up to the turn, with the generation prompt, and then with the turn. The
+  added tokens are trained. Each text must begin with the previous one, token for token. Else the row is refused, since
+  the model would be trained on other tokens than it will be given.
 - Prompt and completion are texts: prompt, completion and eos are joined, as in TRL, without a template unless one is
   named.
 """
@@ -58,9 +58,9 @@ from rlhf.types import PackedTokens
 KEY = "data.template"
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
 TOKENS_SHOWN = 8
-CONVERSATION_COLUMNS = ("messages", "conversations")  # the latter: of ShareGPT
-WEIGHTS = ("weight", "train", "training", "loss")  # of a message: 0 or false where it is not to be trained
-# why a beginning of a conversation is not that of a longer one, as plain text and in a chat template; and what to do
+CONVERSATION_COLUMNS = ("messages", "conversations")  # the second one: ShareGPT
+WEIGHTS = ("weight", "train", "training", "loss")  # keys of a message; 0 or false: it is not to be trained
+# (reason, remedy) if the text of a conversation does not begin with the text of its beginning
 JOINED = (
     "the tokenizer joins the end of the prompt and the beginning of the completion",
     "Move the space at the end of the prompt to the beginning of the completion.",
@@ -78,7 +78,7 @@ REWRITTEN = (
 
 
 class MaskedTokens(NamedTuple):
-    """A sequence: `token_ids` [L] int32, and `trained` [L] bool, True at the tokens that a loss on tokens is on."""
+    """A sequence: `token_ids` [L] int32, and `trained` [L] bool, True at tokens that enter a token loss."""
 
     token_ids: np.ndarray
     trained: np.ndarray
@@ -94,10 +94,10 @@ def pair_encoder(
     *,
     notes: Counter[str] | None = None,
 ) -> Encode:
-    """columns of a row -> the chosen and the rejected conversation; raises as `SFTEncoder` does.
+    """Make a function: columns of a row -> the chosen and the rejected sequence. It raises as `SFTEncoder` does.
 
     Args:
-        notes: counts what of the sides the template does not write.
+        notes: counts the parts of rows that the template does not write.
     """
     check_has_template(template, tokenizer, KEY)
 
@@ -167,7 +167,7 @@ def _side(columns: dict[str, Any], column: str) -> list[Message]:
 
 
 def trained_conversation(columns: dict[str, Any]) -> tuple[list[Message], list[int], int, bool]:
-    """The messages of a row of SFT, the numbers of its trained turns, how many are prompt, and whether both are texts.
+    """Messages of an SFT row, indices of its trained turns, number of prompt messages, and if both columns are texts.
 
     Raises:
         ValueError: the row has no such columns, or no turn to train on.
@@ -190,7 +190,7 @@ def trained_conversation(columns: dict[str, Any]) -> tuple[list[Message], list[i
 
 
 class _Row(NamedTuple):
-    """A row: its messages up to the last trained turn, the numbers of these turns, and how many messages are prompt."""
+    """A row: messages up to the last trained turn, indices of trained turns, and the number of prompt messages."""
 
     messages: list[Message]
     turns: list[int]
@@ -202,16 +202,16 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True)
 class SFTEncoder:
-    """columns of a row -> its sequence, up to the last trained token.
+    """Encodes the columns of a row as one sequence, up to the last trained token.
 
     Attributes:
-        template: None: messages as the tokenizer's own writes them, texts as they are.
-        arguments: of a chat template (`SFTDataConfig.template_arguments`).
-        stop_ids: at which engines end a response (`turns.stop_token_ids`), in addition to the tokenizer's eos.
-        notes: what of the rows the template does not write and the model does not learn, by the number of rows.
+        template: None uses the tokenizer's own template for messages, and none for texts.
+        arguments: arguments of a chat template (`SFTDataConfig.template_arguments`).
+        stop_ids: ids at which engines end a response (`turns.stop_token_ids`), besides the tokenizer's eos.
+        notes: parts of rows that the template does not write, with the number of rows.
 
     Raises:
-        ValueError: from a call: the row cannot be read, or nothing of it would be trained; says what to change.
+        ValueError: by a call, if the row cannot be read or no token of it would be trained, with the remedy.
     """
 
     tokenizer: Any
@@ -224,9 +224,9 @@ class SFTEncoder:
         messages, turns, given, are_texts = trained_conversation(columns)
         template = self.template or ("raw" if are_texts else "model")
         arguments = read_arguments(columns, self.arguments or {})
-        talk = _Row(messages[: turns[-1] + 1], turns, given, read_tools(columns), template, arguments)
+        row = _Row(messages[: turns[-1] + 1], turns, given, read_tools(columns), template, arguments)
         self.notes.update(unread_arguments(arguments, template, self.tokenizer))
-        ids, trained = self._plain(talk) if template in PLAIN else self._chat(talk)
+        ids, trained = self._plain(row) if template in PLAIN else self._chat(row)
         trained[:1] = False  # nothing predicts the first token
         if not trained.any():
             raise ValueError("no token of it is trained: what the assistant says is empty. Correct or remove the row.")
@@ -240,7 +240,7 @@ class SFTEncoder:
         return turn_ends(self.tokenizer, self.template or "model", self.arguments, stops)
 
     def warnings(self, tokens: PackedTokens) -> Iterator[str]:
-        """What the template does not write; whether rows train no end of a turn, one where no engine stops, or more."""
+        """Warnings about unwritten parts of rows, rows without a trained end of turn, ends where no engine stops."""
         yield from (f"data: in {rows} rows {note}." for note, rows in self.notes.items())
         template, trained = self.template or "model", np.where(tokens.response_mask, tokens.token_ids, -1)
         ends = np.isin(trained, list(self.ends.ids))
@@ -254,7 +254,7 @@ class SFTEncoder:
             yield from unnamed_end(self.ends, self.tokenizer, template)
 
     def shown(self, tokens: PackedTokens) -> str:
-        """The first sequence as text, with what is trained between >>> and <<<."""
+        """The first sequence as text, with trained parts between >>> and <<<."""
         row = slice(0, int(tokens.cu_seqlens[1]))
         ids, mask = tokens.token_ids[row], tokens.response_mask[row]
         starts = np.flatnonzero(np.diff(mask)) + 1
@@ -262,9 +262,9 @@ class SFTEncoder:
         marked = [mask[start] for start in (0, *starts)]
         return "".join(f">>>{text}<<<" if inside else text for inside, text in zip(marked, texts, strict=True))
 
-    def _plain(self, talk: _Row) -> MaskedTokens:
-        template = talk.template
-        if talk.turns != [len(talk.messages) - 1]:
+    def _plain(self, row: _Row) -> MaskedTokens:
+        template = row.template
+        if row.turns != [len(row.messages) - 1]:
             raise ValueError(
                 f"as plain text ({KEY}={template}) a row has one answer, at its end. Use a chat template, or columns "
                 "prompt and completion."
@@ -275,54 +275,54 @@ class SFTEncoder:
                 f"{KEY}={template}: the tokenizer has no eos token, with which an answer ends. Set "
                 "eos_token in its tokenizer_config.json, or use a chat template."
             )
-        render_whole(talk.messages, template, self.tokenizer, KEY, {"tools": talk.tools}, strict=talk.turns)
-        prompt = render(talk.messages[:-1], template, self.tokenizer)
-        texts = [prompt, prompt + talk.messages[-1]["content"].removesuffix(end) + end]
+        render_whole(row.messages, template, self.tokenizer, KEY, {"tools": row.tools}, strict=row.turns)
+        prompt = render(row.messages[:-1], template, self.tokenizer)
+        texts = [prompt, prompt + row.messages[-1]["content"].removesuffix(end) + end]
         return self._trained_differences(tokenize(texts, template, self.tokenizer), template)
 
-    def _chat(self, talk: _Row) -> MaskedTokens:
-        """A row in a chat template; control tokens are text, but for those that the assistant is to learn."""
-        tagged = GENERATION_TAG.search(template_source(talk.template, self.tokenizer))
-        if talk.turns[0] == 0 and not tagged:
+    def _chat(self, row: _Row) -> MaskedTokens:
+        """Encode a row with a chat template. Control tokens in contents are text, except in what the assistant says."""
+        tagged = GENERATION_TAG.search(template_source(row.template, self.tokenizer))
+        if row.turns[0] == 0 and not tagged:
             raise ValueError("its first message is the assistant's, which answers nothing. Put a prompt before it.")
-        options = {"tools": talk.tools, **talk.arguments, "keep_assistant": True}
-        before = talk.messages[:-1]
-        is_single = len(talk.turns) == 1 and len(before) > 0
-        self._check_turns(talk)
-        said = conversation(talk.messages, talk.template, self.tokenizer, talk.tools)
+        options = {"tools": row.tools, **row.arguments, "keep_assistant": True}
+        before = row.messages[:-1]
+        is_single = len(row.turns) == 1 and len(before) > 0
+        self._check_turns(row)
+        said = conversation(row.messages, row.template, self.tokenizer, row.tools)
         try:
-            form = form_for(said, talk.template, self.tokenizer, KEY, options, strict=talk.turns)
+            form = form_for(said, row.template, self.tokenizer, KEY, options, strict=row.turns)
         except ValueError:
             if not is_single:
                 raise
-            asked = render_whole(before, talk.template, self.tokenizer, KEY, {**options, "add_generation_prompt": True})
-            if not self._ends_inside_thought(asked, talk.template):
+            asked = render_whole(before, row.template, self.tokenizer, KEY, {**options, "add_generation_prompt": True})
+            if not self._ends_inside_thought(asked, row.template):
                 raise
-            return self._after_opened_thought(asked, talk, options)
+            return self._after_opened_thought(asked, row, options)
 
         def text(messages: Sequence[Message], **more: Any) -> str:
-            return render_in_form(form, messages, talk.template, self.tokenizer, KEY, {**options, **more})
+            return render_in_form(form, messages, row.template, self.tokenizer, KEY, {**options, **more})
 
-        self.notes.update(dropped_notes(talk.messages, form, template_source(talk.template, self.tokenizer)))
-        whole = text(talk.messages)
-        ends = [(turn + done, not done) for turn in talk.turns for done in (False, True)][:-1]
+        self.notes.update(dropped_notes(row.messages, form, template_source(row.template, self.tokenizer)))
+        whole = text(row.messages)
+        ends = [(turn + done, not done) for turn in row.turns for done in (False, True)][:-1]
         ends = ends if is_single or not tagged else []
-        texts = [text(talk.messages[:end], add_generation_prompt=is_prompt) for end, is_prompt in ends]
+        texts = [text(row.messages[:end], add_generation_prompt=is_prompt) for end, is_prompt in ends]
         texts.append(whole)
-        if is_single and not whole.startswith(texts[0]) and self._ends_inside_thought(texts[0], talk.template):
-            return self._after_opened_thought(texts[0], talk, options)
+        if is_single and not whole.startswith(texts[0]) and self._ends_inside_thought(texts[0], row.template):
+            return self._after_opened_thought(texts[0], row, options)
         if tagged:
-            tokens = self._tagged(form, talk, text)
+            tokens = self._tagged(form, row, text)
         else:
-            tokens = self._trained_differences(tokenize(texts, talk.template, self.tokenizer), talk.template)
-        check_whole(said, whole, form, f"{KEY}={talk.template}", talk.turns)
+            tokens = self._trained_differences(tokenize(texts, row.template, self.tokenizer), row.template)
+        check_whole(said, whole, form, f"{KEY}={row.template}", row.turns)
         return tokens
 
-    def _check_turns(self, talk: _Row) -> None:
+    def _check_turns(self, row: _Row) -> None:
         """Raise a ValueError for a turn whose thoughts cannot be told from its answer."""
-        marks = template_marks(talk.template, self.tokenizer)
-        for number in talk.turns:
-            message = talk.messages[number]
+        marks = template_marks(row.template, self.tokenizer)
+        for number in row.turns:
+            message = row.messages[number]
             _, answer = split_message(message, marks)
             if any(form.ends[0] in answer for form in marks) and split_thoughts(answer, marks)[1] != answer:
                 raise ValueError(
@@ -333,43 +333,42 @@ class SFTEncoder:
     def _ends_inside_thought(self, prompt: str, template: TemplateName) -> bool:
         return opens_thought(without_marks(prompt), template_marks(template, self.tokenizer))
 
-    def _tagged(self, form: Form, talk: _Row, text: Callable[..., str]) -> MaskedTokens:
-        messages = template_messages(form, talk.messages, talk.template, self.tokenizer, keep_assistant=True)
-        options = {**talk.arguments, "tools": safe_tools(talk.tools, talk.template, self.tokenizer)}
-        ids, trained = tagged_ids(messages, talk.template, self.tokenizer, KEY, options)
-        if not trained.any() and any(messages[turn].get("content") for turn in talk.turns):
+    def _tagged(self, form: Form, row: _Row, text: Callable[..., str]) -> MaskedTokens:
+        messages = template_messages(form, row.messages, row.template, self.tokenizer, keep_assistant=True)
+        options = {**row.arguments, "tools": safe_tools(row.tools, row.template, self.tokenizer)}
+        ids, trained = tagged_ids(messages, row.template, self.tokenizer, KEY, options)
+        if not trained.any() and any(messages[turn].get("content") for turn in row.turns):
             raise ValueError(
-                f"no token of it is trained: {KEY}={talk.template} has {{% generation %}} tags around nothing that the "
+                f"no token of it is trained: {KEY}={row.template} has {{% generation %}} tags around nothing that the "
                 "assistant says. Put them around its turns, or remove them."
             )
         trained = self.ends.with_end(ids, trained, self.tokenizer)
-        if talk.given:
-            prompt = text(talk.messages[: talk.given], add_generation_prompt=True)
-            beginnings = [*tokenize([prompt], talk.template, self.tokenizer), ids]
-            trained &= self._trained_differences(beginnings, talk.template).trained
+        if row.given:
+            prompt = text(row.messages[: row.given], add_generation_prompt=True)
+            beginnings = [*tokenize([prompt], row.template, self.tokenizer), ids]
+            trained &= self._trained_differences(beginnings, row.template).trained
         return MaskedTokens(ids, trained)
 
-    def _after_opened_thought(self, opened: str, talk: _Row, options: Mapping[str, Any]) -> MaskedTokens:
-        """The last turn behind a prompt that opens a thought, of a template that writes no turn so (DeepSeek-R1's).
+    def _after_opened_thought(self, opened: str, row: _Row, options: Mapping[str, Any]) -> MaskedTokens:
+        """Encode the last turn after a prompt that opens a thought, if the template writes no turn so (DeepSeek-R1).
 
-        The model is given the prompt, and writes the thought, its end mark, the answer, and what the template writes
-        after a turn.
+        The trained tokens are the thought, its end mark, the answer, and the template's text after a turn.
         """
-        *before, turn = talk.messages
-        marks = template_marks(talk.template, self.tokenizer)
+        *before, turn = row.messages
+        marks = template_marks(row.template, self.tokenizer)
         thought, answer = split_message(turn, marks)
         begins = [(begin.strip(), form) for form in marks for begin in form.begins]
         _, form = max((each for each in begins if opened.rstrip().endswith(each[0])), key=lambda each: len(each[0]))
         shorter = {name: value for name, value in turn.items() if name != "reasoning_content"} | {"content": STAND_IN}
-        text = render_whole([*before, shorter], talk.template, self.tokenizer, KEY, options, checked=False)
+        text = render_whole([*before, shorter], row.template, self.tokenizer, KEY, options, checked=False)
         written = f"{opened}{thought or ''}\n{form.ends[0]}\n\n{answer}{text.rpartition(STAND_IN)[2]}"
-        return self._trained_differences(tokenize([opened, written], talk.template, self.tokenizer), talk.template)
+        return self._trained_differences(tokenize([opened, written], row.template, self.tokenizer), row.template)
 
     def _trained_differences(self, beginnings: list[np.ndarray], template: TemplateName) -> MaskedTokens:
-        """The last of these; from the first on, every second difference between neighbours is trained.
+        """The last of these token sequences, where every second difference between neighbours is trained.
 
         Raises:
-            ValueError: one of them is not the beginning of the next.
+            ValueError: a sequence does not begin with the previous one.
         """
         whole = beginnings[-1]
         trained = np.zeros(len(whole), bool)
@@ -414,8 +413,8 @@ class Examples:
     Attributes:
         tokens: their sequences; the response mask is True at trained tokens.
         rows: number of examples.
-        too_long: rows left out because a sequence has more than `data.max_tokens`.
-        bad_rows: why the rows were left out that cannot be used (`data.on_bad_row=skip`).
+        too_long: number of dropped rows with a sequence of more than `data.max_tokens`.
+        bad_rows: the reason for each dropped row that is unusable (`data.on_bad_row=skip`).
     """
 
     tokens: PackedTokens
@@ -431,7 +430,7 @@ class Examples:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all tokens, of their mask and of where the sequences end."""
+        """A digest of all tokens, their mask and the bounds of the sequences."""
         digest = hashlib.blake2b(digest_size=8)
         for column in (self.tokens.token_ids, self.tokens.response_mask, self.tokens.cu_seqlens):
             digest.update(column.tobytes())
@@ -446,7 +445,7 @@ class TrainEval(NamedTuple):
 
 
 def read_examples(config: SupervisedDataConfig, encode: Encode, *, vocab_size: float = math.inf) -> TrainEval:
-    """`load_examples` of both."""
+    """Load the examples of data.train, and of data.eval if it is set."""
     load = partial(load_examples, config, encode=encode, vocab_size=vocab_size)
     return TrainEval(load("train"), load("eval") if config.eval else None)
 
@@ -454,9 +453,10 @@ def read_examples(config: SupervisedDataConfig, encode: Encode, *, vocab_size: f
 def load_examples(
     config: SupervisedDataConfig, which: Literal["train", "eval"], encode: Encode, *, vocab_size: float = math.inf
 ) -> Examples:
-    """Read and tokenize all sources; ValueError if a source or a row is of no use to `encode`, or no row is left.
+    """Read and tokenize all sources; ValueError if a source or row is unusable, or no row is left.
 
-    `vocab_size`: of the model; a row with a higher token id is of no use.
+    Args:
+        vocab_size: vocabulary of the model; a row with a higher token id is unusable.
     """
     examples: list[Sequence[MaskedTokens]] = []
     too_long, bad_rows = 0, list[str]()

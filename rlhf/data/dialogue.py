@@ -1,12 +1,12 @@
-"""A conversation that goes on: what is said to the policy after its turn, as tokens that follow its stop token.
+"""Continues a conversation: renders new messages as the tokens that follow the stop token of the policy's turn.
 
-Nothing that was sampled is rendered again. The new messages alone are rendered, after a small opening that stands for
-the conversation so far, and cut where the assistant's turn of the opening ends:
+Sampled text is never rendered again. Only the new messages are rendered, after a short opening that stands for the
+conversation so far; the result is cut where the assistant's turn of the opening ends:
 
     [user, assistant, *new messages] + generation prompt ->  ... assistant's turn <stop> | suffix
 
-So only the suffix has to be append-only. A template that writes earlier turns otherwise when more follows (Qwen3 drops
-their thoughts) is used as it is: the log of a rollout keeps what was sampled.
+So only the suffix has to be append-only. A template may write earlier turns differently when more follows (Qwen3 drops
+their thoughts); the log of a rollout keeps the sampled tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LEFT_OUT = "\n[... {:,} characters left out: they do not fit ...]\n"
 
 
 class Fitted(NamedTuple):
-    """Messages whose suffix has room, and that suffix [N] int32."""
+    """Messages, shortened if necessary, and their suffix [N] int32."""
 
     messages: list[Message]
     token_ids: np.ndarray
@@ -69,19 +69,19 @@ class Dialogue:
         return tokenize([text], self._template, self._tokenizer)[0]
 
     def can_go_on(self, token_ids: np.ndarray) -> bool:
-        """Whether a turn [R] ended with a stop token, at which a suffix can be joined; one that was cut did not."""
+        """True if a turn [R] ended with a stop token, so that a suffix can follow. A turn that was cut off did not."""
         return len(token_ids) > 0 and int(token_ids[-1]) in self.stop_ids
 
     def suffix(self, messages: Sequence[Message], tools: Tools = None, *, after: int | None = None) -> np.ndarray:
         """Token ids [N] int32 of new messages, up to the start of the assistant's next turn.
 
-        A model may stop with another of its ids than the template writes there. Where the template ends every turn
-        with one id, that id only closes a turn, any other stop does too, and the suffix follows what was sampled. Where
-        an id opens what follows (Gemma 4's <|tool_response>, GLM's <|user|>), it is put before the suffix.
+        A model may stop with another id than the template writes there. If the template ends every turn with the same
+        id, any stop id closes a turn, and the suffix follows directly. If the id opens the next message (Gemma 4's
+        <|tool_response>, GLM's <|user|>), it is put before the suffix.
 
         Args:
-            messages: none of the assistant's. Tool messages answer its calls in order.
-            after: the stop id that was sampled; None: the template's own.
+            messages: messages of other roles than the assistant. Tool messages answer its calls in order.
+            after: the sampled stop id; None for the template's own.
 
         Raises:
             ValueError: the template refuses the messages, or writes no stop token before them.
@@ -94,10 +94,10 @@ class Dialogue:
     def fit(
         self, messages: Sequence[Message], room: int, tools: Tools = None, *, after: int | None = None
     ) -> Fitted | None:
-        """The messages with a suffix of at most `room` tokens; None if that cannot be.
+        """The messages with a suffix of at most `room` tokens; None if that is impossible.
 
-        Contents that are too long lose their middle, and say so. Their lengths are cut to one number of characters, the
-        largest with which the suffix fits; one of more than MAX_CHARS_PER_TOKEN for each token of room never does.
+        Long contents lose their middle, with a note. All are cut to the same number of characters, the largest with
+        which the suffix fits: at most MAX_CHARS_PER_TOKEN per token of room.
         """
         best, low = None, 0
         high = tried = min(max(len(_text(message)) for message in messages), max(0, room) * MAX_CHARS_PER_TOKEN)
@@ -112,13 +112,13 @@ class Dialogue:
         return best
 
     def check(self, tools: Tools = None) -> list[str]:
-        """Prove that suffixes are append-only with this template and tokenizer; returns warnings.
+        """Check that suffixes are append-only with this template and tokenizer; returns warnings.
 
-        Tried are a user's message and, if there are tools, one and several answers of tools, each after a short and
-        after a longer conversation.
+        It tries a user's message and, with tools, one and two answers of tools, each after a short and after a longer
+        conversation.
 
         Raises:
-            ValueError: they are not, and what differs; or the template writes no tools.
+            ValueError: a suffix is not append-only (with the difference), or the template writes no tools.
         """
         if self._template in PLAIN:
             raise ValueError(
@@ -179,7 +179,7 @@ class Dialogue:
         )
 
     def _text(self, messages: Sequence[Message], tools: Tools, *, last: bool = False) -> str:
-        """A conversation as text with marks; `last`: up to the start of the assistant's turn."""
+        """A conversation as text with marks. With `last`, it ends with the start of the assistant's turn."""
         template, tokenizer = self._template, self._tokenizer
         text: str = apply_template(
             safe_messages(messages, template, tokenizer),
@@ -189,7 +189,7 @@ class Dialogue:
         return text
 
     def _texts(self, opening: list[Message], messages: Sequence[Message], tools: Tools) -> tuple[str, str]:
-        """An opening alone, and with the new messages up to the start of the assistant's turn.
+        """The text of an opening alone, and of the opening with the new messages and the start of the assistant's turn.
 
         Raises:
             ValueError: the template refuses them.
@@ -203,10 +203,10 @@ class Dialogue:
         raise ValueError(f"{KEY}={self._template}: {errors[0]}") from errors[0]
 
     def _after_turn(self, opening: list[Message], messages: Sequence[Message], tools: Tools) -> tuple[int, np.ndarray]:
-        """The stop id with which the opening's turn ends, and the ids [N] of what the template writes after it.
+        """The stop id that ends the opening's turn, and the ids [N] that the template writes after it.
 
-        It is the last stop of the opening, if nothing but spaces follows there; or else the first one of the new
-        messages, if they begin with it (GLM's <|user|> and <|observation|>).
+        It is the last stop id of the opening if only spaces follow it; else the first stop id of the new messages, if
+        they begin with it (GLM's <|user|> and <|observation|>).
         """
         assert all(message["role"] != "assistant" for message in messages), "the assistant's turns are sampled"
         before, whole = self._texts(opening, messages, tools)
@@ -244,9 +244,9 @@ def _answer(name: str, number: int) -> Message:
 
 
 def _opening(messages: Sequence[Message]) -> list[Message]:
-    """A question and a turn of the assistant that the new messages may follow: with a call for each answer of a tool.
+    """A question, and a turn of the assistant with one call for each answer of a tool among the new messages.
 
-    A turn with calls says nothing else: Gemma 4 would write that behind the answers.
+    A turn with calls has no content: Gemma 4 would write it after the answers.
     """
     turn: Message = {"role": "assistant", "content": REPLIED}
     answers = [message for message in _with_call_ids(messages) if message["role"] == "tool"]
@@ -264,9 +264,9 @@ def _opening(messages: Sequence[Message]) -> list[Message]:
 
 
 def _variants(opening: list[Message]) -> Iterator[list[Message]]:
-    """The opening, and as other templates want its calls: one in a turn (Llama 3.1), arguments as text (DeepSeek V3).
+    """The opening, and its calls in other forms: one per turn (Llama 3.1), arguments as text (DeepSeek V3).
 
-    What follows a turn does not depend on its calls.
+    The text after a turn does not depend on the form of its calls.
     """
     for count, arguments in ((None, {}), (1, {}), (None, "{}"), (1, "{}")):
         yield [
@@ -284,7 +284,7 @@ def _variants(opening: list[Message]) -> Iterator[list[Message]]:
 
 
 def _with_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """The messages; an answer of a tool that names no call gets an id, of nine characters as Mistral wants it."""
+    """The messages, with an id for each answer of a tool that names no call; Mistral wants nine characters."""
     return [
         {"tool_call_id": f"call{number:05}", **message} if message["role"] == "tool" else message
         for number, message in enumerate(messages)
@@ -297,7 +297,7 @@ def _text(message: Message) -> str:
 
 
 def _shortened(message: Message, most: int) -> Message:
-    """The message with at most so many characters of its content: its beginning, its end, and what is missing."""
+    """The message with at most `most` characters of its content: the beginning, a note of the gap, and the end."""
     content = _text(message)
     if len(content) <= most:
         return message

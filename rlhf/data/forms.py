@@ -1,10 +1,10 @@
-"""What a row says stands in the rendered text: the form in which a chat template writes messages whole, found by trial.
+"""Finds, by trial, the form of messages in which a chat template writes all that a row says.
 
-Templates read one conversation under different names: a thought as `reasoning_content`, `thinking` or inside the
-content; the arguments of a call as an object or as JSON text; the content of a turn with calls as "" or null; a content
-as text or in parts. A stand-in for the conversation, in which every text is one of its own, is rendered in one form
-after another, until the rendering has all of these texts. A form holds for all conversations of one structure, so this
-is done once for each. Besides, the texts of every row are looked for in its own rendering.
+Templates read a conversation under different names: a thought as `reasoning_content`, `thinking` or inside the content;
+the arguments of a call as an object or as JSON text; the content of a turn with calls as "" or null; a content as text
+or in parts. A stand-in for the conversation, with a unique text in each place, is rendered in one form after another,
+until the rendering has all of these texts. A form holds for all conversations of one structure, so this is done once
+per structure. In addition, the texts of every row are searched in its own rendering.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlhf.data.messages import THOUGHTS, Message
 DESCRIPTION = "the description of"
 PARTS = "parts"  # a thought as a part of the content, as Mistral's templates read it
 READ = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name"}
-MAX_STRUCTURES = 4096  # whose form is remembered
+MAX_STRUCTURES = 4096  # structures whose form is cached
 NO_TOOLS = (
     "the template writes no tools, so the model would not know them. Name a template that does "
     "(data.template=FILE.jinja), or take the tools away (the column `tools` of a row)."
@@ -30,13 +30,14 @@ NO_TOOLS = (
 
 
 class Form(NamedTuple):
-    """How one template is given messages.
+    """The form in which a template is given messages.
 
     Attributes:
-        thought: the name under which it reads thoughts; PARTS; "" leaves them in the content, where the row has them.
-        call_ids: calls without an id get one; new_ids: all do, as Mistral's templates take ids of nine characters only.
-        loses_thoughts: it writes some thoughts of turns that are not trained under no name.
-        loses_descriptions: it names tools without what they are for.
+        thought: the name under which it reads thoughts, or PARTS; empty leaves them in the content.
+        call_ids: calls without an id get one.
+        new_ids: all calls get a new id; Mistral's templates accept only ids of nine characters.
+        loses_thoughts: it drops some thoughts of turns that are not trained, under every name.
+        loses_descriptions: it names tools without their descriptions.
     """
 
     thought: str = ""
@@ -86,7 +87,7 @@ class Form(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A text that a conversation says: of which message, what it is, and what stands for it in the trial."""
+    """A text of a conversation: index of its message, description, the text, and its stand-in during the trial."""
 
     message: int
     what: str
@@ -99,10 +100,10 @@ class Piece(NamedTuple):
 
 
 class Conversation:
-    """What a conversation says, text by text, and a stand-in of the same structure.
+    """The texts of a conversation, and a stand-in of the same structure.
 
     Attributes:
-        pieces: its texts. messages, tools: of the stand-in.
+        pieces: the texts. messages, tools: the stand-in. key: identifies the structure.
     """
 
     def __init__(self, messages: Sequence[Message], tools: Any, marks: Marks) -> None:
@@ -148,7 +149,7 @@ class Conversation:
         return {**call, **id_of_call, "function": {"name": stand_in, "arguments": arguments}}
 
     def _id(self, id: str) -> str:
-        """What stands for the id of a call: its number, as long as it is."""
+        """The stand-in for the id of a call: its number, padded to the same length."""
         return self._ids.setdefault(id, f"{len(self._ids):0{len(id)}}")
 
     def _value(self, number: int, what: str, value: Any) -> Any:
@@ -197,15 +198,15 @@ def split_message(message: Message, marks: Marks) -> tuple[str | None, str]:
 def find_form(
     said: Conversation, source: str, marks: Marks, render: Callable[[list[Message], Any], str], strict: Collection[int]
 ) -> Form:
-    """The first form in which a template writes all that a conversation says.
+    """The first form in which a template writes all texts of a conversation.
 
     Args:
-        render: the stand-in's messages and tools -> text.
-        strict: numbers of messages whose thoughts must be written. Other thoughts, and descriptions of tools, may be
-            dropped, as some templates do by design (`dropped_notes` says so).
+        render: messages and tools of the stand-in -> text.
+        strict: indices of messages whose thoughts must be written. Other thoughts, and descriptions of tools, may be
+            dropped, as some templates do by design (see `dropped_notes`).
 
     Raises:
-        ValueError: there is none: the template refuses all, or what it leaves out.
+        ValueError: the template refuses every form, or leaves out texts in each.
     """
     errors, left_out, dropping = list[ValueError](), list[list[str]](), list[Form]()
     for form in _candidates(said, source):
@@ -236,7 +237,7 @@ def find_form(
 
 
 def dropped_notes(messages: Sequence[Message], form: Form, source: str) -> Iterator[str]:
-    """What of a conversation is not written, and may be missing, as "in so many rows ..." goes on."""
+    """Notes about parts of a conversation that the template may drop; they complete "in N rows ..."."""
     if form.loses_thoughts:
         yield "the template drops thoughts of earlier turns, as it does when the model is asked"
     if form.loses_descriptions:
@@ -261,7 +262,7 @@ def missing_texts_message(names: Sequence[str]) -> str:
 
 
 def missing_texts(said: Conversation, text: str, form: Form, strict: Collection[int]) -> list[str]:
-    """What a rendered text lacks of a conversation's own texts."""
+    """Names of the conversation's texts that are missing in the rendered text."""
 
     @lru_cache(1)
     def letters() -> str:
@@ -282,7 +283,7 @@ def missing_texts(said: Conversation, text: str, form: Form, strict: Collection[
 
 
 def _may_be_dropped(piece: Piece, form: Form) -> bool:
-    """Whether a template may drop a text of a turn that is not trained: a thought, or contents with several."""
+    """True if a template may drop this text of an untrained turn: a thought, or a content with several thoughts."""
     if piece.what == "the thought":
         return form.loses_thoughts
     return piece.what == "the content" and any(mark in piece.text for mark in THINK.ends)
@@ -293,7 +294,7 @@ def _letters(text: str) -> str:
 
 
 def _not_as_json(messages: Sequence[Message], text: str) -> list[str]:
-    """Calls whose arguments a template has written as a Python dictionary, or as JSON text of JSON text."""
+    """Calls whose arguments the template wrote as a Python dictionary, or as JSON text inside JSON text."""
     found = []
     for number, message in enumerate(messages):
         for call in message.get("tool_calls") or ():

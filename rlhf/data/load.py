@@ -1,7 +1,7 @@
-"""Data sets -> `Prompt`: choose columns, extract the answer, render, tokenize, leave out prompts that are too long.
+"""Turns data sets into prompts: choose columns, extract the answer, render, tokenize, drop prompts that are too long.
 
-This happens once, before any model is loaded, and needs only the tokenizer. Nothing is skipped silently: a row that
-cannot be used raises an error that names it, or is counted (`data.on_bad_row`). Prompts that are too long are counted.
+This happens once, before any model is loaded, and needs only the tokenizer. No row is skipped silently: a row that
+cannot be used raises an error with its number, or is counted (`data.on_bad_row`), as are prompts that are too long.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rlhf.data.thoughts import marks_of
 from rlhf.types import Prompt
 
 Messages = tuple[Message, ...]
-MAX_PROMPT_CHARS = 4 * 2**20  # about a million tokens; a tokenizer takes seconds for them
-SOURCES_SHOWN = 5  # of the names in a column `data_source`, which verl's rows have
-FIRST_ROWS = 16  # that are read to find one that can be used
-MADE_PROMPTS = {"train": 4096, "eval": 128}  # in an epoch of prompts that an environment makes, unless `rows` says it
+MAX_PROMPT_CHARS = 4 * 2**20  # about a million tokens, for which a tokenizer needs seconds
+SOURCES_SHOWN = 5  # shown names of a column `data_source`, which verl's rows have
+FIRST_ROWS = 16  # rows that are read to find a usable one
+MADE_PROMPTS = {"train": 4096, "eval": 128}  # prompts per epoch if an environment makes them and `rows` is not set
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class LoadedPrompts:
 
     Attributes:
         prompts: by source; ids are `source/row`, rows counted from 1.
-        dropped_too_long: by source, the number of rows left out because they have more than `data.max_prompt_tokens`.
-        bad_rows: by source, the reasons why unusable rows were left out (`data.on_bad_row=skip`).
-        notes: by source, what of the rows the template does not write, and the number of prompts.
-        rows_per_epoch: by source, the number of its prompts in an epoch; all, unless weights or row counts are set.
+        dropped_too_long: by source, the number of dropped rows with more than `data.max_prompt_tokens`.
+        bad_rows: by source, the reason for each dropped row (`data.on_bad_row=skip`).
+        notes: by source, notes about parts of rows that the template does not write, with the number of prompts.
+        rows_per_epoch: by source, the number of its prompts per epoch; all, unless weights or row counts are set.
     """
 
     prompts: dict[str, list[Prompt]]
@@ -60,11 +60,11 @@ def load_prompts(
     vocab_size: float = math.inf,
     acts: bool = False,
 ) -> LoadedPrompts:
-    """Read and tokenize all sources; ValueError if a source, column or row is of no use, or every prompt too long.
+    """Read and tokenize all sources; ValueError if a source, column or row is unusable, or every prompt too long.
 
     Args:
-        vocab_size: of the model; a row with a higher token id is of no use.
-        acts: an environment goes with each prompt; rows without one get it from the environment, later.
+        vocab_size: vocabulary of the model; a row with a higher token id is unusable.
+        acts: the run has environments; they later write the prompts of rows without one.
     """
     loaded = LoadedPrompts({}, {}, {}, {})
     sources, longest = config_sources(config, which), config.max_prompt_tokens
@@ -131,7 +131,7 @@ def read_first_prompt(config: DataConfig, tokenizer: Any, *, acts: bool = False)
 def leave_out(
     config: DataConfig, which: Literal["train", "eval"], loaded: LoadedPrompts, ids: set[str]
 ) -> LoadedPrompts:
-    """The loaded prompts without those with these ids, in a mix that is computed anew; no source may become empty."""
+    """The prompts without those with these ids, mixed again; ValueError if a source becomes empty."""
     remaining = {source: [p for p in prompts if p.id not in ids] for source, prompts in loaded.prompts.items()}
     for source, prompts in remaining.items():
         if not prompts:
@@ -141,7 +141,7 @@ def leave_out(
 
 
 def show_prompt(prompt: Prompt, tokenizer: Any) -> str:
-    """A prompt as the model sees it, with special tokens, and the answer that responses are compared with."""
+    """The text of a prompt as the model sees it, with special tokens, and its gold answer."""
     text = tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return f"prompt {prompt.id} ({len(prompt.token_ids)} tokens):\n{text}\nanswer: {prompt.answer or 'none'}"
 
@@ -152,7 +152,7 @@ def first_prompt(loaded: LoadedPrompts) -> Prompt:
 
 
 def _made_prompts(config: DataConfig, which: Literal["train", "eval"], settings: SourceConfig) -> list[Prompt]:
-    """Prompts without text, which their environment writes; those to evaluate on have other ids, so other seeds."""
+    """Prompts without text, for environments that write them. Evaluation prompts have other ids, so other seeds."""
     count = settings.rows or (config.eval_rows if which == "eval" else None) or MADE_PROMPTS[which]
     begin = settings.label if which == "train" else f"{settings.label}/{which}"
     no_tokens = np.empty(0, np.int32)
@@ -162,7 +162,7 @@ def _made_prompts(config: DataConfig, which: Literal["train", "eval"], settings:
 def _make_prompts(
     config: DataConfig, source: Source[SourceConfig], rows: list[Row], tokenizer: Any, *, acts: bool, vocab_size: float
 ) -> list[Prompt]:
-    """The prompts of the rows that can be used. Raises ValueError: one cannot, and is not left out; or none can."""
+    """The prompts of all usable rows. ValueError if a row is unusable and not dropped, or if no row is usable."""
     usable = usable_rows(config, source, rows, acts=acts)
     rendered, texts, notes, arguments = [], [], source.notes, config.template_arguments
     for each in usable:
@@ -203,10 +203,10 @@ def _make_prompts(
 def usable_rows(
     config: DataConfig, source: Source[SourceConfig], rows: list[Row], *, acts: bool = False
 ) -> list[tuple[Row, Messages, str, bool]]:
-    """The rows whose prompt and answer can be read, with both, and whether the prompt is a text.
+    """Each readable row with its messages, its answer, and True if the prompt is a text.
 
     Raises:
-        ValueError: a row cannot be read, and is not to be left out.
+        ValueError: a row cannot be read and is not dropped.
     """
     columns = list({name: None for row in rows for name in row.columns})  # in the order of the file
     nested = [name for names in USUAL_COLUMNS.values() for name in names if "." in name]
@@ -234,9 +234,9 @@ def usable_rows(
 def _pick_column(
     setting: str, config: DataConfig, source: Source[SourceConfig], columns: list[str], *, optional: bool = False
 ) -> str:
-    """The column that the config names, or the first usual one that exists, in upper or lower case.
+    """The column that the config names, or the first usual one that exists, in any case.
 
-    "" if there is none and it is `optional`.
+    Returns an empty string if there is none and it is `optional`.
     """
     if explicit := getattr(source.settings, setting) or getattr(config, setting):
         if explicit in columns or explicit.split(".")[0] in columns:

@@ -1,13 +1,13 @@
-"""Messages of what rows and requests hold: one form for prompts, supervised rows, pairs, evaluation and the endpoint.
+"""Reads the messages of rows and requests into one form, for prompts, supervised rows, pairs and the endpoint.
 
-A message that was read has `role`, `content` (text, "" where there is none), and only where the row says it:
+A message that was read has `role`, `content` (text, perhaps empty), and only if the row has them:
 
-    reasoning_content   the thought of the assistant, whatever the row calls it
+    reasoning_content   the thought of the assistant, under whatever name the row has it
     tool_calls          [{"id", "type": "function", "function": {"name", "arguments": an object}}]
     tool_call_id, name  of an answer of a tool
 
-Further names of a message stay, for templates that read them. What cannot be read is refused by name: `data.forms` then
-sees to it that a template writes what was read.
+Further keys of a message stay, for templates that read them. An unreadable message is refused with its column.
+`data.forms` then ensures that the template writes everything that was read.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ WRITE_CALLS = 'Write calls as {"type": "function", "function": {"name": ..., "ar
 
 
 def read_messages(value: Any, column: str, role: str) -> list[Message]:
-    """The value of a column as messages: messages, their JSON text, or another text, which is one message of this role.
+    """The messages of a column that holds messages, their JSON text, or another text: one message of this role.
 
-    What is null in a message is left out.
+    Null values in a message are dropped.
 
     Raises:
-        ValueError: it is neither, or a message cannot be read; names the column, the message and the remedy.
+        ValueError: the value is none of these, or a message cannot be read. Names the column, message and remedy.
     """
     if isinstance(value, str):
         value = messages_in(value, column) or [{"role": role, "content": value}]
@@ -66,10 +66,10 @@ def read_messages(value: Any, column: str, role: str) -> list[Message]:
 
 
 def with_system(messages: list[Message], columns: Mapping[str, Any]) -> list[Message]:
-    """The messages of a row behind the text of its column `system` or `system_prompt`, if it has one.
+    """The messages of a row after the system message of its column `system` or `system_prompt`, if it has one.
 
     Raises:
-        ValueError: the column says something else than the messages' own system message.
+        ValueError: the messages have a different system message.
     """
     column = next((name for name in SYSTEM_COLUMNS if isinstance(columns.get(name), str)), "")
     text = columns[column] if column else ""
@@ -89,9 +89,9 @@ def with_system(messages: list[Message], columns: Mapping[str, Any]) -> list[Mes
 
 
 def read_request(messages: Iterable[Any]) -> list[Message]:
-    """The messages of a request to the model, with what no template reads left out; `developer` is `system`.
+    """The messages of a request to the model, without keys that no template reads; `developer` becomes `system`.
 
-    Several parts of a user's content stay a list of texts.
+    A user's content in several parts stays a list of texts.
 
     Raises:
         ValueError: a message cannot be read.
@@ -109,15 +109,15 @@ def read_request(messages: Iterable[Any]) -> list[Message]:
 
 
 def read_message(message: Any) -> Message:
-    """A message of a conversation with the model, whose content is a list of texts if it came in parts.
+    """A message of a conversation with the model; its content is a list of texts if it came in parts.
 
-    Arguments that are no JSON object stay text, since the model wrote them. Raises ValueError: it cannot be read.
+    Arguments that are no JSON object stay text, since the model wrote them. ValueError if it cannot be read.
     """
     return _read(message, "messages", of_model=True)
 
 
 def _in_order_of_calls(messages: list[Message]) -> list[Message]:
-    """The messages, with answers of tools in the order of the calls that they name: many templates write no ids."""
+    """The messages, with answers of tools in the order of their calls, since many templates write no ids."""
     ordered = list[Message]()
     for is_answer, group in groupby(messages, lambda message: message["role"] == "tool"):
         run = list(group)
@@ -129,7 +129,7 @@ def _in_order_of_calls(messages: list[Message]) -> list[Message]:
 
 
 def joined(texts: Iterable[str], role: str) -> str:
-    """The texts of a content's parts: one after another where the model wrote them, else on lines of their own."""
+    """The joined texts of a content's parts: without a separator if the model wrote them, else on separate lines."""
     return ("" if role == "assistant" else "\n").join(texts)
 
 
@@ -145,9 +145,9 @@ def check_text(text: str, column: str) -> None:
 
 
 def read_tools(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The schemas of tools in the column `tools` of a row, JSON text or a list; None where there is none.
+    """The tool schemas in the column `tools` of a row, JSON text or a list; None if there is none.
 
-    What is null in a list is left out: a column of Parquet gives every schema all names that any has.
+    Null values in a list are dropped: a Parquet column gives every schema the keys of all schemas.
 
     Raises:
         ValueError: it is neither.
@@ -166,10 +166,10 @@ def read_tools(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def read_arguments(columns: dict[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What a chat template is given for a row: the run's arguments, then those of its column `chat_template_kwargs`.
+    """The arguments of a chat template for a row: those of the run, then its column `chat_template_kwargs`.
 
     Raises:
-        ValueError: the column is no object, or has an argument that is not the row's to choose.
+        ValueError: the column is no object, or has an argument that rlhf sets itself.
     """
     value: Any = columns.get("chat_template_kwargs")
     own: Any = without_nulls(_json_or_text(value) if isinstance(value, str) else value) or {}
@@ -188,14 +188,14 @@ def _json_or_text(text: str) -> Any:
 
 
 def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
-    """A schema as xLAM's rows, the Responses API and Anthropic have it, in the form of chats, which templates read."""
+    """A schema of xLAM's rows, the Responses API or Anthropic, in the form of chat APIs, which templates read."""
     function = {name: value for name, value in tool.items() if name not in ("type", "input_schema")}
     parameters = {"parameters": tool["input_schema"]} if "input_schema" in tool else {}
     return {"type": "function", "function": {**function, **parameters}}
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without names whose value is null, or an object of nulls alone."""
+    """The value without keys whose value is null, or an object that holds only nulls."""
     if isinstance(value, dict):
         kept = {name: without_nulls(each) for name, each in value.items() if each is not None}
         return {name: each for name, each in kept.items() if each != {} or value[name] == {}}
@@ -203,7 +203,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def messages_in(text: str, column: str) -> list[Any] | None:
-    """The messages of which a text is the JSON text; None for any other text, such as a task that is JSON."""
+    """The messages in a JSON text; None for any other text, such as a task that happens to be JSON."""
     if not LIST_OF_OBJECTS.match(text):
         return None
     try:
@@ -265,7 +265,7 @@ def _text(value: Any, name: str, column: str) -> str:
 
 
 def _texts_of(parts: Any, names: tuple[str, ...], name: str, column: str) -> list[str]:
-    """The text of each part of a thought, under the first of these names that it has; "" where it has none."""
+    """The text of each part of a thought, under the first of these keys; empty if the part has none of them."""
     if not isinstance(parts, list | tuple) or not all(isinstance(part, Mapping) for part in parts):
         raise ValueError(
             f"`{column}` holds a message whose {name} is {parts!r:.80}, not a list of parts with text. Write the "

@@ -1,4 +1,4 @@
-"""Facts about a model before its weights are loaded: config.json, tokenizer, and the headers of its weight files."""
+"""Reads facts about a model before its weights are loaded: config.json, tokenizer, headers of its weight files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rlhf.log.reachable import connection_problem
 if TYPE_CHECKING:
     import numpy as np
 
-SAMPLES, SAMPLE_BYTES = 64, 4096  # parts read of each weight file; so few suffice, since training changes every tensor
+SAMPLES, SAMPLE_BYTES = 64, 4096  # parts read of each weight file; few suffice, since training changes every tensor
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
 CHAT_TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates/*", "tekken.json")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -49,10 +49,10 @@ USUAL_MODEL_TYPES = (  # known without a look
 
 
 def local_model_config(path: str) -> dict[str, Any] | None:
-    """config.json of a local model or of a model in the hub's cache; None if it is in neither.
+    """config.json of a local model, or of one in the hub's cache; None if there is none.
 
     Raises:
-        ValueError: it is no such file, or has something else in place of a size.
+        ValueError: the file is damaged, or a size in it is not a whole number.
     """
     file = local_model_folder(path) / "config.json"
     if not file.exists():
@@ -77,7 +77,7 @@ def local_model_config(path: str) -> dict[str, Any] | None:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says of its text model, also where it wraps one, next to encoders of images."""
+    """The part of a config.json about the text model, which may be wrapped next to image encoders."""
     if "text_config" not in config:
         return config
     tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}  # what transformers reads
@@ -85,7 +85,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def class_problem(path: str, key: str, *, generates: bool = True) -> str:
-    """Why transformers has no class for a model, from its config.json; "" if it has, or if the file is not here."""
+    """Why transformers has no class for a model, by its config.json. Empty if it has one or the file is not here."""
     config = local_model_config(path)
     if config is None or "auto_map" in config or config.get("model_type") in USUAL_MODEL_TYPES:
         return ""  # auto_map: the model brings its own class
@@ -104,7 +104,7 @@ def class_problem(path: str, key: str, *, generates: bool = True) -> str:
 
 
 def hub_silence() -> str:
-    """Why the hub cannot be asked, found in seconds: its own client would try for minutes. "" if it answers."""
+    """Why the hub cannot be reached, within seconds; its own client would try for minutes. Empty if it answers."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
@@ -114,7 +114,7 @@ def hub_silence() -> str:
 
 
 def use_cache_if_hub_is_silent() -> None:
-    """If the hub does not answer, use what is in its cache, here and in processes that this one starts."""
+    """If the hub does not answer, use only its cache, in this process and in its children."""
     from huggingface_hub import constants
 
     if hub_silence():
@@ -123,13 +123,13 @@ def use_cache_if_hub_is_silent() -> None:
 
 
 def lacks_chat_template(path: str) -> bool:
-    """Whether a model's tokenizer is on this machine and has no chat template."""
+    """True if a model's tokenizer is on this machine and has no chat template."""
     folder = local_model_folder(path)
     return bool(_files(folder, TOKENIZER_FILES)) and not chat_template_text(folder)
 
 
 def chat_template_text(folder: Path) -> str:
-    """All chat templates of a tokenizer, one after another; mistral's own format has no text of one."""
+    """All chat templates of a tokenizer, joined; Mistral's own format stores none as text."""
     in_settings = read_json(folder / "tokenizer_config.json").get("chat_template") or ""
     files = "".join(file.read_text(errors="replace") for file in _files(folder, CHAT_TEMPLATE_FILES))
     return f"{in_settings}{files}"  # several are a list
@@ -140,7 +140,7 @@ def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def reward_template(config: RewardModelConfig) -> NamedTemplate:
-    """The template in which conversations are written for a reward model."""
+    """The template of a reward model's input: of the config, else as recorded with the model, else `model`."""
     assert config.path is not None, "an endpoint writes them itself"
     recorded: NamedTemplate | None = reward_model_record(config.path).get("template")
     return config.template or recorded or "model"
@@ -159,7 +159,9 @@ def load_tokenizer(model: ModelConfig, *, key: str = "model.path") -> Any:
             f"{key}={model.path}: its tokenizer cannot be loaded ({first_line(error)}). Give a folder in "
             "Hugging Face format or the name of a hub model that this machine can reach."
         ) from None
-    if problem := class_problem(model.path, key, generates=False):  # a hub model's config.json is here only now
+    if problem := class_problem(
+        model.path, key, generates=False
+    ):  # the config.json of a hub model has just been fetched
         raise ValueError(problem)
     if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder) + 1:  # transformers makes an empty one
         raise ValueError(
@@ -195,10 +197,10 @@ def truncate_token_id(rollout: RolloutConfig, tokenizer: Any) -> int | None:
 
 
 def model_fingerprint(path: str) -> dict[str, str]:
-    """Digests of a model's config, tokenizer and weights; "" for files that are not on this machine.
+    """Digests of a model's config, tokenizer and weights; empty for files that are not on this machine.
 
-    Weights may be 100 GB and more, so of each of their files only the size and SAMPLES parts are read. This tells
-    models apart, but does not find damage.
+    Weights may have 100 GB and more, so only the size and SAMPLES parts of each file are read. This tells models apart,
+    but does not find damage.
     """
     folder = local_model_folder(path)
     return {
@@ -224,7 +226,7 @@ def _digest(folder: Path, patterns: tuple[str, ...], *, sampled: bool = False) -
 
 
 def check_weights(path: str) -> None:
-    """Raise a ValueError unless the weight files, by their headers, are there, whole, and hold each tensor once."""
+    """Raise a ValueError unless all weight files exist, are whole, and hold each tensor once, by their headers."""
     folder = local_model_folder(path)
     of_torch = torch_files(folder)
     files = of_torch or weight_files(folder)
@@ -254,7 +256,7 @@ def check_weights(path: str) -> None:
 
 
 def embedding_rows(path: str) -> float:
-    """The number of token ids that a model on this machine has embeddings for; infinite if it is not known."""
+    """The number of token ids with an embedding in a model on this machine; infinite if unknown."""
     rows = text_config(local_model_config(path) or {}).get("vocab_size")
     return rows if isinstance(rows, int) else math.inf
 

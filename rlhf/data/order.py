@@ -1,4 +1,4 @@
-"""The order of training prompts: seeded, the same on every machine, resumable from one number.
+"""The order of training prompts: seeded, equal on every machine, resumable from one number.
 
     epoch 0: permutation(seed, 0) | epoch 1: permutation(seed, 1) | ...
              0 1 2 ... E-1        | E E+1 ...                     |      `drawn` counts along this line
@@ -25,7 +25,7 @@ class PromptStream:
 
     Args:
         prompts: by source; the order of the mapping does not matter.
-        rows_per_epoch: prompts of each source in an epoch, drawn anew each epoch; all for a source that is missing.
+        rows_per_epoch: prompts per epoch of each source, drawn anew each epoch; by default all.
         seed: at least 0.
     """
 
@@ -57,7 +57,7 @@ class PromptStream:
         return self.drawn / self.epoch_size
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts, across epochs; each has the number of its epoch."""
+        """The next `count` prompts, across epochs; each carries the number of its epoch."""
         taken = []
         for position in range(self.drawn, self.drawn + count):
             epoch, index = divmod(position, self.epoch_size)
@@ -84,7 +84,7 @@ class PromptStream:
         """Continue where `state` was taken.
 
         Raises:
-            ValueError: the prompts, the mix or the seed are not those that the state was saved with.
+            ValueError: the prompts, the mix or the seed differ from those of the saved state.
         """
         if state["seed"] != self._seed:
             raise ValueError(

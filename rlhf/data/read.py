@@ -1,6 +1,6 @@
-"""Rows of a data set, from a local file, a local folder or the hub, each with its number for messages.
+"""Reads the rows of a data set from a local file, a local folder or the hub, each with its number for messages.
 
-Rows are counted from 1; in a .jsonl file the number of a row is its line number, blank lines included.
+Rows are counted from 1. In a .jsonl file the number of a row is its line number, blank lines included.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rlhf.data.model_files import use_cache_if_hub_is_silent
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it at the beginning
 DEFAULT_SPLIT = {"train": "train", "eval": "test"}
-MAX_ROW_BYTES = 32 * 2**20  # of one line; a longer one is a file whose line ends were lost
-PARQUET_ROWS = 1024  # that are decoded at once
+MAX_ROW_BYTES = 32 * 2**20  # longest line; a longer one probably lost its line ends
+PARQUET_ROWS = 1024  # rows that are decoded at once
 IMAGE_COLUMNS = ("images", "image", "videos", "video")
 SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
-# Of the files of a folder, `datasets` reads those of one format.
+# format by suffix; `datasets` reads the files of only one format in a folder
 FORMATS = {".jsonl": "json", ".json": "json", **{s: s for s in (".parquet", ".csv", ".tsv", ".arrow")}}
 
 
@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
 
 def left_out_text(too_long: int, longest: int, bad: Sequence[str]) -> str:
-    """How many rows of a source are left out, and why; "" if none is."""
+    """How many rows of a source were dropped, and why. Empty if none was."""
     text = f", {too_long} left out as longer than {longest} tokens" if too_long else ""
     return text + (f", {len(bad)} left out as bad rows, the first: {bad[0]}" if bad else "")
 
@@ -48,7 +48,7 @@ def config_sources(config: DatasetsConfig[S], which: str) -> dict[str, S]:
 
 
 def rows_per_epoch(sources: Collection[SourceConfig], prompts: Mapping[str, Sized]) -> dict[str, int]:
-    """Prompts of each source in an epoch: by weight, limited by the scarcest source; by row count; or all."""
+    """Prompts per epoch of each source: by weight, limited by the scarcest source; by row count; or all."""
     sizes = {source.label: len(prompts[source.label]) for source in sources}
     weights = {source.label: source.weight for source in sources if source.weight is not None}
     if weights:
@@ -58,7 +58,7 @@ def rows_per_epoch(sources: Collection[SourceConfig], prompts: Mapping[str, Size
 
 
 def too_few_prompts(available: int, needed: int) -> str:
-    """Why a step cannot take its prompts from one epoch of data.train; "" if it can."""
+    """The problem if one epoch of data.train has too few prompts for a step, else empty."""
     if available >= needed:
         return ""
     return (
@@ -68,7 +68,7 @@ def too_few_prompts(available: int, needed: int) -> str:
 
 
 def count_trained_rows(train: Iterable[Hashable], held_out: Mapping[str, Iterable[Hashable]]) -> dict[str, int]:
-    """By held-out set, the number of its rows that data.train has too; equal rows must have equal keys."""
+    """By held-out set, the number of its rows that are also in data.train. Equal rows have equal keys."""
     hashes = {name: [*map(hash, rows)] for name, rows in held_out.items()}
     wanted = set().union(*hashes.values())
     trained = {number for number in map(hash, train) if number in wanted}
@@ -76,7 +76,7 @@ def count_trained_rows(train: Iterable[Hashable], held_out: Mapping[str, Iterabl
 
 
 def check_source(source: DatasetConfig, key: str) -> None:
-    """Refuse a source without reading it: no such file, an unknown format, an empty file, a folder of several."""
+    """Raise a ValueError for a missing or empty file, an unknown format, or a folder of several formats."""
     path = local_path(source)
     if path is None:
         return
@@ -100,7 +100,7 @@ def check_source(source: DatasetConfig, key: str) -> None:
 
 
 def _file_of_each_format(folder: Path) -> list[str]:
-    """Names of data files in a folder, one for each format; none where a file of the folder says what is read."""
+    """One data file of each format in a folder; none if a file of the folder selects the data files."""
     readme = folder / "README.md"
     if any((folder / name).exists() for name in SAVED_BY_DATASETS) or (
         readme.is_file() and "data_files" in readme.read_text(errors="replace")
@@ -116,16 +116,16 @@ def _file_of_each_format(folder: Path) -> list[str]:
 
 
 def local_path(source: DatasetConfig) -> Path | None:
-    """The file or folder that a source names; None for the name of a hub data set."""
+    """The file or folder of a source; None for a hub data set."""
     path = Path(source.path)
     return path if path.suffix in FILE_SUFFIXES + OTHER_SUFFIXES or looks_local(source.path) else None
 
 
 def is_same_data(held_out: DatasetConfig, trained: DatasetConfig, started_in: Path) -> bool:
-    """Whether a source of data.eval is one of data.train: a file with the same bytes, or the same split.
+    """True if a source of data.eval is one of data.train: a file with the same bytes, or the same split.
 
     Args:
-        started_in: the folder from which `trained` names a file.
+        started_in: the folder that relative paths in `trained` start from.
     """
     here, there = local_path(held_out), local_path(trained)
     splits = [source.split or DEFAULT_SPLIT[w] for source, w in ((held_out, "eval"), (trained, "train"))]
@@ -140,11 +140,12 @@ def is_same_data(held_out: DatasetConfig, trained: DatasetConfig, started_in: Pa
 class Source(Generic[S]):
     """The rows of a source of data.train or data.eval.
 
-    The first row that cannot be used is an error; with `skip`, all such rows are left out and counted.
+    The first unusable row is an error; with `skip`, all unusable rows are dropped and counted.
 
     Attributes:
-        key: in the config, for messages. settings: what stands there.
-        reasons: the message of each row that was left out. notes: what a template does not write, by rows.
+        key, settings: the key in the config, for messages, and its value.
+        reasons: the message of each dropped row.
+        notes: parts of rows that a template does not write, with the number of rows.
     """
 
     def __init__(self, key: str, settings: S, which: str, *, skip: bool = False) -> None:
@@ -155,7 +156,7 @@ class Source(Generic[S]):
 
     @contextlib.contextmanager
     def leave_out(self, row: Row | None = None) -> Iterator[None]:
-        """A context that handles one row; a ValueError says what is wrong with it, after the name of `row`."""
+        """A context that handles one row: an error in it is raised with the number of `row`, or counted with `skip`."""
         try:
             yield
         except (KeyError, TypeError, ValueError) as error:  # the first two: of a chat template
@@ -165,7 +166,7 @@ class Source(Generic[S]):
             self.reasons.append(problem)
 
     def read(self) -> list[Row]:
-        """All rows. Raises ValueError as `stream` does, and if there is none."""
+        """All rows. ValueError as `stream` raises it, or if there is none."""
         rows = list(self.stream())
         if not rows:
             first = f" that can be used: {self.reasons[0]}" if self.reasons else ". Give it at least one."
@@ -173,11 +174,11 @@ class Source(Generic[S]):
         return rows
 
     def stream(self) -> Iterator[Row]:
-        """The rows, one after another. Of a .jsonl file only one is in memory at a time.
+        """The rows, one after another. A .jsonl file is read line by line.
 
         Raises:
-            ValueError: missing or empty file, a line that is not JSON, a row that is not an object, a hub that does
-                not answer.
+            ValueError: the file is missing or empty, a line is not JSON, a row is not an object, or the hub does not
+                answer.
         """
         check_source(self.settings, self.key)
         path = local_path(self.settings)
@@ -259,7 +260,7 @@ class Source(Generic[S]):
 
 
 def _table_row(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a table, without the nulls in its messages: a table gives every message and call all names of any."""
+    """A row of a table without nulls in its messages: a table gives every message and call the keys of all of them."""
     return {name: without_nulls(value) if _are_messages(value) else value for name, value in columns.items()}
 
 
@@ -279,7 +280,7 @@ def _json_list(path: Path) -> bytes | None:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """The lines of a file with their lengths; of one that is longer than a row may be, only the beginning is kept."""
+    """The lines of a file with their lengths. Of a line over MAX_ROW_BYTES only the beginning is kept."""
     while line := file.readline(MAX_ROW_BYTES + 1):
         size, rest = len(line), line
         while len(rest) > MAX_ROW_BYTES and not rest.endswith(b"\n"):
@@ -289,7 +290,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
 
 
 def _parse(content: bytes, where: str, *, first_line: int = 1) -> Any:
-    """What JSON holds. Raises ValueError: it is not JSON, or nests too deep for a parser."""
+    """The parsed JSON; ValueError if it is not JSON or is nested too deeply."""
     try:
         return json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -305,7 +306,7 @@ def _parse(content: bytes, where: str, *, first_line: int = 1) -> Any:
 
 
 def check_without_images(columns: dict[str, Any]) -> None:
-    """Raise a ValueError for a row with images or videos; `image` may be a text: the name of a container's image."""
+    """Raise a ValueError for a row with images or videos. `image` may be a text: the name of a container image."""
     for column in IMAGE_COLUMNS:
         value = columns.get(column)
         if value and not (isinstance(value, str) and not column.endswith("s")):
@@ -313,7 +314,7 @@ def check_without_images(columns: dict[str, Any]) -> None:
 
 
 def count_rows(source: DatasetConfig) -> int | None:
-    """Rows of a local file; only a JSON list is parsed for it. None for a folder or a data set of the hub."""
+    """The number of rows of a local file; None for a folder or a hub data set."""
     path = local_path(source)
     if path is None or path.is_dir():
         return None

@@ -1,6 +1,6 @@
-"""Messages of a prompt or a whole conversation -> tokens: by the tokenizer's chat template, a named one, or plain text.
+"""Renders and tokenizes messages: by the tokenizer's chat template, a named template, or as plain text.
 
-A chat template itself writes bos if its model needs it, so no special token is added to the rendered text. Plain text
+A chat template writes bos itself if its model needs it, so no special token is added to the rendered text. Plain text
 (`raw`, `qa`) begins with bos if the tokenizer adds one to plain text.
 """
 
@@ -35,10 +35,10 @@ from rlhf.data.forms import (
 from rlhf.data.model_files import reward_template
 from rlhf.types import Prompt
 
-STAND_IN = "Zq0x"  # for a text of the assistant, to see what a template writes around it
-MAX_TEXT = 2**26  # characters of a rendered conversation, more than any row has
-MAX_SOURCE_BYTES = 2**22  # of a template file; the longest of a published model has 50 kB
-ROWS_PER_BATCH = 1024  # keeps the tokenizer's threads busy with little memory
+STAND_IN = "Zq0x"  # in place of the assistant's text, to find what a template writes around it
+MAX_TEXT = 2**26  # characters of a rendered conversation; no real row has as many
+MAX_SOURCE_BYTES = 2**22  # largest template file; the longest of a published model has 50 kB
+ROWS_PER_BATCH = 1024  # enough to keep the tokenizer's threads busy
 
 CHATML = (
     "{% for message in messages %}"
@@ -76,8 +76,8 @@ def render(
     messages as answers; both know no tools. Raises as `render_whole` does.
 
     Args:
-        arguments: what a chat template is given in addition (`DataConfig.template_arguments`).
-        notes: counts what the template does not write.
+        arguments: further arguments of a chat template (`DataConfig.template_arguments`).
+        notes: counts parts of messages that the template does not write.
     """
     options = {"tools": tools, "add_generation_prompt": True, **(arguments or {})}
     return render_whole(messages, template, tokenizer, "data.template", options, notes=notes)
@@ -94,15 +94,15 @@ def render_whole(
     checked: bool = True,
     notes: Counter[str] | None = None,
 ) -> str:
-    """A conversation as a template writes it, in the form in which it writes all of it.
+    """The text of a conversation, in the form in which the template writes all of it.
 
     Args:
-        strict: numbers of messages whose thoughts must be written; the others are dropped where the template does.
+        strict: indices of messages whose thoughts must be written. The template may drop other thoughts.
         options: arguments of `apply_chat_template`, such as `tools`, with those of the user's template.
-        checked: False: what the template does to a text of this structure alone is not looked for.
+        checked: search the texts of this conversation in the result; False checks only its structure.
 
     Raises:
-        ValueError: the template refuses the messages, or leaves out what they say; or there is no template.
+        ValueError: there is no template, or it refuses the messages or leaves out a part of them.
     """
     said = conversation(messages, template, tokenizer, options.get("tools"))
     form = form_for(said, template, tokenizer, key, options, strict=strict)
@@ -121,7 +121,7 @@ def conversation(
 
 
 def template_marks(template: TemplateName, tokenizer: Any) -> Marks:
-    """The marks of thoughts that a template has."""
+    """The marks of thoughts in the source of a template."""
     return _marks_in(template_source(template, tokenizer))
 
 
@@ -137,10 +137,10 @@ def form_for(
     *,
     strict: Collection[int] = (),
 ) -> Form:
-    """The form in which a template writes such a conversation whole; remembered for its structure.
+    """The form in which a template writes such a conversation completely; cached by its structure.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such form.
     """
     source = template_source(template, tokenizer)
     known = _known_forms(tokenizer, source)
@@ -167,7 +167,7 @@ def form_for(
 
 @lru_cache(maxsize=16)
 def _known_forms(_tokenizer: Any, _source: str) -> dict[bytes, Form | str]:
-    """By structure of a conversation: its form, or why there is none."""
+    """Structure of a conversation -> its form, or the reason why there is none."""
     return {}
 
 
@@ -179,7 +179,7 @@ def render_in_form(
     key: str,
     options: Mapping[str, Any],
 ) -> str:
-    """The text of messages in a form; None: they are in it. `keep_assistant` in options: see `safe_messages`."""
+    """The text of messages in a form; None if they already are. `keep_assistant` in options: see `safe_messages`."""
     match template:
         case "raw":
             return "\n\n".join(message["content"] for message in messages)
@@ -202,13 +202,13 @@ def template_messages(
     *,
     keep_assistant: bool = False,
 ) -> list[dict[str, Any]]:
-    """Messages for a chat template: in its form, with the control tokens in their contents as text."""
+    """Messages for a chat template: in its form, and with control tokens in their contents as text."""
     given = list(messages) if form is None else form.messages(messages, template_marks(template, tokenizer))
     return safe_messages(given, template, tokenizer, keep_assistant=keep_assistant)
 
 
 def check_whole(said: Conversation, text: str, form: Form, where: str, strict: Collection[int] = ()) -> None:
-    """Raise a ValueError if a rendered text lacks something that its conversation says."""
+    """Raise a ValueError if a text of the conversation is missing in the rendered text."""
     if lost := missing_texts(said, without_marks(text) if MARK in text else text, form, strict):
         raise ValueError(f"{where}: {missing_texts_message(lost)}")
 
@@ -216,12 +216,12 @@ def check_whole(said: Conversation, text: str, form: Form, where: str, strict: C
 def safe_messages(
     messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, *, keep_assistant: bool = False
 ) -> list[dict[str, Any]]:
-    """The messages with the control tokens in their contents as text (see `control_tokens`).
+    """The messages with control tokens in their contents as text (see `control_tokens`).
 
-    What the assistant says may hold the marks of thoughts and calls, which are not special.
+    The assistant's messages may contain marks of thoughts and calls, which are not special tokens.
 
     Args:
-        keep_assistant: what the assistant says stays as it is: the model is to learn it.
+        keep_assistant: leave the assistant's messages unchanged, since the model is to learn them.
     """
     control = control_tokens(tokenizer, template_source(template, tokenizer))
 
@@ -235,23 +235,23 @@ def safe_messages(
 
 
 def safe_tools(tools: Any, template: TemplateName, tokenizer: Any) -> Any:
-    """The schemas of tools with control tokens as text."""
+    """The tool schemas with control tokens as text."""
     return control_tokens(tokenizer, template_source(template, tokenizer)).as_text(tools) if tools else None
 
 
 def template_source(template: TemplateName, tokenizer: Any) -> str:
-    """The source of a chat template, of all of them if a tokenizer has several."""
+    """The source of a chat template; if a tokenizer has several, all of them joined."""
     source = chat_template(template) or tokenizer.chat_template or ""
     return source if isinstance(source, str) else "".join(source.values())
 
 
 def reads_date(template: TemplateName, tokenizer: Any) -> bool:
-    """Whether a template writes today's date, for which data.date stands."""
+    """True if a template writes today's date, which `data.date` replaces."""
     return template not in PLAIN and "strftime_now" in template_source(template, tokenizer)
 
 
 def unread_arguments(arguments: Mapping[str, Any], template: TemplateName, tokenizer: Any) -> Iterator[str]:
-    """What of the arguments of a row a template does not read, as `forms.dropped_notes` has it."""
+    """Notes about arguments of a row that the template does not read, as `forms.dropped_notes`."""
     source = "" if template in PLAIN else template_source(template, tokenizer)
     yield from (
         f"`chat_template_kwargs` has `{name}`, which the template does not read"
@@ -284,14 +284,14 @@ def _read_template(path: Path) -> str:
 
 
 def reward_input(config: GRPOConfig) -> partial[np.ndarray]:
-    """(messages, tokenizer) -> `conversation_ids` in the template of the reward model, which is not an endpoint."""
+    """A function (messages, tokenizer) -> `conversation_ids` in the template of the reward model (no endpoint)."""
     assert config.reward_model is not None
     template = reward_template(config.reward_model)
     return partial(conversation_ids, template=template, key="reward_model.template", arguments=config.data.clock)
 
 
 def check_reward_input(config: GRPOConfig, prompt: Prompt, tokenizer: Any) -> None:
-    """Raise a ValueError if the template of the reward model does not write all that a prompt says."""
+    """Raise a ValueError if the template of the reward model does not write all of a prompt."""
     how = reward_input(config).keywords
     messages = [*prompt.messages, {"role": "assistant", "content": STAND_IN}]
     said = conversation(messages, how["template"], tokenizer, None)
@@ -316,13 +316,13 @@ def conversation_ids(
 ) -> np.ndarray:
     """Token ids [L] int32 of a prompt and its response (the last message), as a reward model reads them.
 
-    As plain text the response follows the prompt without anything between them, as in the policy's own sequence.
+    In plain text the response directly follows the prompt, as in the policy's own sequence.
 
     Args:
-        key: of the template in the config, for the errors that `render_whole` raises.
-        arguments: given to a chat template.
-        trained: the response is a row's, and must be written whole; else the model has sampled it.
-        notes: counts what the template does not write.
+        key: key of the template in the config, for errors of `render_whole`.
+        arguments: arguments of a chat template.
+        trained: the response comes from a row and must be written completely; else the model has sampled it.
+        notes: counts parts of messages that the template does not write.
     """
     if template in PLAIN:
         *prompt, response = messages
@@ -337,7 +337,7 @@ def conversation_ids(
 def apply_template(
     messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, key: str, options: Mapping[str, Any]
 ) -> Any:
-    """A conversation as a chat template writes it: its text, or what else `options` ask `apply_chat_template` for.
+    """The result of `apply_chat_template` for a conversation: its text, or whatever else `options` ask for.
 
     Raises:
         ValueError: the model has no chat template, or its template refuses these messages.
@@ -350,7 +350,7 @@ def apply_template(
         if isinstance(text, str) and len(text) > MAX_TEXT:
             raise ValueError(f"it writes {len(text):,} characters")
         return text
-    except Exception as error:  # a template is a program: of any type, such as TemplateError for some roles
+    except Exception as error:  # a template is a program and may raise any type
         roles = [message["role"] for message in messages]
         remedy = (
             "Unset data.system_prompt if the model knows no system role, or choose" if "system" in roles else "Choose"
@@ -362,7 +362,7 @@ def apply_template(
 
 
 def _limit_message(key: str, template: TemplateName, tokenizer: Any) -> str:
-    """What `limited` says of a template."""
+    """The message of `limited` for a template."""
     of_model = f" of {tokenizer.name_or_path}" if template == "model" else ""
     return f"{key}={template}: the chat template{of_model} {{}}. Correct it, or choose another one with {key}."
 
@@ -390,7 +390,7 @@ def tagged_ids(
 
 
 def check_has_template(template: TemplateName, tokenizer: Any, key: str) -> None:
-    """Raise a ValueError if the template is to be the tokenizer's own, and it has none."""
+    """Raise a ValueError if the template is the tokenizer's own and it has none."""
     if template == "model" and not tokenizer.chat_template:
         raise ValueError(
             f"{key}=model: the model's tokenizer has no chat template. "
@@ -399,7 +399,7 @@ def check_has_template(template: TemplateName, tokenizer: Any, key: str) -> None
 
 
 def tokenize(texts: Sequence[str], template: TemplateName, tokenizer: Any) -> list[np.ndarray]:
-    """Token ids [P] int32 of every rendered prompt; the marks of `control_tokens` are no part of it."""
+    """Token ids [P] int32 of each rendered prompt, without the marks of `control_tokens`."""
     bos = tokenizer.bos_token_id
     plain = template in PLAIN
     begins_with_bos = plain and bos is not None and tokenizer("a")["input_ids"][0] == bos
@@ -418,10 +418,10 @@ def tokenize(texts: Sequence[str], template: TemplateName, tokenizer: Any) -> li
 
 
 def _encode_pieces(text: str, tokenizer: Any, *, with_places: bool = False) -> tuple[list[int], list[int]]:
-    """The ids of a rendered text with marks; if asked, the place of each in the text without them, in characters.
+    """The ids of a rendered text with marks; `with_places`: also the offset of each in the text without marks.
 
-    A piece is tokenized after an end token, which is then taken off: no piece but the first begins as a text does, for
-    which some tokenizers add a space.
+    A piece is tokenized after an end token, which is then removed, because some tokenizers add a space at the beginning
+    of a text.
     """
     ids, places, length = list[int](), list[int](), 0
     for number, piece in enumerate(split(text)):

@@ -1,4 +1,4 @@
-"""The marks of thoughts that a model has, by its tokenizer and chat template; `answers/thoughts.py` reads by them."""
+"""Finds the marks of a model's thoughts in its tokenizer and chat template; `answers/thoughts.py` uses them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf.data.templates import template_source
 
 
 def marks_of(tokenizer: Any, template: TemplateName) -> Marks:
-    """The marks of a model's thoughts (`split_thoughts`, `answer_of`); () if it has none, where tags hold all the same.
+    """The marks of a model's thoughts, for `split_thoughts` and `answer_of`; () if it has none, then tags still count.
 
     Args:
         template: data.template.
@@ -19,9 +19,9 @@ def marks_of(tokenizer: Any, template: TemplateName) -> Marks:
 
 
 def tokens_to_drop(tokenizer: Any, marks: Marks) -> frozenset[int]:
-    """The ids of special tokens that are no part of a mark: without those a thought could not be told from the answer.
+    """The ids of special tokens that are no part of a mark; marks are kept to tell a thought from the answer.
 
-    transformers counts only named tokens as special; a tokenizer drops all that are added as such (gpt-oss).
+    transformers lists only named tokens as special, but a tokenizer drops all that were added as special (gpt-oss).
     """
     written = "\n".join(mark for form in marks for mark in form.begins + form.ends)
     special = {id: token.content for id, token in _added(tokenizer).items() if token.special}

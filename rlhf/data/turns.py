@@ -1,8 +1,8 @@
-"""Where a turn of the assistant begins and ends: for the engines, the tokenizer and the chat template.
+"""Finds where a turn of the assistant ends: for the engines, the tokenizer and the chat template.
 
-Engines and servers end a response at its stop ids (`stop_token_ids`). A chat template writes control tokens after what
-the assistant says, such as Gemma's <end_of_turn>. The model learns to write these, so one of them should be a stop id:
-otherwise no engine ends a response there.
+Engines and servers end a response at its stop ids (`stop_token_ids`). A chat template writes control tokens after a
+turn of the assistant, such as Gemma's <end_of_turn>. The model learns to write them, so one of them should be a stop
+id; otherwise no engine ends a response there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TALK = [
     for number in (1, 2)
     for role, said in (("user", "Question"), ("assistant", "Reply"))
 ]
-REFUSALS = (ValueError, TypeError, LookupError, AttributeError)  # of a template that writes no such conversation
+REFUSALS = (ValueError, TypeError, LookupError, AttributeError)  # raised by templates that refuse TALK
 
 
 def stop_token_ids(path: str, tokenizer: Any) -> frozenset[int]:
@@ -48,8 +48,8 @@ class TurnEnds:
 
     Attributes:
         stop_ids: ids that end a response in an engine.
-        written: ids of the control tokens that the template writes after what the assistant says, up to the first stop
-            id if there is one; () if it writes none.
+        written: ids of the control tokens that the template writes after the assistant's content, up to the first stop
+            id; () if it writes none.
     """
 
     stop_ids: frozenset[int]
@@ -70,9 +70,9 @@ class TurnEnds:
         return " or ".join(map(repr, tokenizer.convert_ids_to_tokens(list(self.written[-1:] or sorted(self.stop_ids)))))
 
     def with_end(self, ids: np.ndarray, trained: np.ndarray, tokenizer: Any) -> np.ndarray:
-        """The mask [L] bool, with the end of each turn that stands right behind trained tokens.
+        """The mask [L] bool, extended by the end of each turn that follows trained tokens.
 
-        Between them there may be spaces, and control tokens that the template writes before the end.
+        In between there may be spaces, and control tokens that the template writes before the end.
         """
         with_end = trained.copy()
         for start in np.flatnonzero(trained[:-1] & ~trained[1:]) + 1:
@@ -89,7 +89,7 @@ class TurnEnds:
 def turn_ends(
     tokenizer: Any, template: TemplateName, arguments: Mapping[str, Any] | None, stop_ids: frozenset[int]
 ) -> TurnEnds:
-    """How turns in this template end; of one that writes no conversation of two turns only the stop ids are known."""
+    """How turns in this template end. If it refuses a conversation of two turns, only the stop ids are known."""
     if template in PLAIN or not template_source(template, tokenizer):
         return TurnEnds(stop_ids)
     try:
@@ -122,7 +122,7 @@ def unnamed_end(ends: TurnEnds, tokenizer: Any, template: TemplateName) -> Itera
 
 
 def rollout_warnings(config: GRPOConfig, tokenizer: Any) -> Iterator[str]:
-    """`unnamed_end` of a run's engines, unless its config stops them there."""
+    """The warning of `unnamed_end` for a run, unless its config makes the engines stop there."""
     data, rollout = config.data, config.rollout
     stops = stop_token_ids(config.model.path, tokenizer)
     ends = turn_ends(tokenizer, data.template, data.template_arguments, stops)

@@ -1,4 +1,4 @@
-"""Which token each id is: a model that is fed the policy's ids must read the same tokens."""
+"""Compares vocabularies: a model that is fed the policy's ids must read the same tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf.data.model_files import TOKENIZER_FILES, load_tokenizer
 
 
 def check_vocabulary(own: Mapping[int, str], other: Mapping[int, str], key: str) -> None:
-    """Raise a ValueError, with the first difference, unless another vocabulary has every token of our own at its id."""
+    """Raise a ValueError, with the first difference, unless `other` has every token of `own` at the same id."""
     if own.items() <= other.items():
         return
     number = min(number for number, token in own.items() if other.get(number) != token)
@@ -38,6 +38,6 @@ def check_vocabularies(config: TrainingProgramConfig, tokenizer: Any) -> Iterato
 
 
 def lacks_tokenizer(path: str) -> bool:
-    """Whether a local model has no file of a tokenizer; the hub may have some that are not fetched yet."""
+    """True if a local model has no tokenizer file. Files of a hub model may not be fetched yet."""
     patterns = (*TOKENIZER_FILES, "tekken.json")
     return looks_local(path) and not any(any(Path(path).glob(pattern)) for pattern in patterns)

@@ -1,9 +1,9 @@
-"""What an environment knew at the end of a rollout, as JSON, for reward functions that run in another process.
+"""The attributes of an environment at the end of a rollout, as JSON, for reward functions in another process.
 
 Reward functions in TRL's signature read `environments`: `[env.score for env in environments]`, private attributes too.
-`said` writes the attributes of an instance down where it lives; `EnvironmentView` reads them elsewhere. Tuples, sets
-and dictionaries with other keys than text come back as what they were, since a reward that compares with a tuple would
-otherwise be wrong without an error, and so do integers of any length; arrays of numpy come back as lists.
+`said` writes down the attributes of an instance in its process; `EnvironmentView` reads them in another one. Tuples,
+sets, dictionaries with any keys and integers of any length keep their type, since a reward that compares with a tuple
+would otherwise be wrong without an error. Arrays of numpy come back as lists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhf.processes.returned import as_utf8
 
-MAX_CHARACTERS = 200_000  # of one attribute as JSON
+MAX_CHARACTERS = 200_000  # largest attribute as JSON
 MAX_REASON = 500  # characters
 MAX_BITS = 10_000  # longer integers are sent in hexadecimal: Python writes at most 4300 decimal digits
 SEQUENCES = {"@tuple": tuple, "@set": set, "@frozenset": frozenset}
@@ -40,7 +40,7 @@ def said(instance: Any) -> dict[str, Any]:
 
 
 def _names(instance: Any) -> dict[str, None]:
-    """The names of attributes and properties, in order; those of the class, which may be defaults, too."""
+    """The names of attributes and properties, in order, including those of the class, which may be defaults."""
     names: dict[str, None] = {}
     for cls in reversed(type(instance).__mro__[:-1]):
         for name, value in vars(cls).items():
@@ -51,7 +51,7 @@ def _names(instance: Any) -> dict[str, None]:
 
 
 def as_json(value: Any) -> Any:
-    """The value as JSON can say it. Raises TypeError for what it cannot say."""
+    """The value in a form that JSON can write. Raises TypeError if there is none."""
     if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
         return as_json(value.tolist())
     if isinstance(value, int) and int.bit_length(value) > MAX_BITS:
@@ -75,7 +75,7 @@ def as_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What `as_json` was given."""
+    """The value from which `as_json` made this."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):
@@ -92,10 +92,10 @@ def from_json(value: Any) -> Any:
 
 
 class EnvironmentView:
-    """The attributes of an environment where the environment is not.
+    """The attributes of an environment that lives in another process.
 
-    `isinstance(view, Class)` holds where the class has been imported. An attribute that could not be said raises an
-    AttributeError with the reason when it is read.
+    `isinstance(view, Class)` holds if the class has been imported. Reading an attribute that could not be written as
+    JSON raises AttributeError with the reason.
     """
 
     def __init__(self, attributes: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ class EnvironmentView:
 
 
 def plain_json(value: Any) -> Any:
-    """JSON without the marks of `as_json`: tuples and sets as lists, keys and what cannot be said as printable text."""
+    """JSON without the marks of `as_json`: tuples and sets become lists, keys and all other values become text."""
     if isinstance(value, Mapping):
         return {as_utf8(str(key)): plain_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -10,7 +10,7 @@ from typing import Any
 
 READ_BYTES, MAX_FDS = 1 << 18, 64  # of one read
 MAX_BYTES = 1 << 28  # our messages are shorter
-SEND_S = 10.0  # a peer that reads nothing for this long counts as dead
+SEND_S = 10.0  # a peer that reads nothing for so long counts as dead
 
 
 class Channel:
@@ -22,11 +22,11 @@ class Channel:
         self._unsent = bytearray()
 
     def queue(self, message: Any) -> None:
-        """Leave a message to `flush`, for a peer that may itself be waiting to send."""
+        """Add a message for `flush` to send, since the peer may itself be waiting to send."""
         self._unsent += _encoded(message)
 
     def flush(self) -> bool:
-        """Send what the peer has room for; whether that was everything. That the peer is gone is told by `receive`."""
+        """Send as much as the peer has room for; True if that was everything. `receive` tells if the peer is gone."""
         if self._unsent:
             self.socket.setblocking(False)
             with contextlib.suppress(OSError):
@@ -73,7 +73,7 @@ def _encoded(message: Any) -> bytes:
 
 
 def as_json(value: Any) -> Any:
-    """JSON for the arrays, numpy numbers and dates of data columns: a list or number where possible, else text."""
+    """The JSON form of arrays, numpy numbers and dates in data columns: a list or number if possible, else text."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return list(value) if isinstance(value, set | frozenset | tuple) else str(value)

@@ -1,4 +1,4 @@
-"""Other people's code by name, and its fingerprints: a run whose code changes while it runs is another run.
+"""Loads other people's code by name and fingerprints it: a run must not change its code while it runs.
 
 Fingerprints cover the file that a name is in and the modules of the same folder (for a package: of the whole package)
 that are loaded with it. The standard library, installed packages, modules that a call imports later and files of data
@@ -29,9 +29,9 @@ STANDARD_LIBRARY = Path(os.__file__).resolve().parent
 
 
 def load_module(name: str) -> Any:
-    """Import the module of `module:attribute` or `path/to/file.py:attribute`; it may raise anything, SystemExit too.
+    """Import the module of `module:attribute` or `path/to/file.py:attribute`. It may raise anything, also SystemExit.
 
-    A file is imported once. Its name is its full path, so that no other file or module has the same name.
+    A file is imported once, with its full path as module name, so that no two files share a name.
     """
     module_name = name.rpartition(":")[0]
     if not module_name.endswith(".py"):
@@ -54,7 +54,7 @@ def load_module(name: str) -> Any:
 
 
 def import_problem(name: str, error: BaseException, *, install: str = "", is_reward: bool = False) -> str:
-    """Why `load_module` failed, and what to do about it.
+    """A message: why `load_module` failed, and the remedy.
 
     Args:
         install: a further remedy for a missing module, appended to the advice to install its package.
@@ -97,7 +97,7 @@ def load_function(name: str) -> Any:
 
 
 def loaded_sources(names: Iterable[str], *, before: Collection[str]) -> dict[str, dict[str, str]]:
-    """The fingerprints of code that this process has just imported; of each name its own file comes first.
+    """The fingerprints of code that this process has just imported. The file of each name comes first.
 
     Args:
         names: functions or classes, as a config names them.
@@ -117,10 +117,10 @@ def loaded_sources(names: Iterable[str], *, before: Collection[str]) -> dict[str
 
 
 def changed_sources(before: Sources, now: Sources, *, noun: str) -> Iterator[str]:
-    """`reward name='mine.py:score': mine.py` for each name, with the files that are not what they were.
+    """Yields `reward name='mine.py:score': mine.py` for each name whose files have changed.
 
-    Files that are in one of the two alone are not compared, but for the name's own: what another function imports is
-    there too if both are in one process, and code cannot import another file without a change of its own.
+    Only files that are in both are compared, and the name's own file. A file in one of them may come from another
+    function of the same process, and code cannot import a further file without a change of its own.
     """
     for name in before.keys() & now.keys():
         then, files = before[name], now[name]
@@ -131,7 +131,7 @@ def changed_sources(before: Sources, now: Sources, *, noun: str) -> Iterator[str
 
 
 def _file(module: str) -> Path | None:
-    """The file of a loaded module; None for one that has none: some are built in, and torch makes up names."""
+    """The file of a loaded module; None if it has none, as built-in modules and made-up ones of torch."""
     file = Path(getattr(sys.modules.get(module), "__file__", None) or "")
     return file.resolve() if file.is_absolute() and file.is_file() else None
 
@@ -144,7 +144,7 @@ def _folder(module: str, file: Path) -> Path:
 
 
 def _belongs(file: Path, folder: Path) -> bool:
-    """Whether a file is below the folder, and neither installed there nor part of Python or of this trainer."""
+    """True for a file below the folder that is neither installed nor part of Python or of this trainer."""
     if not file.is_relative_to(folder) or file.is_relative_to(STANDARD_LIBRARY):
         return False
     is_ours = file.is_relative_to(OURS) and not folder.is_relative_to(OURS)

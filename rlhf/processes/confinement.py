@@ -1,6 +1,6 @@
-"""What a process may reach: by default its code, the system's files, a folder of its own, and no network.
+"""Limits what a process may reach: by default its code, the system's files, its own folder, and no network.
 
-Any process may use these mechanisms on itself. All but the last are of Linux and hold for all processes below it:
+Any process may use these mechanisms on itself. All but the last belong to Linux and hold for all processes below it:
 
     Landlock      files: only named files can be opened; no process outside can be examined or sent a signal;
                   network: where a port is granted, only TCP connections to that port
@@ -9,7 +9,7 @@ Any process may use these mechanisms on itself. All but the last are of Linux an
     capabilities  none is left, but for those that the user's own code needs for files of another user
     audit hook    network: the same in Python, with a message that names the remedy
 
-Mechanisms that the kernel lacks are left out and reported. A worker confines itself after it has been forked, before it
+Mechanisms that the kernel lacks are skipped and reported. A worker confines itself after it is forked and before it
 imports other people's code.
 """
 
@@ -157,7 +157,7 @@ _held: list[Domain] = []  # what `enter_domain` uses
 
 
 class ConfinementError(OSError):
-    """A step of the confinement failed, so nothing may run in this process: errno and the step."""
+    """A step of the confinement failed (errno and step), so no other code may run in this process."""
 
 
 class NoNetworkError(BaseException):
@@ -165,11 +165,11 @@ class NoNetworkError(BaseException):
 
 
 class Grants(NamedTuple):
-    """What processes may reach beyond the default: environment variables, the network, files and folders.
+    """Access of processes beyond the default: environment variables, the network, files and folders.
 
     Attributes:
-        readable: files and folders that they may only read.
-        port: they may connect to it over TCP, without the rest of the network; 0: to nothing.
+        readable: files and folders that they may read but not write.
+        port: the only TCP port that they may connect to, without the rest of the network; 0 allows none.
     """
 
     env: Sequence[str] = ()
@@ -232,7 +232,7 @@ class Grants(NamedTuple):
         return [name for name, holds in (("files", domain.abi), ("network", self.network or no_network)) if not holds]
 
     def confine_further(self, folder: Path) -> None:
-        """Confine a process that a confined one has forked: it writes to this folder and not to the other's."""
+        """Confine a fork of a confined process further: it may write to this folder instead of its parent's."""
         _make_temporary(folder)
         domain = Domain(["/"], [*DEVICES, str(folder), *self.files], level=FILES)
         domain.enter()
@@ -248,7 +248,7 @@ def enter_domain(
     kept: Sequence[int] = (),
     listener_to: socket.socket | None = None,
 ) -> None:
-    """Confine this process for good, for what a model wrote: the last step before it runs.
+    """Confine this process for good, as the last step before it runs a model's program.
 
     It gets a session of its own, reads the system's files, the interpreter with its packages, and the files that the
     process is granted, and writes to its folder alone. It has no capability, no descriptor above 2, and reaches no
@@ -276,7 +276,7 @@ def enter_domain(
 
 
 def close_descriptors(kept: Iterable[int]) -> None:
-    """Close all descriptors above 2 but these."""
+    """Close all descriptors above 2 except `kept`."""
     first = 3
     for fd in (*sorted(kept), WORD):
         if fd > first and _call(CLOSE_RANGE, first, fd - 1, 0) < 0:
@@ -285,7 +285,7 @@ def close_descriptors(kept: Iterable[int]) -> None:
 
 
 def scope_signals() -> bool:
-    """Have the signals of this process reach itself and those below it alone; False before Linux 6.12."""
+    """Limit the signals of this process to itself and the processes below it; False before Linux 6.12."""
     prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     ruleset = _call(CREATE_RULESET, struct.pack("=QQQ", REFER, 0, SIGNALS), 24, 0)
     if ruleset < 0:
@@ -312,7 +312,7 @@ def system_files() -> list[str]:
 
 
 def _readable_by_all(folder: str) -> list[str]:
-    """A folder, or what is in it around the parts that other users may not read; links lead elsewhere."""
+    """A folder, or the parts of it that all users may read. Links are skipped, since they lead elsewhere."""
     is_whole, within = True, list[str]()
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -432,7 +432,7 @@ class Domain:
                 _set_filter(self.filters[ALLOW])  # the outer domain has a listener already, which decides
 
     def close(self) -> None:
-        """Let go of the descriptors of its rules; it cannot be entered again."""
+        """Close the descriptors of its rules. It cannot be entered again."""
         _close(self._rules)
 
 
@@ -569,7 +569,7 @@ def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def remedy(error: BaseException, *, otherwise: str = "") -> str:
-    """How to get what the confinement refused; "" if the error says it, `otherwise` for other errors."""
+    """How to get an access that the confinement refused. Empty if the error says it; `otherwise` for other errors."""
     frames = list(traceback.walk_tb(error.__traceback__))
     raised_in = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
     match error:

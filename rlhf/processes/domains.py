@@ -1,11 +1,11 @@
-"""One command in a process domain of its own: so all runs that a model wrote, and all that it starts ends with it.
+"""Runs one command, such as a program that a model wrote, in a process domain; all its children end with it.
 
     caller ── fork ──> warden ── fork ──> the command, confined by `enter_domain`
-       └── socket: hang up to stop it; <── what became of it ──┘
+       └── socket: hang up to stop it; <── its result ─────────┘
 
-The warden adopts orphans, however detached. When the command ends, exceeds a bound, or the caller hangs up or dies, it
-kills every process below it, and only then reports. What it guards can neither signal nor trace it. A program of the
-user nests a domain in its own by the file that `write_launcher` makes. Standard library only.
+The warden adopts orphans, however detached. When the command ends or exceeds a bound, or the caller hangs up or dies,
+the warden kills every process below it, and only then reports. The command can neither signal nor trace it. A user's
+program nests a domain in its own with the file that `write_launcher` makes. Standard library only.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from rlhf.processes.forkers import BOOT, PACKAGE
 from rlhf.processes.modes import answer_call
 from rlhf.processes.outside import KILL_S, adopt_orphans, die_with_parent, kill_children, may_signal, pids, threads_of
 
-LOOK_S, LOOK_FRACTION = 0.02, 0.05  # between looks at what a command uses; share of the time that they may take
-PARENT_S = 1.0  # between looks whether the caller is there, if code of the user has copied its end of the socket
-THREADS = 16  # on average of a process
-BLOCK, MIB = 512, 1 << 20  # of `st_blocks`, bytes
+LOOK_S, LOOK_FRACTION = 0.02, 0.05  # pause between checks of a command's use; largest share of time for checks
+PARENT_S = 1.0  # pause between checks that the caller lives; user code may hold a copy of its socket
+THREADS = 16  # threads per process, on average
+BLOCK, MIB = 512, 1 << 20  # bytes; BLOCK is the unit of `st_blocks`
 
 
 class Bounds(NamedTuple):
-    """What a command may use; past a bound it is ended.
+    """Bounds of a command, which is ended if it exceeds one.
 
     Attributes:
-        seconds: by the clock.
-        processes: at the same time, with THREADS of each on average.
-        folder_mb, files: size and number of the files in its folder, with those that it has deleted and keeps open.
-        limits: (RLIMIT, value) of each of its processes, within those of the caller.
+        seconds: seconds by the clock.
+        processes: processes at the same time, with THREADS each on average.
+        folder_mb, files: size and number of the files in its folder, including deleted files that it keeps open.
+        limits: (RLIMIT, value) pairs for each of its processes, within the limits of the caller.
     """
 
     seconds: float = math.inf
@@ -56,17 +56,16 @@ class Bounds(NamedTuple):
 
 
 class RefusedError(OSError):
-    """A command was not started: it cannot be confined, or it is not there."""
+    """A command was not started, because it does not exist or cannot be confined."""
 
 
 class Command:
-    """A command in a domain, confined already, that runs once it is told to `begin`; it can be read when it has ended.
+    """A command in a confined domain, which runs after `begin`; its descriptor becomes readable when it has ended.
 
     Args:
-        folder: the only one that it writes to.
-        work: its working folder, where alone it changes modes and times of files: a domain below has no folder of its
-            own for that.
-        output: a descriptor for what it prints; None: it has the caller's, and its standard input.
+        folder: the only folder that it may write to.
+        work: its working folder, the only one where it may change modes and times of files. A nested domain shares it.
+        output: descriptor for its output; None passes the caller's output and standard input on.
         reach: further arguments of `enter_domain`.
     """
 
@@ -107,10 +106,10 @@ class Command:
         return self._socket.fileno()
 
     def ended(self) -> tuple[int, str]:
-        """Wait until nothing of it is left: its exit status, or minus the signal that ended it; and the bound, or "".
+        """Wait until its processes have ended. Returns the exit status (or minus the signal) and the exceeded bound.
 
         Raises:
-            RefusedError: it was not started, and why.
+            RefusedError: the command was not started.
         """
         said = b""
         while not said.endswith(b"}") and (more := self._socket.recv(1 << 16)):
@@ -121,7 +120,7 @@ class Command:
         return told["status"], told["over"]
 
     def close(self) -> None:
-        """End it, with all that it has started."""
+        """End the command and all its processes."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             self._socket.settimeout(2 * KILL_S)
@@ -136,7 +135,7 @@ class Command:
 
 @contextlib.contextmanager
 def _ending() -> Iterator[None]:
-    """A context at whose end this forked process ends: nothing of the caller's is flushed or cleaned up in it."""
+    """A context that ends this forked process without flushing or cleaning up anything of the caller."""
     try:
         gc.disable()  # nor are its objects finalized
         yield
@@ -147,7 +146,7 @@ def _ending() -> Iterator[None]:
 def _guard(
     leash: socket.socket, caller: int, folder: Path, work: str, bounds: Bounds, output: int | None, become: Any
 ) -> dict[str, Any]:
-    """Run what `become` becomes, to its end; what is told of it."""
+    """Fork a process that calls `become`, and guard it to its end; returns the report for the caller."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -194,7 +193,7 @@ def _guard(
 def _watch(
     ends: Sequence[int], listeners: Sequence[int], caller: int, folder: Path, work: str, bounds: Bounds, group: int
 ) -> str:
-    """Wait until the command ends or has to end; the bound that it has exceeded, or ""."""
+    """Wait until the command ends or has to be ended. Returns the bound that it exceeded, or an empty string."""
     waiting, place = select.poll(), os.path.realpath(work)
     for fd in (*ends, *listeners):
         waiting.register(fd, select.POLLIN)
@@ -239,7 +238,7 @@ def _exceeded(folder: Path, bounds: Bounds, below: Sequence[int]) -> str:
 
 
 def _files(folder: Path, below: Sequence[int]) -> Iterator[os.stat_result]:
-    """Of everything in a folder, and of the deleted files that processes have open; OSError where it cannot look."""
+    """Status of each entry in a folder, and of deleted files that processes keep open. OSError if it cannot look."""
 
     def fail(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
@@ -266,13 +265,13 @@ def _files(folder: Path, below: Sequence[int]) -> Iterator[os.stat_result]:
 
 
 def _entries(folder: str) -> Iterator[str]:
-    """What is in a folder of /proc, now."""
+    """The current entries of a folder in /proc; none if it is gone."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         yield from (f"{folder}/{name}" for name in os.listdir(folder))
 
 
 def _is_ending(pid: int) -> bool:
-    """Whether a process has ended or is about to: root alone may look into it then."""
+    """True if a process has ended or is about to end; then only root may look into it."""
     ended = os.pidfd_open(pid)
     try:
         return bool(select.select([ended], [], [], 1.0)[0])
@@ -281,7 +280,7 @@ def _is_ending(pid: int) -> bool:
 
 
 def _below(group: int) -> list[int]:
-    """The processes below this one: its signals reach no others, or they are a group; [] where none can be seen."""
+    """The processes below this one, by whom it may signal or by their group; [] if none are visible."""
     with contextlib.suppress(PermissionError):
         others = (pid for pid in pids() if pid != os.getpid())
         return [pid for pid in others if (_group(pid) == group if group else may_signal(pid))]
@@ -309,14 +308,14 @@ def _kill_below(is_scoped: bool) -> None:
 
 
 def write_launcher(file: Path, folder: Path, readable: Sequence[str]) -> None:
-    """Write a program that runs the command of its arguments in a domain which writes to this folder alone."""
+    """Write a program that runs its arguments as a command in a domain that may write only to this folder."""
     words = [sys.executable, "-I", "-S", "-c", BOOT.format(module="domains"), PACKAGE, str(folder)]
     with open(os.open(file, os.O_WRONLY | os.O_CREAT, 0o700), "w") as script:
         script.write(f'#!/bin/sh\nexec {shlex.join([*words, json.dumps(readable)])} "$@"\n')
 
 
 def main(folder: str, readable: str, *command: str) -> None:
-    """Run a command, and end as it does."""
+    """Run a command in a domain, and end with its status."""
     variables = {name: value for name, value in os.environ.items() if name not in ("RLHF_ROW", "RLHF_REWARD")}
     reach: dict[str, Any] = {"readable": json.loads(readable), "network": True}  # as the caller's
     running = Command(command, Path(folder), work=os.getcwd(), variables=variables, **reach)

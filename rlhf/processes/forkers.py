@@ -15,8 +15,8 @@ from typing import Any
 
 from rlhf.processes.channel import Channel
 
-CLOSE_S = 5.0  # for the keeper to kill and reap every worker, before it is killed itself
-START_S = 120.0  # for the processes to load, other people's modules included
+CLOSE_S = 5.0  # time for the keeper to kill and reap all workers, before it is killed itself
+START_S = 120.0  # limit for the processes to load, including other people's modules
 
 # Makes our package importable, and none of our site-packages; then runs a module.
 BOOT = """import sys
@@ -39,12 +39,12 @@ class Forker:
         self.deadline = self._pinged + START_S  # of its next sign of life
 
     def send(self, command: Mapping[str, Any], *, fds: Sequence[int] = ()) -> None:
-        """Send a command; that the process has ended is an event of its channel."""
+        """Send a command. If the process has ended, its channel reports it."""
         with contextlib.suppress(OSError):
             self.channel.send(command, fds=fds)
 
     def is_silent(self, *, ping_s: float) -> bool:
-        """Ping it every `ping_s`; whether it has not answered in time."""
+        """Ping the process every `ping_s`; True if it has not answered in time."""
         now = time.monotonic()
         if now - self._pinged > ping_s:
             self._pinged = now

@@ -46,14 +46,14 @@ class Keeper:
 
     Args:
         folder: workers have their own folders in it; it is removed at the end.
-        begin: what a forked process does, with its number and channel; it ends when that returns.
+        begin: called in a forked process with its number and channel; the process ends when it returns.
     """
 
     def __init__(self, control: Channel, folder: Path, begin: Callable[[int, Channel], None]) -> None:
         self._control, self._folder, self._begin = control, folder, begin
-        self._fds: list[int] = []  # of the fork commands, in the order of the commands
+        self._fds: list[int] = []  # descriptors that came with fork commands, in their order
         self._numbers: dict[int, int] = {}  # process -> number of the worker
-        self._orphans = False  # some processes that a worker left behind are not dead yet
+        self._orphans = False  # True while processes that a worker left behind are not dead yet
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> NoReturn:
@@ -90,7 +90,7 @@ class Keeper:
                     os.kill(pid, signal.SIGKILL)
 
     def _fork(self, number: int) -> None:
-        """Fork a worker, whose channel and pipe for output have come with the command."""
+        """Fork a worker; its channel and output pipe came with the command."""
         (channel, pipe), self._fds = self._fds[:2], self._fds[2:]
         pid = os.fork()
         if pid == 0:
@@ -107,7 +107,7 @@ class Keeper:
         self._control.send({"forked": number, "pid": pid})
 
     def _leave(self, pipe: int) -> None:
-        """Let go of what belongs to the keeper."""
+        """Close and reset everything that belongs to the keeper."""
         redirect_output(pipe)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -144,7 +144,7 @@ def _work(plan: dict[str, Any], number: int, channel: Channel) -> None:
     """Be confined, load other people's code, and serve; a template forks the processes that serve."""
     work, grants, folder = sys.modules[plan["work"]], Grants(*plan["grants"]), Path(plan["folder"], str(os.getpid()))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory ends, these processes are killed and not the trainer's
+        file.write("1000")  # if memory runs out, the kernel kills these processes before the trainer's
     unconfined = grants.confine(plan["code"], folder, system=plan["system"], modes=plan["template"])
     before = set(sys.modules)
     WorkerStdout.muted = number > 1

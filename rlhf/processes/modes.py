@@ -1,4 +1,4 @@
-"""Modes and times of a model's own files: the kernel asks before such a call of a confined process, and we make it.
+"""Changes of modes and times of a model's own files: the kernel asks us before such a call, and we make it.
 
 No rule of Landlock or seccomp says for which files `chmod` or `utime` is allowed. So seccomp stops the calling process
 and sends the call to a listener (`seccomp_unotify(2)`), which opens what the call names, looks where it lies, and
@@ -28,7 +28,7 @@ MAX_PATH = PAGE = 4096
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-# Which argument is the folder (the file, where no path is given), the path, the mode, the times, the flags.
+# positions of the arguments: folder (or file, without a path), path, mode, times, flags
 FORMS = {
     "chmod": (None, 0, 1, None, None),
     "fchmod": (0, None, 1, None, None),
@@ -39,7 +39,7 @@ FORMS = {
 
 
 def answer_call(listener: int, folder: str) -> None:
-    """Make the next call that waits at a listener, if it is for something in the folder, whose path has no links."""
+    """Answer the next call at a listener: make it if its target is in the folder, whose path must have no links."""
     asked = bytearray(80)
     with contextlib.suppress(OSError):  # its process has ended
         fcntl.ioctl(listener, RECEIVE, asked)
@@ -58,10 +58,10 @@ def _make(
     folder: str, check: Callable[[], object], pid: int,
     start: int | None, path: int | None, mode: int | None, times: int | None, flags: int | None,
 ) -> None:  # fmt: skip
-    """Make a call of a process, whose path and times are addresses; OSError where it must not, or cannot.
+    """Make a call for a process, whose path and times are addresses in its memory; OSError if it is not allowed.
 
     Args:
-        check: OSError if the process has ended, so that what was read was not its own.
+        check: raises OSError if the process has ended, since the memory that was read is then another's.
     """
     name = _memory(pid, path, MAX_PATH).partition(b"\0")[0] if path else b""
     if path and not (name or (flags or 0) & AT_EMPTY_PATH):
@@ -92,10 +92,10 @@ def _make(
 
 
 def _memory(pid: int, address: int, size: int) -> bytes:
-    """What a process has at an address; zeros where its memory ends."""
+    """The bytes at an address of a process, with zeros after the end of its memory."""
     data, first = ctypes.create_string_buffer(size), min(size, PAGE - address % PAGE)
     here = (ctypes.c_size_t * 2)(ctypes.addressof(data), size)
-    there = (ctypes.c_size_t * 4)(address, first, address + first, size - first)  # what follows may not be there
+    there = (ctypes.c_size_t * 4)(address, first, address + first, size - first)  # the second page may not exist
     if _libc.process_vm_readv(pid, here, 1, there, 2, 0) < 1:
         raise OSError(errno.EFAULT, "")
     return data.raw

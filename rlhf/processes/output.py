@@ -1,8 +1,8 @@
-"""What other people's code prints: whole lines with its name in front, never on the terminal directly.
+"""The output of other people's code: whole lines after the name of the code, never directly on the terminal.
 
     worker: print() ── WorkerStdout ──> pipe ──> driver: OutputPipe, one per worker ──> PrintedLines ──> say(line)
 
-A worker has the pipe as its standard output and error, so programs that it starts, and a crash, are heard too.
+The pipe is the standard output and error of a worker, so output of its child programs and of a crash arrives too.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-MAX_LINE = 1000  # characters of a line that are shown
-MAX_LINES, WINDOW_S = 50, 10.0  # so many lines are shown in so many seconds
+MAX_LINE = 1000  # shown characters of a line
+MAX_LINES, WINDOW_S = 50, 10.0  # at most so many lines are shown in so many seconds
 NAME_SEPARATOR = "\x1f"  # between the name of the code and its line
 READ_BYTES = 1 << 16
-LAST_READS = 50  # of a pipe that may never end
+LAST_READS = 50  # a pipe may never end
 
-_running: ContextVar[str | None] = ContextVar("running", default="")  # the code that runs now; None: it is not heard
+_running: ContextVar[str | None] = ContextVar("running", default="")  # name of the running code; None drops its output
 
 
 @contextlib.contextmanager
 def printing_as(name: str | None) -> Iterator[None]:
-    """In this context a worker prints under this name, and whole lines at its end; with None nothing is printed."""
+    """A context in which a worker prints under this name; its end completes the last line. None prints nothing."""
     token = _running.set(name)
     try:
         yield
@@ -43,7 +43,7 @@ class WorkerStdout(io.RawIOBase):
     """Standard output of a worker: text of several calls becomes whole lines, each with the name of its code.
 
     Attributes:
-        muted: whether text is dropped; so that what a module prints when it is imported is not shown by every worker.
+        muted: True drops all text, so that not every worker shows what a module prints when it is imported.
     """
 
     of_this_process: WorkerStdout | None = None
@@ -68,7 +68,7 @@ class WorkerStdout(io.RawIOBase):
         return len(text)
 
     def end_line(self) -> None:
-        """Send what the running code has printed without a line end."""
+        """Send the text of the running code that has no line end yet."""
         name = _running.get() or ""
         if line := self._open.pop(name, b""):
             self._send(name, line)
@@ -92,11 +92,11 @@ def _refuse_debugger(*_: object, **__: object) -> None:
 
 
 class PrintedLines:
-    """Gives printed lines to `say_line`, at most MAX_LINES in WINDOW_S; the others are counted.
+    """Passes printed lines to `say_line`, at most MAX_LINES in WINDOW_S; further lines are only counted.
 
     Args:
-        noun: what the code is, for the beginning of each line.
-        names: of all code that may print.
+        noun: kind of the code, which begins each line: `reward`.
+        names: names of all code that may print.
         say_line: called in the thread of `Workers`.
     """
 
@@ -118,7 +118,7 @@ class PrintedLines:
                 self._dropped += 1
 
     def end_window(self) -> None:
-        """Say how many lines were not shown, and show lines again."""
+        """Report how many lines were not shown, and begin a new window."""
         if self._dropped:
             self._say("", f"{self._dropped} more printed lines are not shown")
         self._began, self._shown, self._dropped = time.monotonic(), 0, 0
@@ -136,13 +136,13 @@ class OutputPipe:
         self._fd, self.pipe = os.pipe()
         os.set_blocking(self._fd, False)
         self._open = b""  # text without its line end yet
-        self.ended = False  # no process has the pipe any more
+        self.ended = False  # True once no process holds the pipe
 
     def fileno(self) -> int:
         return self._fd
 
     def read(self) -> bool:
-        """Show what was printed; False if that is nothing."""
+        """Show new output; False if there is none."""
         try:
             data = os.read(self._fd, READ_BYTES)
         except BlockingIOError:
@@ -155,7 +155,7 @@ class OutputPipe:
         return bool(data)
 
     def close(self) -> None:
-        """Show the rest; the worker has ended."""
+        """Show the remaining output of a worker that has ended."""
         for _ in range(LAST_READS):  # a process that outlives the worker may still print
             if not self.read():
                 break

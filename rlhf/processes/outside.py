@@ -1,7 +1,7 @@
-"""Processes seen from outside: those below a worker are counted and killed, and the time of its work is measured.
+"""Processes seen from outside: count and kill the processes below a worker, and measure the time of its work.
 
-A result must not depend on the load of the machine, so the first limit is in CPU seconds. The second one is for a
-process that sleeps; it is in seconds by the clock, without those in which the process waited for a core.
+A result must not depend on the load of the machine, so the first limit is in CPU seconds. The second limit is for
+processes that sleep: seconds by the clock, without those in which the process waited for a core.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 CPUCLOCK_SCHED = 2  # linux: the clock id of a process's CPU time is (~pid << 3) | 2
-KILL_S = 4.0  # time limit for killing processes that keep starting others
+KILL_S = 4.0  # limit for killing processes that keep starting others
 
 prctl = ctypes.CDLL(None, use_errno=True).prctl
 prctl.argtypes = (ctypes.c_int, *4 * (ctypes.c_ulong,))
 
 
 def children_of(pid: int) -> set[int]:
-    """Processes that any thread of a process has started, or that it has adopted."""
+    """Processes that any thread of a process has started or adopted."""
     children: set[int] = set()
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -41,7 +41,7 @@ def children_of(pid: int) -> set[int]:
 
 
 def pids() -> list[int]:
-    """All processes, whose names may be seen where their files may not be read."""
+    """The ids of all processes, which are visible even if their files are not readable."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
@@ -60,7 +60,7 @@ def _parent(pid: int) -> int:
 
 
 def may_signal(pid: int) -> bool:
-    """Whether there is such a process, which nobody has reaped, and this one may signal it."""
+    """True if the process exists, has not been reaped, and this process may signal it."""
     with contextlib.suppress(OSError):
         os.kill(pid, 0)
         return True
@@ -68,14 +68,14 @@ def may_signal(pid: int) -> bool:
 
 
 def threads_of(pid: int) -> int:
-    """How many threads a process has; numbers of processes and threads are for the whole machine."""
+    """The number of threads of a process; 0 if it is gone."""
     with contextlib.suppress(OSError):
         return os.stat(f"/proc/{pid}/task").st_nlink - 2  # a folder for each
     return 0
 
 
 def count_below(pid: int, limit: int) -> int:
-    """How many processes are below a process; counting stops above the limit."""
+    """The number of processes below a process. Counting stops above the limit."""
     count, frontier = 0, {pid}
     while frontier and count <= limit:
         frontier = {child for parent in frontier for child in children_of(parent)}
@@ -84,7 +84,7 @@ def count_below(pid: int, limit: int) -> int:
 
 
 def kill_children(*, spared: Collection[int]) -> bool:
-    """Kill every child except `spared`; a subreaper adopts the children of those it killed. False if some are left."""
+    """Kill every child except `spared`, and the children that this subreaper then adopts. False if some are left."""
     deadline = time.monotonic() + KILL_S
     while (doomed := children_of(os.getpid()) - set(spared)) and time.monotonic() < deadline:
         for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: a fork bomb must not outrun the killing
@@ -108,7 +108,7 @@ def die_with_parent(number: int) -> None:
 
 
 class Stopwatch:
-    """Measures one process between `start` and `stop`; `total_s`: `own_seconds` of all such times."""
+    """Measures one process between `start` and `stop`. `total_s` is the sum of `own_seconds` over all these times."""
 
     running, total_s = False, 0.0
 
@@ -129,7 +129,7 @@ class Stopwatch:
         return self.elapsed() - max(0.0, self._seconds_without_core() - self._waited)
 
     def exceeded(self, *, cpu_seconds: float, wall_seconds: float) -> str:
-        """The limit that was used up, as text for a message; "" while the process is within both."""
+        """The limit that was exceeded, as text for a message. Empty while the process is within both."""
         if self._cpu_seconds() - self._cpu > cpu_seconds:
             return f"over {cpu_seconds:g} CPU seconds"
         return f"over {wall_seconds:g} seconds by the clock" if self.own_seconds() > wall_seconds else ""
@@ -147,7 +147,7 @@ class Stopwatch:
 
 
 def remove(folder: str | Path) -> None:
-    """Remove a folder that a command has left, also with folders in it that are deep or without permissions."""
+    """Remove a folder that a command has left, including folders that are very deep or lack permissions."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.isdir(folder) and not os.path.islink(folder):

@@ -1,4 +1,4 @@
-"""Where user code raised an exception, and how messages show it. Standard library only."""
+"""Locates the user's line that raised an exception, and formats it for messages. Standard library only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Line(NamedTuple):
 
 
 def traceback_lines(error: BaseException) -> list[Line]:
-    """The lines of an error's traceback that are not ours, the outermost first."""
+    """The lines of an error's traceback outside of this package, the outermost first."""
     lines: list[Line] = []
     package, step = None, error.__traceback__
     while step is not None:
@@ -49,13 +49,13 @@ def traceback_lines(error: BaseException) -> list[Line]:
 
 
 def location_of(error: BaseException) -> str:
-    """`file:line: ` of the innermost line of the user's code; an empty string if there is none."""
+    """`file:line: ` of the innermost line of user code. Empty if there is none."""
     own = [line for line in traceback_lines(error) if line.is_own]
     return f"{own[-1].frame.f_code.co_filename}:{own[-1].number}: " if own else ""
 
 
 def error_text(error: BaseException, advice: str = "") -> str:
-    """`Type: text`, then the advice, or else how to grant what the confinement refused."""
+    """`Type: text`, then the advice; by default, how to grant an access that the confinement refused."""
     try:
         said = f"{type(error).__name__}: {error}".removesuffix(": ")
     except Exception:  # its `__str__` is other people's

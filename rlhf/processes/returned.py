@@ -13,9 +13,9 @@ class Returned(NamedTuple):
     """A reward as it was returned.
 
     Attributes:
-        score: None for "not mine" or "unscorable".
-        numbers: the further values of a mapping that are numbers, by name; they are logged.
-        others: its further values that are not numbers, by name.
+        score: None if the function does not judge, or the response is unscorable.
+        numbers: further numbers of a mapping by name; they are logged.
+        others: its further values by name.
     """
 
     score: float | None
@@ -27,10 +27,10 @@ def read_returned(value: Any, *, finite: bool = False) -> Returned:
     """Read a number or a mapping.
 
     Args:
-        finite: refuse infinities. What is too large for a float is one otherwise: over every bound of the trainer.
+        finite: refuse infinities. Otherwise a number too large for a float is infinite, which is over every bound.
 
     Raises:
-        TypeError, ValueError: what cannot be used, with its key; the message begins with `returned`.
+        TypeError, ValueError: a value cannot be used. The message names its key and begins with `returned`.
     """
     if not isinstance(value, Mapping):
         return Returned(_checked(value, "", finite), {}, {})
@@ -60,12 +60,12 @@ def read_scores(values: Any, count: int, *, finite: bool = True) -> list[float |
 
 
 def as_utf8(text: str) -> str:
-    """Text that can be written as UTF-8: lone surrogates, which stand for invalid bytes, become \\udc80."""
+    """Text that can be written as UTF-8: lone surrogates, which stand for invalid bytes, are escaped as \\udc80."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def as_utf8_json(value: Any) -> Any:
-    """What `as_utf8` makes of all its texts. Raises RecursionError for what would be too deep to write later."""
+    """The value with `as_utf8` applied to all texts. RecursionError if it is too deep to be written later."""
     if isinstance(value, str):
         return as_utf8(value)
     if isinstance(value, list):
@@ -87,7 +87,7 @@ def _checked(value: Any, key: str, finite: bool) -> Any:
 
 
 def as_number(value: Any) -> float | None:
-    """The value as a float; None if it is no number. Text is none, even if it looks like one."""
+    """The value as a float; None if it is no number. Text is not a number, even if it looks like one."""
     try:
         return None if isinstance(value, str | bytes) else float(value)
     except OverflowError:

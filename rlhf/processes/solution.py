@@ -1,7 +1,7 @@
-"""The process in which the code of a response runs: nothing that it says is believed.
+"""The process in which the code of a response runs; its answers are never trusted.
 
 `rlhf.rewards.code` starts it with an empty environment. It knows neither the expected results nor how many tests there
-are. Whatever the code does to this process, it can only change what the process answers; the grader compares that.
+are. Whatever the code does to this process, it can only change the answers, which the grader compares.
 
     grader -> {"code": TEXT, "program": true, "setup": TEXT}   the code is a program: it reads standard input and
                                                  prints; the setup is imports before it
@@ -42,7 +42,7 @@ def main(fd: str) -> None:
     domain.close()
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # files in memory do not count as memory of the process
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
-    sys.set_int_max_str_digits(0)  # the limit of time bounds what long integers cost
+    sys.set_int_max_str_digits(0)  # the time limit bounds the cost of long integers
     sys.setrecursionlimit(MAX_DEPTH)
     sys.argv = [""]  # fileinput reads the files that are named here
     channel.send({"ready": True})

@@ -1,6 +1,6 @@
-"""The driver's half: starts a keeper, forks workers, hears what they say, and kills those that exceed a limit.
+"""The driver's half: starts a keeper, forks workers, receives their messages, and kills workers over a limit.
 
-Whoever uses it derives a class, as `rlhf.processes` says. All of it runs in one thread.
+To use it, subclass `Workers` as `rlhf.processes` describes. All of it runs in one thread.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rlhf.processes.outside import Stopwatch, count_below, may_signal, remove
 
 TIMEOUT = "timeout"  # the worker exceeded a limit of time
 DIED = "died"  # it ended, or exceeded another limit
-LOST = "lost"  # what it was forked from has ended, so its work is not to blame
+LOST = "lost"  # the process that forked it has ended, so its work is not to blame
 
 POLL_S = 0.02  # how often limits are checked while work is done
-MAX_FAILED_STARTS = 5  # in a row; after more, every further start would fail too
-MAX_STARTING = 32  # fork commands at a time, so that sending them never blocks
+MAX_FAILED_STARTS = 5  # in a row; after more, further starts would fail too
+MAX_STARTING = 32  # fork commands at a time, so that sending never blocks
 
 
 @dataclass(eq=False)
@@ -42,10 +42,11 @@ class Worker:
 
     Attributes:
         forker: the process that forked it.
-        below: of a template, what forks the workers below it.
-        doomed: why it is being killed; "" if it is not.
-        kind, work: for the owner: what it is used for; what it was given and has not answered.
-        watch: runs while the limits of time and processes hold.
+        below: only of a template: the forker of the workers below it.
+        about: the result of `load`.
+        doomed: the reason why it is being killed; empty if it is not.
+        kind, work: for the subclass: the use of the worker, and its unanswered work.
+        watch: running while the limits of time and processes apply.
     """
 
     number: int
@@ -56,7 +57,7 @@ class Worker:
     below: Forker | None = None
     pid: int = 0
     ready: bool = False
-    about: Any = None  # what `load` says
+    about: Any = None
     doomed: str = ""
     kind: Any = None
     work: dict[Any, Any] = field(default_factory=dict)
@@ -68,31 +69,31 @@ class Workers:
     """Processes that run other people's code; one that exceeds a limit is killed and replaced.
 
     Args:
-        noun: the section of the config that names the code, for messages: `reward`.
-        work: the module with `load` and `serve`.
-        hello: what `load` gets; JSON.
-        code: names of the code that is loaded, `module:attribute` or `file.py:attribute`; its files may be read, and
-            are fingerprinted.
-        size: how many workers there are; the start waits for them, or for the template.
+        noun: section of the config that names the code, for messages: `reward`.
+        work: module with `load` and `serve`.
+        hello: argument of `load`, as JSON.
+        code: names of the code to load, `module:attribute` or `file.py:attribute`. Its files are readable and
+            fingerprinted.
+        size: number of workers. The start waits for them, or for the template.
         cpu_seconds, wall_seconds: limits of one piece of work.
-        memory_mb: MiB that a worker may allocate beyond the memory that it has when the code is loaded.
-        processes: that may run below a worker with other people's code.
-        template: workers are forked from one that has loaded the code.
-        python, path: another interpreter, and what is put in front of its `sys.path`.
-        say: gets the lines that the code prints, in the thread of the workers.
+        memory_mb: MiB that a worker may allocate after the code is loaded.
+        processes: largest number of processes below a worker with other people's code.
+        template: fork workers from one process that has loaded the code.
+        python, path: another interpreter, and entries for the front of its `sys.path`.
+        say: called with each line that the code prints, in the thread of the workers.
 
     Attributes:
-        unconfined: which of `files` and `network` this kernel cannot forbid the workers.
-        keeper: the process that forks the workers; another one after it was killed.
-        sources: fingerprints of the code; a worker that loads other code does no work.
+        unconfined: those of `files` and `network` that this kernel cannot forbid the workers.
+        keeper: the process that forks the workers; a new one if it was killed.
+        sources: fingerprints of the code. A worker that loads other code is ended.
 
     Raises:
         ValueError: the code cannot be loaded; a granted file or variable is missing.
         RuntimeError: the processes did not start within START_S.
     """
 
-    keeper_silent_s, ping_s = 20.0, 1.0  # seconds without an answer before the keeper is replaced; between pings
-    end_s = 0.0  # that idle workers get to end by themselves when all is closed, before they are killed
+    keeper_silent_s, ping_s = 20.0, 1.0  # seconds without an answer until the keeper is replaced; pause between pings
+    end_s = 0.0  # time for idle workers to end by themselves when all is closed, before they are killed
 
     def __init__(
         self,
@@ -148,26 +149,26 @@ class Workers:
             raise
 
     def on_ready(self, worker: Worker, about: Any) -> None:
-        """A worker can be given work; `about` is what `load` says of it."""
+        """A worker can be given work; `about` is the result of `load`."""
 
     def on_message(self, worker: Worker, message: Any) -> None:
-        """A message of a worker that is ready; with any exception this worker ends."""
+        """A message of a ready worker. Any exception ends this worker alone."""
 
     def on_gone(self, worker: Worker, why: str, detail: str) -> None:
-        """A worker is being killed, or has ended: TIMEOUT, DIED or LOST."""
+        """A worker is being killed or has ended; `why` is TIMEOUT, DIED or LOST."""
 
     def on_turn(self) -> None:
-        """All news has been read: work may be handed out."""
+        """All messages have been read: work may be handed out."""
 
     def on_end(self, reason: str) -> None:
-        """It was closed, or cannot go on for a reason."""
+        """The workers were closed (empty reason), or cannot go on."""
 
     def max_processes(self, worker: Worker) -> int | None:
-        """How many processes may run below a worker; None: nobody counts, since no code of others starts any."""
+        """The largest number of processes below a worker; None without other people's code, which could start some."""
         return self._processes if self._code else None
 
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function in the thread of the workers; RuntimeError if they are closed, or have broken."""
+        """Call a function in the thread of the workers. RuntimeError if they are closed or broken."""
         with self._adding:
             if self._closing:
                 raise RuntimeError(f"the {self._noun} processes are closed{': ' if self._broken else ''}{self._broken}")
@@ -189,7 +190,7 @@ class Workers:
 
     @property
     def warnings(self) -> list[str]:
-        """What this kernel cannot keep the workers from."""
+        """A message for each access that this kernel cannot forbid the workers."""
         of_workers = f"{self._noun}: this kernel cannot keep {self._noun}s"
         return [f"{of_workers} from your {name} (docs/security.md)." for name in self.unconfined]
 
@@ -205,9 +206,9 @@ class Workers:
     # --- the methods below run in the thread of the workers ---
 
     def send(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        """Send a message as fast as the worker reads, which may first have to send replies that wait to be read here.
+        """Send a message as fast as the worker reads it. The worker may first send replies, which are read here.
 
-        That the worker is gone is an event of its channel.
+        If the worker is gone, its channel reports it.
         """
         worker.channel.queue(message)
         if not worker.doomed:
@@ -298,7 +299,7 @@ class Workers:
         os.close(output.pipe)
 
     def _on_forker(self, forker: Forker, template: Worker | None) -> None:
-        """News of a keeper, or of a template, which others' code may have taken over: it can only lie about its own."""
+        """Read messages of a keeper or template. A hostile template can only lie about its own workers."""
         if template is not None and template.doomed:
             return
         messages, is_open = forker.channel.receive()
@@ -310,7 +311,7 @@ class Workers:
                     continue
                 if "gone" in message:
                     if worker.below is None:
-                        self._on_worker(worker)  # what it said before it ended
+                        self._on_worker(worker)  # its last messages
                     self._remove(worker, DIED)
                 else:
                     worker.pid = int(message["pid"])
@@ -360,7 +361,7 @@ class Workers:
         self._tell_ready(worker)
 
     def _tell_ready(self, worker: Worker) -> None:
-        """The process id is not from the worker itself, so its two messages come in any order."""
+        """Call `on_ready` once both messages have come, the forker's with the process id and the worker's own."""
         if not (worker.ready and worker.pid):
             return
         if not worker.is_template:
@@ -412,7 +413,7 @@ class Workers:
         worker.output.close()
 
     def _restart_keeper(self) -> None:
-        """Start again after something killed the keeper, and with it every worker."""
+        """Start again after the keeper was killed, and with it every worker."""
         if not self._started.done():
             raise RuntimeError(f"the {self._noun} processes ended while loading; their own message is above")
         self._selector.unregister(self.keeper.channel.socket)
@@ -424,7 +425,7 @@ class Workers:
         self._start_keeper()
 
     def _hang_up(self) -> None:
-        """Let idle workers end, if they get time for that."""
+        """Let idle workers end by themselves, if `end_s` gives them time."""
         idle = [worker for worker in self.free() if not worker.work] if self.end_s else []
         for worker in idle:
             with contextlib.suppress(OSError):

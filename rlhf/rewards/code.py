@@ -1,12 +1,12 @@
-"""Grade a program: the row's tests against the code of the response, which runs in an untrusted process.
+"""Grade a program: run the row's tests against the code of the response, in an untrusted process.
 
     worker (the grader)                           solution (`rlhf.processes.solution`)
       tests of the row ── f(2) ─────────────────>  confined: no files, network, processes or environment
       compares 4 == value  <──── JSON of a value ──  runs the code of the response
 
-The expected results never leave the worker. The solution can lie, end, patch its interpreter or print what it likes: it
-is asked for values, and a test passes if the value is right. Programs are tested by what they print, each test in a
-process of its own.
+The expected results never leave the worker. The solution can lie, end, patch its interpreter or print anything: it is
+only asked for values, and a test passes if the value is right. A program is tested by its output, each test in a new
+process.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from rlhf.rewards.code_blocks import MAX_CHARACTERS, imports, program
 from rlhf.rewards.code_tests import FORMS, CallTest, ProgramTest, Tests, read_tests
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, UNSCORABLE, Grade
 
-MAX_ANSWER_BYTES = 1 << 22  # of one result, and of what a program prints
+MAX_ANSWER_BYTES = 1 << 22  # of one result, or of the output of a program
 READ_BYTES = 1 << 16
-START_S = 5.0  # for a Python interpreter, next to other jobs; less than `reward.wall_seconds`
+START_S = 5.0  # limit for the start of Python on a busy machine; less than `reward.wall_seconds`
 POLL_S, PAUSE_S = 0.02, 0.001
 MAX_THREADS = 512
 
@@ -42,11 +42,11 @@ class WrongError(Exception):
 
 
 class LateError(WrongError):
-    """A test has exceeded a limit of time; those after it are not run."""
+    """A test exceeded a time limit; later tests are not run."""
 
 
 class NotStartedError(Exception):
-    """The process did not start; the response cannot be to blame: its code had not been sent yet."""
+    """The process did not start. The response is not to blame, since its code had not been sent."""
 
 
 def code_reward(
@@ -56,12 +56,12 @@ def code_reward(
     wall_seconds: float = 10.0,
     say_alive: Callable[[], None] = lambda: None,
 ) -> Grade:
-    """1 if the code in the response passes the tests of the row, or the fraction of the tests that it passes.
+    """1 if the code in the response passes all tests of the row, or the fraction of tests that it passes.
 
     Args:
-        response: None: 1 if the tests can be read.
-        wall_seconds: that all tests together may take, without starts of processes and waiting for a core.
-        say_alive: called before each test, which has limits of its own.
+        response: None only checks the tests: 1 if they can be read.
+        wall_seconds: limit for all tests together, without process starts and without waiting for a core.
+        say_alive: called before each test; each test also has its own limits.
     """
     try:
         if columns.get(options.tests) is None:
@@ -84,7 +84,7 @@ def code_reward(
 
 
 def find_code(answer: str, tests: Tests, *, whole: bool) -> str | None:
-    """The program in an answer; without a block of Python, the whole answer if `whole`."""
+    """The program in an answer, or the whole answer if it has no block of Python and `whole` is set; else None."""
     if (code := program(answer, tests)) is not None:
         return code
     return answer if whole and answer.strip() and len(answer) <= MAX_CHARACTERS else None
@@ -93,7 +93,7 @@ def find_code(answer: str, tests: Tests, *, whole: bool) -> str | None:
 def _passed(
     code: str, tests: Tests, options: CodeOptions, wall_seconds: float, say_alive: Callable[[], None]
 ) -> tuple[int, str]:
-    """How many tests pass, and why one of them does not."""
+    """The number of tests that pass, and the last failure (empty if all pass)."""
     passed, problem, setup, watch = 0, "", imports(code, tests), Stopwatch()
     solution: Solution | None = None
     with contextlib.ExitStack() as stack:
@@ -142,15 +142,15 @@ def _check_call(solution: Solution, test: CallTest) -> None:
 
 
 class Solution(contextlib.AbstractContextManager["Solution"]):
-    """A confined process with the code of a response; every test has limits of its own.
+    """A confined process with the code of a response; every test has its own limits.
 
     Args:
-        watch: measures the tests of the response.
-        stdin: what a program reads; None: its functions are called.
-        again: the code has ended its last process, so it is to blame for this start and what it takes.
+        watch: measures the time of the response's tests.
+        stdin: input of a program; None if functions are called instead.
+        again: True if the code ended its last process, so that this start counts as its time.
 
     Attributes:
-        ended: it answers no more.
+        ended: True once the process no longer answers.
     """
 
     def __init__(self, cpu_seconds: float, watch: Stopwatch, stdin: str | None = None, *, again: bool = False) -> None:
@@ -194,13 +194,13 @@ class Solution(contextlib.AbstractContextManager["Solution"]):
         self._open.close()
 
     def define(self, setup: str, code: str) -> None:
-        """Run the code, after imports that it and the tests need; its time counts for the first test."""
+        """Run `setup` (imports), then the code. Its time counts for the first test."""
         self._watch.start(self._process.pid)
         self._send({"code": setup, "program": False})
         self._send({"code": code, "program": False})
 
     def ask(self, message: dict[str, Any], max_bytes: int) -> dict[str, Any]:
-        """The answer to a message, whatever the code of the response says it is; a longer one is wrong unread."""
+        """The untrusted answer to a message. An answer over `max_bytes` is wrong without being read."""
         if not self._watch.running:
             self._watch.start(self._process.pid)
         self._send(message)
@@ -211,7 +211,7 @@ class Solution(contextlib.AbstractContextManager["Solution"]):
         return answer
 
     def printed_by(self, setup: str, code: str) -> str:
-        """What the code prints, after its imports, as a program that ends with exit status 0."""
+        """The output of the code as a program, after the imports in `setup`; WrongError if its exit status is not 0."""
         assert self._process.stdout is not None
         self._watch.start(self._process.pid)
         self._send({"setup": setup, "code": code, "program": True})
@@ -228,7 +228,7 @@ class Solution(contextlib.AbstractContextManager["Solution"]):
         self._channel.queue(message)
         hung_up = select.poll()
         hung_up.register(self._channel.socket, 0)  # hang-ups and errors are always told
-        while not self._channel.flush():  # it may be computing, and read nothing
+        while not self._channel.flush():  # the process may be computing
             if self._process.poll() is not None or hung_up.poll(0):
                 self._fail("the process ended, or reads nothing")
             self._check_time()
@@ -258,7 +258,7 @@ class Solution(contextlib.AbstractContextManager["Solution"]):
             self._fail("the answer is no JSON")
 
     def _read(self, fd: int) -> bool:
-        """Read what there is; False at the end."""
+        """Read the available bytes; False at the end of the stream."""
         if self._rest:  # more is on its way, maybe byte by byte
             time.sleep(PAUSE_S)
         while not select.select([fd], [], [], POLL_S)[0]:

@@ -1,4 +1,4 @@
-"""Which of the fenced blocks of an answer is the program; nothing here runs code.
+"""Finds the program among the fenced blocks of an answer; nothing here runs code.
 
 The program is the last block of Python that defines what the tests call (for tests with input and output: that reads
 the input and prints), after the earlier blocks that define names it uses; a block is Python by its tag or, without a
@@ -31,18 +31,18 @@ DEFINED = re.compile(r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULT
 BUILT_IN = frozenset(dir(builtins))
 READERS = frozenset(["input", "raw_input", "stdin", "fileinput", "open", "read"])
 PRINTERS = frozenset(["print", "stdout", "write"])
-MAX_CHARACTERS = 100_000  # of code that is read, from the end of an answer: most needs 0.1 s, the worst one second
+MAX_CHARACTERS = 100_000  # code that is read, from the end of an answer: usually 0.1 s, at worst one second
 
 
 class Block(NamedTuple):
     """A block of Python.
 
     Attributes:
-        functions: names of functions and classes, and of what is assigned like one; not of an output such as f = 4.
-        names: all that it defines, assigns or imports.
-        needs: names that it uses, and that are none of these.
-        runs: something at its top level calls a function.
-        reads, prints: it has a name of `READERS`, or of `PRINTERS`.
+        functions: names of functions and classes, also of assigned ones; not of outputs such as f = 4.
+        names: all names that it defines, assigns or imports.
+        needs: other names that it uses.
+        runs: its top level calls a function.
+        reads, prints: it uses a name of `READERS`, or of `PRINTERS`.
     """
 
     text: str
@@ -55,7 +55,7 @@ class Block(NamedTuple):
 
 
 def program(answer: str, tests: Tests) -> str | None:
-    """The program in an answer, as the module says; None if no block can be one."""
+    """The program in an answer, as the module's docstring defines it; None if no block can be one."""
     blocks = list(fenced(answer))
     sizes = accumulate(len(text) for _, text in reversed(blocks))
     blocks = blocks[len(blocks) - sum(size <= MAX_CHARACTERS for size in sizes) :]
@@ -83,7 +83,7 @@ def _main(blocks: list[Block], tests: Tests) -> Block:
 
 
 def imports(code: str, tests: Tests) -> str:
-    """The imports that a program lacks, of `tests.modules` and the names in them, but for names that the tests call."""
+    """The imports of `tests.modules`, and of names in them, that a program lacks; not of names that the tests call."""
     of_name = _imports(tests.modules)
     block = _python("python", code) if of_name else None
     return "\n".join(
@@ -93,7 +93,7 @@ def imports(code: str, tests: Tests) -> str:
 
 @cache
 def _imports(modules: tuple[str, ...]) -> dict[str, str]:
-    """Name -> its import. Of a name in several modules the last one counts, and a module comes before a name in it."""
+    """Name -> its import. The last module with a name wins, and a module wins over a name in another one."""
     of_name = dict[str, str]()
     for module in modules:
         public = getattr(import_module(module), "__all__", None) or dir(import_module(module))

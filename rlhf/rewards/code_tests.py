@@ -1,6 +1,6 @@
-"""The tests of a row, read into what the solution is asked and what the grader accepts; nothing here runs code.
+"""Reads the tests of a row into calls for the solution and values that the grader accepts; nothing here runs code.
 
-Of `assert f(2) == 4` the solution's process is sent `f(2)`; 4 stays with the grader. What a cell may hold:
+For `assert f(2) == 4`, the solution's process is sent `f(2)`; 4 stays with the grader. A cell may hold:
 
     ["assert f(2) == 4", ...]                       MBPP; a text with such lines too
     "def check(candidate): assert candidate(2) ..."  HumanEval; the function is named by `check(f)` or by a column
@@ -50,9 +50,9 @@ FORMS = (
 
 
 class CallTest(NamedTuple):
-    """An expression for the solution, whether its value is right, and how many bytes a right one may have.
+    """An expression for the solution, a check of its value, and the largest size of a right value in bytes.
 
-    The value is JSON of `as_json`. No set or dictionary is made of it: numbers of equal hashes would take hours.
+    The value is JSON of `as_json`. It is never put into a set or dictionary: numbers of equal hashes would take hours.
     """
 
     call: str
@@ -61,14 +61,14 @@ class CallTest(NamedTuple):
 
 
 class ProgramTest(NamedTuple):
-    """What a program reads, what it has to print, and how far from it a printed decimal may be."""
+    """The input of a program, its expected output, and the tolerance of printed decimals."""
 
     stdin: str
     stdout: str
     tolerance: float = 0.0
 
     def accepts(self, printed: str) -> bool:
-        """Whether the lines have the same words; empty lines at the end do not count."""
+        """True if the lines have the same words; empty lines at the end do not count."""
         given, wanted = _words(printed), _words(self.stdout)
         return given == wanted or (
             [*map(len, given)] == [*map(len, wanted)]
@@ -90,8 +90,8 @@ class Tests(NamedTuple):
 
     Attributes:
         functions: names that the calls use.
-        setup: the imports of the tests.
-        modules: a program may use these, and the names in them, without an import.
+        setup: imports of the tests.
+        modules: modules that a program may use, with the names in them, without an import.
     """
 
     calls: tuple[CallTest, ...] = ()
@@ -117,12 +117,12 @@ def read_tests(cell: Any, function: str = "", tolerance: float = 0.0) -> Tests:
     """Read the tests of a row.
 
     Args:
-        cell: as the module says.
+        cell: one of the forms in the module's docstring.
         function: the name of the tested function, where the cell does not say it.
         tolerance: absolute or relative error of a decimal that a program prints, or a function of a pair returns.
 
     Raises:
-        ValueError: why they cannot be graded, and what can.
+        ValueError: the tests cannot be graded; names the forms that can.
     """
     if isinstance(cell, str):
         try:
@@ -214,7 +214,7 @@ def _same(value: Any, wanted: Any, tolerance: float | None = None) -> bool:
 
 
 def _opened(value: Any) -> tuple[str, Any]:
-    """The kind of what `as_json` has written, and its items; of a single value "", and the value."""
+    """The kind and the items of a value from `as_json`; for a single value, an empty kind and the value."""
     if isinstance(value, list):
         return "list", value
     if not isinstance(value, dict):
@@ -226,7 +226,7 @@ def _opened(value: Any) -> tuple[str, Any]:
 
 
 def _order(value: Any) -> Any:
-    """What elements and keys are sorted by; equal for equal ones alone."""
+    """Sort key of elements and keys, equal only for equal ones."""
     kind, items = _opened(value)
     if kind:
         orders = map(_order, items)
@@ -235,7 +235,7 @@ def _order(value: Any) -> Any:
 
 
 def _said(wanted: Any) -> Any:
-    """A result as JSON of `as_json`; NaN, which equals nothing, for one that a solution cannot say either."""
+    """A result as JSON of `as_json`; NaN, which equals nothing, if it has no such form."""
     try:
         return as_json(wanted)
     except TypeError:
@@ -243,7 +243,7 @@ def _said(wanted: Any) -> Any:
 
 
 def _longest(*wanted: Any) -> int:
-    """Bytes that a value may have which equals one of these: 1e300 may be an integer of 301 digits."""
+    """The largest size in bytes of a value that equals one of these: 1e300 may be an integer of 301 digits."""
     return MAX_BYTES + 64 * max(len(json.dumps(one)) for one in wanted)
 
 
@@ -339,7 +339,7 @@ def _close(call: str, wanted: Any, *, rel_tol: Any = 1e-9, abs_tol: Any = 0.0) -
 
 
 def _asked(node: ast.expr, test: ast.expr) -> str:
-    """What the solution is asked: it calls something, and compares nothing, since the solution would decide that."""
+    """The expression for the solution: it must call something and compare nothing, since the grader compares."""
     kinds = {type(part) for part in ast.walk(node)}
     if ast.Call not in kinds or ast.Compare in kinds or _is_literal(node):
         raise _refused(test)

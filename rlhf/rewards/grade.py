@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 OK = "ok"  # graded, right or wrong
 NO_ANSWER = "no_answer"  # the response states no answer in the requested form
 BAD_GOLD = "bad_gold"  # the gold answer of the row cannot be compared with anything
-UNSCORABLE = "unscorable"  # nothing judged it: a function returned None, no process started, a budget is used up
+UNSCORABLE = "unscorable"  # no verdict: a function returned None, or no process could be started
 NOT_JUDGED = "not_judged"  # a function in TRL's signature returned None: others judge
 FAILED = "failed"  # an exception, or a user function returned no number, or one that is too large
 
-ANSWER_CLASSES = "answer_classes"  # the name of the job that tells which answers say the same
-WITH_EQUALITY = ("math", "gsm8k", "multiple_choice", "exact", "f1")  # parts of the reward that can compare two answers
+ANSWER_CLASSES = "answer_classes"  # the job that finds equal answers
+WITH_EQUALITY = ("math", "gsm8k", "multiple_choice", "exact", "f1")  # parts that can compare two answers
 MAX_TEXT = 2000  # characters of an extracted answer or a detail that are sent to the driver
 UNGRADED = 0.02  # share of responses without a grade above which there is a warning
 STATUSES = (OK, NO_ANSWER, BAD_GOLD, TIMEOUT, DIED, UNSCORABLE, NOT_JUDGED, FAILED)
 
 
 def count_answers(samples: Iterable[ScoredRollout]) -> tuple[int, int]:
-    """(responses with an answer, responses that had to state one); a reward that reads no answers requires none."""
+    """(responses with an answer, responses that had to state one). Rewards that read no answer require none."""
     answered, missing = 0, 0
     for sample in samples:
         answered += sample.extracted != ""
@@ -38,11 +38,13 @@ def count_answers(samples: Iterable[ScoredRollout]) -> tuple[int, int]:
 
 
 def too_large(value: float, total: float, numbers: Mapping[str, float | None], *, bound: float, row: str) -> str:
-    """Why a reward cannot be trained on, or its further numbers not be logged; "" if they can.
+    """Check the size of a reward and its further numbers. Returns the problem, or an empty string.
 
     Args:
-        value, total: what a part gives, and what that makes of the whole reward.
+        value, total: value of the part, and the whole reward with it.
+        numbers: further numbers by name.
         bound: reward.bound.
+        row: names the response in the message.
     """
     for name, number in (("a reward of", value), *((f"{name} =", number) for name, number in numbers.items())):
         if number is not None and not abs(number) <= FLOAT32_MAX:
@@ -54,13 +56,13 @@ def too_large(value: float, total: float, numbers: Mapping[str, float | None], *
 
 
 class Grade(NamedTuple):
-    """What one response is worth: by one part of the reward, as the processes of the pool say, or by all of it.
+    """The grade of one response by one part of the reward, or by the whole reward.
 
     Attributes:
-        value: the reward; None if there is none, and then the response is unscorable.
-        status: one of STATUSES; of the whole reward, that of the first part that is not ok.
-        extracted: the answer that was graded, "" if the response states none.
-        detail: the reason of a failure, "" without one.
+        value: the reward; None makes the response unscorable.
+        status: one of STATUSES; for the whole reward, the first status that is not ok.
+        extracted: the answer that was graded; empty if the response states none.
+        detail: the reason of a failure, else empty.
         metrics: further numbers of a user function, which are logged; of the whole reward, the value of every part by
             name, before its weight, and these numbers as `part/number`.
         group: one grade per response, from a function that grades a whole group.

@@ -1,8 +1,8 @@
-"""The HTTP client of the judge, the reward model, the teacher and the service; all are asked by the trainer's process.
+"""The HTTP client for judges, reward models, teachers and services. It runs in the trainer's process.
 
-A server can neither hold a request nor get a key that is not its own: a request has a time limit in all, a reply has a
-bound and is not decompressed, and a redirect is an error. The proxies of the environment (`http_proxy`, `https_proxy`,
-`no_proxy`) are asked for other machines, never for this one.
+A server cannot hold a request, and gets no key but its own: a request has one time limit, a reply has a maximum length
+and is not decompressed, and a redirect is an error. Proxies of the environment (`http_proxy`, `https_proxy`,
+`no_proxy`) are used for other machines, never for this one.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from rlhf.config.printing import printable
 from rlhf.config.secrets import hide, remember
 from rlhf.rewards.patience import patiently
 
-CONNECT_S, FIRST_WAIT_S = 30.0, 0.5  # for a connection; before the second try
-MAX_RETRY_AFTER_S = 60.0  # that a server may ask to wait
-MAX_REPLY_BYTES, MAX_SHOWN = 1 << 20, 1000  # of a reply; characters of it in a message
+CONNECT_S, FIRST_WAIT_S = 30.0, 0.5  # limit for a connection; pause before the second try
+MAX_RETRY_AFTER_S = 60.0  # longest pause that a server may ask for
+MAX_REPLY_BYTES, MAX_SHOWN = 1 << 20, 1000  # largest reply; characters of a reply in a message
 HERE = re.compile(r"(?:::ffff:)?(?:127[.0-9]+|0\.0\.0\.0)|::1?|(?:.+\.|ip6-)?localhost(?:\.localdomain)?")
-PASSING = (408, 429)  # the statuses below 500 that pass by themselves
+PASSING = (408, 429)  # statuses below 500 after which another try may succeed
 BAD_FORMS = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 
 T = TypeVar("T")
 
 
 class RequestError(RuntimeError):
-    """A request has failed, and would fail again."""
+    """A request failed, and another try would fail too."""
 
 
 class PassingError(RequestError):
-    """A request has failed, but another try may succeed, after `wait_s` at the earliest."""
+    """A request failed, but another try may succeed after `wait_s`."""
 
     wait_s = 0.0
 
 
 class UnconnectedError(PassingError):
-    """No connection was made: the server knows nothing of the request."""
+    """No connection was made, so the server has not seen the request."""
 
 
 class LateError(PassingError):
@@ -54,18 +54,18 @@ class LateError(PassingError):
 
 
 class HttpClient:
-    """Asks the server at one address; each request has a connection of its own.
+    """Sends requests to one address; each request has its own connection.
 
     Args:
-        section: of the config, with its dot; `name` is the key there that holds the address.
-        address: user and password in it are sent as basic authentication.
-        timeout_s: for one request, from the connection to the end of the reply.
+        section: section of the config, with its dot; `name` is the key in it that holds the address.
+        address: a user and password in it are sent as basic authentication.
+        timeout_s: limit for one request, from the connection to the end of the reply.
         retries: further tries after an error of the type `retry_on`.
-        at_once: requests at the same time; others wait.
-        key_variable_name: environment variable with the key that is sent as a bearer token.
+        at_once: number of requests at the same time; others wait.
+        key_variable_name: environment variable whose value is sent as a bearer token.
 
     Raises:
-        ValueError: the address is no address, or there is no such variable.
+        ValueError: the address is invalid, or the variable is not set.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class HttpClient:
             is_address = self._url.scheme in ("http", "https") and bool(self._url.host) and not self._url.fragment
         if not is_address:
             shown = re.sub("//.*@", "//<secret>@", hide(address))  # a password with a "/" is not seen as one
-            raise ValueError(f"{section}{name}={shown}: it is no address. Write such as http://HOST:8000/v1.")
+            raise ValueError(f"{section}{name}={shown}: it is no address. Write one such as http://HOST:8000/v1.")
         self.name = hide(f"{section}{name}={self._url}")
         authorization = f"Basic {base64.b64encode(unquote(credentials).encode()).decode()}" if credentials else ""
         if key_variable_name is not None:
@@ -105,10 +105,10 @@ class HttpClient:
     async def ask(
         self, body: bytes | None, read: Callable[[bytes], T], *, path: str = "", most_bytes: int = MAX_REPLY_BYTES
     ) -> T:
-        """What `read` makes of the reply to a POST of this JSON, or to a GET without it.
+        """POST this JSON, or GET if it is None, and return `read(reply)`.
 
         Raises:
-            RequestError: no try succeeded; one whose reply `read` cannot read has failed too.
+            RequestError: no try succeeded. A reply that `read` cannot read counts as a failed try.
         """
 
         async def attempt() -> T:
@@ -132,7 +132,7 @@ class HttpClient:
             raise type(error)(printable(" ".join(hide(said).split()))) from None
 
     async def _reply(self, body: bytes | None, url: URL, most_bytes: int) -> bytes:
-        connect_s = min(CONNECT_S, self._timeout_s / 2)  # the first to end: then the server never had the request
+        connect_s = min(CONNECT_S, self._timeout_s / 2)  # shorter: tells apart a server that was not reached
         times = aiohttp.ClientTimeout(total=self._timeout_s, connect=connect_s)
         proxy = proxy_of(url)
         through = f" through the proxy {hide(proxy)}" if proxy else ""
@@ -159,12 +159,12 @@ class HttpClient:
 
 
 def _beginning(text: bytes | str) -> str:
-    """What a message shows of a text: cut after its secrets are hidden, so that no part of one is left."""
+    """The beginning of a text for a message. Secrets are hidden before it is cut, so that no part of one remains."""
     return hide(text if isinstance(text, str) else text.decode(errors="replace"))[:MAX_SHOWN]
 
 
 def _checked_body(reply: aiohttp.ClientResponse, text: bytes, most_bytes: int) -> bytes:
-    """The text of a reply, if that is what was asked for."""
+    """The text of a reply; RequestError if it has another status, is compressed, redirects or is too long."""
     status, coding = f"HTTP status {reply.status}", reply.headers.get("Content-Encoding", "")
     if 300 <= reply.status < 400 and "Location" in reply.headers:
         raise RequestError(f"{status}: it redirects to {_beginning(reply.headers['Location'])}, which is not asked")
@@ -182,13 +182,13 @@ def _checked_body(reply: aiohttp.ClientResponse, text: bytes, most_bytes: int) -
 
 
 def proxy_of(url: URL) -> str | None:
-    """The proxy that the environment names for an address; None for this machine, also by its name."""
+    """The proxy of the environment for an address; None for addresses and names of this machine."""
     host = (url.raw_host or "").rstrip(".").lower()
-    with contextlib.suppress(OSError, ValueError):  # 127.1 is an address too; a name is not looked up
+    with contextlib.suppress(OSError, ValueError):  # also for forms such as 127.1; names are not resolved
         family, *_, address = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0]
         host = str(address[0])
         with socket.socket(family) as trial:
-            trial.bind(address)  # only to an own address
+            trial.bind(address)  # succeeds only for an address of this machine
             return None
     if HERE.fullmatch(host) or host == socket.gethostname().lower() or proxy_bypass(url.authority):
         return None

@@ -1,4 +1,4 @@
-"""Responses -> scores of a reward model; responses that arrive while all copies are busy go into the next batch."""
+"""Scores responses with a reward model. Responses that arrive while all copies are busy form the next batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Score = Callable[[list[Conversation]], Awaitable[list[float | None]]]
 
 
 def conversation(prompt: Prompt, response: str, opening: Sequence[dict[str, str]] | None = None) -> Conversation:
-    """What a reward model is given to score a response; `opening`: in place of the prompt's messages."""
+    """The messages that a reward model scores: the prompt (or `opening` in its place) and the response."""
     return [*(prompt.messages if opening is None else opening), {"role": "assistant", "content": response}]
 
 
@@ -28,21 +28,21 @@ class RewardModelClient:
     """Adds the score of a reward model to graded groups.
 
     Args:
-        scorers: one per copy of the model: conversations -> scores; None and what is no float32 mean unscorable.
+        scorers: one per copy of the model: conversations -> scores. None, or a score beyond float32, means unscorable.
         weight: factor of the score in the reward.
-        by_group: send each group alone, so that the rounding of a score does not depend on what else has arrived.
+        by_group: send each group alone, so that the rounding of a score does not depend on the other groups.
     """
 
     def __init__(self, scorers: Sequence[Score], *, weight: float, by_group: bool = False) -> None:
         self._weight = weight
-        self.mean, self.std = 0.0, 1.0  # of the scores as they arrive; `normalize_on` measures them
+        self.mean, self.std = 0.0, 1.0  # of the raw scores; `normalize_on` measures them
         self._by_group = by_group
         self._waiting: list[list[tuple[Conversation, asyncio.Future[float | None]]]] = []  # by group
         self._free = list(scorers)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def add_to(self, group: RolloutGroup) -> RolloutGroup:
-        """The group with the weighted score added to each reward; without a score the response becomes unscorable."""
+        """Add the weighted score to each reward. A response without a score becomes unscorable."""
         scores = await self._scores(
             [conversation(group.prompt, sample.text, sample.rollout.opening) for sample in group.samples]
         )
@@ -65,7 +65,7 @@ class RewardModelClient:
         self.mean, self.std = statistics.fmean(scores), statistics.pstdev(scores)
 
     async def _scores(self, conversations: list[Conversation]) -> list[float | None]:
-        """A number for each conversation, or None, as they come from the model."""
+        """The raw score of each conversation; None if it has none."""
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[float | None]] = [loop.create_future() for _ in conversations]
         self._waiting.append(list(zip(conversations, futures, strict=True)))
@@ -76,7 +76,7 @@ class RewardModelClient:
     def _add(self, sample: ScoredRollout, score: float | None) -> ScoredRollout:
         score = None if score is None else (score - self.mean) / self.std
         parts = {**sample.reward_parts, MODEL_PART: score}
-        if sample.status == NOT_JUDGED and score is not None:  # the model alone judges it
+        if sample.status == NOT_JUDGED and score is not None:  # only the reward model judges this response
             return dataclasses.replace(sample, reward=self._weight * score, reward_parts=parts, status=OK)
         reward = None if sample.reward is None or score is None else sample.reward + self._weight * score
         return dataclasses.replace(sample, reward=reward, reward_parts=parts)
@@ -105,7 +105,7 @@ class RewardModelClient:
 
 
 def endpoint_scorer(config: RewardModelConfig) -> Score:
-    """Scores over HTTP; each request has a time limit, and the wait doubles before each retry."""
+    """A scorer that asks the endpoint of the config over HTTP."""
     assert config.endpoint is not None
     client = HttpClient(
         "reward_model.", "endpoint", config.endpoint,

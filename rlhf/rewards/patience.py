@@ -17,12 +17,12 @@ async def patiently(
     first_wait_s: float = 0.5,
     retry_on: tuple[type[Exception], ...] = (Exception,),
 ) -> T:
-    """The result of `await call()`, retried after an exception; the wait doubles, plus a random part of up to half.
+    """Return `await call()`; retry after an exception. The pause doubles, plus a random part of up to half.
 
-    After an exception that has a `wait_s` it waits so long at least.
+    If the exception has an attribute `wait_s`, the pause is at least that long.
 
     Args:
-        retries: further tries after the first one; the last exception is raised.
+        retries: further tries after the first one; then the last exception is raised.
     """
     for attempt in range(retries + 1):
         try:

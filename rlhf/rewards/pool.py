@@ -1,8 +1,8 @@
-"""Killable processes that compute rewards (`rlhf.processes`): model text is parsed nowhere else.
+"""Killable processes that compute rewards (`rlhf.processes`). Model text is parsed only there.
 
-One rule gives out jobs: a worker holds up to `capacity` jobs of a name. Built-in rewards take microseconds, so many of
-them share a message; a function that computes has a worker for itself; many calls of one that waits (`async def`) run
-at once. As many workers as are configured may compute, and as many more may hold calls that wait.
+A worker holds up to `capacity` jobs of one name. Built-in rewards take microseconds, so many of them share a message. A
+function that computes has a worker to itself. Many calls of an `async def` function run at once in one worker. The
+configured number of workers may compute, and as many more may hold asynchronous calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlhf.rewards.grade import Grade
 
 QUICK_REWARDS = frozenset(["math", "gsm8k", "multiple_choice", "exact", "f1", "length"])
 MAX_QUICK_JOBS = 64  # per message
-PARTS = 8  # that the jobs of a worker which exceeded a limit are tried again in
+PARTS = 8  # jobs of a worker that exceeded a limit are retried in so many parts
 
 
 @dataclass(slots=True, eq=False)
@@ -32,14 +32,14 @@ class Job:
     number: int
     request: dict[str, Any]
     future: Future[Grade]
-    together: int = sys.maxsize  # jobs that its worker may hold at once: fewer after one of them took too long
+    together: int = sys.maxsize  # largest number of jobs in its worker; lower after one of them took too long
 
     @property
     def name(self) -> str:
         return str(self.request["name"])
 
     def begin(self) -> bool:
-        """Whether the job still has to be computed; after this it cannot be cancelled."""
+        """True if the job still has to be computed. From then on it cannot be cancelled."""
         return self.future.running() or self.future.set_running_or_notify_cancel()
 
 
@@ -57,10 +57,11 @@ def _runs_code(worker: Worker) -> bool:
 
 
 class Pool(Workers):
-    """`workers` processes that compute jobs; a process whose job exceeds a limit is killed and replaced.
+    """Processes that compute jobs. A process whose job exceeds a limit is killed and replaced.
 
     Args:
-        user_functions: parts of the reward, all with the same grants, whose functions every worker imports first.
+        workers: number of processes that may compute at the same time.
+        user_functions: parts of the reward with the same grants; every worker imports their functions.
         limits: `cpu_seconds` and `memory_mb` of `Workers`.
     """
 
@@ -75,8 +76,8 @@ class Pool(Workers):
     ) -> None:
         self._computing = workers
         self._concurrency = {part.name: part.concurrency for part in user_functions}
-        self._waits: frozenset[str] = frozenset()  # names of functions that wait; only the workers know which do
-        self.groups: frozenset[str] = frozenset()  # names of functions in TRL's signature, which take a group
+        self._waits: frozenset[str] = frozenset()  # names of `async def` functions, as the workers report
+        self.groups: frozenset[str] = frozenset()  # names of functions in TRL's signature
         self._queues: dict[str, deque[Job]] = {}  # by name
         self._numbers_of_jobs = itertools.count()
         (grants,) = {grants_of(part) for part in user_functions} or {Grants()}
@@ -93,11 +94,11 @@ class Pool(Workers):
         )
 
     def submit(self, request: dict[str, Any]) -> Future[Grade]:
-        """Queue one job; a job that fails gives a grade with the status of the failure, not an exception."""
+        """Queue one job. A failed job gives a grade with the status of the failure, not an exception."""
         return self.submit_many([request])[0]
 
     def submit_many(self, requests: Sequence[dict[str, Any]]) -> list[Future[Grade]]:
-        """Queue jobs; the futures raise RuntimeError if the pool is closed, or has broken, before they have a grade."""
+        """Queue jobs. Futures without a grade raise RuntimeError when the pool is closed or breaks."""
         jobs = [Job(next(self._numbers_of_jobs), request, Future()) for request in requests]
         self.call_soon(self._add, jobs)
         return [job.future for job in jobs]
@@ -124,14 +125,13 @@ class Pool(Workers):
             worker.work.pop(reply["number"]).future.set_result(grade)
         if not worker.work:
             worker.watch.stop()
-        elif worker.kind or _runs_code(worker):  # calls do not block each other, or a test begins
+        elif worker.kind or _runs_code(worker):  # a sign of life: no call blocks the others, or a test begins
             worker.watch.start(worker.pid)
 
     def on_gone(self, worker: Worker, why: str, detail: str) -> None:
-        """The only job of a worker gets the status `why`; several are tried again in smaller and smaller parts.
+        """A worker's only job gets the status `why`. Several jobs are tried again in smaller and smaller parts.
 
-        One by one at once, 200 calls of half a minute that were held with one that hangs would take 50 minutes on two
-        workers.
+        Retried one by one, 200 calls of half a minute would take 50 minutes on two workers because one of them hangs.
         """
         jobs = list(worker.work.values())
         worker.work.clear()
@@ -143,14 +143,14 @@ class Pool(Workers):
             self._queues[job.name].appendleft(job)
 
     def on_turn(self) -> None:
-        """Give out jobs, the oldest first."""
+        """Assign jobs to workers, the oldest first."""
         workers = self.free()
         for queue in sorted(filter(None, self._queues.values()), key=lambda queue: queue[0].number):
             while queue and (worker := self._worker_for(queue[0], workers)):
                 self._hand_out(queue, worker)
 
     def _worker_for(self, job: Job, workers: Sequence[Worker]) -> Worker | None:
-        """The worker with the fewest jobs of those that can take it; one that has held calls does nothing else."""
+        """The worker with the fewest jobs that can take this one. No worker mixes calls that wait with other jobs."""
         waits = job.name in self._waits
         kind = [worker for worker in workers if worker.kind is waits]
         able = [worker for worker in kind if not worker.work]
@@ -160,7 +160,7 @@ class Pool(Workers):
         return min(able, key=lambda worker: len(worker.work), default=None)
 
     def _room(self, worker: Worker, job: Job) -> int:
-        """How many more jobs of this job's name a worker can hold, if this one is among them."""
+        """How many more jobs of this job's name a worker can hold, this one included."""
         name, jobs = job.name, worker.work.values()
         capacity = MAX_QUICK_JOBS if name in QUICK_REWARDS else self._concurrency[name] if name in self._waits else 1
         together = min([job.together, *(held.together for held in jobs)])

@@ -1,4 +1,4 @@
-"""A further layer around built-in rewards, in case a parser is tricked: an audit hook refuses side effects."""
+"""A further layer around built-in rewards, in case a response tricks a parser: an audit hook refuses side effects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 REFUSED_PREFIXES = ("os.", "subprocess.", "socket.", "ctypes.", "shutil.", "pty.", "signal.", "urllib.", "webbrowser.")
-# Used by imports; they change nothing.
+# events of imports, without side effects
 HARMLESS = frozenset(["os.listdir", "os.scandir", "os.walk", "os.fwalk"])
 
 _refusing: ContextVar[bool] = ContextVar("refusing", default=False)
@@ -25,7 +25,7 @@ class RefusedError(Exception):
 
 @contextlib.contextmanager
 def refusing_side_effects() -> Iterator[None]:
-    """Inside this context the current thread cannot run code from strings, write files, start processes or connect."""
+    """A context in which this thread cannot run code from strings, write files, start processes or connect."""
     _install(_audit)
     token = _refusing.set(True)
     try:

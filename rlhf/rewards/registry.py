@@ -1,4 +1,4 @@
-"""The rewards that a config can name, and the call of a user's function; runs in the workers of the pool."""
+"""The rewards that a config can name, and calls of user functions. Runs in the workers of the pool."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ REWARDS: dict[str, Callable[[dict[str, Any], Any], Grade]] = {
     "repetition": lambda job, options: Grade(repetition_reward(job["response"], options)),
     "code": lambda job, options: code_reward(job["response"], job["columns"], options, *job["time"]),
 }
-GRADES_WHOLE_RESPONSE = ("format", "length", "repetition")  # the others grade its answer, without the thoughts
+GRADES_WHOLE_RESPONSE = ("format", "length", "repetition")  # other rewards see the answer without the thoughts
 
 NO_DEBUGGER = (
     "A grading process has no terminal, so no debugger can run in it. Call the function from a script of your own, or "
     "print(): the lines reach the log. `rlhf score FILE --reward NAME` tries it on a file"
 )
-OUR_ARGUMENTS = {"columns", "metadata"}  # arguments that TRL has not
+OUR_ARGUMENTS = {"columns", "metadata"}  # TRL has no such arguments
 AS_GROUP = "Set `group: true` next to its name if it takes all responses to a prompt and returns a list, as TRL's do"
 
 
@@ -54,9 +54,9 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]]) -> Grade:
     """Grade one response by one reward.
 
     Args:
-        job: name, options, response, answer, columns, metadata; with `check`, the gold answer is graded against itself.
-            `in_thought` and the `marks` of thoughts say which part of the response is its answer; without marks those
-            of all models count. For `code`, `time`: seconds for all tests, and what is called before each test.
+        job: name, options, response, answer, columns, metadata. With `check`, the gold answer is graded against itself.
+            `in_thought` and the `marks` of thoughts tell where the answer begins; without marks, those of every known
+            model count. `code` also has `time`: seconds for all tests, and a function to call before each test.
         functions: user functions by name.
     """
     name = job["name"]
@@ -80,20 +80,20 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]]) -> Grade:
             return min((REWARDS[name](with_gold_as_response(one), options) for one in jobs), key=_sort_value)
     except MemoryError:
         raise
-    except Exception as error:  # the text of the response caused it: only this response fails
+    except Exception as error:  # caused by the text of the response, so only this response fails
         return Grade(None, FAILED, detail=f"{type(error).__name__}: {error}")
 
 
 def answer_classes(job: dict[str, Any]) -> Grade:
-    """Which answers say the same, as a part of the reward compares them.
+    """Find equal answers, as one part of the reward compares them.
 
-    Two are equal if either would be right where the other is the gold answer; for math, worked out or not.
+    Two answers are equal if either is right where the other is the gold answer. For math, they need not be worked out.
 
     Args:
         job: part, options, answers.
 
     Returns:
-        In `group`, for each answer the number of the first one that it equals.
+        A grade whose `group` has, for each answer, the index of the first answer that it equals.
     """
     part, answers = job["part"], job["answers"]
     options = _options(part, json.dumps(job["options"]))
@@ -121,7 +121,7 @@ def answer_classes(job: dict[str, Any]) -> Grade:
 
 
 def _sort_value(grade: Grade) -> float:
-    """The sort key of the grades against several acceptable answers."""
+    """Sort key for the grades against several acceptable answers."""
     return -math.inf if grade.value is None else grade.value
 
 
@@ -131,17 +131,13 @@ def _options(name: str, written: str) -> Any:
 
 
 def with_gold_as_response(job: dict[str, Any]) -> dict[str, Any]:
-    """The job with its gold answer as the response, in a form that every reward reads."""
+    """The job with its gold answer as the response, in the form that the reward reads."""
     gold = gold_answer(job["answer"]) or ""
     return {**job, "response": f"\\boxed{{{gold}}}" if job["name"] != "gsm8k" else f"#### {gold}"}
 
 
 def load_user_function(part: dict[str, Any]) -> Callable[..., Any]:
-    """Import the function of a `RewardPart`, and check that it can be called.
-
-    Raises:
-        ValueError: with the reason.
-    """
+    """Import the function of a `RewardPart` and check that it can be called; ValueError with the reason if not."""
     name = part["name"]
     module_name, _, attribute = name.rpartition(":")
     try:
@@ -176,7 +172,7 @@ def load_user_function(part: dict[str, Any]) -> Callable[..., Any]:
 
 
 def waits(function: Callable[..., Any]) -> bool:
-    """Whether a function is `async def`, so that many of its calls can wait at the same time."""
+    """True for an `async def` function, of which many calls can wait at the same time."""
     return inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  # an object with an asynchronous __call__
     )
@@ -190,12 +186,12 @@ def _call(function: Callable[..., Any], job: dict[str, Any]) -> Any:
 
 
 def has_trl_signature(function: Callable[..., Any]) -> bool:
-    """Whether a function has TRL's signature, and not ours with a first argument of that name."""
+    """True for TRL's signature. Ours may name its first argument `completions` too, but has `columns` or `metadata`."""
     return names_trl_arguments(function) and not OUR_ARGUMENTS & inspect.signature(function).parameters.keys()
 
 
 def _judge(function: Callable[..., Any], job: dict[str, Any]) -> Any:
-    """A call for a group in TRL's signature, as a coroutine: texts where the prompt is a text, else messages."""
+    """The coroutine of a call in TRL's signature, with texts if the prompt is a text, else with messages."""
     metadata = job["metadata"]
     prompts, completions = [about["messages"] for about in metadata], job["responses"]
     if metadata[0]["prompt_is_text"] and "turns" not in metadata[0]:
@@ -218,7 +214,7 @@ def _judge(function: Callable[..., Any], job: dict[str, Any]) -> Any:
 
 
 def _finished(coroutine: Any) -> Any:
-    """The result of a coroutine that never waits."""
+    """The result of a coroutine that must not wait."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -228,7 +224,7 @@ def _finished(coroutine: Any) -> Any:
 
 
 def call_user_function(function: Callable[..., Any], job: dict[str, Any]) -> Grade:
-    """Call `function(response, answer=, columns=, metadata=, **options)` and check what it returns."""
+    """Call `function(response, answer=, columns=, metadata=, **options)` and check its result."""
     try:
         result = _call(function, job)
         return _grade(function, _finished(result) if inspect.iscoroutine(result) else result, job)
@@ -239,7 +235,7 @@ def call_user_function(function: Callable[..., Any], job: dict[str, Any]) -> Gra
 
 
 async def call_waiting_function(function: Callable[..., Any], job: dict[str, Any], wall_seconds: float) -> Grade:
-    """Await one call; it has `wall_seconds` from now, and a call that ignores its cancellation is abandoned."""
+    """Await one call for at most `wall_seconds`. A call that ignores its cancellation is abandoned."""
 
     async def call() -> Grade:
         try:
@@ -257,7 +253,7 @@ async def call_waiting_function(function: Callable[..., Any], job: dict[str, Any
 
 
 def _grade(function: Callable[..., Any], result: Any, job: dict[str, Any]) -> Grade:
-    """The grade of what a function returned for one response, or for a group."""
+    """The grade of a function's result, for one response or for a group."""
     if "responses" not in job:
         return _grade_of_response(function, result)
     if isinstance(result, Judged):
@@ -280,18 +276,18 @@ def _grade_of_response(function: Callable[..., Any], result: Any) -> Grade:
         returned = read_returned(result, finite=True)
     except (TypeError, ValueError) as error:
         return _failed_grade(function, str(error))
-    predicted = returned.others.pop("pred", None)  # the name that verl's functions have for it
+    predicted = returned.others.pop("pred", None)  # verl's name for the extracted answer
     for name in returned.others:
         _say_once(f"reward: {name!r}, which a function returned next to score, is not a number, and is not logged")
     status = UNSCORABLE if returned.score is None else OK
     return Grade(returned.score, status, "" if predicted is None else str(predicted), metrics=returned.numbers)
 
 
-_say_once = cache(say)  # by this process
+_say_once = cache(say)  # once per process
 
 
 def _failed_grade(function: Callable[..., Any], problem: str | BaseException) -> Grade:
-    """`file:line: problem`, with the innermost line of the user's, or the line of the function's definition."""
+    """A failed grade: `file:line: problem`, at the innermost line of user code, or at the function's definition."""
     location = ""
     if isinstance(problem, BaseException):
         location = location_of(problem)

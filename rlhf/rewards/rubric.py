@@ -1,7 +1,7 @@
-"""Grade by criteria: an OpenAI-compatible endpoint gives each criterion a score, and their weighted mean is the value.
+"""Grade by criteria: an OpenAI-compatible endpoint scores each criterion; the value is their weighted mean.
 
-The endpoint is asked from the trainer's process, so that all responses share one cache and one budget. Nothing that it
-says is run: its answer must hold `"scores": [...]` in JSON, one number from 0 to 1 for each criterion.
+The endpoint is asked from the trainer's process, so that all responses share one cache and one budget. Its answer is
+never run. It must hold `"scores": [...]` in JSON, one number from 0 to 1 for each criterion.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ INSTRUCTION = (
     '{"scores": [one number from 0 to 1 for each criterion]}'
 )
 MAX_CACHED = 20_000  # verdicts
-KNOWN = {"prompt_tokens": 0.0, "completion_tokens": 0.0, "cached_fraction": 1.0}  # what a grade in the cache costs
-MAX_USAGE = 10_000_000  # tokens of a request; a reply that says more is wrong
+KNOWN = {"prompt_tokens": 0.0, "completion_tokens": 0.0, "cached_fraction": 1.0}  # metrics of a cached grade
+MAX_USAGE = 10_000_000  # largest believable number of tokens of a request
 # a key that is quoted inside a JSON string has a backslash before its last mark
 SCORES = re.compile(r"""["']scores["']\s*:\s*""", re.IGNORECASE)
-BEGINS_AS_JSON = ("{", "[", "`")  # so a mark of a thought that stands there is quoted
+BEGINS_AS_JSON = ("{", "[", "`")  # in such an answer a mark of a thought is quoted text
 
-_USED: dict[str, dict[str, int]] = {}  # of the budget since the program started, by options: a run may start again
+_USED: dict[str, dict[str, int]] = {}  # spent budget by options, since the program started; a run may start again
 
 
 class RubricGrader:
-    """Grades by one part of the reward; requests run at the same time in a thread of their own.
+    """Grades by one part of the reward. Requests run concurrently in a separate thread.
 
     Raises:
         ValueError: the environment variable with the key is not set.
@@ -60,7 +60,7 @@ class RubricGrader:
         self._thread.start()
 
     def close(self) -> None:
-        """Drop what is under way."""
+        """Cancel all requests."""
         asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -107,7 +107,7 @@ class RubricGrader:
             return await self._client.ask(body.encode(), lambda reply: self._read(reply, weights))
 
     def _check_budget(self) -> None:
-        """Raise RuntimeError, which ends the run, once the budget is used up."""
+        """Raise RuntimeError, which ends the run, if the budget is used up."""
         requests, tokens = self._used.values()
         for name, used in self._used.items():
             bound = getattr(self._options, name)
@@ -149,11 +149,7 @@ class RubricGrader:
 
 
 def criteria_of(columns: dict[str, Any], options: RubricOptions) -> Sequence[Criterion]:
-    """The criteria of a row: those of the config, or of its column, a list or its JSON text.
-
-    Raises:
-        ValueError: the column holds something else.
-    """
+    """The criteria of the config, or of the row's column: a list, or its JSON text. ValueError for anything else."""
     if options.criteria_column is None:
         return options.criteria
     cell: Any = columns.get(options.criteria_column)
@@ -169,7 +165,7 @@ def criteria_of(columns: dict[str, Any], options: RubricOptions) -> Sequence[Cri
 
 
 def check_criteria(columns: dict[str, Any], options: RubricOptions) -> Grade:
-    """1 if the criteria of a row can be read; else bad_gold, with the reason."""
+    """A grade of 1 if the criteria of a row can be read, else bad_gold with the reason."""
     try:
         criteria_of(columns, options)
     except ValueError as error:

@@ -40,8 +40,8 @@ from rlhf.rewards.pool import Pool, default_workers, grants_of
 from rlhf.rewards.rubric import RubricGrader, check_criteria
 from rlhf.types import Prompt, Rollout, ScoredRollout
 
-MAX_CHECKS_AT_ONCE = 4096  # gold answers in the pool at the same time: a data set may have millions
-MAX_ERRORS_KEPT, MAX_ERRORS_SHOWN = 1000, 5  # distinct errors of a part: a message may contain the response
+MAX_CHECKS_AT_ONCE = 4096  # gold answers that are queued at the same time; a data set may have millions
+MAX_ERRORS_KEPT, MAX_ERRORS_SHOWN = 1000, 5  # per part; an error may quote the response, so each may be distinct
 FAILURES = (FAILED, TIMEOUT, DIED)
 COLUMNS_OF_CODE = {name: CodeOptions.model_fields[name].default for name in ("tests", "function")}
 
@@ -58,18 +58,18 @@ class Scorer(AbstractContextManager["Scorer"]):
     """Scores responses in processes that can be killed; `counters` counts the outcomes by `part/status`.
 
     Args:
-        say: gets the lines that user functions print, from another thread.
+        say: called from another thread with each line that user functions print.
 
     Raises:
-        ValueError: a user function cannot be imported, a variable or file that it is to get is not there, or the kernel
-            cannot confine the code of responses.
-        RuntimeError: by every call after the user functions have failed more often than the config allows.
+        ValueError: a user function cannot be imported, a variable or file that is granted to it does not exist, or the
+            kernel cannot confine the code of responses.
+        RuntimeError: raised by every call once user functions have failed more often than the config allows.
     """
 
     def __init__(self, config: RewardConfig, *, say: Callable[[str], None] = to_stderr) -> None:
         self.config = config
         self.counters: Counter[str] = Counter()
-        self._counted: dict[tuple[int, str], Counter[str]] = {}  # by epoch and id of a prompt
+        self._counted: dict[tuple[int, str], Counter[str]] = {}  # by (epoch, id) of the prompt
         self._errors: dict[str, Counter[str]] = defaultdict(Counter)  # by part: error -> how often
         self._reported: dict[str, set[str]] = defaultdict(set)  # by part: errors that new_errors has returned
         self._over_budget = ""
@@ -84,7 +84,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         limits["workers"] = config.workers or default_workers()
         try:
             for part in (part for part in config.all_parts if part.name == "rubric"):
-                if _options_json(part) not in self._rubrics:  # the same one, with another weight, in another source
+                if _options_json(part) not in self._rubrics:  # a source may name the same rubric with another weight
                     self._rubrics[_options_json(part)] = RubricGrader(_rubric_options(part))
             for grants, functions in by_grants.items():
                 self._pools[grants] = Pool(**limits, user_functions=functions, say=say)
@@ -96,17 +96,17 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     @property
     def pool(self) -> Pool:
-        """The processes that are granted nothing; built-in rewards run there."""
+        """The processes without any grants; built-in rewards run there."""
         return self._pools[Grants()]
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What this kernel cannot keep the grading processes from."""
+        """A message for each access that this kernel cannot forbid the grading processes."""
         return tuple(dict.fromkeys(warning for pool in self._pools.values() for warning in pool.warnings))
 
     @property
     def sources(self) -> dict[str, dict[str, str]]:
-        """Fingerprints of the code of the user functions (`processes/code.py`)."""
+        """Fingerprints of the user functions' code: name -> file -> digest (`processes/code.py`)."""
         return {name: files for pool in self._pools.values() for name, files in pool.sources.items()}
 
     def close(self) -> None:
@@ -131,13 +131,12 @@ class Scorer(AbstractContextManager["Scorer"]):
         """Grade the responses to one prompt: each by itself, or, where a part says `group`, all in one call.
 
         Args:
-            marks: of the model's thoughts; None: those of all models.
-            metric: the metric of an evaluation; None in training. In an evaluation the answer of a response is the
-                one that the metric's part reads, or else that of the first other part by name, and `vote` tells which
-                answers say the same.
+            marks: marks of the model's thoughts; None accepts the marks of every known model.
+            metric: the metric of an evaluation; None in training. In an evaluation `extracted` is the answer that the
+                metric's part reads, else that of the first other part by name, and equal answers get the same `vote`.
         """
         parts = self.config.parts_of(prompt.source)
-        if metric is not None:  # the order in the config decides nothing
+        if metric is not None:  # the order of the parts in the config must not matter
             parts = tuple(sorted(parts, key=lambda part: (not f"{metric}/".startswith(f"{part.name}/"), part.name)))
         metadata = [_metadata(prompt, r.finish_reason, r.response_length) | _turn_metadata(prompt, r) for r in rollouts]
         of_trl = metadata
@@ -164,25 +163,26 @@ class Scorer(AbstractContextManager["Scorer"]):
         )  # fmt: skip
 
     async def _votes(self, parts: Sequence[RewardPart], columns: Sequence[Sequence[Grade]]) -> dict[str, str]:
-        """Answer -> the first equal answer, as the part that extracted them compares; {} if it compares no two."""
+        """Answer -> the first answer that equals it, as the part that extracted them compares; {} if it cannot."""
         read = [[*dict.fromkeys(grade.extracted for grade in column if grade.extracted)] for column in columns]
         part, answers = next((pair for pair in zip(parts, read, strict=True) if pair[1]), (None, []))
         if part is None or part.name not in WITH_EQUALITY or len(answers) < 2:
             return {}
         job = {"name": ANSWER_CLASSES, "part": part.name, "options": part.options, "answers": answers}
-        classes = await asyncio.wrap_future(self.pool.submit(job))  # a job over a limit of the pool has no group
+        classes = await asyncio.wrap_future(self.pool.submit(job))  # the group is empty if the job exceeded a limit
         return {answer: answers[int(one.value or 0)] for answer, one in zip(answers, classes.group, strict=False)}
 
     def try_functions(
         self, prompt: Prompt, responses: Sequence[str], rollout: Rollout | None = None
     ) -> dict[str, Grade]:
-        """Grade the first response, or all as a group, by each function and rubric. Counts nothing.
+        """Try each function and rubric on the first response, or on all if it takes a group. Changes no counter.
 
         Args:
-            rollout: with an environment, a rollout whose last turn each response might have been.
+            rollout: with an environment, a rollout; each response is taken as its last turn.
 
         Returns:
-            By name of a part: its first failed grade, or its first grade if it gave no response a value.
+            Part name -> its first failed grade, or its first grade if no response got a value. Working parts are
+            absent.
         """
         problems = {}
         for part in filter(lambda part: part.is_judged_outside, self.config.parts_of(prompt.source)):
@@ -208,10 +208,10 @@ class Scorer(AbstractContextManager["Scorer"]):
         golds: Sequence[str | Sequence[str]],
         columns: Sequence[dict[str, Any]] | None = None,
     ) -> list[list[Future[Grade]]]:
-        """Start to grade responses by every part, a list for each part; `graded_batch` waits for the results.
+        """Start to grade responses; returns one list of futures per part, for `graded_batch`.
 
         Args:
-            golds: of each response the answer, or a list of acceptable answers.
+            golds: for each response, the gold answer or a list of acceptable answers.
         """
         rows = [
             ([text], gold if isinstance(gold, str) else json.dumps(list(gold)), row, [_no_metadata(text, row)])
@@ -220,7 +220,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         return [self._submit(part, [j for row in rows for j in self._jobs(part, *row)]) for part in self.config.parts]
 
     def graded_batch(self, batches: Sequence[Sequence[Future[Grade]]], *, first_row: int = 0) -> list[Grade]:
-        """Wait for the results of `submit_batch`, in order. An error names the row on which a user function failed."""
+        """Wait for the grades of `submit_batch`, in order. Errors number the rows from `first_row`."""
         return [
             self._combine(
                 self.config.parts, [_grade_per_response([future.result()], 1)[0] for future in futures], f"row {row}"
@@ -229,7 +229,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         ]
 
     def check_gold(self, prompts: Iterable[Prompt]) -> list[BadGold]:
-        """Grade every gold answer as if it were the response, and return the rows where that fails."""
+        """Grade every gold answer against itself; returns the rows where that fails."""
         asked = (
             (prompt, part)
             for prompt in prompts
@@ -266,7 +266,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         self.counters.update(counters)
 
     def failures(self, part: RewardPart) -> str:
-        """How many calls of a part failed, then its most frequent errors, one per line; "" if no call failed."""
+        """The number of failed calls of a part and its most frequent errors, one per line. Empty if no call failed."""
         failed = self._calls(part, FAILURES)
         shown = self._errors[part.name].most_common(MAX_ERRORS_SHOWN)
         lines = [f"reward {part.name}: {failed} of {self._calls(part)} calls failed"]
@@ -276,11 +276,11 @@ class Scorer(AbstractContextManager["Scorer"]):
         return "\n".join(lines) if failed else ""
 
     def failed_always(self, part: RewardPart) -> bool:
-        """Whether a part was called, and every call failed."""
+        """True if a part was called and every call failed."""
         return 0 < self._calls(part) == self._calls(part, FAILURES)
 
     def why_no_value(self, part: RewardPart) -> str:
-        """Why a part has given no response a value; `new_errors` has the messages of its failed calls."""
+        """The reason why a part has given no response a value; `new_errors` has the messages of failed calls."""
         if self.failed_always(part):
             return "every call failed"
         counted = {status: count for status in STATUSES if (count := self.counters[f"{part.name}/{status}"])}
@@ -289,7 +289,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         return f"its calls ended as {', '.join(f'{status} ({count})' for status, count in counted.items())}"
 
     def new_errors(self) -> list[str]:
-        """Errors of user functions, environments and reward models that were not returned before, a few of each."""
+        """New errors of functions, environments and reward models, at most MAX_ERRORS_SHOWN per part in all."""
         messages = []
         calls = {part.name: part.is_judged_outside and self._calls(part) for part in self.config.all_parts}
         for name, errors in self._errors.items():
@@ -302,13 +302,13 @@ class Scorer(AbstractContextManager["Scorer"]):
         return messages
 
     def note(self, name: str, error: str, status: str = FAILED) -> None:
-        """Count an error of a part, perhaps one that is not graded here, and keep it for `new_errors`."""
+        """Count an error of a part, also of one that is graded elsewhere, and keep it for `new_errors`."""
         self.counters[f"{name}/{status}"] += 1
         if error in self._errors[name] or len(self._errors[name]) < MAX_ERRORS_KEPT:
             self._errors[name][error] += 1
 
     def _has_trl_signature(self, part: RewardPart) -> bool:
-        """Whether a part is a function in TRL's signature, which takes a group."""
+        """True for a function in TRL's signature, which takes a whole group."""
         return part.is_user_function and part.name in self._pools[grants_of(part)].groups
 
     def _jobs(
@@ -320,7 +320,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         metadata: Sequence[dict[str, Any]],
         marks: Marks | None = None,
     ) -> list[dict[str, Any]]:
-        """What has to be computed for the responses to one prompt by one part: a job for each, or one for all."""
+        """The jobs by which one part grades the responses to one prompt: one per response, or one for the group."""
         job = {"name": part.name, "options": part.options, "answer": answer}
         if part.group or self._has_trl_signature(part):
             return [{**job, "columns": columns, "metadata": metadata, "responses": texts}]
@@ -339,7 +339,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         return graders.submit_many(jobs)
 
     def _combine(self, parts: Sequence[RewardPart], grades: Sequence[Grade], row: str) -> Grade:
-        """The grade of one response by the whole reward, from those by its parts."""
+        """Combine the grades by all parts into the grade of one response."""
         values: dict[str, float | None] = {}
         metrics: dict[str, float | None] = {}
         status, extracted, total, judged, unscorable = OK, "", 0.0, 0, False
@@ -358,7 +358,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         return Grade(reward, status, extracted, metrics=values | metrics)
 
     def _within_bound(self, parts: Sequence[RewardPart], grades: Sequence[Grade], row: str) -> list[Grade]:
-        """The grades, failed where a number of a function is too large; if the sum is, where its share is largest."""
+        """The grades; too large ones become failures. If a sum is too large, the part with the largest share fails."""
         shares = [part.weight * (grade.value or 0.0) for part, grade in zip(parts, grades, strict=True)]
         checked, judged = list(grades), [at for at, part in enumerate(parts) if part.is_judged_outside]
         largest = max(judged, key=lambda at: abs(shares[at]), default=None)
@@ -396,15 +396,15 @@ def _rubric_options(part: RewardPart) -> RubricOptions:
 
 
 def error_of(grade: Grade) -> str:
-    """What a failed call says, on one line."""
+    """The message of a failed call, on one line."""
     return " ".join((grade.detail if grade.status == FAILED else f"{grade.status}: {grade.detail}").split())
 
 
 def _value(part: RewardPart, grade: Grade) -> float | None:
-    """The value of a part; 0 where a response made a built-in reward fail, None where a user function failed.
+    """The value of a part: 0 if a response made a built-in reward fail, None if a user function failed.
 
-    The tests of `code` have limits of their own. The worker's by the clock counts the time in which their processes
-    wait for a core: no response is to blame.
+    A `code` job over the worker's limit by the clock is None too. Its tests have limits of their own, so it only waited
+    for a core, which is not the response's fault.
     """
     if part.name == "code" and grade.status == TIMEOUT and "by the clock" in grade.detail:
         return None
@@ -414,7 +414,7 @@ def _value(part: RewardPart, grade: Grade) -> float | None:
 
 
 def _with_thought(text: str, metadata: dict[str, Any]) -> str:
-    """The last message of a rollout with an environment, with its thought in the form that every model has."""
+    """The last message of a rollout with an environment, with its thought in <think> tags."""
     written = [turn for turn in metadata.get("turns", ()) if turn["role"] == "assistant"]
     thoughts = [f"<think>{turn['reasoning_content']}</think>" for turn in written[-1:] if "reasoning_content" in turn]
     return "".join([*thoughts, text])
@@ -423,7 +423,7 @@ def _with_thought(text: str, metadata: dict[str, Any]) -> str:
 def _job_inputs(
     part: RewardPart, columns: dict[str, Any], metadata: dict[str, Any], marks: Marks | None
 ) -> dict[str, Any]:
-    """What a part gets in addition to response and answer. Smaller jobs make the pool faster."""
+    """The inputs of a part besides response and answer; only those it reads, since small jobs are fast."""
     thoughts = {"marks": marks, "in_thought": metadata["in_thought"]}
     if part.is_judged_outside:
         return {"columns": columns, "metadata": metadata} | ({"marks": marks} if part.name == "rubric" else {})
@@ -439,7 +439,7 @@ def _job_inputs(
 
 
 def _grade_per_response(grades: Sequence[Grade], responses: int) -> Sequence[Grade]:
-    """One grade per response; if the call for a group failed, each of its responses gets that grade."""
+    """One grade per response. If the call for a group failed, each of its responses gets that grade."""
     return grades[0].group or [*grades] * (responses // len(grades))
 
 
@@ -457,34 +457,34 @@ def _metadata(prompt: Prompt, finish_reason: str, response_length: int) -> dict[
 
 
 def _turn_metadata(prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
-    """What a rollout with an environment adds to its metadata; {} without one."""
+    """Metadata that only a rollout with an environment has; {} for other rollouts."""
     if rollout.outcome is None:
         return {}
     written = [turn for turn in rollout.turns if turn["role"] == "assistant"]
     in_thought = prompt.in_thought and not any("reasoning_content" in turn for turn in written[-1:])
-    facts = {**rollout.facts, **rollout.outcome.facts}  # the class's own, also under a name of ours
+    facts = {**rollout.facts, **rollout.outcome.facts}  # facts of the class win over ours
     opening = {} if rollout.opening is None else {"messages": rollout.opening}
     files = {} if rollout.outcome.files is None else {"files": rollout.outcome.files}
     return {"turns": rollout.turns, "facts": facts, "in_thought": in_thought, **opening, **files}
 
 
 def _trl_metadata(rollout: Rollout) -> dict[str, Any]:
-    """What a function in TRL's signature gets in addition: the ids after the prompt, attributes of the environment."""
+    """Metadata for functions in TRL's signature: token ids after the prompt, and attributes of the environment."""
     first = rollout.sequences[0]
     given: dict[str, Any] = {"completion_ids": first.token_ids[first.prompt_length :]}
     return given if rollout.outcome is None else {**given, "attributes": rollout.outcome.attributes}
 
 
 def _no_metadata(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata of a row of a file: its prompt, if it has one; without tokens, its length is counted in words."""
+    """Metadata of a row of a file. There are no tokens, so its length is counted in words."""
     prompt = next((columns[name] for name in USUAL_COLUMNS["prompt_column"] if columns.get(name)), "")
     asked = [turn for turn in prompt if isinstance(turn, dict)] if isinstance(prompt, list) else []
     messages = asked or [{"role": "user", "content": str(prompt)}]
-    of_run = columns.get("in_thought") is True and not columns.get("turns")  # a row of `rollouts/`
+    is_rollout_row = columns.get("in_thought") is True and not columns.get("turns")  # a row of `rollouts/`
     return {
         "messages": messages,
         "prompt_is_text": isinstance(prompt, str),
-        "in_thought": of_run or (isinstance(prompt, str) and opens_thought(prompt)),
+        "in_thought": is_rollout_row or (isinstance(prompt, str) and opens_thought(prompt)),
         "finish_reason": "stop",
         "response_length": len(text.split()),
     }

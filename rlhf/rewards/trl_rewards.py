@@ -1,9 +1,9 @@
-"""Reward functions in TRL's signature: they get a group at a time and return a list, None for "not mine, others judge".
+"""Reward functions in TRL's signature: they get a group and return a list; None leaves a response to other rewards.
 
     def f(prompts, completions, completion_ids, <every column>, trainer_state, log_extra, log_metric, environments)
 
-`environments` is there only where the rollouts have one. A function names what it wants of these; unlike in TRL, it
-need not take the rest by `**kwargs`.
+`environments` is given only if the rollouts have environments. A function names the arguments that it wants; unlike in
+TRL, it need not take the others as `**kwargs`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
 
 
 class Judged(NamedTuple):
-    """What a function said of a group.
+    """The result of a function for a group.
 
     Attributes:
         rewards: one per rollout; None where the function does not judge.
-        metrics: name -> the values that the function logged by `log_metric`.
+        metrics: name -> values that the function logged with `log_metric`.
     """
 
     rewards: list[float | None]
@@ -34,7 +34,7 @@ class Judged(NamedTuple):
 
 
 def names_trl_arguments(function: Callable[..., Any]) -> bool:
-    """Whether the signature is TRL's: it names `completions`, `environments` or another argument that only TRL has."""
+    """True if the signature names `completions`, `environments` or another argument that only TRL has."""
     try:
         return not OF_TRL.isdisjoint(inspect.signature(function).parameters)
     except ValueError:  # a function in C without a signature
@@ -42,7 +42,7 @@ def names_trl_arguments(function: Callable[..., Any]) -> bool:
 
 
 def as_completion(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages after the prompt as TRL shows them: arguments of calls as a dictionary, no ids of calls."""
+    """The messages after the prompt in TRL's form: arguments of calls as dictionaries, calls without ids."""
     return [_message(turn) for turn in turns]
 
 
@@ -73,14 +73,14 @@ async def judge(
     rows: Sequence[Mapping[str, Any]],
     environments: Sequence[Any] | None = None,
 ) -> Judged:
-    """Call a function for a group, as TRL calls it for a batch; `trainer_state` is empty, `log_extra` keeps nothing.
+    """Call a function for a group, as TRL calls it for a batch. `trainer_state` is empty, `log_extra` does nothing.
 
     Args:
-        prompts: of each rollout, messages (with what `reset` has added) or text.
-        completions: message lists from `as_completion` where the prompts are messages, else text.
-        completion_ids: the ids after the prompt, those of the environment too.
-        rows: of each rollout, the columns of its row.
-        environments: of each rollout an `EnvironmentView`; None if there are none.
+        prompts: per rollout, messages (including those that `reset` added) or text.
+        completions: per rollout, messages from `as_completion` if the prompt is messages, else text.
+        completion_ids: per rollout, the token ids after the prompt, including those of the environment.
+        rows: per rollout, the columns of its row.
+        environments: per rollout an `EnvironmentView`; None without environments.
 
     Raises:
         TypeError, ValueError: the function returned another number of rewards, or a value that is no number.

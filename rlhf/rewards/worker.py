@@ -19,8 +19,8 @@ from rlhf.processes.outside import children_of, kill_children
 from rlhf.rewards import registry
 from rlhf.rewards.grade import Grade
 
-BEAT_S = 0.2  # how often a worker tells the driver that no call blocks the others, or that tests are going on
-RECURSION_LIMIT = 3000  # enough for every answer within the limits of the parser; that many C frames fit the stack
+BEAT_S = 0.2  # pause between signs of life: no call blocks the others, or another test has begun
+RECURSION_LIMIT = 3000  # enough for every answer that the parser accepts; as many C frames fit the stack
 
 Job = dict[str, Any]
 
@@ -47,18 +47,18 @@ class Grader:
     def __init__(self, functions: dict[str, Any], wall_seconds: float) -> None:
         self._functions, self._wall_seconds = functions, wall_seconds
         self.waits = [name for name, function in functions.items() if registry.waits(function)]
-        self._own = children_of(os.getpid())  # started by the modules; they last as long as the worker
+        self._own = children_of(os.getpid())  # processes that the modules started; they live as long as the worker
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._last_sign_of_life = 0.0  # when the driver heard last that tests are going on
+        self._last_sign_of_life = 0.0  # time of the last sign of life while tests run
 
     def serve(self, channel: Channel) -> None:
         """Answer jobs until the driver hangs up."""
         self._channel, is_open = channel, True
         while is_open:
             messages, is_open = channel.receive(wait=True)
-            # Of all messages that have come: calls that hold the loop must not keep those of the next message waiting.
+            # jobs of all messages that have arrived, so that calls of the next message do not wait for these
             jobs = [job for message in messages for job in message["jobs"]]
             try:
                 if jobs and jobs[0]["name"] in self.waits:
@@ -66,7 +66,7 @@ class Grader:
                     kill_children(spared=self._own)
                 elif jobs:
                     self._reply(jobs, [self._compute(job) for job in jobs])
-            except MemoryError:  # some of the memory may be lost for good, so another worker takes over
+            except MemoryError:  # some memory may be lost for good, so another worker takes over
                 channel.send({"died": "out of memory"})
                 return
 
@@ -77,7 +77,7 @@ class Grader:
     def _compute(self, job: Job) -> Grade:
         if job["name"] == "code":
             job["time"] = self._wall_seconds, self._say_alive
-        is_built_in = job["name"] not in self._functions  # its parsers print parts of the responses
+        is_built_in = job["name"] not in self._functions  # parsers may print parts of responses, which is not shown
         with printing_as(None if is_built_in else job["name"]):
             grade = registry.run(job, self._functions)
         if not is_built_in or job["name"] == "code":
@@ -90,7 +90,7 @@ class Grader:
             self._reply([], [])
 
     async def _hold(self, jobs: list[Job]) -> None:
-        """Run these calls and those that arrive meanwhile, until none is left."""
+        """Run these calls, and those that arrive meanwhile, until all are answered."""
         self._begin(jobs)
         self._loop.add_reader(self._channel.socket, self._read)
         while self._tasks:
