@@ -19,7 +19,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a data set, tokenized once; `token_ids` [P] int32 is what the engines are given.
+    """One row of a data set, tokenized once. The engines get `token_ids` [P] int32.
 
     `in_thought`: the text of the prompt ends with the mark that opens a thought, so the response begins inside it.
     `is_text`: the row holds the prompt as a text, not as messages.
@@ -46,10 +46,10 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Support:
-    """The vocabulary's tokens that each of T tokens was sampled from, where sampling was restricted.
+    """The part of the vocabulary that each of T tokens was sampled from, where sampling was restricted.
 
     Attributes:
-        ids: [K] int32; those of token t are ids[offsets[t]:offsets[t+1]]. If it has none there: the whole vocabulary.
+        ids: [K] int32; token t was sampled from ids[offsets[t]:offsets[t+1]]. An empty slice is the whole vocabulary.
         offsets: [T+1] int64.
     """
 
@@ -58,44 +58,44 @@ class Support:
 
     @classmethod
     def from_sizes(cls, ids: np.ndarray, sizes: np.ndarray) -> Support:
-        """Those of tokens that have `sizes` [T] of the ids [K]."""
+        """The support of T tokens: token t has the next `sizes[t]` of the ids [K]."""
         return cls(ids.astype(np.int32, copy=False), np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
 
     @classmethod
     def concatenated(cls, parts: Sequence[tuple[Support | None, int]]) -> Support | None:
-        """One after another, each with its number of tokens; None if no token has a support."""
-        given = [support for support, _ in parts if support is not None and len(support.ids)]
-        if not given:
+        """Concatenate supports, each given with its number of tokens; None if no token has a support."""
+        restricted = [support for support, _ in parts if support is not None and len(support.ids)]
+        if not restricted:
             return None
         sizes = [np.zeros(count, np.int64) if support is None else support.sizes for support, count in parts]
-        return cls.from_sizes(np.concatenate([support.ids for support in given]), np.concatenate(sizes))
+        return cls.from_sizes(np.concatenate([support.ids for support in restricted]), np.concatenate(sizes))
 
     @property
     def sizes(self) -> np.ndarray:
-        """[T] int64, tokens of each support; 0: the whole vocabulary."""
+        """[T] int64, ids in the support of each token; 0: the whole vocabulary."""
         return np.diff(self.offsets)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: np.ndarray) -> Support:
-        """Those of these tokens, in the order of `index`."""
+        """The supports of the tokens `index`, in that order."""
         return Support.from_sizes(self.ids[_ranges(self.offsets, index)], self.sizes[index])
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """What the engine saw and sampled in one context, id for id: one row of a batch.
+    """The ids that the engine saw and sampled in one context: one row of a batch.
 
     Attributes:
         token_ids: [L] int32, prompt and response.
         response_mask: [L] bool, True where the policy sampled the token; may have holes.
         rollout_logprobs: [L] float32, as the engine reported them; 0 outside the mask.
         version_spans: cover the tokens of the mask, in order.
-        support: of all tokens; None where each was sampled from the whole vocabulary.
-        experts: [L, layers, k] uint8 or uint16, those that computed each token in the engine (`learner.router_replay`);
-            None if they were not recorded. The engine never computes the last token, nor what was said after it; they
-            repeat the last record, and nothing that is sampled comes after them.
+        support: the support of every token; None where each was sampled from the whole vocabulary.
+        experts: [L, layers, k] uint8 or uint16, the experts that computed each token in the engine
+            (`learner.router_replay`); None if they were not recorded. The engine never computes the last token, nor the
+            text that an environment adds after it. They repeat the last record; no sampled token follows them.
     """
 
     token_ids: np.ndarray
@@ -111,22 +111,23 @@ class TokenSequence:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first sampled one; all of them where none was sampled."""
+        """The number of tokens before the first sampled one; all tokens if none was sampled."""
         first = int(self.response_mask.argmax())
         return first if self.response_mask[first] else len(self.token_ids)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What its environment says of a finished rollout.
+    """The result of a finished rollout in its environment.
 
     Attributes:
-        status: `ok`, or why the rollout has no reward of its own: `call_limit` or `environment_failed`.
-        reward: its own reward, a part of the whole one; None if it gives none.
-        parts: further named rewards. facts: for rollouts/ and for other parts of the reward.
-        attributes: of the environment, for reward functions that read `environments`.
-        files: texts that a program has left, by name, for parts of the reward; None: none were asked for.
-        error: what failed, on one line.
+        status: `ok`, or the reason why the environment gives no reward: `call_limit` or `environment_failed`.
+        reward: the environment's own reward, one part of the whole reward; None if it gives none.
+        parts: further named rewards.
+        facts: values that rollouts/ and other parts of the reward get.
+        attributes: attributes of the environment object, for reward functions that read `environments`.
+        files: text files that a program left, by name, for parts of the reward; None if none were asked for.
+        error: the failure, on one line.
     """
 
     status: str = "ok"
@@ -148,10 +149,10 @@ class Rollout:
     Attributes:
         sequences: in the order of sampling; one, or more where the context was rewritten.
         finish_reason: `stop` (an end-of-sequence id or a stop string), `length`, or `abort`.
-        turns: the messages after the prompt, where there is more than one.
+        turns: the messages after the prompt, if there is more than one.
         facts: further facts by name, for rollouts/.
-        outcome: what its environment says of it; None without one.
-        opening: the messages of its prompt, where its environment has begun it otherwise than the first of its group.
+        outcome: the result from its environment; None without an environment.
+        opening: the messages of its prompt, if its environment began it differently from the first of its group.
     """
 
     prompt_id: str
@@ -169,7 +170,7 @@ class Rollout:
 
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        """Those of all sequences; each is counted from the beginning of its own sequence."""
+        """The spans of all sequences. Positions count from the beginning of each sequence."""
         return tuple(span for sequence in self.sequences for span in sequence.version_spans)
 
     @property
@@ -178,7 +179,7 @@ class Rollout:
 
     @property
     def response_ids(self) -> np.ndarray:
-        """Int32, the sampled tokens of all sequences."""
+        """The sampled tokens of all sequences, int32."""
         return np.concatenate([sequence.token_ids[sequence.response_mask] for sequence in self.sequences])
 
     @property
@@ -191,10 +192,11 @@ class ScoredRollout:
     """A graded rollout; `reward` None means that it could not be scored and takes no part in baseline or loss.
 
     Attributes:
-        text: the decoded response, as it was graded. extracted: the answer that was graded, "" if none was found.
-        vote: of an evaluation, the first answer of its group that says the same as `extracted`.
-        reward_parts: value of every part of the reward by name, before its weight.
-        status: of the grading; `ok` if nothing went wrong.
+        text: the decoded response, as it was graded.
+        extracted: the answer that was graded; empty if the response has none.
+        vote: in an evaluation, the first answer of the group that is equal to `extracted`.
+        reward_parts: the value of every part of the reward by name, before its weight.
+        status: the status of the grading; `ok` if nothing went wrong.
     """
 
     rollout: Rollout
@@ -218,14 +220,14 @@ class RolloutGroup:
         return min(sample.rollout.oldest_version for sample in self.samples)
 
     def rewards(self, part: str | None = None) -> list[float]:
-        """The rewards of its scorable samples, or one part of them; a group where none differ teaches nothing."""
+        """The rewards of the scorable samples, or one part of them. A group of equal rewards teaches nothing."""
         scorable = [sample for sample in self.samples if sample.reward is not None]
         values = [sample.reward if part is None else sample.reward_parts.get(part) for sample in scorable]
         return [value for value in values if value is not None]
 
 
-# Rounding of float64: sums of thousands of parts of size 1 stay far below it, and no two rewards that a grader can tell
-# apart are as close.
+# Rounding error of float64. Sums of thousands of parts of size 1 stay far below it, and rewards that a grader can tell
+# apart differ by more.
 REWARD_ROUNDING = 1e-12
 
 
@@ -247,12 +249,12 @@ class PackedTokens:
     sequences matters for speed.
 
     Attributes:
-        token_ids, response_mask, rollout_logprobs: [T], as those of `TokenSequence`.
+        token_ids, response_mask, rollout_logprobs: [T], as in `TokenSequence`.
         cu_seqlens: [S+1] int64; sequence s is tokens cu_seqlens[s] to cu_seqlens[s+1].
         rollout_tokens: [S] int64, sampled tokens of the whole rollout that each sequence belongs to; its other
             sequences may be in another microbatch.
-        support: of all tokens; None where each was sampled from the whole vocabulary.
-        experts: [T, layers, k], as those of `TokenSequence`; None: the routers of the learner choose.
+        support: the support of every token; None where each was sampled from the whole vocabulary.
+        experts: [T, layers, k], as in `TokenSequence`; None: the routers of the learner choose.
     """
 
     token_ids: np.ndarray
@@ -269,11 +271,11 @@ class PackedTokens:
         return np.diff(self.cu_seqlens)
 
     def token_indices(self, rows: np.ndarray) -> np.ndarray:
-        """[T'] int64, positions of the tokens of these sequences, sequence after sequence in the order of `rows`."""
+        """[T'] int64, the positions of the tokens of these sequences, in the order of `rows`."""
         return _ranges(self.cu_seqlens, rows)
 
     def take(self, rows: np.ndarray) -> PackedTokens:
-        """These sequences alone, in the order of `rows` [S'] int64."""
+        """Only the sequences `rows` [S'] int64, in that order."""
         index = self.token_indices(rows)
         return PackedTokens(
             token_ids=self.token_ids[index],
@@ -287,7 +289,7 @@ class PackedTokens:
 
 
 def _ranges(bounds: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Int64, the numbers bounds[i] to bounds[i+1] for each i of `chosen`, one range after another."""
+    """The ranges bounds[i] to bounds[i+1] for each i in `chosen`, concatenated; int64."""
     lengths = bounds[chosen + 1] - bounds[chosen]
     ends = np.cumsum(lengths)
     return np.repeat(bounds[chosen] - ends + lengths, lengths) + np.arange(int(lengths.sum()))
@@ -302,8 +304,8 @@ class StepBatch:
     Attributes:
         tokens: columns [N] of all rows.
         rollouts: [B] int64, the rollout of each row, ascending.
-        prompt_lengths: [B] int64, tokens before the first sampled one; all of them where nothing was sampled.
-        response_lengths: [B] int64, sampled tokens.
+        prompt_lengths: [B] int64, tokens before the first sampled one; all tokens if none was sampled.
+        response_lengths: [B] int64, the number of sampled tokens.
         groups: [R] int64, the group of each rollout; the rollouts of a group are adjacent.
         rewards: [R] float64; NaN for unscorable rollouts.
         trained: [R] bool, True for rollouts that enter the loss and its denominators.
@@ -341,7 +343,7 @@ class Denominators:
     """Sizes of the whole minibatch over all ranks, fixed before the first backward."""
 
     tokens: int  # trained response tokens
-    rollouts: int  # those that have such tokens
+    rollouts: int  # rollouts that have such tokens
     sequences: int
 
 
@@ -350,8 +352,8 @@ class Minibatch:
     """One optimizer step: the microbatches of each rank, and the global denominators.
 
     Attributes:
-        microbatches: [rank][microbatch] -> [S] int64 rows of the step. All ranks have equally many, so some may be
-            empty: a filler is computed in their place, so that all ranks make the same calls.
+        microbatches: [rank][microbatch] -> [S] int64 rows of the step. All ranks have the same number of microbatches,
+            so some may be empty: a filler is computed in their place, and all ranks make the same calls.
     """
 
     microbatches: tuple[tuple[np.ndarray, ...], ...]
@@ -384,27 +386,27 @@ class ValueTargets(Targets):
 
 @dataclass(frozen=True)
 class World:
-    """What one actor of a role is told about itself; the actors of a trained role are the ranks of one world."""
+    """The place of one actor within its role. The actors of a trained role are the ranks of one world."""
 
     rank: int
     size: int
     local_rank: int
     master_host: str
     master_port: int
-    threads: int  # of torch, on CPU and for an optimizer in host memory
+    threads: int  # threads of torch, on CPU and for an optimizer in host memory
     ranks_on_node: int = 1  # they share the node's memory
-    deterministic: bool = False  # torch takes only algorithms that give the same bits every time
-    version: int = 0  # of the run's weights when the actor starts, in completed training steps
-    deadline_s: float = 3600.0  # of a collective: how long a rank waits for the others
+    deterministic: bool = False  # torch uses only algorithms that give the same bits every time
+    version: int = 0  # version of the weights when the actor starts, in completed training steps
+    deadline_s: float = 3600.0  # how long a rank waits for the others in a collective
 
 
 @dataclass(frozen=True)
 class WeightsSent:
-    """What learner rank 0 says of a transfer to the engines."""
+    """Learner rank 0's summary of a transfer to the engines."""
 
-    share: float | None  # of the elements that have changed since the last transfer; None: they were not compared
-    bytes: int  # that each node with engines got
-    why_all: str = ""  # why everything was sent where changes would have been; "" in the first transfer too
+    share: float | None  # share of the elements that changed since the last transfer; None: not compared
+    bytes: int  # sent to each node with engines
+    why_all: str = ""  # why all weights were sent instead of changes; empty in the first transfer
 
 
 @dataclass(frozen=True)
@@ -412,8 +414,8 @@ class GPUMemory:
     """Memory of a GPU that learners share with engines, as one rank sees it, bytes."""
 
     total: int
-    free: int  # no process uses it
-    away: int  # this rank has moved its content to host memory, and will bring it back
+    free: int  # used by no process
+    away: int  # of tensors that this rank has moved to host memory and will bring back
 
 
 @dataclass(frozen=True)
@@ -426,7 +428,7 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """The files of a checkpoint that one rank has written, by name, and why not all of them, if one could not be."""
+    """The files of a checkpoint that one rank wrote, by name. `error`: why a file could not be written; else None."""
 
     files: dict[str, WrittenFile]
     error: str | None

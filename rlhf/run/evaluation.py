@@ -1,7 +1,7 @@
-"""The metric of a policy on held-out prompts: avg@k, pass@k and maj@k of k sampled responses.
+"""The metric of a policy on held-out prompts: avg@k, pass@k and maj@k of k sampled responses; two evaluations compared.
 
-The metric is one part of the reward, `evaluation.metric`. A response that it did not grade is counted apart, never as
-wrong. And two evaluations of the same problems: how many problems changed, and could chance alone explain that?
+The metric is one part of the reward, `evaluation.metric`. A response without a value of it counts as ungraded, never as
+wrong. A comparison says on how many problems two evaluations differ, and whether chance alone could explain that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rows = list[dict[str, Any]]
 RIGHT = 0.5  # an answer with a higher value counts as right
 RESAMPLES = 1000
 ROUNDING = 1e-9  # rounding error of a difference of means
-MAX_SUM = 1e6  # of absolute differences; up to this sum, the distribution of whole ones is computed exactly
+MAX_SUM = 1e6  # of absolute whole differences; up to this sum, their distribution is computed exactly
 SIGNS, SIGNS_AT_ONCE = 20_000, 1_000  # random assignments of signs, for other differences
 
 
@@ -40,7 +40,7 @@ async def evaluate(
     """Sample and grade all prompts of each data set, in their order; `count` is called after each group.
 
     Args:
-        at_once: groups in progress at the same time; a group's deadline must not run while it is queued.
+        at_once: groups in progress at the same time. The deadline of a group must not run while it waits in a queue.
     """
     slots = asyncio.Semaphore(at_once)
 
@@ -61,9 +61,9 @@ def rollouts_of(groups: Mapping[str, Sequence[RolloutGroup]]) -> list[Rollout]:
 
 
 def metric_value(sample: ScoredRollout, metric: str) -> float | None:
-    """The metric of a response: the value of a part of its reward, before the weight; None if nothing graded it.
+    """The metric of a response: the value of a part of its reward, before the weight; None if it was not graded.
 
-    A rollout whose tool call or program went over a limit is the model's doing: 0.
+    A rollout whose tool call or program exceeded a limit counts as 0: the model caused that.
     """
     if sample.status == CALL_LIMIT and not sample.reward_parts:
         return 0.0
@@ -71,21 +71,21 @@ def metric_value(sample: ScoredRollout, metric: str) -> float | None:
 
 
 def evaluation_metrics(groups: Mapping[str, Sequence[RolloutGroup]], metrics: Mapping[str, str]) -> dict[str, float]:
-    """`group_metrics` of each data set, named eval/<data set>/<name>; `metrics`: the metric of each data set."""
+    """`group_metrics` of each data set, named eval/<data set>/<name>. `metrics` names the metric of each data set."""
     by_source = {source: group_metrics(rows, metrics[source]) for source, rows in groups.items()}
     return {f"eval/{source}/{name}": value for source, values in by_source.items() for name, value in values.items()}
 
 
 def group_metrics(groups: Sequence[RolloutGroup], metric: str) -> dict[str, float]:
-    """avg@k: mean over problems of the mean value of their graded responses. Problems without any are left out.
+    """avg@k, pass@k and maj@k with their intervals (/low and /high), and the means of other parts as part/NAME.
 
-    pass@k: share of problems with a right response, if all values are from 0 to 1. maj@k: value of the most frequent
-    answer. Both are over the problems whose k responses are all graded, since an ungraded one may be the right one.
-    Each has its interval, named with /low and /high. The means of all other parts and numbers of the reward are named
-    part/NAME.
+    avg@k: mean over problems of the mean value of their graded responses. Problems without any are left out.
+    pass@k: share of problems with a right response, if all values are from 0 to 1.
+    maj@k: value of the most frequent answer.
+    pass@k and maj@k count only problems whose k responses are all graded, because an ungraded one may be right.
 
     Args:
-        metric: its name; empty if nothing grades the responses.
+        metric: the name of the metric; empty if nothing grades the responses.
     """
     k, samples = len(groups[0].samples), [sample for group in groups for sample in group.samples]
     metrics: dict[str, float] = {}
@@ -127,26 +127,27 @@ def _means(values: np.ndarray) -> np.ndarray:
 
 
 def ungraded_warning(source: str, groups: Sequence[RolloutGroup], metric: str) -> str:
-    """A warning with the reasons if the metric has no value for more than UNGRADED of the responses; else empty."""
+    """A warning with the reasons if more than UNGRADED of the responses have no value of the metric; else empty."""
     samples = [sample for group in groups for sample in group.samples]
     missing = [sample.status for sample in samples if metric_value(sample, metric) is None]
     if not metric or len(missing) <= UNGRADED * len(samples):
         return ""
     statuses = Counter("no value" if status in (OK, NO_ANSWER) else status for status in missing)
     why = ", ".join(f"{count} x {status}" for status, count in statuses.most_common())
-    said = f"evaluation of {source}: {metric} gave no value for {len(missing)} of {len(samples)} responses ({why})"
+    problem = f"evaluation of {source}: {metric} gave no value for {len(missing)} of {len(samples)} responses ({why})"
     if len(missing) < len(samples):
-        return f"{said}. They do not count as wrong: avg@k is over the others."
-    given = sorted({name for sample in samples for name, value in sample.reward_parts.items() if value is not None})
-    remedy = f" There are values of {', '.join(given)}: name one as evaluation.metric." if given else ""
-    return f"{said}, so nothing was measured.{remedy}"
+        return f"{problem}. They do not count as wrong: avg@k is over the others."
+    others = sorted({name for sample in samples for name, value in sample.reward_parts.items() if value is not None})
+    remedy = f" There are values of {', '.join(others)}: name one as evaluation.metric." if others else ""
+    return f"{problem}, so nothing was measured.{remedy}"
 
 
 def bootstrap_interval(values: np.ndarray) -> tuple[Any, Any]:
     """The 2.5% and 97.5% quantiles of the mean in RESAMPLES draws of N problems each, with replacement.
 
     Args:
-        values: [N], one per problem: responses to the same problem are not independent. Or [N, P]: P lists of bounds.
+        values: [N], one per problem, since responses to the same problem are not independent; or [N, P] for P
+            intervals at once.
     """
     problems = len(values)
     drawn = np.random.default_rng(0).multinomial(problems, np.full(problems, 1 / problems), size=RESAMPLES)
@@ -155,7 +156,7 @@ def bootstrap_interval(values: np.ndarray) -> tuple[Any, Any]:
 
 
 def _majority(group: RolloutGroup, metric: str) -> float | None:
-    """Value of the most frequent answer, in its most frequent spelling; ties go to the first; 0 without an answer."""
+    """Value of the most frequent answer in its most frequent spelling. Ties go to the first; 0 without an answer."""
     answered = [sample for sample in group.samples if sample.extracted]
     for name in ("vote", "extracted"):
         winners = [winner for winner, _ in Counter(getattr(sample, name) for sample in answered).most_common(1)]
@@ -171,10 +172,10 @@ class Comparison(NamedTuple):
 
     Attributes:
         name: accuracy if all values are from 0 to 1, else the name of the metric.
-        problems: how many have a graded response in both evaluations; `left_out` counts the others.
+        problems: number of problems with a graded response in both evaluations; `left_out` counts the others.
         before, after: mean over the problems of the mean value of their graded responses.
-        better, worse: how many problems have a higher or a lower mean.
-        ungraded: how many responses have no value, before and after.
+        better, worse: number of problems with a higher or a lower mean.
+        ungraded: number of responses without a value, before and after.
     """
 
     name: str
@@ -256,13 +257,13 @@ def compare(earlier: Rows, later: Rows) -> Comparison:
         )
     means = np.array([[_mean(before[key]), _mean(after[key])] for key in before])
     kept = ~np.isnan(means).any(axis=1)
-    # of sums over the responses: if all are graded 0 or 1 it is a whole number, right responses after minus before
+    # change of the sum over the responses; a whole number if all are graded 0 or 1
     change = (np.diff(means)[:, 0] * list(map(len, before.values())))[kept]
     change = np.where(np.abs(change - change.round()) < ROUNDING, change.round(), change)
     metric = earlier[0]["metric"]
-    of_accuracy = may_be_accuracy(metric) and all(0 <= row["value"] <= 1 for row in _graded([*earlier, *later]))
+    is_accuracy = may_be_accuracy(metric) and all(0 <= row["value"] <= 1 for row in _graded([*earlier, *later]))
     return Comparison(
-        name="accuracy" if of_accuracy else metric,
+        name="accuracy" if is_accuracy else metric,
         problems=int(kept.sum()),
         left_out=int((~kept).sum()),
         before=float(means[kept, 0].mean()) if kept.any() else np.nan,
@@ -301,7 +302,7 @@ def sign_flip_p_value(differences: np.ndarray) -> float:
     or wrong, this is McNemar's exact test.
 
     Args:
-        differences: [N], of each problem the sum over its responses, after minus before.
+        differences: [N], one per problem: the sum over its responses, after minus before.
     """
     observed, most = abs(differences.sum()), np.abs(differences).sum()
     if most > MAX_SUM or (differences != differences.round()).any():

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Grading:
-    """The `grade` of a Sampler."""
+    """Turns the rollouts of a prompt into graded ones; the `grade` of a Sampler."""
 
     def __init__(
         self, config: GRPOConfig, scorer: Scorer, tokenizer: Any, reward_model: RewardModelClient | None = None
@@ -57,7 +57,7 @@ class Grading:
         return tuple(self._with_outcome(rollout, by_sample.get(rollout.sample)) for rollout in rollouts)
 
     def _with_outcome(self, rollout: Rollout, graded: ScoredRollout | None) -> ScoredRollout:
-        """A rollout with what its environment says of it; `graded` is None where nothing else may judge it."""
+        """Add the environment's outcome to a graded rollout; `graded` is None if only the environment judges it."""
         outcome, environment = rollout.outcome, self._config.environment
         assert outcome is not None, "a rollout with an environment has an outcome"
         if graded is None:
@@ -66,10 +66,10 @@ class Grading:
         parts: dict[str, float | None] = dict(graded.reward_parts)
         parts |= {} if outcome.reward is None else {ENVIRONMENT_PART: outcome.reward}
         own = environment.weight * (outcome.reward or 0.0)
-        given = graded.reward
-        if graded.status == NOT_JUDGED and outcome.reward is not None:  # its environment alone judges it
-            given, graded = 0.0, dataclasses.replace(graded, status=OK)
-        reward = None if given is None else given + own
+        from_parts = graded.reward
+        if graded.status == NOT_JUDGED and outcome.reward is not None:  # only its environment judges it
+            from_parts, graded = 0.0, dataclasses.replace(graded, status=OK)
+        reward = None if from_parts is None else from_parts + own
         total = max(own, reward or 0.0, key=abs)
         if problem := self._too_large(ENVIRONMENT_PART, outcome.reward, total, outcome.parts, rollout):
             facts = {**rollout.facts, "ended_by": CALL_LIMIT, "error": problem}
@@ -80,7 +80,7 @@ class Grading:
         return dataclasses.replace(graded, reward=reward, reward_parts=parts)
 
     def _model_within_bound(self, sample: ScoredRollout) -> ScoredRollout:
-        """A rollout with the score of the reward model; unscorable if that makes the reward too large."""
+        """Check a rollout that has a score of the reward model; it is unscorable if its reward is too large."""
         score = sample.reward_parts[MODEL_PART]
         if not self._too_large(MODEL_PART, score, sample.reward or 0.0, {}, sample.rollout):
             return sample
@@ -90,15 +90,17 @@ class Grading:
     def _too_large(
         self, part: str, value: float | None, total: float, numbers: Mapping[str, float | None], rollout: Rollout
     ) -> str:
-        """`too_large` of a part that the scorer does not grade; the scorer keeps the error."""
+        """Call `too_large` for a part that the scorer does not grade, and let the scorer count the error."""
         bound = self._config.reward.bound
         if problem := too_large(value or 0.0, total, numbers, bound=bound, row=rollout.prompt_id):
             self._scorer.note(part, problem)
         return problem
 
     def text(self, rollout: Rollout, settings: SamplingSettings) -> str:
-        """The text that is graded, shown and written: what was sampled, with the marks of thoughts and without other
-        special tokens; or with an environment the last message of the assistant.
+        """The text of a rollout that is graded, shown and logged.
+
+        It is the sampled text with the marks of thoughts and without other special tokens; or, with an environment, the
+        last message of the assistant.
         """
         if rollout.outcome is not None:
             return last_assistant_text(rollout)
@@ -110,11 +112,11 @@ class Grading:
 def silent_rewards(
     config: GRPOConfig, scorer: Scorer, groups: Sequence[RolloutGroup], *, step: int
 ) -> tuple[list[str], list[str]]:
-    """Parts of the reward that gave no response of a step a value, for each list of parts (`reward.by_source`).
+    """Find parts of the reward that gave no response of a step a value, for each list of parts (`reward.by_source`).
 
     Returns:
-        Warnings: every reward was None, or every call of a built-in part failed. And notes: a part judged nothing, but
-        other parts did.
+        Warnings (every reward was None, or every call of a built-in part failed), and notes (one part gave no value,
+        but other parts did).
     """
     warnings, notes = [], []
     by_source: dict[str, list[ScoredRollout]] = {}
@@ -123,22 +125,22 @@ def silent_rewards(
         ended = (each.rollout.outcome is None or each.rollout.outcome.status == OK for each in group.samples)
         by_source.setdefault(source, []).extend(itertools.compress(group.samples, ended))
     for source, samples in ((source, samples) for source, samples in by_source.items() if samples):
-        place, of = (f"reward.by_source.{source}", f" for prompts of {source}") if source else ("reward", "")
+        key, of_source = (f"reward.by_source.{source}", f" for prompts of {source}") if source else ("reward", "")
         parts = config.reward.parts_of(source)
         values = {part.name: sum(s.reward_parts.get(part.name) is not None for s in samples) for part in parts}
         silent = {part.name: scorer.why_no_value(part) for part in parts if not values[part.name]}
         if config.learns_from_rewards and all(sample.reward is None for sample in samples):
             silent |= _silent_others(config, samples)
-            found = "; ".join(f"{name}: {why}" for name, why in silent.items())
+            reasons = "; ".join(f"{name}: {why}" for name, why in silent.items())
             shares = ", ".join(f"{name} {count} of {len(samples)}" for name, count in values.items())
             warnings.append(
-                f"{place}: every reward of step {step}{of} was None: "
-                f"{found or f'no response has a value of each part ({shares})'}. None of these rollouts was trained "
+                f"{key}: every reward of step {step}{of_source} was None: "
+                f"{reasons or f'no response has a value of each part ({shares})'}. None of these rollouts was trained "
                 "on. Repair the reward, or the rows that it reads (docs/rewards.md)."
             )
             continue
         for name, why in silent.items():
-            notes.append(f"{place}: {name} judged none of the {len(samples)} responses of step {step}{of}: {why}.")
+            notes.append(f"{key}: {name} judged none of the {len(samples)} responses of step {step}{of_source}: {why}.")
         warnings += [
             f"{scorer.failures(part)}\n  It counts as 0 for each of them."
             for part in parts
@@ -148,7 +150,7 @@ def silent_rewards(
 
 
 def _silent_others(config: GRPOConfig, samples: Sequence[ScoredRollout]) -> dict[str, str]:
-    """The reward model and the environment, if they gave no response a value."""
+    """The reward model and the environment, with a reason, if they gave no response a value."""
     named = {name for sample in samples for name, value in sample.reward_parts.items() if value is not None}
     others = {
         MODEL_PART: (config.reward_model, "it gave no score"),
@@ -158,7 +160,7 @@ def _silent_others(config: GRPOConfig, samples: Sequence[ScoredRollout]) -> dict
 
 
 def last_assistant_text(rollout: Rollout) -> str:
-    """The content of the last message that the model has written; "" without one."""
+    """The content of the last message that the model wrote; empty if it wrote none."""
     written = [turn for turn in rollout.turns if turn["role"] == "assistant"]
     return str(written[-1].get("content") or "") if written else ""
 
@@ -183,7 +185,7 @@ def reward_model_client(config: GRPOConfig, cluster: Any) -> RewardModelClient |
 async def normalize_scores(
     grading: Grading, sampler: Sampler, prompts: LoadedPrompts, config: GRPOConfig, state: RunState
 ) -> None:
-    """Set mean and std of the reward model's scores: those of the run, or measured now on sampled responses."""
+    """Set the mean and std of the reward model's scores: from the checkpoint, or measured now on sampled responses."""
     client = grading.reward_model
     if client is None or config.reward_model is None or config.reward_model.reference_samples is None:
         return

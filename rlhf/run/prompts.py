@@ -31,8 +31,8 @@ class RunData(NamedTuple):
     def row_keys(self, config: GRPOConfig) -> tuple[Iterator[Hashable], dict[str, list[Hashable]]]:
         """Keys of the training rows, and of the rows of each evaluation set; equal rows have equal keys.
 
-        The key is the tokens of the prompt. With an environment it has the columns too, since the environment may write
-        more of the prompt from them. It may make another world for each of several equal rows, so these have no key.
+        The key of a row is the tokens of its prompt. With an environment it includes the columns, since the environment
+        may write more of the prompt from them. Equal rows have no key then: each may become another world.
         """
 
         def keys(prompts: Iterable[Prompt]) -> Iterator[Hashable]:

@@ -1,4 +1,4 @@
-"""What is logged of the rollouts of a step: their metrics before any update, and their rows in rollouts/."""
+"""Logs of the rollouts of a step: their metrics before any update, and their rows in rollouts/."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def rollout_metrics(
     """Metrics of the rollouts of a step, before any update.
 
     Args:
-        version: the version of the weights that the step trains; a token's lag is counted from it.
-        asynchronous: whether there can be a lag; otherwise it is not logged.
+        version: the version of the weights that the step trains. The lag of a token is the difference to its version.
+        asynchronous: whether rollouts may lag; if not, the lag is not logged.
     """
     samples = [sample for group in groups for sample in group.samples]
     several = [group for group in groups if len(group.samples) > 1]
@@ -53,7 +53,7 @@ def rollout_metrics(
 
 
 def environment_metrics(rollouts: Sequence[Rollout]) -> StepMetrics:
-    """Metrics of rollouts that had an environment or tools; {} if none had."""
+    """Metrics of rollouts that had an environment or tools; empty if none had."""
     if not rollouts:
         return {}
     metrics: StepMetrics = {
@@ -87,9 +87,10 @@ def rollout_rows(step: int, groups: Sequence[RolloutGroup], advantages: Sequence
 
 
 def rollout_row(group: RolloutGroup, sample: ScoredRollout) -> dict[str, Any]:
-    """A graded rollout as a row of a JSON file; `context` has the messages before `prompt`, the last one.
+    """A graded rollout as a row of a JSON file.
 
-    `turns` and `facts` are there if the rollout has any, `in_thought` if the prompt has opened a thought.
+    `prompt` is the last message of the prompt and `context` the messages before it. A row has `turns` and `facts` only
+    if the rollout has some, and `in_thought` only if the prompt opened a thought.
     """
     rollout = sample.rollout
     messages = group.prompt.messages if rollout.opening is None else rollout.opening
@@ -114,10 +115,10 @@ def rollout_row(group: RolloutGroup, sample: ScoredRollout) -> dict[str, Any]:
 
 
 def token_values(batch: StepBatch, targets: PolicyTargets, tokenizer: Any) -> list[dict[str, list[Any]]]:
-    """For each rollout of the step: its tokens from the first sampled one on, as text, with two values.
+    """The tokens of each rollout of the step from its first sampled one on, as text, with two values per token.
 
-    These are advantages, and learner minus engine log-probs; None where the token was not sampled. The difference is
-    left out of rollouts whose old log-probs were not computed.
+    The values are the advantage and the log-prob of the learner minus that of the engine; None if the token was not
+    sampled. Rollouts whose old log-probs were not computed have no differences.
     """
     tokens, rows = batch.tokens, []
     for first, last in itertools.pairwise(batch.row_bounds):

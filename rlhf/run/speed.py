@@ -24,16 +24,17 @@ class LearnerSpeed:
     def step_metrics(
         self, batch: StepBatch, epochs: Sequence[Sequence[Minibatch]], shared: np.ndarray, update_s: float
     ) -> dict[str, float]:
-        """Those of one step; empty if it had none, for example while a critic warms up.
+        """Metrics of the updates of one step; empty without updates, for example while a critic warms up.
 
-        learner/mfu: forward and backward FLOPs of the computed tokens over the peak of the learners; left out if the
-            peak or the shape of the model is not known. A critic is not counted.
-        learner/shared_fraction: tokens not computed, because the sequence before had the same beginning.
-        learner/padding_fraction: computed positions that belong to no rollout; only fillers have such positions.
+        learner/mfu: forward and backward FLOPs of the computed tokens, divided by the peak of the learners. Not logged
+            if the peak or the shape of the model is unknown. A critic is not counted.
+        learner/shared_fraction: share of tokens that were not computed, because the previous sequence begins the same.
+        learner/padding_fraction: share of computed positions that belong to no rollout. Only fillers have them.
 
         Args:
-            shared: [S] how many first tokens of each sequence were computed with the sequence before it, in the order
-                in which the ranks compute.
+            shared: [S] how many first tokens of each sequence were computed with the previous one, in the order in
+                which the ranks compute.
+            update_s: seconds that the updates took.
         """
         if not epochs:
             return {}

@@ -1,7 +1,7 @@
-"""What the teachers of a run say of the tokens of a step: by the learners, or by servers over HTTP.
+"""Log-probs of the tokens of a step by the teachers of a run, which the learners or servers over HTTP compute.
 
-Each teacher gets the rows of its sources, with its hint between prompt and response where it reads one. What it says of
-the sampled tokens comes back as one column of the step's own batch.
+Each teacher gets the rows of its sources, with its hint between prompt and response if it reads one. Its log-probs of
+the sampled tokens come back as one column of the step's own batch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rlhf.rewards.http_client import MAX_REPLY_BYTES, HttpClient, RequestError
 from rlhf.step.minibatches import plan_epochs
 from rlhf.types import Prompt, RolloutGroup, StepBatch
 
-MAX_TOKEN_BYTES = 1024  # of a reply, for each token of a prompt
+MAX_TOKEN_BYTES = 1024  # of a reply, per token of the prompt
 
 
 class TeacherLogprobs(NamedTuple):
-    """Log-probs [N] float32 of the teachers, 0 where there is none, and the rows [B] bool that have one."""
+    """Log-probs [N] float32 by the teachers, 0 in rows without a teacher, and the rows [B] bool that have one."""
 
     logprobs: np.ndarray
     rows: np.ndarray
@@ -37,7 +37,7 @@ class TeacherLogprobs(NamedTuple):
 def hinted_prompts(
     config: GRPOConfig, teacher: TeacherModel, prompts: Sequence[Prompt], tokenizer: Any
 ) -> dict[str, np.ndarray]:
-    """The token ids of prompts as a teacher reads them, by their id: its hint follows the last message.
+    """Prompt id -> the token ids that a teacher reads: the prompt, with the row's hint after the last message.
 
     Raises:
         ValueError: a row has no hint, or is too long with it.
@@ -71,24 +71,24 @@ class Teachers:
     """The teachers of a run; nothing is started for them yet.
 
     Args:
-        prompts: of data.train, by source.
+        prompts: the prompts of data.train, by source.
 
     Raises:
-        ValueError: a server has another vocabulary, or a row has no hint.
+        ValueError: a server has a different vocabulary, or a row has no hint.
     """
 
     def __init__(self, config: GRPOConfig, prompts: Mapping[str, Sequence[Prompt]], tokenizer: Any) -> None:
         self._config = config
-        self._of: dict[str, TeacherModel] = {}
+        self._by_source: dict[str, TeacherModel] = {}
         self._hinted: dict[str, np.ndarray] = {}
         teachers = config.algo.teacher
         if teachers is not None and not teachers.in_loss:  # in the loss the learners compare for themselves
             for source, rows in prompts.items():
                 if (teacher := teachers.of(source)) is not None:
-                    self._of[source] = teacher
+                    self._by_source[source] = teacher
                     self._hinted |= hinted_prompts(config, teacher, rows, tokenizer) if teacher.hint_column else {}
         self._servers: dict[str, Server] = {}
-        for source, teacher in self._of.items():
+        for source, teacher in self._by_source.items():
             if teacher.endpoint is not None and teacher.endpoint not in self._servers:
                 self._servers[teacher.endpoint] = Server(config, teacher.endpoint, tokenizer)
                 self._servers[teacher.endpoint].check(prompts[source][0].token_ids.tolist())
@@ -96,32 +96,32 @@ class Teachers:
     async def logprobs(
         self, groups: Sequence[RolloutGroup], batch: StepBatch, rows: np.ndarray, learners: Any, *, step: int
     ) -> TeacherLogprobs | None:
-        """What the teachers say of the sampled tokens of these rows [B] bool; None without teachers.
+        """Log-probs of the sampled tokens of these rows [B] bool by their teachers; None without teachers.
 
         Args:
-            learners: the ranks of the policy. They then hold other microbatches: `start_step` must follow.
+            learners: the ranks of the policy. They hold other microbatches afterwards: call `start_step` again.
         """
-        if not self._of:
+        if not self._by_source:
             return None
         prompts = [groups[group].prompt for group in batch.groups[batch.rollouts]]
         taught = TeacherLogprobs(np.zeros(len(batch.tokens.token_ids), np.float32), np.zeros(len(rows), bool))
-        for teacher in {id(each): each for each in self._of.values()}.values():
-            own = np.array([self._of.get(prompt.source) is teacher for prompt in prompts], bool) & rows
+        for teacher in {id(each): each for each in self._by_source.values()}.values():
+            own = np.array([self._by_source.get(prompt.source) is teacher for prompt in prompts], bool) & rows
             if not own.any():
                 continue
-            read = self._as_read(batch, prompts, np.flatnonzero(own)) if teacher.hint_column else batch
+            read = self._with_hints(batch, prompts, np.flatnonzero(own)) if teacher.hint_column else batch
             if teacher.endpoint is None:
                 epochs = plan_epochs(read, self._config, step=step, rows_to_compute=own)
                 await learners.start_step(read, epochs[:1])
                 (column,) = await learners.compute(lambda learner: learner.teacher_logprobs(teacher))  # noqa: B023
             else:
-                column = await self._served(teacher.endpoint, read, own)
-            here, there = _sampled(batch, own), _sampled(read, own)
-            taught.logprobs[here], taught.rows[own] = column[there], True
+                column = await self._ask_server(teacher.endpoint, read, own)
+            taught.logprobs[_sampled(batch, own)] = column[_sampled(read, own)]
+            taught.rows[own] = True
         return taught
 
-    def _as_read(self, batch: StepBatch, prompts: Sequence[Prompt], rows: np.ndarray) -> StepBatch:
-        """The batch with the hinted prompts of these rows."""
+    def _with_hints(self, batch: StepBatch, prompts: Sequence[Prompt], rows: np.ndarray) -> StepBatch:
+        """The batch with the hints in the prompts of these rows."""
         tokens, bounds = batch.tokens, batch.tokens.cu_seqlens
         heads = batch.prompt_lengths.copy()
         ids, masks = (np.split(column, bounds[1:-1]) for column in (tokens.token_ids, tokens.response_mask))
@@ -133,8 +133,8 @@ class Teachers:
         packed = replace(pack(ids, masks), rollout_tokens=tokens.rollout_tokens)
         return replace(batch, tokens=packed, prompt_lengths=heads)
 
-    async def _served(self, endpoint: str, batch: StepBatch, rows: np.ndarray) -> np.ndarray:
-        """[N] float32 log-probs by a server at the tokens of these rows."""
+    async def _ask_server(self, endpoint: str, batch: StepBatch, rows: np.ndarray) -> np.ndarray:
+        """[N] float32 log-probs of the tokens of these rows, by a server."""
         server = self._servers[endpoint]
         bounds, column = batch.tokens.cu_seqlens, np.zeros(len(batch.tokens.token_ids), np.float32)
         spans = [slice(bounds[row], bounds[row + 1]) for row in np.flatnonzero(rows)]
@@ -145,7 +145,7 @@ class Teachers:
 
 
 def _sampled(batch: StepBatch, rows: np.ndarray) -> np.ndarray:
-    """[N] bool, the sampled tokens of these rows."""
+    """[N] bool, True for the sampled tokens of these rows."""
     return batch.tokens.response_mask & np.repeat(rows, batch.tokens.lengths)
 
 
@@ -162,17 +162,18 @@ class Server:
         )  # fmt: skip
 
     def check(self, token_ids: Sequence[int]) -> None:
-        """Ask for the log-probs of a prompt; ValueError if they do not come, or are those of other tokens."""
+        """Ask for the log-probs of a prompt; ValueError if the request fails or the server has another vocabulary."""
         try:
             asyncio.run(self.logprobs(token_ids))
         except RequestError as error:
             raise ValueError(str(error)) from None
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs at temperature 1 of these tokens, that of the first is 0.
+        """Log-probs of these tokens at temperature 1; the first one is 0.
 
         Raises:
-            RequestError: no try succeeded. ValueError: the server reads the ids as other tokens.
+            RequestError: no try succeeded.
+            ValueError: the server reads the ids as other tokens.
         """
         self._model = self._model or await self._client.ask(
             None, lambda reply: str(json.loads(reply)["data"][0]["id"]), path="models"
@@ -185,10 +186,10 @@ class Server:
             most_bytes=MAX_REPLY_BYTES + MAX_TOKEN_BYTES * len(token_ids),
         )
         for token, text in zip(token_ids, texts, strict=True):
-            own = self._tokenizer.decode([token])
-            if own != text and "\ufffd" not in own:  # a part of a character has no text of its own
+            expected = self._tokenizer.decode([token])
+            if expected != text and "\ufffd" not in expected:  # a part of a character has no text of its own
                 raise ValueError(
-                    f"{self._client.name}: different vocabulary: token {token} is {text!r} there and {own!r} in "
+                    f"{self._client.name}: different vocabulary: token {token} is {text!r} there and {expected!r} in "
                     "model.path. Serve a model with the same tokenizer."
                 )
         return [0.0, *logprobs]

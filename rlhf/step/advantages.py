@@ -1,7 +1,7 @@
 """Rewards of rollouts -> advantages of rollouts (GRPO and its family), or advantages and returns of tokens (PPO).
 
-Either works on all rollouts of a step on the driver, so the result depends neither on the number of learners nor on the
-token budget.
+Both are computed on the driver for all rollouts of a step, so the result depends neither on the number of learners nor
+on the token budget.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def penalize_kl(
     ref_logprobs: np.ndarray | None,
     algo: AlgoConfig,
 ) -> np.ndarray:
-    """[R] rewards minus kl_coef times the KL to the reference, summed over all that was sampled in the rollout.
+    """[R] rewards minus kl_coef times the KL to the reference, summed over the sampled tokens of the rollout.
 
-    Where log-probs [N] of a row are unknown, because it is not among `rows_to_compute` [B] bool, the reward of its
-    rollout becomes NaN, which keeps it out of the baseline.
+    The log-probs [N] of rows outside `rows_to_compute` [B] bool are unknown. The reward of their rollouts becomes NaN,
+    which keeps them out of the baseline.
     """
     assert old_logprobs is not None, "a KL in the reward needs both columns"
     assert ref_logprobs is not None
@@ -50,20 +50,20 @@ def penalize_kl(
 def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str, normalize_over: str = "responses") -> np.ndarray:
     """[R] advantage of each rollout; 0 for unscorable ones. The kinds are those of `algo.advantage`.
 
-    A function of the user gets the rewards [R'] and the groups [R'] of the scorable ones alone.
+    A function of the user gets the rewards [R'] and groups [R'] of the scorable rollouts only.
 
     Args:
-        rewards: [R], of the batch, with or without the KL penalty; NaN is unscorable. Whether rewards are equal is
-            decided by those of the batch, which have no penalty.
-        normalize_over: what the statistics of REINFORCE++ count, responses or tokens, as `algo.normalize_over`.
+        rewards: [R], with or without the KL penalty; NaN is unscorable. Equal rewards are recognized by
+            `batch.rewards`, which have no penalty.
+        normalize_over: whether the statistics of REINFORCE++ count responses or tokens, as `algo.normalize_over`.
     """
     if ":" in kind:
         scorable = ~np.isnan(rewards)
         advantages = np.zeros_like(rewards)
         if scorable.any():
-            given = torch.from_numpy(rewards[scorable]), torch.from_numpy(batch.groups[scorable])
+            arguments = torch.from_numpy(rewards[scorable]), torch.from_numpy(batch.groups[scorable])
             try:
-                advantages[scorable] = own_advantages(load_function(kind), *given).numpy()
+                advantages[scorable] = own_advantages(load_function(kind), *arguments).numpy()
             except ObjectiveError as error:
                 raise RuntimeError(f"algo.advantage={kind}: {error}. Correct it, and go on with --resume.") from None
         return advantages
@@ -86,11 +86,12 @@ def teach(
     taught: np.ndarray,
     teacher: TeacherConfig,
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """-> [N] float32 advantages of tokens with what the teachers say, and metrics.
+    """Add the teachers' advantages to those of the reward: [N] float32, and metrics.
 
     Args:
-        advantages: [N] of the reward; 0 where teachers replace it. old_logprobs, teacher_logprobs: [N].
-        taught: [B] bool, trained rows that have a teacher; the advantages of the others stay.
+        advantages: [N], from the reward; 0 where teachers replace it.
+        old_logprobs, teacher_logprobs: [N].
+        taught: [B] bool, trained rows that have a teacher. The advantages of other rows are unchanged.
     """
     mask = batch.tokens.response_mask & np.repeat(taught, batch.tokens.lengths)
     old, of_teacher = torch.from_numpy(old_logprobs), torch.from_numpy(teacher_logprobs)
@@ -110,22 +111,22 @@ class Credit:
 
 
 def make_kl_controller(algo: PPOAlgoConfig, restored_coef: float | None) -> KLController:
-    """The controller of kl_coef that the config asks for; an adaptive one goes on from the checkpoint's coefficient."""
+    """The controller of kl_coef. An adaptive one continues from the coefficient of the checkpoint, if there is one."""
     if algo.kl_controller == "fixed":
         return KLController(algo.kl_coef)
     return KLController(restored_coef or algo.kl_coef, target=algo.kl_target, horizon=algo.kl_horizon)
 
 
 def response_kl(batch: StepBatch, old_logprobs: np.ndarray, ref_logprobs: np.ndarray) -> float:
-    """Mean over trained rollouts, at least one, of log pi - log pi_ref (k1) summed over all that was sampled, in nats.
+    """Mean over trained rollouts of log pi - log pi_ref (k1), summed over their sampled tokens, in nats.
 
-    It is the input of the controller; the columns have shape [N].
+    It is the input of the controller. The columns have shape [N]; at least one rollout must be trained.
     """
     return float(np.mean(sum_over_responses(batch, old_logprobs - ref_logprobs)[batch.trained]))
 
 
 def mean_over_responses(batch: StepBatch, column: np.ndarray) -> np.ndarray:
-    """[R] mean of a token column [N] over all that was sampled in each rollout; 0 where nothing was."""
+    """[R] mean of a token column [N] over the sampled tokens of each rollout; 0 if there are none."""
     return sum_over_responses(batch, column) / np.maximum(batch.per_rollout(batch.response_lengths), 1)
 
 
@@ -138,7 +139,7 @@ def assign_credit(
     kl_coef: float,
     algo: PPOAlgoConfig,
 ) -> Credit:
-    """Advantages and returns of all tokens of the rollouts that are trained on.
+    """Advantages and returns of all tokens of the trained rollouts.
 
         reward of the rollout, clipped, at the last token of each of its sequences
         - kl_coef x KL at each token
@@ -146,7 +147,7 @@ def assign_credit(
         -> GAE with the critic's values; the value after the last token is 0
         -> advantages whitened over the step, if asked; returns are not
 
-    Each sequence is an episode of its own: GAE does not go from one to the next.
+    Each sequence is an episode of its own: GAE does not continue from one sequence to the next.
 
     Args:
         values: [N], the critic's values before the first update of the step.

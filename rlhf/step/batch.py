@@ -1,4 +1,4 @@
-"""Groups of graded rollouts -> the flat batch of a step, and what is asked of its rollouts and token columns."""
+"""Groups of graded rollouts -> the flat batch of a step; sums and checks of its token columns."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def make_batch(groups: Sequence[RolloutGroup], *, mask_truncated: bool, needs_re
     """Flatten groups in their order: the rollouts of a group are neighbours, in the order of its samples.
 
     Args:
-        mask_truncated: rollouts that did not stop by themselves are left out of the loss, like unscorable ones.
-        needs_reward: False where teachers replace rewards. A rollout without a reward is then trained with a reward of
-            0, unless it was aborted.
+        mask_truncated: leave rollouts that did not stop by themselves out of the loss, like unscorable ones.
+        needs_reward: False if teachers replace rewards. A rollout without a reward is then trained with reward 0,
+            unless it was aborted.
     """
     samples = [sample for group in groups for sample in group.samples]
     rollouts = [sample.rollout for sample in samples]
@@ -37,8 +37,8 @@ def make_batch(groups: Sequence[RolloutGroup], *, mask_truncated: bool, needs_re
         [sequence.experts for sequence in sequences],
     )
     if tokens.experts is not None:
-        # What sequences share is computed once. Engines round a prompt differently in each request: the first record
-        # stands for all, so that the result does not depend on which sequence comes first in a microbatch.
+        # Tokens that sequences share are computed once. Engines round a prompt differently in each request: the first
+        # record is used for all, so that the result does not depend on which sequence comes first in a microbatch.
         starts = tokens.cu_seqlens[:-1].tolist()
         for before, start, count in zip(starts, starts[1:], shared_beginnings(tokens)[1:].tolist(), strict=False):
             tokens.experts[start : start + count] = tokens.experts[before : before + count]
@@ -56,21 +56,21 @@ def make_batch(groups: Sequence[RolloutGroup], *, mask_truncated: bool, needs_re
 
 
 def sum_over_responses(batch: StepBatch, column: np.ndarray) -> np.ndarray:
-    """[R] float64: the sum of a token column [N] over all that was sampled in each rollout."""
+    """[R] float64: the sum of a token column [N] over the sampled tokens of each rollout."""
     mask, bounds = batch.tokens.response_mask, batch.tokens.cu_seqlens
     spans = [slice(start, end) for start, end in itertools.pairwise(bounds.tolist())]
     return batch.per_rollout(np.array([column[span][mask[span]].sum(dtype=np.float64) for span in spans]))
 
 
 def broadcast_to_tokens(batch: StepBatch, values: np.ndarray) -> np.ndarray:
-    """[N] float32: the value of each rollout [R] at all tokens of all of its rows."""
+    """[N] float32: the value of each rollout [R], repeated at all tokens of all its rows."""
     return np.repeat(values.astype(np.float32)[batch.rollouts], batch.tokens.lengths)
 
 
 def non_finite_rollouts(
     batch: StepBatch, rows_to_compute: np.ndarray, **columns: np.ndarray | None
 ) -> dict[str, np.ndarray]:
-    """Column name -> rollouts with NaN or inf at a sampled token, which no update may use; {} in a healthy run.
+    """Column name -> rollouts with NaN or inf at a sampled token. No update may use them; empty in a healthy run.
 
     Args:
         rows_to_compute: [B] bool, rows whose columns are known.
@@ -83,4 +83,4 @@ def non_finite_rollouts(
     }
     ends = batch.tokens.cu_seqlens[1:]
     rows = {name: np.searchsorted(ends, at, side="right") for name, at in positions.items() if len(at)}
-    return {name: np.unique(batch.rollouts[found]) for name, found in rows.items()}
+    return {name: np.unique(batch.rollouts[of_name]) for name, of_name in rows.items()}

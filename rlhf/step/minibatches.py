@@ -14,11 +14,11 @@ from rlhf.types import Denominators, Minibatch, StepBatch
 
 
 def rows_with_gradient(batch: StepBatch, advantages: np.ndarray, config: GRPOConfig) -> np.ndarray:
-    """[B] bool, True for the rows of trained rollouts that the learner computes at all.
+    """[B] bool, the rows of trained rollouts that can have a gradient: the learner computes only these.
 
     Without a KL, teacher, entropy bonus, balancing loss or loss of the user, the gradient is a multiple of the
-    advantage, so a rollout whose advantage [R] is exactly 0 has none. It stays in the denominators. Metrics of
-    log-probs then cover only the other rollouts; `algo.log_kl` asks for the KL of all of them, so all are computed.
+    advantage, so a rollout whose advantage [R] is exactly 0 has no gradient. It still counts in the denominators.
+    Metrics of log-probs then cover only the other rollouts; `algo.log_kl` needs all of them, so all are computed.
     """
     assert not config.kl_in_reward, "with the KL in the reward, advantages need the log-probs first"
     algo = config.algo
@@ -43,7 +43,7 @@ def plan_epochs(
 
     Args:
         rows_to_compute: [B] bool, the rows that are packed and computed; None: all trained rows.
-        training: epochs and minibatches; None: those of the policy.
+        training: the number of epochs and minibatches; None: as for the policy.
     """
     rows_to_compute = batch.trained_rows if rows_to_compute is None else rows_to_compute
     training = training or config.training
