@@ -1,8 +1,8 @@
 """Which folders are checkpoints of a run, which files they have, and whether these are as they were written.
 
-A checkpoint has exactly the name that this program gives, a manifest, and in the file `run_id` the id of its run. All
-else next to it (a copy such as step-000040-mine) is somebody's own, and never read, counted or removed. In a checkpoint
-only the files that its manifest names are read, so anything else in the folder changes nothing.
+A checkpoint has a name of the form step-000040, a manifest, and the id of its run in the file `run_id`. Other files and
+folders next to it (a copy such as step-000040-mine) belong to the user: they are never read, counted or removed. Only
+the files that the manifest of a checkpoint names are read; other files in its folder have no effect.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def checkpoint_step(name: str) -> int:
 
 
 def sorted_checkpoints(names: Iterable[str]) -> list[str]:
-    """Those of the names that a checkpoint can have, oldest first."""
+    """The names that are names of checkpoints, oldest first."""
     return sorted((name for name in names if checkpoint_step(name) >= 0), key=checkpoint_step)
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
-    """The folders here with the name of a checkpoint, damaged ones and those of other runs too, oldest first."""
+    """The folders here with the name of a checkpoint, oldest first; some may be damaged, or of another run."""
     return [folder / name for name in sorted_checkpoints(path.name for path in folder.glob("step-*"))]
 
 
@@ -52,7 +52,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_line(file: Path) -> str:
-    """The one line of a file such as `latest` or `run_id`; "" if it is not there."""
+    """The one line of a file such as `latest` or `run_id`; empty if there is no such file."""
     try:
         return file.read_text(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -65,10 +65,10 @@ def belongs_to_run(checkpoint: Path, run_id: str) -> bool:
 
 
 def write_manifest(folder: Path, written: Mapping[str, WrittenFile]) -> None:
-    """Write the size and checksum of every file of a finished checkpoint, and see that all of it is on the disk.
+    """Write the size and checksum of every file of a finished checkpoint, and sync all of it to the disk.
 
     Args:
-        written: what other processes have written and synced, by path in the folder.
+        written: the files that other processes have written and synced, by path in the folder.
 
     Raises:
         OSError: a file of `written` is missing here, or has another size.
@@ -111,11 +111,11 @@ def manifest_files(content: bytes) -> dict[str, WrittenFile]:
 
 
 def find_damage(folder: Path, *, contents: bool = True) -> str:
-    """How a checkpoint differs from what was written, "" if it does not, by file sizes and (`contents`) checksums."""
+    """How a checkpoint differs from its manifest, by file sizes and (`contents`) checksums; empty if it does not."""
     try:
         files = manifest_files((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
-        return f"{MANIFEST} is missing, as where it was not finished"
+        return f"{MANIFEST} is missing: the checkpoint was not finished"
     except OSError as error:
         return reason(error)
     except ValueError as error:
@@ -125,9 +125,9 @@ def find_damage(folder: Path, *, contents: bool = True) -> str:
         try:
             size = (folder / name).stat().st_size
             if size != files[name].bytes:
-                return f"{name} has {size:,} bytes, {files[name].bytes:,} were written"
+                return f"{name} has {size:,} bytes, and {files[name].bytes:,} were written"
             if contents and checksum(folder / name) != files[name].crc32:
-                return f"{name} has another checksum than what was written"
+                return f"{name} has another checksum than the one that was written"
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
@@ -170,7 +170,10 @@ def replace_synced(file: Path, text: str) -> None:
 
 
 def remove(checkpoint: Path) -> str:
-    """Remove a checkpoint, renamed first, so that a remainder does not count as one; "" or why it is still there."""
+    """Remove a checkpoint; returns why it is still there, or an empty string.
+
+    It is renamed first, so that a remainder does not count as a checkpoint.
+    """
     try:
         shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(PARTIAL)))
     except OSError as error:

@@ -2,9 +2,9 @@
 
     MIRROR/run_id  latest  best  config.yaml  metrics.jsonl  step-000020/...
 
-A checkpoint is there once its manifest.json is, which is sent after its other files. `latest` and `best` are sent after
-the checkpoint that they name. The place belongs to the run whose id is in `run_id`; that file is also the first of a
-checkpoint that is sent, and nothing is removed in which the id of the run is not found.
+A checkpoint is complete once its manifest.json is there, which is sent after its other files. `latest` and `best` are
+sent after the checkpoint that they name. The mirror belongs to the run whose id is in its `run_id`. Each checkpoint has
+that file too, and it is sent first: a folder without the id of this run is never removed.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from rlhf.run.checkpoint_files import (
 from rlhf.run.threads import call_in_thread
 
 WAITS_S = (1.0, 5.0, 25.0)  # before each further try of a failed request
-ANSWER_S = 60.0  # that a request may take; one that moves a file may take longer, by the file's size
+ANSWER_S = 60.0  # longest time of a request; one that moves a file may take longer, by the file's size
 SLOWEST = 2**20  # bytes per second of the slowest transfer that is accepted
 OTHER_MIRROR = "Name another address, correct the access to it, or set it to null."
 
 
 class Mirror:
-    """Checkpoints at an address such as s3://bucket/run. Its methods raise OSError where it does not answer.
+    """Checkpoints at an address such as s3://bucket/run. Its methods raise OSError if the address does not answer.
 
     Raises:
-        ValueError: the address is of a kind that fsspec does not know, or whose package is not installed.
+        ValueError: fsspec does not know this kind of address, or the package for it is not installed.
     """
 
     def __init__(self, url: str, *, waits_s: Sequence[float] = WAITS_S, answer_s: float = ANSWER_S) -> None:
@@ -63,21 +63,22 @@ class Mirror:
         return sorted_checkpoints(path.split("/")[-2] for path in self._glob(f"step-*/{MANIFEST}"))
 
     def check_empty(self) -> None:
-        """Before a new run: ValueError unless the place can be read and holds no run."""
+        """Before a new run: ValueError if the mirror cannot be read or holds checkpoints."""
         try:
-            found = self.checkpoints()
+            complete = self.checkpoints()
         except OSError as error:
             raise ValueError(f"{error}. {OTHER_MIRROR}") from None
-        if found:
+        if complete:
             raise ValueError(
-                f"checkpoint.mirror={self.url}: already holds {found[-1]} of a run. Go on with it (--resume), or name "
-                "another address."
+                f"checkpoint.mirror={self.url}: already holds {complete[-1]} of a run. Go on with it (--resume), or "
+                "name another address."
             )
 
     def claim(self, run_id: str, *, anew: bool = False) -> None:
-        """Make the place this run's; OSError if it is another run's.
+        """Write the id of this run into the mirror; OSError if the mirror belongs to another run.
 
-        With `anew` also where another run has claimed it and has no checkpoint there, as one that ended in start-up.
+        Args:
+            anew: take it from a run that has no checkpoint there, such as one that ended in start-up.
         """
         owner = self._line(RUN_ID)
         if not owner or (anew and owner != run_id and not self.checkpoints()):
@@ -90,8 +91,11 @@ class Mirror:
     def send(self, checkpoint: Path, others: Sequence[Path], *, pointer: str, keep: int, run_id: str) -> None:
         """Copy a checkpoint and other files of the run, unless the mirror has it; name it in the file `pointer`.
 
-        If `pointer` is `latest`, older checkpoints beyond `keep` and older incomplete copies are then removed; the one
-        that `best` names stays. OSError if the place does not take them, or is another run's.
+        If `pointer` is `latest`, older checkpoints beyond `keep` and older incomplete copies are then removed, except
+        the one that `best` names.
+
+        Raises:
+            OSError: the mirror does not take the files, or belongs to another run.
         """
         self.claim(run_id)
         manifest = (checkpoint / MANIFEST).read_bytes()
@@ -116,7 +120,11 @@ class Mirror:
         self._remove(name for name in self._folders(run_id) if checkpoint_step(name) > step)
 
     def fetch(self, name: str, checkpoints: Path, run_id: str) -> str:
-        """Copy a checkpoint into a folder; "" or how it is damaged, or that it is not of this run ("": of any)."""
+        """Copy a checkpoint into a folder; returns what is wrong with it, or an empty string.
+
+        Args:
+            run_id: the run that the checkpoint must belong to; empty: any run.
+        """
         partial, final = checkpoints / f"{name}{PARTIAL}", checkpoints / name
         owner = self._line(f"{name}/{RUN_ID}")
         if run_id and owner and owner != run_id:

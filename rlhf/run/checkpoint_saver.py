@@ -42,8 +42,8 @@ class CheckpointSaver:
         write_log: writes the rows that wait for room on the disk; raises OSError if there is none.
 
     Attributes:
-        failure: why the newest checkpoint could not be written; "" if it was. The run goes on and tries again after
-            the next step: the checkpoint before it is whole, and ending the run would lose as much.
+        failure: why the newest checkpoint could not be written; empty if it was. The run goes on and tries again after
+            the next step: the previous checkpoint is complete, and ending the run would lose as much.
         writing_step: the step of the current save, or of the last one; 0 if it failed.
     """
 
@@ -136,7 +136,7 @@ class CheckpointSaver:
             self._folder.being_copied = ""
 
     def fail(self, step: int, error: Exception, partial: Path | None = None) -> None:
-        """Warn that the checkpoint of a step could not be written, and remove what there is of it."""
+        """Warn that the checkpoint of a step could not be written, and remove its partial folder."""
         self.failure, self.writing_step = f"the checkpoint of step {step} could not be written: {reason(error)}.", 0
         remedy = "Make room meanwhile." if isinstance(error, OSError) else "Remove the cause meanwhile."
         self._warn(f"{self.failure} It is tried again after the next step. {remedy}")

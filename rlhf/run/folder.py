@@ -1,7 +1,6 @@
 """The folder of a run: config.yaml, metrics.jsonl, rollouts/, checkpoints/, model/, summary.json.
 
-A checkpoint is written under a temporary name and renamed when it is complete, so that the previous one stays intact
-whatever happens meanwhile.
+A checkpoint is written under a temporary name and renamed when it is complete, so the previous one stays intact.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ from rlhf.types import WrittenFile
 
 STATE_FILE = "driver.json"
 LOCK = ".lock"
-# Names in the folder of a run that has not finished a step.
+# Files and folders of a run that has not finished a step.
 FIRST_NAMES = re.compile(
     r"(config\.yaml|run_id)(\.new)?|wandb|tensorboard|logs|report\.html|\.lock|rollouts|checkpoints|metrics\.jsonl"
 )
-NAMES_SHOWN = 3  # of the files in a folder that cannot be used
+NAMES_SHOWN = 3  # file names in the message about a folder that cannot be used
 CONFIG, RESUMED_CONFIG = "config.yaml", "config.resumed.yaml"
 
 C = TypeVar("C", bound=TrainingProgramConfig)
@@ -66,12 +65,13 @@ class RunFolder:
     """Paths and files of one run.
 
     Attributes:
-        id: of the run; its checkpoints and its mirror hold it too. A run on a bare node takes that of its checkpoint.
-        restored: the verified checkpoint that a resumed run goes on from, the newest or the one named `start_at`.
-        damaged: newer checkpoints that are damaged or incomplete, with the reason.
+        id: the id of the run, which its checkpoints and its mirror hold too. On a bare node it is read from the
+            checkpoint.
+        restored: the verified checkpoint that a resumed run goes on from: the newest, or the one named `start_at`.
+        damaged: name -> reason, of newer checkpoints that are damaged or incomplete.
         saved_step: the step of the newest complete checkpoint; 0 if there is none.
-        not_removed: why older checkpoints are still there after the last save.
-        being_copied: the name of a checkpoint that saves do not remove, or "".
+        not_removed: the reasons why older checkpoints are still there after the last save.
+        being_copied: the name of a checkpoint that saves must not remove; empty if there is none.
 
     Raises:
         ValueError: the folder already holds a run and `resume` is False, or there is nothing to resume.
@@ -95,8 +95,8 @@ class RunFolder:
         self._lock_file: TextIO | None = None
         if resume:
             self._find_undamaged()
-        elif taken := why_unusable(self.path):
-            raise ValueError(taken)
+        elif problem := why_unusable(self.path):
+            raise ValueError(problem)
         elif mirror is not None:
             mirror.check_empty()
         self.id = self.id or f"{self.path.resolve().name}-{secrets.token_hex(4)}"
@@ -192,19 +192,19 @@ class RunFolder:
     # --- checkpoints ---
 
     def _find_undamaged(self) -> None:
-        """Find the newest undamaged checkpoint, here or in the mirror; one from the mirror is copied here."""
-        mirror, there = self._mirror, set[str]()
+        """Find the newest undamaged checkpoint, here or in the mirror. A checkpoint of the mirror is copied here."""
+        mirror, in_mirror = self._mirror, set[str]()
         if mirror is not None:
             try:
-                there = set(mirror.checkpoints())
+                in_mirror = set(mirror.checkpoints())
             except OSError as error:
                 self.damaged["the mirror"] = str(error)
-        for name in self._candidates(there.union(path.name for path in all_checkpoints(self.checkpoints))):
+        for name in self._candidates(in_mirror.union(path.name for path in all_checkpoints(self.checkpoints))):
             path = self.checkpoints / name
             owner = read_line(path / RUN_ID)
             if self.id and owner and owner != self.id:
                 damage = f"it is of another run, {owner}"
-            elif (damage := find_damage(path)) and mirror is not None and name in there:
+            elif (damage := find_damage(path)) and mirror is not None and name in in_mirror:
                 damage = self._fetch(mirror, name)
             if not damage:
                 self.restored, self.saved_step = path, self.read_state(path).step
@@ -236,7 +236,7 @@ class RunFolder:
         return [name]
 
     def _fetch(self, mirror: Mirror, name: str) -> str:
-        """Copy a checkpoint from the mirror, in place of a missing or damaged one; "" or why that failed."""
+        """Replace a missing or damaged checkpoint by that of the mirror; returns why it failed, or an empty string."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._lock()
         try:
@@ -248,7 +248,11 @@ class RunFolder:
         return damage and f"{mirror.url}: {damage}"
 
     def begin_checkpoint(self, step: int) -> Path:
-        """Make the folder that `finish_checkpoint` renames; OSError if the disk or another folder there forbids it."""
+        """Make the folder that `finish_checkpoint` renames.
+
+        Raises:
+            OSError: the disk is full, or a folder that is not of this run has the name of the checkpoint.
+        """
         folder = self.checkpoints / f"step-{step:06d}{PARTIAL}"
         final = folder.with_suffix("")
         if final.exists() and not belongs_to_run(final, self.id):
@@ -275,15 +279,15 @@ class RunFolder:
     ) -> Path:
         """Write the driver's state and the manifest, rename the folder, then point `latest` to it.
 
-        Everything is on the disk before the next thing is written: after a crash at any moment, the newest folder with
-        the name of a checkpoint is whole. Older checkpoints beyond `keep`, except `being_copied`, are removed last.
+        Every file is synced before the next one is written: after a crash at any moment, the newest folder with the
+        name of a checkpoint is complete. Older checkpoints beyond `keep`, except `being_copied`, are removed last.
 
         Args:
             best: a metric of the evaluations; the checkpoint with its highest value is kept, and named in `best`.
-            written: what the learners have written, by path in the folder.
+            written: the files that the learners wrote, by path in the folder.
 
         Raises:
-            OSError: the disk takes no more, or a file of `written` is missing.
+            OSError: the disk is full, or a file of `written` is missing.
         """
         if self.metrics.exists():
             sync(self.metrics)  # a resumed run appends after its last line
@@ -325,7 +329,7 @@ class RunFolder:
         """One file per step and one line per rollout."""
         encode = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
         lines = "".join(encode(row) + "\n" for row in rows)
-        for separator in ("\x85", "\u2028", "\u2029"):  # which many readers take for the end of a line
+        for separator in ("\x85", "\u2028", "\u2029"):  # many readers take them for the end of a line
             lines = lines.replace(separator, f"\\u{ord(separator):04x}")
         files.replace(self.rollouts / f"step-{step:06d}.jsonl", as_utf8(lines))
 
@@ -336,7 +340,7 @@ class RunFolder:
 def best_step(
     evaluations: Mapping[int, Mapping[str, float]], metric: str, *, among: Collection[int] | None = None
 ) -> int | None:
-    """The step with the highest value of a metric, the first of equal ones; None if none of them has it.
+    """The step with the highest value of a metric; ties go to the first. None if no step has the metric.
 
     Args:
         among: steps to choose from; None: all except step 0, which has no checkpoint.
@@ -347,44 +351,44 @@ def best_step(
 
 
 def why_unusable(folder: Path) -> str:
-    """Why a new run cannot use this folder, "" if it can. To remove it is advised only if a run made it."""
+    """Why a new run cannot use this folder; empty if it can. Only a folder that a run made is advised to be removed."""
     if not folder.is_dir() or not any(folder.iterdir()) or _has_no_finished_step(folder):
         return ""
-    named = folder if folder.name not in ("", "..") else folder.resolve()
+    path = folder if folder.name not in ("", "..") else folder.resolve()
     complete = complete_checkpoints(folder / "checkpoints")
     is_run = (folder / RUN_ID).is_file() or all((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
     if complete or is_run:
         advice = "Go on with it (--resume), write" if complete else "Write"
         return (
-            f"run.dir={folder}: already holds a run. {advice} to another folder (run.dir={named}-2), or remove it "
-            f"(rm -r {named})."
+            f"run.dir={folder}: already holds a run. {advice} to another folder (run.dir={path}-2), or remove it "
+            f"(rm -r {path})."
         )
-    names = sorted(path.name for path in folder.iterdir())
+    names = sorted(file.name for file in folder.iterdir())
     more = ", ..." if len(names) > NAMES_SHOWN else ""
     return (
         f"run.dir={folder}: already holds other files ({', '.join(names[:NAMES_SHOWN])}{more}), and no run. Name a "
-        f"new folder, such as run.dir={named / 'run'}."
+        f"new folder, such as run.dir={path / 'run'}."
     )
 
 
 def _has_no_finished_step(folder: Path) -> bool:
-    """Whether the folder holds nothing but what a run writes before it finishes its first step."""
+    """Whether the folder holds only files that a run writes before it finishes its first step."""
     rollouts, checkpoints, metrics = folder / "rollouts", folder / "checkpoints", folder / "metrics.jsonl"
     if not (rollouts.is_dir() and checkpoints.is_dir()) or any((*rollouts.iterdir(), *checkpoints.iterdir())):
         return False  # no run began here, or it has finished a step
     try:
         lines = metrics.read_text().splitlines() if metrics.exists() else []
-        first = all(json.loads(line)["step"] == 0 for line in lines)
+        only_step_0 = all(json.loads(line)["step"] == 0 for line in lines)
     except (ValueError, LookupError, TypeError, RecursionError):
         return False
-    return first and all(FIRST_NAMES.fullmatch(path.name) for path in folder.iterdir())
+    return only_step_0 and all(FIRST_NAMES.fullmatch(path.name) for path in folder.iterdir())
 
 
 def with_date(config: C, models: Iterable[str] = (), *, today: datetime.date | None = None) -> C:
-    """The config with `data.date`, so that a run writes the same prompts on all its days.
+    """The config with `data.date` set, so that a run of several days writes the same prompts each day.
 
-    The date is the config's own, or that of the run that is continued, or today. For an evaluation it is that of the
-    first of the `models` that lies in the folder of a run.
+    The date is that of the config, else of the run that is continued, else today. For an evaluation it is the date of
+    the run of the first of the `models` that lies in the folder of a run.
     """
     dates = map(_date_of_model, models) if models else map(_date_of_run, [config])
     date = config.data.date or next(filter(None, dates), today or datetime.date.today())
@@ -406,13 +410,17 @@ def _date_of_model(path: str) -> datetime.date | None:
 
 
 def _runs_around(path: str) -> Iterator[Path]:
-    """The folders of runs in which a model lies; a checkpoint has the id of its run, but no config."""
+    """The run folders that contain a model. A checkpoint has a run id too, but no config."""
     folders = dict.fromkeys((*Path(path).absolute().parents, *Path(path).resolve().parents))
     return (folder for folder in folders if (folder / RUN_ID).is_file() and (folder / CONFIG).is_file())
 
 
 def config_that_trained_on(source: DatasetConfig, path: str) -> Path | None:
-    """The config of the run that made the model at `path`, or its start model, if its data.train names this source."""
+    """The config of the run that made a model, or its start model, if data.train of that run names this source.
+
+    Args:
+        path: of the model.
+    """
     seen: set[Path] = set()
     while (folder := next(_runs_around(path), None)) is not None and folder not in seen:
         seen.add(folder)
@@ -420,8 +428,8 @@ def config_that_trained_on(source: DatasetConfig, path: str) -> Path | None:
             values = from_environment(stored_values(folder / CONFIG))
             below = Path(values["run"]["dir"]).parts
             started_in = Path(*folder.parts[: -len(below)]) if folder.parts[-len(below) :] == below else Path.cwd()
-            for named in values["data"]["train"]:
-                trained = DatasetConfig(**{key: named[key] for key in DatasetConfig.model_fields})
+            for entry in values["data"]["train"]:
+                trained = DatasetConfig(**{key: entry[key] for key in DatasetConfig.model_fields})
                 if is_same_data(source, trained, started_in):
                     return folder / CONFIG
             path = str(started_in / values["model"]["path"])

@@ -20,7 +20,7 @@ from rlhf.log.panels import metric_title
 from rlhf.log.sinks import training_data_note
 from rlhf.run.state import RunState
 
-NEW_TOKENS = 512  # in the example, where the config says none
+NEW_TOKENS = 512  # in the example, if the config sets no longest response
 LONGEST = 2000  # characters of a message in the example
 LICENSE_KEYS = ("license", "license_name", "license_link")  # of the hub's front matter
 METHODS = {"grpo": "GRPO", "ppo": "PPO", "sft": "supervised fine-tuning", "reward_model": "training on preferences"}
@@ -67,7 +67,7 @@ def model_card(state: RunState, *, merged: bool = False) -> str:
 
 
 def _license(base: str) -> dict[str, str]:
-    """What the front matter of the base model's README says of its license; empty without one."""
+    """The license keys in the front matter of the base model's README; empty if there are none."""
     readme = local_model_folder(base) / "README.md"
     _, *rest = readme.read_text(errors="replace").split("---\n") if readme.is_file() else [""]
     try:
@@ -86,11 +86,11 @@ def _usage(state: RunState, base: str, *, is_adapter: bool) -> str:
     example: list[dict[str, Any]] | str = state.example or [{"role": "user", "content": "Your question."}]
     if isinstance(example, str):
         text = _shortened(example)
-        given = f'text = {_literal(text)}\nprompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")'
+        code = f'text = {_literal(text)}\nprompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")'
     else:
         messages = [{**message, "content": _shortened(message.get("content"))} for message in example]
         of_template = {**data.get("chat_template_kwargs", {}), "add_generation_prompt": True}
-        given = (
+        code = (
             f"messages = {_literal(messages)}\narguments = {_literal(of_template)}\n"
             'prompt = tokenizer.apply_chat_template(messages, **arguments, return_tensors="pt", return_dict=True)'
         )
@@ -125,7 +125,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-{given}
+{code}
 response = model.generate(**prompt, do_sample=True, **{json.dumps(sampling)})
 print(tokenizer.decode(response[0][prompt["input_ids"].shape[1]:], skip_special_tokens=True))
 ```
@@ -134,7 +134,7 @@ print(tokenizer.decode(response[0][prompt["input_ids"].shape[1]:], skip_special_
 
 
 def _shortened(text: Any) -> Any:
-    """A text without secrets, and without its middle if it is long; other values as they are."""
+    """A text without secrets, and without its middle part if it is long; other values are unchanged."""
     shown = hide(text) if isinstance(text, str) else text
     if not isinstance(shown, str) or len(shown) <= LONGEST:
         return shown
@@ -147,7 +147,7 @@ def _literal(value: Any) -> str:
 
 
 def _evaluation(state: RunState) -> str:
-    """The values of each evaluation, and the name of their metric; empty without an evaluation."""
+    """A table of the evaluations, and the name of their metric; empty if there was no evaluation."""
     table = _table("step", {str(step): values for step, values in state.evaluations.items()})
     config = config_of_any_program(state.config)
     title = "" if config is None else metric_title(config.metrics, state.evaluations.values())
@@ -155,7 +155,7 @@ def _evaluation(state: RunState) -> str:
 
 
 def _table(corner: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """A Markdown table of {row name: {column name: value}}; "" without columns."""
+    """A Markdown table of {row name: {column name: value}}; empty if there are no columns."""
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     if not columns:
         return ""

@@ -21,10 +21,10 @@ C = TypeVar("C", bound=TrainingProgramConfig)
 def train_with_restarts(
     config: C, flags: argparse.Namespace, train: Callable[[Run[C]], Coroutine[Any, Any, None]]
 ) -> None:
-    """Train; after a LostError again, at most `run.max_restarts` times in a row without a new checkpoint.
+    """Train, and restart after a LostError: at most `run.max_restarts` times in a row without a new checkpoint.
 
     Args:
-        flags: those of the program; `resume` and `resume_from` are read.
+        flags: the flags of the program, of which `resume` and `resume_from` are read.
 
     Raises:
         LostError: the last failure, if no checkpoint was complete, the first start failed, a signal had asked the run

@@ -1,4 +1,4 @@
-"""What a resumed run may change: nothing that would make it another run.
+"""Checks of a resumed run: it may not change anything that would make it another run.
 
 A key of the config may change only if its field, or a section around it, is declared with `resume="free"`. The start
 models and the data are compared by their fingerprints, so that their folders may move.
@@ -70,7 +70,7 @@ def _section_in(kind: Any) -> type[Section] | None:
 def check_not_finished(config: TrainingProgramConfig) -> None:
     """Raise NothingToDoError if the run in run.dir has taken all its steps, saved the last and written its summary.
 
-    ValueError if that run is another one, as `check_resumed_state` finds.
+    ValueError if it is another run, as in `check_resumed_state`.
     """
     steps, path = config.steps, Path(config.run.dir)
     latest = path / "checkpoints" / read_line(path / "checkpoints" / LATEST)
@@ -183,7 +183,7 @@ def model_fingerprints(config: TrainingProgramConfig) -> dict[str, dict[str, str
 
 
 def _other_models(config: TrainingProgramConfig, state: RunState) -> Iterator[str]:
-    """A problem for each start model that is not the one that the run began with, as far as both can be read."""
+    """A problem for each start model that the run did not begin with, as far as both models can be read."""
     if not state.models:
         return
     fingerprints = model_fingerprints(config)

@@ -1,4 +1,4 @@
-"""The rollout side of a run with engines: prompts, grader, engines, buffer, canary, evaluation, and what is logged."""
+"""The rollout side of a run with engines: prompts, grader, engines, buffer, canary, evaluation, and their logs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from rlhf.run.threads import in_thread
 from rlhf.run.useless_steps import UselessSteps, skipped_updates_warning
 from rlhf.types import Minibatch, PolicyTargets, Prompt, RolloutGroup, StepBatch
 
-SAY_FRACTION = 0.1  # of cluster.step_deadline_s, after which a step says which groups it waits for
+SAY_FRACTION = 0.1  # of cluster.step_deadline_s; a step that waits longer says for which groups
 TABLES, GROUPS_IN_TABLE = 20, 2  # tables of sampled responses in a run, for wandb; groups in each
 
 C = TypeVar("C", bound=GRPOConfig)
@@ -98,7 +98,7 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
             exit_stack.push_async_callback(loop.buffer.close)
             with run.log.terminal.stage("check"):
                 await loop.check_start()
-            engines.meter.take()  # what the checks sampled is of no step
+            engines.meter.take()  # tokens that the checks sampled belong to no step
         run.begin()
         yield loop
 
@@ -123,7 +123,7 @@ class RolloutLoop(Generic[C]):
 
     Args:
         first: the first prompt, as the model gets it; the canary begins with it.
-        environments: of the rollouts; None: a response is one turn.
+        environments: the environments of the rollouts; None: a rollout is one response.
     """
 
     def __init__(
@@ -196,12 +196,15 @@ class RolloutLoop(Generic[C]):
         self.engines.replace_lost(self.canary.check)
 
     async def finish(self) -> None:
-        """End the run after its last step; an engine that is lost from now on cancels no export."""
+        """End the run after its last step. An engine that is lost from now on does not cancel the export."""
         await self.engines.replace_no_more()
         await self._run.finish(self.buffer.account_metrics())
 
     async def publish(self, version: int) -> dict[str, float]:
-        """Learners -> engines, compared by the canary; -> metrics of both; raises as `Canary.check`."""
+        """Send the weights to the engines as `version` and let the canary compare them; returns metrics of both.
+
+        Raises as `Canary.check`.
+        """
         learners = self._run.cluster.learners
         async with learners.weights_lock:
             with self._run.clock.phase("transfer"):
@@ -212,7 +215,7 @@ class RolloutLoop(Generic[C]):
         return compared | self.engines.transfer_metrics
 
     def progress(self) -> dict[str, Any]:
-        """What a checkpoint holds of the rollout side."""
+        """The rollout side's fields of the state in a checkpoint."""
         account, buffer, outstanding = self.buffer.account, self.buffer, self.buffer.outstanding()
         positions = sorted([*(ticket.position for ticket in outstanding), *self.tickets.waiting()])
         return {
@@ -230,7 +233,7 @@ class RolloutLoop(Generic[C]):
     # --- a training step ---
 
     async def take_groups(self, step: int) -> Sequence[RolloutGroup]:
-        """The graded groups for the step after `step` finished ones; a signal meanwhile saves and ends the run."""
+        """The graded groups for the step after `step` finished ones. A signal meanwhile saves and ends the run."""
         run, buffer = self._run, self.buffer
         say_s = run.config.cluster.step_deadline_s * SAY_FRACTION
         say = asyncio.get_running_loop().call_later(say_s, lambda: run.log.print(f"{buffer.waits_for()}."))
@@ -258,7 +261,7 @@ class RolloutLoop(Generic[C]):
             self._run.log.warn(warning)
 
     async def update_reference(self, done: int) -> None:
-        """After `done` training steps: replace the reference by the policy when due, or average the policy into it."""
+        """After `done` training steps: replace the reference by the policy if due, or average the policy into it."""
         algo, learners = self._run.config.algo, self._run.cluster.learners
         if algo.ref_update == "average":
             await learners.call(lambda learner: learner.blend_reference(algo.ref_decay))
@@ -281,7 +284,7 @@ class RolloutLoop(Generic[C]):
         Args:
             advantages: [R], one per rollout.
             epochs: minibatches of the policy; empty while a critic warms up.
-            measured: metrics that are logged as they are.
+            measured: further metrics, logged unchanged.
         """
         run, config, rollout = self._run, self._run.config, self._run.config.rollout
         learned = mean_over_updates(updates)

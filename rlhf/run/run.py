@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from rlhf.learner.critic import Critic
     from rlhf.learner.policy import Learner
 
-SAVE_S = 60.0  # that a failed run waits for the checkpoint that is being written
-LOST_SAVE_S = 15.0  # where Ray has ended: learners that still live may complete it
+SAVE_S = 60.0  # a failed run waits this long for the checkpoint that is being written
+LOST_SAVE_S = 15.0  # the same if Ray has ended: learners that are still alive may complete it
 
 C = TypeVar("C", bound=TrainingProgramConfig)
 
 
 class RunCluster(Protocol):
-    """What a run asks of its cluster; tests drive a run with one that starts nothing."""
+    """The cluster as a run uses it. Tests drive a run with a cluster that starts nothing."""
 
     checkpoints: RoleCheckpoints
     lost: str
@@ -69,9 +69,9 @@ class RunCluster(Protocol):
 
 
 class Run(Generic[C]):
-    """What any training has. The constructor checks the run folder and the tokenizer; nothing is started yet.
+    """The parts of any training run. The constructor checks the run folder and the tokenizer; it starts nothing.
 
-    `shown` and then `started` are the contexts of the run, from its first line to the end of its last process.
+    Enter the contexts `shown` and then `started`: they last from the first line of output to the end of the processes.
 
     Args:
         resume: go on from the checkpoint with the name `start_at`, or the newest.
@@ -79,13 +79,13 @@ class Run(Generic[C]):
         make_cluster: a Cluster, or in tests another RunCluster.
 
     Raises:
-        ValueError: the folder cannot be used, or what it holds does not fit the config.
+        ValueError: the folder cannot be used, or its checkpoint does not fit the config.
 
     Attributes:
-        state: what the run has counted so far; a resumed run begins with the state of its checkpoint.
+        state: the counters of the run so far; a resumed run begins with the state of its checkpoint.
         restored: the checkpoint that a resumed run goes on from.
-        progress: fields of the state that the program's own loop adds to a checkpoint.
-        failure: why the run ends, saved, at the next boundary; "" while nothing is wrong.
+        progress: returns the fields of the state that the program's own loop adds to a checkpoint.
+        failure: why the run is saved and ends at the next step boundary; empty while nothing is wrong.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Run(Generic[C]):
         self._trained_shares: dict[str, float] = {}  # metrics of every evaluation
 
     def check_held_out(self, train: Iterable[Hashable], held_out: Mapping[str, Sequence[Hashable]]) -> None:
-        """Warn of rows of data.eval that data.train has too; every evaluation then logs their share.
+        """Warn of rows of data.eval that are also in data.train. Every evaluation then logs their share.
 
         Args:
             train: a key of each row; equal rows have equal keys.
@@ -132,18 +132,18 @@ class Run(Generic[C]):
             if not count:
                 continue
             self._trained_shares[f"{name}{TRAINED_SHARE}"] = count / total
-            many = f"all {total}" if count == total else f"{count} of {total}"
+            number = f"all {total}" if count == total else f"{count} of {total}"
             self.log.warn(
-                f"data.{name.replace('/', ' ')}: {many} rows are in data.train too, as the model is given them. What "
-                "is measured on them is what it remembers, not what it can do. Remove them from data.train, or "
-                "evaluate on other rows."
+                f"data.{name.replace('/', ' ')}: {number} rows are in data.train too, as the model is given them. "
+                "They measure what the model remembers, not what it can do. Remove them from data.train, or evaluate "
+                "on other rows."
             )
 
     # --- start and end ---
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """The run's lines and live view, which begin with what the user should know before it starts."""
+        """A context with the run's output and live view; it begins with warnings about config and checkpoint."""
         with self.log.terminal.live():
             warnings = (*self.config.warnings(), *rate_warnings(self.config), *dtype_warnings(self.config))
             for warning in (*warnings, *self.folder.warnings, *resume_warnings(self.config, self.state)):
@@ -154,7 +154,7 @@ class Run(Generic[C]):
 
     @contextlib.asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
-        """The run folder, every log and the cluster; at the end a save that is under way is completed first."""
+        """A context with the run folder, all logs and the cluster; at its end a save in progress is completed first."""
         self.folder.create(self.config)
         async with contextlib.AsyncExitStack() as exit_stack:
             self.log.open(self.folder, exit_stack)
@@ -168,7 +168,7 @@ class Run(Generic[C]):
                     await self.saver.close(within_s=LOST_SAVE_S if self.cluster.lost else SAVE_S)
 
     def begin(self) -> None:
-        """Everything has started: from now on a signal saves, and seconds of waiting count."""
+        """Mark the end of start-up: from now on a signal saves, and waiting time is measured."""
         self.clock.start_window()
         self.stop.can_save = True
 
@@ -176,7 +176,7 @@ class Run(Generic[C]):
 
     @contextlib.asynccontextmanager
     async def profiled(self, step: int) -> AsyncIterator[None]:
-        """A context around a training step; learner 0 writes a trace of it if `logging.profile_steps` names it."""
+        """A context around a training step. Learner 0 writes a trace of it if `logging.profile_steps` names it."""
         if step not in self.config.logging.profile_steps:
             yield
             return
@@ -191,13 +191,13 @@ class Run(Generic[C]):
             self.log.warn(f"{file} was not written: {why}.")
 
     def log_step(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
-        """Write the metrics of a finished step, and say what looks wrong in them."""
+        """Write the metrics of a finished step, and report problems that they show."""
         self.log.write(step, values, details)
         for finding in self.diagnosis.after_step(step, values):
             self.log.alert(finding.title, finding.text)
 
     def evaluation_is_due(self, step: int) -> bool:
-        """Whether the `evaluation` section asks for an evaluation after this many steps, and it was not done yet."""
+        """Whether the `evaluation` section asks for an evaluation after this many steps that was not done yet."""
         evaluation = self.config.evaluation
         if step in self.state.evaluations:
             return False
@@ -206,7 +206,7 @@ class Run(Generic[C]):
         return evaluation.every is not None and step % evaluation.every == 0
 
     def log_evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Keep and write the metrics of an evaluation after `step` training steps."""
+        """Store and write the metrics of an evaluation after `step` training steps."""
         values = {**values, **self._trained_shares}
         self.state.evaluations[step] = values
         self.diagnosis.after_evaluation(values)
@@ -216,7 +216,10 @@ class Run(Generic[C]):
     # --- checkpoints ---
 
     def checkpoint_is_due(self, step: int) -> bool:
-        """Every `checkpoint_every` steps, after the last and the best step, and at a signal; never if that is null."""
+        """Whether to save: every `checkpoint_every` steps, after the last and the best step, and if the run ends now.
+
+        Never if checkpoint.every is null.
+        """
         every, best = self.config.checkpoint_every, self.config.checkpoint.best
         is_best = best is not None and best_step(self.state.evaluations, best) == step
         is_last = step == self.config.steps
@@ -238,7 +241,7 @@ class Run(Generic[C]):
             await self._end_saved(step)
 
     async def _end_saved(self, step: int) -> None:
-        """Complete the save that is under way; then end the run, if a signal or a failure asks for that."""
+        """Complete the save in progress; then end the run, if a signal or a failure asks for that."""
         with self.clock.phase("checkpoint"), self.stop.saving():
             await self.saver.finish()
         if not (self.stop.requested or self.failure):
@@ -248,19 +251,19 @@ class Run(Generic[C]):
         kept = f"Go on from step {saved} with --resume." if saved else "Nothing was saved."
         if self.failure:
             raise RuntimeError(f"{self.failure} The run ends after step {step}. {kept}")
-        self.log.print(f"the run ends after step {step}, as it was asked to. {kept}")
+        self.log.print(f"the run ends after step {step}, as a signal asked. {kept}")
         raise asyncio.CancelledError
 
     async def _save(self, step: int) -> None:
         try:
             state = await self._state_after(step)
-        except OSError as error:  # of files of a model that are no longer there
+        except OSError as error:  # files of a model are no longer there
             self.saver.fail(step, error)
         else:
             await self.saver.save(state)
 
     async def _state_after(self, step: int) -> RunState:
-        """All that the driver knows about the run, for a checkpoint."""
+        """The state of the run after a step, for a checkpoint."""
         counts = await self.cluster.learners.call(lambda learner: learner.update_counts())
         self.state.updates_taken, self.state.updates_skipped = counts[0]
         if not self.state.models:
@@ -283,12 +286,12 @@ class Run(Generic[C]):
         )
 
     async def finish(self, counted: Mapping[str, Any]) -> None:
-        """Export the model and write the summary, to which `counted` is added.
+        """Export the model and write the summary together with the counters `counted`.
 
         Raises:
             OSError: the end of the log could not be written.
             RuntimeError: the export failed, and the run does not count as finished; or the last checkpoint could not
-                be written, and the export and the summary were.
+                be written, although the export and the summary were.
         """
         steps = self.config.steps
         await self._end_saved(steps)
@@ -312,7 +315,11 @@ class Run(Generic[C]):
             raise RuntimeError(f"{self.saver.failure} Remove the cause, and repeat the last steps with --resume.")
 
     async def _export(self, steps: int) -> None:
-        """Write run.dir/model; a RuntimeError says where the weights are instead, in a checkpoint that is then made."""
+        """Write run.dir/model.
+
+        Raises:
+            RuntimeError: it could not be written; names the checkpoint that has the weights, which is made if needed.
+        """
         exported = self.folder.model.with_suffix(PARTIAL)
         shutil.rmtree(exported, ignore_errors=True)
         try:

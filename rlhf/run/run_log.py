@@ -49,7 +49,7 @@ class RunLog:
         self._alert: Callable[[str, str], None] = lambda title, text: None
 
     def open(self, folder: RunFolder, exit_stack: contextlib.AsyncExitStack) -> None:
-        """Open every sink; `exit_stack` closes them, and tells them whether the run failed."""
+        """Open every sink. `exit_stack` closes them, and tells them whether the run failed."""
         resume_step = self._first_step if folder.restored is not None else None
         self._sinks.append(sinks.JsonlSink(folder.metrics, self.files, resume_step=resume_step))
         exit_stack.push(self._write_what_waits)

@@ -1,4 +1,4 @@
-"""The driver's part of a checkpoint: the progress of the run, its counters, and what it must not change."""
+"""The driver's part of a checkpoint: the progress of the run, its counters, and values that it must not change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from rlhf.rollout.buffer import Account
 
-GIT_S = 5.0  # that a call of git may take
+GIT_S = 5.0  # longest time of a call of git
 
 
 @dataclass
@@ -24,24 +24,25 @@ class RunState:
 
     Attributes:
         step: completed training steps.
-        program: that wrote it, such as grpo.
+        program: the program that wrote it, such as grpo.
         config: the stored form of the config (see `references`).
         models: fingerprints of the parts of each start model, by role.
         rewards: fingerprints of the files of the code of each user function, by the function's name.
-        environments: the same of the classes and functions that rollouts act on.
+        environments: the same for environments and tools.
         code: version and git state of the program.
         updates: the config keys that set the number of optimizer steps; a resumed run must have the same values.
         stream: the position in the order of the prompts, and a fingerprint of the data.
         outstanding: positions of prompts that were dispatched and not trained on; a resumed run samples them again.
         replacements: groups that dynamic sampling has replaced for the next training step.
-        updates_skipped: those with a non-finite gradient.
-        tokens: that were trained on.
+        updates_skipped: optimizer steps with a non-finite gradient.
+        tokens: trained tokens, of prompts and of responses.
         reward_status: how often each part of the reward ended with each status.
-        evaluations: metrics by training step. seconds: by phase of the run.
+        evaluations: metrics by training step.
+        seconds: time spent, by phase of the run.
         kl_controller: `coef`, the coefficient of the KL in PPO; empty in GRPO.
         reward_scale: mean and std of the reward model's scores over responses of the start policy, if it was measured.
-        base: the start model, by its name on the hub or its whole path; "" if it comes from the environment.
-        example: the first prompt, as messages, or as text where the chat template did not write it.
+        base: the start model, by its name on the hub or its whole path; empty if an environment variable names it.
+        example: the first prompt, as messages; or as text, if no chat template wrote it.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
@@ -87,7 +88,7 @@ class RunState:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The state that `to_json` wrote; ValueError if a key is missing, is unknown or has another type."""
+        """Read the state that `to_json` wrote; ValueError if a key is missing, is unknown or has another type."""
         state = json.loads(text)
         if missing := [f.name for f in fields(cls) if f.name not in state] if isinstance(state, dict) else ["all keys"]:
             raise ValueError(f"it lacks {', '.join(missing)}")

@@ -1,4 +1,4 @@
-"""What SIGTERM, SIGINT and SIGHUP do to a run: it goes on to the next step boundary, saves there, and ends."""
+"""After SIGTERM, SIGINT or SIGHUP a run goes on to the next step boundary, saves there, and ends."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Stop:
     Before `can_save` is set, in start-up, there is nothing to save, and the first signal ends the run.
 
     Args:
-        grace_s: seconds from the signal to the step boundary; when they are over, the run is cancelled. A save that is
-            under way then may still finish.
+        grace_s: seconds from the signal to the step boundary. After them the run is cancelled; a save that has begun
+            may still finish.
     """
 
     def __init__(self, grace_s: float, say: Callable[[str], None]) -> None:
@@ -32,7 +32,7 @@ class Stop:
         return self._requested.is_set()
 
     def on_signal(self, name: str, cancel: Callable[[], object]) -> None:
-        """Called at the first signal, with what cancels the run."""
+        """Handle the first signal; `cancel` cancels the run."""
         if not self.can_save:
             cancel()
             return
@@ -50,7 +50,7 @@ class Stop:
         self._timer = asyncio.get_running_loop().call_later(self._grace_s, grace_is_over)
 
     def close(self) -> None:
-        """After the last step boundary: a further signal ends the run at once, and the grace time no longer does."""
+        """End the grace time after the last step boundary. A further signal then ends the run at once."""
         self.can_save = False
         if self._timer is not None:
             self._timer.cancel()
@@ -65,7 +65,7 @@ class Stop:
             self._saving = False
 
     async def unless_requested(self, awaitable: Awaitable[R]) -> R | None:
-        """The result of the awaitable; if the run is asked to end first, it is cancelled, and the result is None."""
+        """The result of the awaitable. If a signal comes first, the awaitable is cancelled and the result is None."""
         task, request = asyncio.ensure_future(awaitable), asyncio.ensure_future(self._requested.wait())
         try:
             await asyncio.wait({task, request}, return_when=asyncio.FIRST_COMPLETED)

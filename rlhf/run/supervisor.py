@@ -25,12 +25,12 @@ from rlhf.config import cli
 from rlhf.config.printing import lossy_output, say
 from rlhf.processes.outside import adopt_orphans, die_with_parent
 
-LEFT_S = 30.0  # for the processes of a lost driver to end; the guard of its Ray kills them
+LEFT_S = 30.0  # wait for the processes of a lost driver to end; the guard of its Ray kills them
 LOST = "the driver has ended without a message, as Ray ends it when its raylet or its control service is gone."
 
 
 class Training(NamedTuple):
-    """What the driver tells the command about its run."""
+    """The driver's message to the command about its run."""
 
     folder: str
     has_own_ray: bool
@@ -44,7 +44,7 @@ class Restarts:
         self._count, self._from_step = 0, -1
 
     def after(self, saved: int, *, allowed: int) -> str:
-        """What to say of a restart from the checkpoint of this step (0: none); "" if there may be none."""
+        """The message of a restart from the checkpoint of step `saved` (0: none); empty if no restart is allowed."""
         self._count = 1 if saved > self._from_step else self._count + 1
         self._from_step = saved
         if not saved or self._count > allowed:
@@ -57,14 +57,14 @@ _follows_lost_driver = False  # in the driver
 
 
 def follows_lost_driver() -> bool:
-    """Whether this driver follows one that Ray has ended, and so resumes."""
+    """Whether this driver takes the place of one that Ray ended; it then resumes."""
     return _follows_lost_driver
 
 
-def tell_command(what: Training | int) -> None:
-    """In a driver: what the command has to know to start another one, or the exit status."""
+def tell_command(message: Training | int) -> None:
+    """In a driver: send the command its run, in case another driver must resume it, or its exit status."""
     if _to_command is not None:
-        os.write(_to_command, json.dumps(what).encode() + b"\n")
+        os.write(_to_command, json.dumps(message).encode() + b"\n")
 
 
 def supervise(main: Callable[[], None]) -> int:
@@ -98,7 +98,7 @@ def supervise(main: Callable[[], None]) -> int:
 
 
 def _run_driver(main: Callable[[], None], *, follows_lost_driver: bool) -> tuple[int, Training | None]:
-    """Run one driver, passing on signals: its exit status, and its training if another's code ended it."""
+    """Run one driver and pass signals on; returns its exit status, and its training if Ray's code ended it."""
     command, (report, to_command) = os.getpid(), os.pipe()
     sys.stdout.flush()
     before = {number: signal.getsignal(number) for number in cli.end_signals()}
@@ -123,16 +123,16 @@ def _run_driver(main: Callable[[], None], *, follows_lost_driver: bool) -> tuple
         pass  # an orphan that was adopted
     for number, handler in before.items():
         signal.signal(number, handler)
-    told = _read(report)
+    messages = _read(report)
     returncode = os.waitstatus_to_exitcode(ended[1])
-    if told and isinstance(told[-1], int):  # it ended by itself
-        return told[-1], None
-    was_ended = returncode in (1, -signal.SIGABRT) and told and not passed_on
-    return returncode, Training(*told[-1]) if was_ended else None
+    if messages and isinstance(messages[-1], int):  # it ended by itself
+        return messages[-1], None
+    ended_by_ray = returncode in (1, -signal.SIGABRT) and messages and not passed_on
+    return returncode, Training(*messages[-1]) if ended_by_ray else None
 
 
 def _drive(main: Callable[[], None], command: int, to_command: int, *, follows_lost_driver: bool) -> NoReturn:
-    """In the driver: run the program and exit."""
+    """Run the program as the driver, and exit."""
     global _to_command, _follows_lost_driver
     _to_command, _follows_lost_driver = to_command, follows_lost_driver
     os.setsid()  # a signal to the group or from the terminal comes through the command alone
@@ -145,7 +145,7 @@ def _drive(main: Callable[[], None], command: int, to_command: int, *, follows_l
 
 
 def _read(pipe: int) -> list[Any]:
-    """The JSON lines that wait in a pipe; a process that the driver forked may still hold its other end."""
+    """The JSON lines in a pipe. It does not wait: a process that the driver forked may still hold the other end."""
     os.set_blocking(pipe, False)
     try:
         return [json.loads(line) for line in os.read(pipe, 2**16).splitlines()]

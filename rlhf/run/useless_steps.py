@@ -40,8 +40,8 @@ class UselessSteps:
     """Counts steps in a row that taught the policy nothing; the diagnosis says what to change.
 
     Args:
-        teachers: whether there are other signals than the rewards.
-        loss_teaches: whether a loss of the user, or a teacher in it, may teach where advantages are 0.
+        teachers: whether teachers give a signal besides the rewards.
+        loss_teaches: whether a loss of the user, or a teacher in the loss, may teach where advantages are 0.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class UselessSteps:
     def after_step(
         self, groups: Sequence[RolloutGroup], advantages: np.ndarray, updates: Sequence[UpdateOutcome], *, trained: int
     ) -> None:
-        """Count a step, of which `trained` rollouts count in the loss."""
+        """Count a finished step; `trained` is the number of its rollouts in the loss."""
         policy = [update for update in updates if update.module == LEARNER]
         if not trained:
             self._useless.append("no rollout was trained on")
@@ -84,5 +84,5 @@ class UselessSteps:
 
 
 def _rewards_differ(groups: Sequence[RolloutGroup]) -> bool:
-    """PPO's advantages also depend on the critic, and others on a KL in the reward, which are no signal."""
+    """Advantages alone are no signal: those of PPO also depend on the critic, and others on a KL in the reward."""
     return rewards_differ(reward for group in groups for reward in group.rewards())
