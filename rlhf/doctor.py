@@ -84,7 +84,6 @@ def tiny_run() -> Iterator[list[str]]:
                 "gpu_memory_utilization": 0.3,
             },
             "learner": {"max_tokens_per_microbatch": 1024},
-            "logging": {"wandb": {"mode": os.environ.get("WANDB_MODE", "auto")}},
             "cluster": cluster,
         }  # fmt: skip
         file = Path(folder) / "config.yaml"

@@ -38,7 +38,7 @@ def check_resources(config: TrainingProgramConfig, available: Mapping[str, float
     if gpus > have:
         raise ValueError(
             f"cluster.device=cuda: {named} ({_values(cluster, 'learners', 'tensor_parallel')}) ask for {gpus} GPUs, "
-            f"but there are {have:g}. Ask for fewer, or put the run on CPU with `--config configs/cpu.yaml` after your "
+            f"but there are {have:g}. Ask for fewer, or run on CPU with `--config configs/cpu.yaml` after your "
             "own."
         )
 

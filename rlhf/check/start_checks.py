@@ -173,7 +173,7 @@ def rate_warnings(config: TrainingProgramConfig) -> Iterator[str]:
         samples = not role.scalar and isinstance(config, GRPOConfig)
         yield (
             f"{key}.optimizer.lr={lr:g}{lowest}: above {bound:g} the training of all {shape.parameters / 1e6:,.0f} M "
-            f"weights of {role.model_key}={role.model} usually breaks what it can do. Lower it, to about "
+            f"weights of {role.model_key}={role.model} usually destroys what the model has learned. Lower it, to about "
             f"{'1e-6' if samples else '1e-5'}{'' if role.scalar else ', or train adapters (model.lora)'}."
         )
 
@@ -215,7 +215,7 @@ def run_folder_problems(config: TrainingProgramConfig, *, with_disk: bool = True
         yield f"run.dir={config.run.dir}: {folder} is a file. Name a folder."
         return
     if not os.access(folder, os.W_OK | os.X_OK):
-        yield f"run.dir={config.run.dir}: {folder} cannot be written. Name a folder that can be."
+        yield f"run.dir={config.run.dir}: {folder} cannot be written. Name a folder that this user can write."
         return
     if not with_disk:
         return
@@ -248,8 +248,8 @@ def machine_problems() -> Iterator[str]:
         longest = SOCKET_PATH_BYTES - len(RAY_SOCKET.replace("NUMBER", str(os.getpid())))
         if (length := len(os.fsencode(os.path.abspath(folder)))) > longest:
             yield (
-                f"TMPDIR={folder}: it has {length} characters, and Ray can use at most {longest} here: the paths of "
-                f"its sockets end at {SOCKET_PATH_BYTES}. Set it to a shorter folder, such as TMPDIR=/tmp."
+                f"TMPDIR={folder}: {length} characters are too many. Ray can use at most {longest}, because the paths "
+                f"of its sockets are limited to {SOCKET_PATH_BYTES}. Set it to a shorter folder, such as TMPDIR=/tmp."
             )
     if not (os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
         yield from _home_problems()
@@ -277,8 +277,8 @@ def shared_memory_problems(folder: Path) -> Iterator[str]:
     free = shutil.disk_usage(folder).free // 2**20
     if free < SHARED_MEMORY_MIB:
         yield (
-            f"{folder}: {free} MiB are free, and vLLM needs {SHARED_MEMORY_MIB} for what its processes share. Start "
-            "the container with --shm-size=8g or more (Docker's default is 64 MB); on a machine remove old files there."
+            f"{folder}: {free} MiB are free, and vLLM needs {SHARED_MEMORY_MIB} MiB of shared memory. Start the "
+            "container with --shm-size=8g or more (Docker's default is 64 MB); on a machine remove old files there."
         )
 
 

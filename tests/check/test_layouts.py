@@ -145,23 +145,22 @@ def test_a_layout_that_the_config_contradicts_says_so(make: Any) -> None:
     assert isinstance(layouts_of(config, shape)["colocated"], Layout)
 
 
-def rows_of(page: str, heading: str) -> list[list[str]]:
-    """Cells of the first table after a heading."""
-    table = re.search(r"(?:^\|.*\n)+", page.split(heading)[1], re.MULTILINE)
-    assert table is not None
-    return [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table[0].splitlines()[2:]]
-
-
-@pytest.mark.parametrize("row", rows_of((ROOT / "docs/gpu.md").read_text(), "## Large models"), ids=" ".join)
-def test_large_models_fit_on_one_and_two_nodes_in_the_seconds_of_the_docs(make: Any, row: list[str]) -> None:
-    name, gpus, *seconds = row
+@pytest.mark.parametrize(
+    ("model", "gpus", "seconds"),  # of the kinds of layout, in docs/gpu.md
+    [
+        ("Qwen2.5-32B", 8, (221.4, 121.2, 126.8)),
+        ("Qwen2.5-32B", 16, (158.8, 64.2, 93.1)),
+        ("Qwen3-30B-A3B", 8, (77.3, 36.6, 47.6)),
+    ],
+)
+def test_large_models_fit_on_one_and_two_nodes(make: Any, model: str, gpus: int, seconds: tuple[float, ...]) -> None:
     config, shape = make(
-        f"Qwen/{name}", "rollout.samples_per_prompt=8", "plan.prompt_tokens=200", "plan.response_tokens=1000",
+        f"Qwen/{model}", "rollout.samples_per_prompt=8", "plan.prompt_tokens=200", "plan.response_tokens=1000",
         "cluster.threads_per_learner=12",
     )  # fmt: skip
-    for layout, cell in zip(layouts_of(config, shape, int(gpus)).values(), seconds, strict=True):
-        assert cell.startswith(f"{layout.seconds:,.1f} s: {layout.config.cluster.learners} learners at ZeRO ")
-        assert cell.endswith("; offload") == layout.config.learner.offload_optimizer
+    fitting = list(layouts_of(config, shape, gpus).values())
+    assert [round(layout.seconds, 1) for layout in fitting] == list(seconds)
+    assert [layout.config.learner.offload_optimizer for layout in fitting] == [gpus == 8] * 3
 
 
 def test_where_nothing_fits_whole_nodes_are_tried_and_the_reason_is_named(

@@ -40,21 +40,21 @@ async def check_nodes(patient: Patient) -> Finding:
     if not joins_a_cluster(patient.config):
         return Finding("ok", "this machine alone: the run starts a Ray of its own")
     address = patient.config.cluster.ray_address or os.environ["RAY_ADDRESS"]
-    asked = await _ask_nodes(address)
-    patient.nodes = {name: answer for name, answer in asked.items() if "installed" in answer}
+    answers = await _ask_nodes(address)
+    patient.nodes = {name: answer for name, answer in answers.items() if "installed" in answer}
     installed = [{**answer["installed"], "node": name} for name, answer in patient.nodes.items()]
     driver = {**here["installed"], "node": f"{here['installed']['node']} (driver)"}
-    problems = [f"node {name} does not answer: {answer[SILENT]}" for name, answer in asked.items() if SILENT in answer]
+    problems = [
+        f"node {name} does not answer: {answer[SILENT]}" for name, answer in answers.items() if SILENT in answer
+    ]
     problems += node_report.differences([driver, *installed])
     if problems:
-        return Finding(
-            "fail", "\n".join(problems), "install the package on all nodes from one checkout (make setup-gpu)"
-        )
+        remedy = "install the package on all nodes from one checkout (make setup-gpu)"
+        return Finding("fail", "\n".join(problems), remedy)
     text = f"{len(installed)} node(s) at {address}, all with rlhf {driver['rlhf']} and ray {driver['ray']}"
-    if lost := [f"node {name} died: {answer[DIED]}" for name, answer in asked.items() if DIED in answer]:
-        return Finding(
-            "warn", "\n".join([text, *lost]), "start Ray again there, unless another node has taken its place"
-        )
+    if lost := [f"node {name} died: {answer[DIED]}" for name, answer in answers.items() if DIED in answer]:
+        remedy = "start Ray again there, unless another node has taken its place"
+        return Finding("warn", "\n".join([text, *lost]), remedy)
     return Finding("ok", text)
 
 
@@ -71,14 +71,14 @@ async def _ask_nodes(address: str) -> dict[str, dict[str, Any]]:
             process.kill()
             await process.wait()
     if process.returncode:
-        said = errors.decode(errors="replace").strip().splitlines() or [f"status {process.returncode}"]
-        raise RuntimeError(f"Ray at {address} is not reached: {said[-1]}")
+        lines = errors.decode(errors="replace").strip().splitlines() or [f"status {process.returncode}"]
+        raise RuntimeError(f"Ray at {address} is not reached: {lines[-1]}")
     answers: dict[str, dict[str, Any]] = json.loads(output.splitlines()[-1])
     return answers
 
 
 async def check_gpus(patient: Patient) -> Finding:
-    """The nodes have as many GPUs as the config asks for, new enough, with one driver that is new enough."""
+    """The nodes have the GPUs of the config; GPUs and drivers are new enough; drivers agree, network cards are up."""
     by_node = {name: node["gpus"] for name, node in patient.nodes.items()}
     gpu_count = sum(len(gpus) for gpus in by_node.values())
     if patient.config.cluster.device == "cpu":
