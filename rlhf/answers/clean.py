@@ -30,7 +30,7 @@ GREEK = {
     "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon", "θ": "theta", "λ": "lambda", "μ": "mu",
     "π": "pi", "ρ": "rho", "σ": "sigma", "τ": "tau", "φ": "phi", "ω": "omega", "Δ": "Delta", "Ω": "Omega", "Σ": "Sigma",
 }  # fmt: skip
-SPELLED = {  # what a character is called in LaTeX
+SPELLED = {  # a character and its spelling in LaTeX
     **{char: f"^{{{plain}}}" for char, plain in zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni", strict=True)},
     **{char: f"_{{{plain}}}" for char, plain in zip("₀₁₂₃₄₅₆₇₈₉ₙₖ", "0123456789nk", strict=True)},
     **SIGNS,
@@ -40,7 +40,7 @@ SPELLED = {  # what a character is called in LaTeX
 OUTER = re.compile(
     r"\s*(?:\$\$?((?:[^$\\]|\\.)*)\$\$?|\\\(((?:[^$\\]|\\.)*)\\\)|\\\[((?:[^$\\]|\\.)*)\\\]|\*\*(.*)\*\*)\s*", re.DOTALL
 )
-MAX_OUTER = 20  # a bound: else the time for a response of delimiters alone is quadratic
+MAX_OUTER = 20  # without a bound, a response of delimiters would take quadratic time
 INVISIBLE = re.compile(
     r"(?<!\\)\\(?:left|right|[bB]igg?[lrm]?|middle)(?![a-zA-Z])\.?"
     r"|(?<!\\)\\(?:[,;:!> ]|(?:(?:display|text)style|tiny|small|normalsize|[lL]arge|LARGE|huge)"

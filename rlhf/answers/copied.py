@@ -22,7 +22,7 @@ CONTAINERS = ("list", "set", "group", "matrix", "row")
 
 
 def is_copied(answer: str, gold: str, prompt: str) -> bool:
-    """Whether an answer that equals the gold answer only repeats what the prompt writes in another form.
+    """Whether an answer that equals the gold answer only repeats a span of the prompt in another form.
 
     Words and options have no other form.
     """

@@ -19,7 +19,7 @@ NO_ANSWER = re.compile(  # 17 or 18; more than 18
 )
 FOREIGN_UNIT = re.compile(r"[^\x00-\u2fff]*([-+]?\d[\d,]*(?:\.\d+)?)\s*(?:[^\x00-\u03ff\W]|[€₽₹¥£])+[.。]?")
 WORD = re.compile(r"\\?[A-Za-z]{2,}")
-MEASURE = re.compile(  # words after a number that may be its unit; not those of a price or a time per something
+MEASURE = re.compile(  # words after a number that may be its unit, except a price or a time per something
     r"(?!\s?(?:dollar|cent|minute|hour|day|week|month|year)s?\sper\b)"
     rf"\s?((?:(?:square|sq|cubic|cu)\.?\s)?(?:{GLUED}|[A-Za-z]{{3,}})(?:\^\d|[²³])?"
     r"(?:\s?(?:/|per\s)\s?[A-Za-z]+(?:\^\d|[²³])?)?)(?!\w)"

@@ -83,7 +83,7 @@ OF_MODELS: Marks = (
     ThoughtForm(("Here are my reasoning steps:",), ("[BEGIN FINAL RESPONSE]",), first=True),  # Apriel
 )
 ANY_FORM = ThoughtForm((), ())  # of a thought that the prompt has opened
-FRAMES = {  # what some models write around their answer
+FRAMES = {  # marks that some models write around their answer
     "<response>": "</response>",
     "<|START_RESPONSE|>": "<|END_RESPONSE|>",
     "<|START_TEXT|>": "<|END_TEXT|>",
@@ -99,7 +99,7 @@ END_OF_TURN = (
 TOOL_TRACE = r"<(?P<trace>tool_(?:call|response|result)s?|function_results?)>"
 # What stands before and after a mark that is text.
 QUOTED = ("``", '""', "''", "“”", "„“", "„”", "‘’", "«»", "「」", "『』", "()", "[]", "{}")
-BEFORE_QUOTES = re.compile(  # what may stand before quotes that open: no word but the r of r"...", no end of a sentence
+BEFORE_QUOTES = re.compile(  # text before opening quotes: no word but the r of r"...", no end of a sentence
     r"""(?:^|[^\w.!?)\]]|[^\x00-\x7f])[rbfu]{0,2}(["'`])\1?$""", re.IGNORECASE
 )
 AFTER_QUOTES = re.compile(r"""(["'`])\1?(?![A-Za-z\d\\$(])""")

@@ -1,13 +1,13 @@
-"""What a model acts on: tools, environment classes and coroutines, and the rollouts of several turns that they make.
+"""Tools, environment classes, coroutines and programs, and the rollouts of several turns that they drive.
 
     driver                                                        process that can be killed
-      hosts.Hosts         one session per rollout  <── JSON ──>     serve       runs the user's code
-      turns.play_turns    generate -> calls -> answers -> ...       contract    a class or functions as tools
-      turns.play_coroutine   the same for `async def play`          schema, seeding
+      hosts.Hosts               one session per rollout  <── JSON ──>   serve      runs the user's code
+      turns.play_turns          generate -> calls -> answers -> ...     contract   a class or functions as tools
+      branches.play_coroutine   coroutines and programs                 schema, seeding
 
-A rollout is one log of tokens (`rollout/token_log.py`): what the environment says is appended to what was sampled, and
-the engine goes on from these ids.
+A rollout is one log of tokens (`rollout/token_log.py`): the environment's answers are appended to the sampled tokens,
+and the engine continues from these ids.
 
-To add a built-in environment: a class in a module of its own here, with the standard library alone, and its name in
+To add a built-in environment, write a class in its own module here, with only the standard library, and add its name to
 `config/environment.py`.
 """

@@ -107,7 +107,7 @@ class Branches:
     refused: int = 0  # turns past a limit
     kinds: Counter[str] = field(default_factory=Counter)
     asked: set[tuple[str, ...]] = field(default_factory=set)  # the units of every request
-    calls: dict[str, Any] = field(default_factory=dict)  # those in its turns by id, in a form that compares
+    calls: dict[str, Any] = field(default_factory=dict)  # calls in its turns by id, in a comparable form
     answering: set[asyncio.Task[Any] | None] = field(default_factory=set)
     turn_ended: asyncio.Condition = field(default_factory=asyncio.Condition)
     read: asyncio.Lock = field(default_factory=asyncio.Lock)

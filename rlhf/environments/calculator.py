@@ -9,7 +9,7 @@ import re
 from fractions import Fraction
 
 MAX_CHARACTERS = 1000  # of an expression
-MAX_BITS = 4096  # of a numerator or denominator on the way: 1,233 digits
+MAX_BITS = 4096  # of an intermediate numerator or denominator: 1,233 digits
 SIGNIFICANT_DIGITS = 15  # of a result that is no finite decimal
 MAX_DECIMAL_PLACES = 30
 

@@ -70,7 +70,7 @@ class Environment:
 
         Args:
             name: `module:Class`, `path/to/file.py:Class` (or a function that returns an instance), `calculator`,
-                `python`; None for functions alone.
+                `python`; None if there are only functions.
             options: arguments for the class, or for the built-in tool.
             tools: names of functions, in the same forms; they do not belong to the class.
 

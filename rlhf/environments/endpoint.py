@@ -104,7 +104,7 @@ class Endpoint:
                 stdin=subprocess.PIPE,
                 stdout=pipe,
                 stderr=pipe,
-                start_new_session=True,  # Ctrl-C is for the driver alone
+                start_new_session=True,  # Ctrl-C only reaches the driver
             )
         asyncio.get_running_loop().add_reader(output, output.read)
         assert self._process.stdin is not None

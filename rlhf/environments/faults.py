@@ -1,9 +1,9 @@
 """Decides from an exception of a tool whether the user should hear of it. Standard library only.
 
-The model reads every exception as the answer to its call. The user hears of those that may be no answer: any but a
-ValueError, unless it names an argument of the call or comes from a program that the model wrote. A tool is *broken* if
-no argument causes the exception: a NameError, an ImportError, an AttributeError of a module or of an object that is no
-JSON value, or a refusal of the confinement (network, a file, an environment variable).
+The model reads every exception as the answer to its call. The user is warned of exceptions that the call may not have
+caused: any but a ValueError, an error that names an argument of the call, or an error in a program of the model. A tool
+is *broken* if no argument causes the exception: a NameError, an ImportError, an AttributeError of a module or of an
+object that is no JSON value, or a refusal of the confinement (network, a file, an environment variable).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlhf.processes.confinement import NO_NETWORK, remedy
 from rlhf.processes.raised import error_text, location_of, traceback_lines
 from rlhf.processes.returned import as_utf8
 
-MAX_CHARACTERS = 1000  # of an error that the user is told
+MAX_CHARACTERS = 1000  # of an error in a warning
 JSON_TYPES = str | int | float | list | dict | None  # arguments have these types, whatever the schema says
 MIN_NAME = 3  # characters of an argument that an error names; shorter texts stand in many errors
 

@@ -15,7 +15,7 @@ def without_places(text: str, *, written: str) -> str:
     A path is one of this machine if its first folder is there.
 
     Args:
-        written: what the model wrote; the paths that it named itself stay.
+        written: the model's text; paths in it stay.
     """
     own = tempfile.gettempdir()
 

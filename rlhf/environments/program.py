@@ -192,7 +192,7 @@ def read_reward(text: bytes, where: str) -> dict[str, Any]:
             raise ValueError(f"it has over {MAX_REWARD_BYTES} bytes")
         value = json.loads(text)
         facts = (value.pop("facts", None) if isinstance(value, dict) else None) or {}
-        said = read_returned(None if value == {} else value)  # facts alone
+        said = read_returned(None if value == {} else value)  # only facts
         facts = as_utf8_json({**said.others, **dict(facts)})
         return {"reward": said.score, "parts": said.numbers, "facts": facts, "attributes": None}
     except (ValueError, TypeError, RecursionError) as error:

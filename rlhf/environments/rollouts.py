@@ -228,7 +228,11 @@ class FailedEnvironments:
         self._warned = set[str]()
 
     def check(self, rollouts: Sequence[Rollout]) -> tuple[list[str], str]:
-        """Warnings about new errors, and about tools that are broken; and why the run has to end, "" if it goes on."""
+        """Judge the rollouts of a step.
+
+        Returns:
+            Warnings about new errors and broken tools; and the reason to end the run, or an empty string.
+        """
         outcomes = [rollout.outcome for rollout in rollouts if rollout.outcome is not None]
         errors = Counter(" ".join(outcome.error.split()) for outcome in outcomes if outcome.status == FAILED)
         broken = Counter[str]()

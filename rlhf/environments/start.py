@@ -134,7 +134,7 @@ class StartedEnvironments(Environments, contextlib.AbstractContextManager["Start
             return []
         for prompt in chain.from_iterable(prompts.values()):
             first.setdefault("" if "" in self.hosts.about else prompt.columns.get("environment", ""), prompt)
-        # the user's own tools have a `:` in their names there, so these match built-in tools alone
+        # names of the user's own tools have a `:` there, so only built-in tools match
         built_in = {*self._config.tools, *(part.name for part in config.parts.values())}
         ends, warnings = time.monotonic() + TRY_S, list[str]()
         for value, about in self.hosts.about.items():

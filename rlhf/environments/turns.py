@@ -75,10 +75,10 @@ class Limits:
     """How long a rollout may get; see the keys of `rollout` with these names."""
 
     max_response_tokens: int
-    max_rollout_tokens: int  # everything after the prompt, what the environment says included
+    max_rollout_tokens: int  # everything after the prompt, with the environment's answers
     max_turns: int | None = None
     max_rollout_s: float | None = None
-    max_sequence_tokens: int = 2**31 - 1  # of one context with its turn, which is what the engine holds
+    max_sequence_tokens: int = 2**31 - 1  # one context with its turn, in the engine
     vocabulary: int = 2**31 - 1  # ids that a coroutine may name
 
 

@@ -84,7 +84,9 @@ class RolloutEngine:
             raise ValueError(f"rollout.engine={options}: vLLM does not start with these arguments: {reason}") from error
         started = self._engine.vllm_config
         assert not (self._keep_kv and started.cache_config.enable_prefix_caching), "new requests would get old keys"
-        assert started.model_config.logprobs_mode == "processed_logprobs", "not those of the sampled distribution"
+        assert started.model_config.logprobs_mode == "processed_logprobs", (
+            "log-probs of another than the sampled distribution"
+        )
         # size of the vocabulary, if the engine returns the support of each token
         self._supported = started.model_config.get_vocab_size() if config.rollout.restriction else None
         if config.run.deterministic:

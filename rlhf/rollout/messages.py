@@ -142,11 +142,11 @@ class MessageReader:
             return content, calls
         begins = begins[:MAX_READ_ALONE]
         head = said[: begins[0]]  # it may open a section of calls
-        alone = [self._read(head, said[begin:end]) for begin, end in pairwise([*begins, len(said)])]
-        every = [call for read in alone for call in read]
-        if sum(not call.error for call in every) < len(calls):  # the parser needs the whole text
-            every = [*calls, *([_Call("unknown", "", error=UNREAD)] * min(missing, MAX_READ_ALONE))]
-        return content if calls else head, every
+        pieces = [said[begin:end] for begin, end in pairwise([*begins, len(said)])]
+        all_calls = [call for piece in pieces for call in self._read(head, piece)]
+        if sum(not call.error for call in all_calls) < len(calls):  # the parser needs the whole text
+            all_calls = [*calls, *([_Call("unknown", "", error=UNREAD)] * min(missing, MAX_READ_ALONE))]
+        return content if calls else head, all_calls
 
     def _read(self, head: str, written: str) -> list[_Call]:
         """The calls in a part of a text, or one call with an error."""

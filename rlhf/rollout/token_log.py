@@ -14,7 +14,7 @@ from rlhf.types import Support, TokenSequence, VersionSpan
 
 
 class TokenLog:
-    """The log of a rollout, which begins with its prompt [P]."""
+    """The log of a rollout; it starts with the prompt [P]."""
 
     def __init__(self, prompt_ids: np.ndarray) -> None:
         self._ids = [np.asarray(prompt_ids, np.int32)]
@@ -58,7 +58,7 @@ class TokenLog:
         self._append(completion.token_ids, completion.logprobs, sampled=True, support=completion.support)
         if completion.experts is not None:
             new = len(self) - 1 - self.recorded
-            assert len(completion.experts) >= new, "the experts of some tokens would be those of others"
+            assert len(completion.experts) >= new, "some tokens would get the experts of other tokens"
             self._experts.append(completion.experts[len(completion.experts) - new :])
 
     def add_said(self, token_ids: np.ndarray) -> None:
