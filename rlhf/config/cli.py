@@ -82,6 +82,7 @@ PROGRAMS = {
     "export": Program("a checkpoint as a model folder"),
     "report": Program("a page about runs"),
     "show": Program("the rollouts of a run"),
+    "dashboard": Program("lay out a wandb dashboard"),
     "doctor": Program("check whether a run will work on this machine"),
     "quickstart": Program("make a tiny model and its data"),
 }

@@ -1,4 +1,4 @@
-"""Groups of metrics: the sections and charts of the report."""
+"""Groups of metrics: the sections and charts of the report and of the wandb dashboard."""
 
 from __future__ import annotations
 
