@@ -73,7 +73,11 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
             to_stderr(f"warning: {warning}")
         truncate_token = truncate_token_id(config.rollout, tokenizer)
         loaded = load_prompts(
-            config.data, "eval", tokenizer, vocab_size=embedding_rows(config.model.path), acts=config.acts
+            config.data,
+            "eval",
+            tokenizer,
+            vocab_size=embedding_rows(config.model.path),
+            has_environment=config.has_environment,
         )
         for line in source_lines("data.eval", loaded, config.data.max_prompt_tokens):
             say(line)
@@ -82,7 +86,7 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
         exit_stack.enter_context(terminal.live())
         exit_stack.enter_context(terminal.phase(f"evaluation of {config.model.path}"))
         scorer = exit_stack.enter_context(Scorer(config.reward))
-        play = exit_stack.enter_context(StartedEnvironments(config, tokenizer)) if config.acts else None
+        play = exit_stack.enter_context(StartedEnvironments(config, tokenizer)) if config.has_environment else None
         for warning in await play.try_tools(loaded.prompts) if play else ():
             to_stderr(f"warning: {warning}")
         async with started_engines(config, trains=False, watch_stage=terminal.phase) as engines:

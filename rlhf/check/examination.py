@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from rlhf.check.model_shape import config_at
 from rlhf.check.resources import joins_a_cluster
-from rlhf.config.base import reason
+from rlhf.config.base import error_text
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.model_folder import local_model_folder, looks_local, read_json
 from rlhf.config.program import TrainingProgramConfig
@@ -290,7 +290,7 @@ def check_class(model: RunModel, of_policy: ModelConfig) -> None:
             raise ValueError(f"{model.label}: {why}") from None
     except Exception as error:  # any type, if config.json does not suit the class
         raise ValueError(
-            f"{model.label}: transformers cannot make a model of its config.json ({reason(error)}). Correct it, or "
+            f"{model.label}: transformers cannot make a model of its config.json ({error_text(error)}). Correct it, or "
             "download or save the model again."
         ) from None
     else:
@@ -331,7 +331,7 @@ def _check_generation_config(folder: Path) -> None:
         ends = _as_list(GenerationConfig.from_pretrained(folder).eos_token_id)
     except Exception as error:  # any type
         raise ValueError(
-            f"transformers does not take its generation_config.json ({reason(error)}). Correct or remove it."
+            f"transformers does not take its generation_config.json ({error_text(error)}). Correct or remove it."
         ) from None
     if unknown := [end for end in ends if end is not None and not isinstance(end, int)]:
         raise ValueError(f"eos_token_id={unknown[0]!r} in generation_config.json is no id of a token. Write numbers.")

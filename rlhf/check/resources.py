@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from rlhf.config.cards import CARDS, card_at
+from rlhf.config.cards import CARDS, card_named
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import Role
 from rlhf.config.sections import LearnersConfig
@@ -129,7 +129,7 @@ def with_gpus_here(config: C) -> tuple[C, str]:
     that this machine does not have.
     """
     cluster, gpus = config.cluster, [] if joins_a_cluster(config) else gpus_here()
-    given, here = cluster.model_fields_set, {card_at(gpu.name) for gpu in gpus}
+    given, here = cluster.model_fields_set, {card_named(gpu.name) for gpu in gpus}
     cards = [name for name in here if name is not None]
     values: dict[str, Any] = {}
     least, source = min((gpu.memory_gib for gpu in gpus), default=0.0), "read here"

@@ -22,7 +22,7 @@ from rlhf.check.memory import (
 )
 from rlhf.check.model_shape import ModelShape, shape_at
 from rlhf.check.resources import local_resources
-from rlhf.config.cards import CARDS, Card, card_with
+from rlhf.config.cards import CARDS, Card, card_with_memory
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import Role, Training
@@ -67,7 +67,7 @@ class Lengths:
 
 def card_name(config: TrainingProgramConfig) -> str:
     """The card of `cluster.gpu`, or the usual one with that memory."""
-    return config.cluster.gpu or card_with(config.cluster.gpu_memory_gib)
+    return config.cluster.gpu or card_with_memory(config.cluster.gpu_memory_gib)
 
 
 def relative_rates(config: TrainingProgramConfig) -> Card:

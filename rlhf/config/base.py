@@ -84,7 +84,7 @@ def first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def reason(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Why something failed, in one line: `FILE: why` of an OSError, without its number; else the type and the text."""
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
@@ -112,12 +112,12 @@ KINDS = {
 }  # fmt: skip
 
 
-def no_file(path: Path) -> str:
+def file_problem(path: Path) -> str:
     """Why there is no file to read at a path, which may have the name of a pipe, say; "" if there is one."""
     try:
         return KINDS.get(stat.S_IFMT(path.stat().st_mode), "")
     except (OSError, ValueError) as error:  # ValueError: of a null byte in a name
-        return MISSING if isinstance(error, FileNotFoundError | NotADirectoryError) else reason(error)
+        return MISSING if isinstance(error, FileNotFoundError | NotADirectoryError) else error_text(error)
 
 
 class OwnOr:

@@ -62,7 +62,7 @@ CARDS = {
 EQUAL_MEMORY = 0.99  # a sheet's 141 GB is 140.4 GiB
 
 
-def card_at(device_name: str) -> str | None:
+def card_named(device_name: str) -> str | None:
     """The entry of CARDS for a driver's name, such as `NVIDIA H100 80GB HBM3`; None if there is none.
 
     The driver's name has all words of the entry; if several entries fit, the longest is right.
@@ -76,7 +76,7 @@ def _words(name: str) -> set[str]:
     return set(name.casefold().replace("-", " ").split())
 
 
-def card_with(memory_gib: float) -> str:
+def card_with_memory(memory_gib: float) -> str:
     """The smallest card with this much memory, GiB; ties go to the first, and the largest card if none has it."""
     enough = [name for name, card in CARDS.items() if card.memory_gib >= EQUAL_MEMORY * memory_gib]
     return min(enough, key=lambda name: CARDS[name].memory_gib, default="GB300")
@@ -84,13 +84,13 @@ def card_with(memory_gib: float) -> str:
 
 def peak_tflops(device_name: str) -> float | None:
     """Peak of a device by its driver's name, TFLOP/s; None if the device is not in CARDS."""
-    name = card_at(device_name)
+    name = card_named(device_name)
     return None if name is None else CARDS[name].tflops
 
 
 def _known(given: str) -> str:
     """The entry of CARDS for the value of cluster.gpu, which may be a driver's name; ValueError if there is none."""
-    if name := card_at(given):
+    if name := card_named(given):
         return name
     guess = difflib.get_close_matches(given.upper(), CARDS, n=1, cutoff=0.7)
     remedy = "For another NVIDIA card with bfloat16, name a similar one, and set gpu_memory_gib and peak_tflops."

@@ -37,13 +37,14 @@ TRAINING_READS_IF = {
     "algo.teacher.hint_column": "algo.teacher.path or algo.teacher.endpoint or algo.teacher.own",
     "checkpoint.best": "evaluation.every and checkpoint.every",
 }
+TURN_ENDS = "a turn with an environment or tools ends where the template ends it. Remove the key."
 SAMPLING_CONFLICTS = {
     "rollout.truncate=graded_text and rollout.stop": "stop would end the response earlier. Remove one of them.",
     "rollout.engine.enable_chunked_prefill!=null and run.deterministic": (
         "the rounding of a prompt depends on how it is cut into chunks. Remove one of them."
     ),
-    "rollout.stop and acts": "turns with an environment or tools end as the template ends them. Remove the key.",
-    "rollout.truncate_token and acts": "turns with an environment or tools end as the template ends them. Remove it.",
+    "rollout.stop and has_environment": TURN_ENDS,
+    "rollout.truncate_token and has_environment": TURN_ENDS,
     "tools and environment.uses_endpoint": "a program or service offers its own tools in its requests. Remove the key.",
 }
 PREFIX_CACHE = "vLLM returns experts only with its prefix cache, which is off then. Remove one of them."
@@ -224,7 +225,7 @@ def environment_problems(config: GRPOConfig) -> Iterator[str]:
     """Problems of prompts that the environment makes."""
     sources = {"data.train": config.data.train, "data.eval": config.data.eval}
     made = {key: [each.label for each in sets if each.is_environment] for key, sets in sources.items()}
-    if not config.acts:
+    if not config.has_environment:
         yield from (f"{key}=environment: nothing makes prompts. Set environment too." for key in made if made[key])
         return
     for key, labels in made.items():

@@ -57,7 +57,7 @@ class GRPOConfig(TrainingProgramConfig):
         return tool_names(value)
 
     @property
-    def acts(self) -> bool:
+    def has_environment(self) -> bool:
         """Whether the rollouts have an environment or tools."""
         return bool(self.tools or self.environment.parts)
 
@@ -84,7 +84,7 @@ class GRPOConfig(TrainingProgramConfig):
         return self.needs_reference and self.algo.ref_update != "fixed"
 
     @property
-    def averages(self) -> bool:
+    def reference_is_average(self) -> bool:
         """Whether the reference is an average of the policy."""
         return self.reference_moves and self.algo.ref_update == "average"
 

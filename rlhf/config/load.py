@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf.config.base import Section, first_line, no_file, reads_as_another_type, short_value, suggest
+from rlhf.config.base import Section, file_problem, first_line, reads_as_another_type, short_value, suggest
 from rlhf.config.describe import Key, describe_keys
 from rlhf.config.limit import limited
 from rlhf.config.printing import as_utf8
@@ -177,7 +177,7 @@ def _read(file: str, *, of: str = "") -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     named, remedy = of or f"--config {file}", "" if of else " Give the path of a YAML file; `rlhf configs` lists some."
-    if problem := no_file(Path(file)):
+    if problem := file_problem(Path(file)):
         raise ValueError(f"{named}: {problem}.{remedy}")
     try:
         _check_yaml(text := Path(file).read_text("utf-8"))

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rlhf.config.base import MISSING, first_line, no_file
+from rlhf.config.base import MISSING, file_problem, first_line
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -41,7 +41,7 @@ def local_model_folder(path: str) -> Path:
 
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no such file. ValueError, which names the file, if it is not one."""
-    if (problem := no_file(file)) == MISSING:
+    if (problem := file_problem(file)) == MISSING:
         return {}
     content: Any = {}
     try:

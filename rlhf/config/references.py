@@ -56,15 +56,15 @@ def variables(values: Any) -> set[str]:
     return {name for _, text in nodes(values) if isinstance(text, str) for name in VARIABLE.findall(text)}
 
 
-def with_written(values: Any, path: Path = ()) -> Any:
+def with_variables(values: Any, path: Path = ()) -> Any:
     """The values of a whole config, with a `Reference` for each that comes from the environment."""
     value, text = _references.get(path, (None, ""))
     if text and value == values:
         return Reference(text)
     if isinstance(values, Mapping):
-        return {name: with_written(value, (*path, str(name))) for name, value in values.items()}
+        return {name: with_variables(value, (*path, str(name))) for name, value in values.items()}
     if isinstance(values, list | tuple):
-        return [with_written(value, (*path, str(number))) for number, value in enumerate(values)]
+        return [with_variables(value, (*path, str(number))) for number, value in enumerate(values)]
     return values
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from rlhf.config.printing import WrappedStream
-from rlhf.config.references import Reference, with_written
+from rlhf.config.references import Reference, with_variables
 
 HIDDEN = "<secret>"
 # A word of a name; TOKEN is not a word of TOKENIZERS_PARALLELISM. The value of a name ending in _FILE is no secret.
@@ -99,7 +99,7 @@ def with_references(values: Any) -> Any:
             return f"${{oc.env:{variables[text]}}}"
         return refer(text) if any(secret in text for secret in _of_environment()) else HIDDEN
 
-    return _replaced(with_written(values), refer, refer_or_hide)
+    return _replaced(with_variables(values), refer, refer_or_hide)
 
 
 @contextlib.contextmanager

@@ -50,12 +50,12 @@ class TeacherConfig(TeacherModel):
     timeout_s: PositiveFloat = key(60.0, "seconds that one request to an endpoint may take", resume="free")
     retries: NonNegativeInt = key(5, "further tries of a failed request; the wait doubles each time", resume="free")
 
-    def of(self, source: str) -> TeacherModel | None:
+    def of_source(self, source: str) -> TeacherModel | None:
         """The teacher of the rows of a source."""
         return self.by_source.get(source, self if self.named else None)
 
     @property
-    def all(self) -> dict[str, TeacherModel]:
+    def by_key(self) -> dict[str, TeacherModel]:
         """Every teacher by its key."""
         own = {"algo.teacher": self} if self.named else {}
         return {**own, **{f"algo.teacher.by_source.{name}": each for name, each in self.by_source.items()}}
@@ -68,12 +68,12 @@ class TeacherConfig(TeacherModel):
     @property
     def computed(self) -> bool:
         """Whether the learners compute what teachers say: one pass in all, since each of these has rows of its own."""
-        return any(each.endpoint is None for each in self.all.values())
+        return any(each.endpoint is None for each in self.by_key.values())
 
     @property
     def paths(self) -> dict[str, str]:
         """The models that the learners keep, by key; each once."""
-        by_path = {each.path: f"{where}.path" for where, each in reversed(self.all.items()) if each.path is not None}
+        by_path = {each.path: f"{where}.path" for where, each in reversed(self.by_key.items()) if each.path is not None}
         return {where: path for path, where in reversed(by_path.items())}
 
 
@@ -83,23 +83,23 @@ def teacher_problems(config: Any) -> Iterator[str]:
     if teacher is None:
         return
     algo = config.algo
-    sources, teachers = [source.label for source in config.data.train], teacher.all.values()
+    sources, teachers = [source.label for source in config.data.train], teacher.by_key.values()
     if teacher.named or not teacher.by_source:
         yield from teacher.problems("algo.teacher")
     for name, each in teacher.by_source.items():
         yield from each.problems(f"algo.teacher.by_source.{name}")
         if name not in sources:
             yield f"algo.teacher.by_source.{name}: data.train has no such source. {suggest(name, sources)}"
-    if any(each.own == "average" for each in teachers) and not config.averages:
+    if any(each.own == "average" for each in teachers) and not config.reference_is_average:
         remedy = "Set algo.ref_update=average, and algo.log_kl=true or a kl_coef."
         yield f"algo.teacher.own=average with {algo.ref_update=!s}: there is no average. {remedy}"
-    if any(each.hint_column for each in teachers) and config.acts:
+    if any(each.hint_column for each in teachers) and config.has_environment:
         reason = "an environment writes the prompt, so there is none to add a hint to. Remove one of them."
         yield f"algo.teacher.hint_column with an environment or tools: {reason}"
     if any(each.endpoint for each in teachers) and config.run.deterministic:
         reason = "an endpoint may give other log-probs in a second run. Name a path, or deterministic=false."
         yield f"run.deterministic=true with algo.teacher.endpoint: {reason}"
     for name in sources:
-        if teacher.reward == "replace" and teacher.of(name) is None:
+        if teacher.reward == "replace" and teacher.of_source(name) is None:
             remedy = "Name one in by_source or for all sources, or set reward=add."
             yield f"algo.teacher.reward=replace: nothing would train the rows of {name}, without a teacher. {remedy}"

@@ -58,13 +58,13 @@ def load_prompts(
     tokenizer: Any,
     *,
     vocab_size: float = math.inf,
-    acts: bool = False,
+    has_environment: bool = False,
 ) -> LoadedPrompts:
     """Read and tokenize all sources; ValueError if a source, column or row is unusable, or every prompt too long.
 
     Args:
         vocab_size: vocabulary of the model; a row with a higher token id is unusable.
-        acts: the run has environments; they later write the prompts of rows without one.
+        has_environment: the run has environments; they later write the prompts of rows without one.
     """
     loaded = LoadedPrompts({}, {}, {}, {})
     sources, longest = config_sources(config, which), config.max_prompt_tokens
@@ -81,7 +81,7 @@ def load_prompts(
             )
         if which == "eval":
             rows = rows[: settings.rows or config.eval_rows]
-        prompts = _make_prompts(config, source, rows, tokenizer, acts=acts, vocab_size=vocab_size)
+        prompts = _make_prompts(config, source, rows, tokenizer, has_environment=has_environment, vocab_size=vocab_size)
         short = loaded.prompts[settings.label] = [prompt for prompt in prompts if len(prompt.token_ids) <= longest]
         if not short:
             shortest = min(len(prompt.token_ids) for prompt in prompts)
@@ -114,8 +114,8 @@ def first_usable(config: DataConfig, which: Literal["train", "eval"]) -> Iterato
             yield f"row {row.number} of {key}={settings.path}", prompt
 
 
-def read_first_prompt(config: DataConfig, tokenizer: Any, *, acts: bool = False) -> Prompt:
-    """The first prompt of data.train, of whose rows only the first are read; `acts` as in `load_prompts`.
+def read_first_prompt(config: DataConfig, tokenizer: Any, *, has_environment: bool = False) -> Prompt:
+    """The first prompt of data.train, of whose rows only the first are read; `has_environment` as in `load_prompts`.
 
     Raises:
         ValueError: none of them can be used.
@@ -125,7 +125,7 @@ def read_first_prompt(config: DataConfig, tokenizer: Any, *, acts: bool = False)
         return _made_prompts(config, "train", settings)[0]
     source = Source(key, settings, "train", skip=True)
     rows = [*islice(source.stream(), FIRST_ROWS)]
-    return _make_prompts(config, source, rows, tokenizer, acts=acts, vocab_size=math.inf)[0]
+    return _make_prompts(config, source, rows, tokenizer, has_environment=has_environment, vocab_size=math.inf)[0]
 
 
 def leave_out(
@@ -160,17 +160,23 @@ def _made_prompts(config: DataConfig, which: Literal["train", "eval"], settings:
 
 
 def _make_prompts(
-    config: DataConfig, source: Source[SourceConfig], rows: list[Row], tokenizer: Any, *, acts: bool, vocab_size: float
+    config: DataConfig,
+    source: Source[SourceConfig],
+    rows: list[Row],
+    tokenizer: Any,
+    *,
+    has_environment: bool,
+    vocab_size: float,
 ) -> list[Prompt]:
     """The prompts of all usable rows. ValueError if a row is unusable and not dropped, or if no row is usable."""
-    usable = usable_rows(config, source, rows, acts=acts)
+    usable = usable_rows(config, source, rows, has_environment=has_environment)
     rendered, texts, notes, arguments = [], [], source.notes, config.template_arguments
     for each in usable:
         row, messages, *_ = each
         how: dict[str, Any] = {"tools": read_tools(row.columns), "notes": notes}
         with source.leave_out(row):
             how["arguments"] = read_arguments(row.columns, arguments)
-            if acts and how["arguments"] != arguments:
+            if has_environment and how["arguments"] != arguments:
                 raise ValueError(
                     "`chat_template_kwargs`: the later turns of an environment would be written without them. Remove "
                     "the column, and set data.chat_template_kwargs."
@@ -201,7 +207,7 @@ def _make_prompts(
 
 
 def usable_rows(
-    config: DataConfig, source: Source[SourceConfig], rows: list[Row], *, acts: bool = False
+    config: DataConfig, source: Source[SourceConfig], rows: list[Row], *, has_environment: bool = False
 ) -> list[tuple[Row, Messages, str, bool]]:
     """Each readable row with its messages, its answer, and True if the prompt is a text.
 
@@ -213,10 +219,10 @@ def usable_rows(
     columns += [name for name in nested if any(_column_value(row.columns, name) is not None for row in rows)]
     if "question" in columns and not isinstance(rows[0].columns.get("prompt"), str | None):
         columns.remove("question")  # verl's rows: `prompt` holds the messages that were made of it
-    prompt_column = _pick_column("prompt_column", config, source, columns, optional=acts)
+    prompt_column = _pick_column("prompt_column", config, source, columns, optional=has_environment)
     answer_format, answer_column, answer = source.settings.answer_format or config.answer_format, "", ""
     if answer_format != "none":
-        answer_column = _pick_column("answer_column", config, source, columns, optional=acts)
+        answer_column = _pick_column("answer_column", config, source, columns, optional=has_environment)
     usable = []
     for row in rows:
         with source.leave_out(row):

@@ -14,7 +14,7 @@ from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, NamedTuple
 
-from rlhf.config.base import MISSING, no_file
+from rlhf.config.base import MISSING, file_problem
 from rlhf.config.data import FILE_SUFFIXES, OTHER_SUFFIXES, DatasetConfig, DatasetsConfig, S, SourceConfig
 from rlhf.config.model_folder import looks_local
 from rlhf.data.messages import WITH_IMAGES, without_nulls
@@ -87,7 +87,7 @@ def check_source(source: DatasetConfig, key: str) -> None:
                 f"would be read. Move the others away, or name files: {key}=[FILE, FILE]."
             )
         return
-    if problem := no_file(path):
+    if problem := file_problem(path):
         where = f" under {Path.cwd()}" if problem == MISSING and not path.is_absolute() else ""
         raise ValueError(f"{key}={source.path}: {problem}{where}. Correct the path, or make the file.")
     if path.suffix not in FILE_SUFFIXES:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlhf.answers.thoughts import Marks, marks_in
-from rlhf.config.base import no_file
+from rlhf.config.base import file_problem
 from rlhf.config.data import PLAIN, TemplateName, is_template_file
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.limit import limited
@@ -276,7 +276,7 @@ def chat_template(template: TemplateName) -> str | None:
 
 @lru_cache
 def _read_template(path: Path) -> str:
-    if problem := no_file(path):
+    if problem := file_problem(path):
         raise ValueError(problem)
     if (size := path.stat().st_size) > MAX_SOURCE_BYTES:
         raise ValueError(f"it has {size:,} bytes, and a template at most {MAX_SOURCE_BYTES:,}")

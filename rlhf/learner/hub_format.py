@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from rlhf.config.base import reason
+from rlhf.config.base import error_text
 from rlhf.config.model_folder import INDEX, local_model_folder, tensor_shapes, weight_files
 from rlhf.config.sections import ModelConfig
 from rlhf.learner.loading import check_report, load
@@ -217,6 +217,6 @@ def check_written_again(transformer: PreTrainedModel, path: str, *, key: str) ->
             pass  # of this disk
         except Exception as error:  # of transformers, or of code that came with the model
             raise ValueError(
-                f"{key}={path}: its config.json can be loaded and not written again ({reason(error)}), and neither a "
-                "checkpoint nor an export could hold it. Correct it, or name another model."
+                f"{key}={path}: its config.json can be loaded and not written again ({error_text(error)}), so no "
+                "checkpoint or export could hold it. Correct it, or name another model."
             ) from None

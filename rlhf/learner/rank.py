@@ -22,7 +22,7 @@ from rlhf.algo.adam import set_step
 from rlhf.algo.lora import has_adapters
 from rlhf.algo.packing import filler
 from rlhf.algo.schedules import learning_rate
-from rlhf.config.base import reason
+from rlhf.config.base import error_text
 from rlhf.config.model_folder import full_name
 from rlhf.config.roles import Training
 from rlhf.config.sections import ModelConfig
@@ -251,7 +251,7 @@ class TrainedRank:
             state = self.state()
             copy = rank_checkpoint.host_copy(state, ranks_on_node=self.world.ranks_on_node)
         except Exception as error:  # raised here, it would count as the death of this rank
-            self._saving = self._writer.submit(SaveReport, {}, f"{folder}: {reason(error)}")
+            self._saving = self._writer.submit(SaveReport, {}, f"{folder}: {error_text(error)}")
             return
         self._saving = self._writer.submit(self._write, Path(folder), copy or state, index)
         if copy is None:
@@ -264,7 +264,7 @@ class TrainedRank:
         try:
             write_model_config(folder / rank_checkpoint.MODEL_FOLDER, self.transformer, self._generation_config)
         except Exception as error:
-            return SaveReport({}, f"{folder}: {reason(error)}")
+            return SaveReport({}, f"{folder}: {error_text(error)}")
         return rank_checkpoint.write_rank(folder, 0, state, index)
 
     def save_report(self) -> SaveReport | None:
@@ -348,7 +348,7 @@ class TrainedRank:
         try:
             return "", self.export(folder, tokenizer_path)
         except Exception as error:
-            return reason(error), ""
+            return error_text(error), ""
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf.config.base import Section, reason
+from rlhf.config.base import Section, error_text
 from rlhf.types import SaveReport, WrittenFile
 
 WEIGHTS, REFERENCE, RNG = "weights", "reference", "rng"
@@ -107,7 +107,7 @@ def write_rank(folder: Path, rank: int, kinds: Mapping[str, Sequence[Slice]], in
         if index is not None:
             (folder / INDEX).write_text(index.model_dump_json(indent=2))  # whoever writes the manifest syncs it
     except Exception as error:  # a ValueError of a library must not end the run either
-        return SaveReport(files, f"{folder}: {reason(error)}")
+        return SaveReport(files, f"{folder}: {error_text(error)}")
     return SaveReport(files, None)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.answers.thoughts import split_thoughts
-from rlhf.config.changed import changed_values, config_of_any_program
 from rlhf.config.load import flat_keys, stored_values
+from rlhf.config.non_defaults import config_of_any_program, non_default_values
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.log.sinks import Row, read_rows, read_summary
 from rlhf.rewards.grade import NO_ANSWER
@@ -48,7 +48,7 @@ class RunFiles:
     @cached_property
     def changed(self) -> dict[str, Any]:
         """The values of the config that differ from the defaults, in sections."""
-        return changed_values(self.values)
+        return non_default_values(self.values)
 
     @property
     def finished(self) -> bool:

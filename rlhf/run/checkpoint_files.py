@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
-from rlhf.config.base import reason
+from rlhf.config.base import error_text
 from rlhf.types import WrittenFile
 
 MANIFEST = "manifest.json"
@@ -117,7 +117,7 @@ def find_damage(folder: Path, *, contents: bool = True) -> str:
     except FileNotFoundError:
         return f"{MANIFEST} is missing: the checkpoint was not finished"
     except OSError as error:
-        return reason(error)
+        return error_text(error)
     except ValueError as error:
         return str(error)
 
@@ -177,5 +177,5 @@ def remove(checkpoint: Path) -> str:
     try:
         shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(PARTIAL)))
     except OSError as error:
-        return reason(error)
+        return error_text(error)
     return ""

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.rank_group import RoleCheckpoints
-from rlhf.config.base import reason
+from rlhf.config.base import error_text
 from rlhf.config.sections import CheckpointConfig
 from rlhf.learner.rank_checkpoint import MODEL_FOLDER
 from rlhf.run.checkpoint_files import BEST, LATEST, read_line
@@ -27,8 +27,8 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
             tokenizer.save_pretrained(folder)
         except Exception as error:  # of any type, on a full disk too
             raise ValueError(
-                f"model.path={tokenizer.name_or_path}: its tokenizer can be loaded and not saved ({reason(error)}), "
-                f"and neither a checkpoint nor an export could hold it. Make room in {tempfile.gettempdir()} if it "
+                f"model.path={tokenizer.name_or_path}: its tokenizer cannot be saved ({error_text(error)}), "
+                f"so no checkpoint or export could hold it. Make room in {tempfile.gettempdir()} if it "
                 "is full; else correct its files, or name another model."
             ) from None
         files = [path for path in Path(folder).rglob("*") if path.is_file()]
@@ -130,14 +130,14 @@ class CheckpointSaver:
                 mirror.send, checkpoint, others, pointer=pointer, keep=self._config.keep, run_id=self._folder.id
             )
         except Exception as error:
-            why = str(error) if isinstance(error, OSError) else reason(error)
+            why = str(error) if isinstance(error, OSError) else error_text(error)
             self._warn(f"{name} was not copied: {why}. The next checkpoint will be.")
         finally:
             self._folder.being_copied = ""
 
     def fail(self, step: int, error: Exception, partial: Path | None = None) -> None:
         """Warn that the checkpoint of a step could not be written, and remove its partial folder."""
-        self.failure, self.writing_step = f"the checkpoint of step {step} could not be written: {reason(error)}.", 0
+        self.failure, self.writing_step = f"the checkpoint of step {step} could not be written: {error_text(error)}.", 0
         remedy = "Make room meanwhile." if isinstance(error, OSError) else "Remove the cause meanwhile."
         self._warn(f"{self.failure} It is tried again after the next step. {remedy}")
         if partial is not None:

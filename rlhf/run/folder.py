@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from rlhf.config.base import Section, reason
+from rlhf.config.base import Section, error_text
 from rlhf.config.data import DatasetConfig
 from rlhf.config.load import resolved_yaml, stored_values
 from rlhf.config.printing import as_utf8
@@ -127,7 +127,7 @@ class RunFolder:
             self._lock()
             self._fill(config)
         except OSError as error:
-            raise ValueError(f"run.dir={self.path}: {reason(error)}. Name a folder that can be written.") from None
+            raise ValueError(f"run.dir={self.path}: {error_text(error)}. Name a folder that can be written.") from None
         if self._mirror is not None and not self._resume:
             try:
                 self._mirror.claim(self.id, anew=True)

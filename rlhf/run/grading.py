@@ -51,7 +51,7 @@ class Grading:
             graded = tuple(
                 map(self._model_within_bound, (await self.reward_model.add_to(RolloutGroup(prompt, graded))).samples)
             )
-        if not self._config.acts:
+        if not self._config.has_environment:
             return graded
         by_sample = {sample.rollout.sample: sample for sample in graded}
         return tuple(self._with_outcome(rollout, by_sample.get(rollout.sample)) for rollout in rollouts)

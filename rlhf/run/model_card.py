@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from rlhf.config.changed import changed_values, config_of_any_program
 from rlhf.config.load import as_yaml
 from rlhf.config.model_folder import local_model_folder, looks_local
+from rlhf.config.non_defaults import config_of_any_program, non_default_values
 from rlhf.config.printing import as_utf8
 from rlhf.config.references import from_environment
 from rlhf.config.secrets import hide
@@ -54,7 +54,7 @@ def model_card(state: RunState, *, merged: bool = False) -> str:
         f"`{base}` after {state.step} of {config['run']['steps']} steps of {METHODS.get(program, program)} with rlhf: "
         f"{state.updates_taken} optimizer steps on {trained}.",
         "## What was changed\n\nThe keys of the config that differ from the defaults.\n\n"
-        f"```yaml\n{as_yaml(changed_values(config))}```",
+        f"```yaml\n{as_yaml(non_default_values(config))}```",
         "## Use\n\n" + (SCORES if program == "reward_model" else _usage(state, base, is_adapter=is_adapter)),
         f"## License\n\nThat of the base model, `{base}`: {named}.",
         "## Evaluation\n\n" + _evaluation(state),

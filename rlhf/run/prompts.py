@@ -49,7 +49,7 @@ def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
     """Read and tokenize all prompts; ValueError if a row, the tokenizer or the reward model's template does not fit."""
     truncate_token_id(config.rollout, tokenizer)  # must be one token
     vocab_size = embedding_rows(config.model.path)
-    train = load_prompts(config.data, "train", tokenizer, vocab_size=vocab_size, acts=config.acts)
+    train = load_prompts(config.data, "train", tokenizer, vocab_size=vocab_size, has_environment=config.has_environment)
     _check_prompts_suffice(config, train)
     if config.reward_model is not None and config.reward_model.path is not None:
         token_ids = reward_input(config)
@@ -65,7 +65,10 @@ def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
                 check_ids(ids, embedding_rows(path))
             except ValueError as error:
                 raise ValueError(f"reward_model.path={path}: {rows[0].id}: {error}") from None
-    return RunData(train, load_prompts(config.data, "eval", tokenizer, vocab_size=vocab_size, acts=config.acts))
+    return RunData(
+        train,
+        load_prompts(config.data, "eval", tokenizer, vocab_size=vocab_size, has_environment=config.has_environment),
+    )
 
 
 def _check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:

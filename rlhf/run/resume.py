@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
 from rlhf.config.base import Resume, Section, short_value
-from rlhf.config.changed import config_of_any_program
 from rlhf.config.cli import NothingToDoError
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.non_defaults import config_of_any_program
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.references import from_environment
 from rlhf.config.secrets import hidden

@@ -62,7 +62,7 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
                 teachers = await in_thread(Teachers, config, data.train.prompts, run.tokenizer)
             first = first_prompt(data.train)
             environments = None
-            if config.acts:
+            if config.has_environment:
                 with run.log.terminal.stage("environment"):
                     environments = await in_thread(_start_environments, run)
                     exit_stack.callback(environments.close)

@@ -14,7 +14,7 @@ from rlhf.check.start_checks import dtype_warnings, rate_warnings
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.cluster import Cluster
 from rlhf.cluster.rank_group import RankGroup, RoleCheckpoints
-from rlhf.config.base import reason
+from rlhf.config.base import error_text
 from rlhf.config.load import flat_keys
 from rlhf.config.model_folder import full_name
 from rlhf.config.program import TrainingProgramConfig
@@ -336,7 +336,7 @@ class Run(Generic[C]):
         except ClusterError:
             raise
         except Exception as error:
-            why = reason(error)
+            why = error_text(error)
         if not why:
             return
         shutil.rmtree(exported, ignore_errors=True)  # a full disk may then hold a checkpoint

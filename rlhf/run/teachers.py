@@ -84,7 +84,7 @@ class Teachers:
         teachers = config.algo.teacher
         if teachers is not None and not teachers.in_loss:  # in the loss the learners compare for themselves
             for source, rows in prompts.items():
-                if (teacher := teachers.of(source)) is not None:
+                if (teacher := teachers.of_source(source)) is not None:
                     self._by_source[source] = teacher
                     self._hinted |= hinted_prompts(config, teacher, rows, tokenizer) if teacher.hint_column else {}
         self._servers: dict[str, Server] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import TypeAdapter
 
-from rlhf.config.cards import CardName, card_at, card_with, peak_tflops
+from rlhf.config.cards import CardName, card_named, card_with_memory, peak_tflops
 from rlhf.config.sections import LearnersConfig
 
 
@@ -15,14 +15,14 @@ def test_a_card_is_known_by_whole_words_of_the_drivers_name() -> None:
     assert peak_tflops("NVIDIA L40") == 181.0
     assert peak_tflops("NVIDIA A10G") == 70.0
     assert peak_tflops("NVIDIA RTX A1000") is peak_tflops("NVIDIA RTX A4000") is None
-    assert card_at("NVIDIA A100-PCIE-40GB") == "A100-40GB"
-    assert card_at("NVIDIA RTX PRO 6000 Blackwell Server Edition") == "RTX PRO 6000"
-    assert card_at("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+    assert card_named("NVIDIA A100-PCIE-40GB") == "A100-40GB"
+    assert card_named("NVIDIA RTX PRO 6000 Blackwell Server Edition") == "RTX PRO 6000"
+    assert card_named("NVIDIA GeForce RTX 4090 Laptop GPU") is None
 
 
 def test_by_memory_alone_it_is_the_smallest_that_has_as_much() -> None:
     sizes = (22, 24, 32, 40, 45, 48, 79, 80, 141, 180, 1000)
-    assert [card_with(gib) for gib in sizes] == [
+    assert [card_with_memory(gib) for gib in sizes] == [
         "L4", "RTX 4090", "RTX 5090", "A100-40GB", "L40S", "RTX 6000 Ada", "H100", "H100", "H200", "B200", "GB300",
     ]  # fmt: skip
 

@@ -29,7 +29,7 @@ def refusal(*overrides: str) -> str:
 
 def test_without_either_key_nothing_acts() -> None:
     config = load(DATA)
-    assert not config.acts
+    assert not config.has_environment
     assert config.environment.parts == {}
 
 
@@ -37,7 +37,7 @@ def test_without_either_key_nothing_acts() -> None:
 def test_an_environment_has_three_spellings(value: str) -> None:
     config = load(DATA, f"environment={value}")
     assert config.environment.parts == {"": EnvironmentPart(name="my.module:Game")}
-    assert config.acts
+    assert config.has_environment
 
 
 def test_several_environments_are_chosen_by_the_row() -> None:
@@ -49,7 +49,7 @@ def test_several_environments_are_chosen_by_the_row() -> None:
 def test_tools_are_a_list_of_names_and_nothing_else_is_needed() -> None:
     config = load(DATA, "tools=[my.module:add, calculator]")
     assert config.tools == ("my.module:add", "calculator")
-    assert config.acts
+    assert config.has_environment
 
 
 def test_without_data_the_environment_makes_the_prompts_and_the_resolved_config_says_so(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_an_evaluation_needs_no_data_to_train_on() -> None:
     config = load_config(
         GRPOConfig, [], [*overrides, by_name], complete=complete, contradictions=GRPOConfig.sampling_contradictions
     )
-    assert config.acts
+    assert config.has_environment
 
 
 def test_one_of_several_environments_without_a_name_is_refused() -> None:

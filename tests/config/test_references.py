@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlhf.config.changed import changed_values, config_of_any_program
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import flat_keys, load_config, resolved_yaml, stored_values
+from rlhf.config.non_defaults import config_of_any_program, non_default_values
 from rlhf.config.references import from_environment
 from rlhf.config.secrets import hidden, hide
 from rlhf.run.model_card import model_card
@@ -68,7 +68,7 @@ def _load(*given: str) -> GRPOConfig:
 def test_a_value_of_the_environment_is_stored_as_its_reference_and_read_again(name: str, tmp_path: Path) -> None:
     given, key, stored = WRITTEN[name]
     config = _load(given)
-    everywhere = [resolved_yaml(config), json.dumps(config.stored()), json.dumps(changed_values(config.stored()))]
+    everywhere = [resolved_yaml(config), json.dumps(config.stored()), json.dumps(non_default_values(config.stored()))]
     assert flat_keys(config.stored())[key] == stored
     secret = [value for value in VARIABLES.values() if value != VARIABLES["STOP"]] + ["0.000325", "'H100'"]
     assert [(value, text) for value in secret for text in everywhere if value in text] == []

@@ -81,9 +81,9 @@ def test_a_prompt_has_arguments_of_its_own_for_the_template(folder: Path, tokeni
     assert prompts(styled, row, template="model") == ["calmuser: Sum?<end>"]
     config = DataConfig.model_validate({"train": "train.jsonl", "date": datetime.date(2026, 1, 2)})
     with pytest.raises(ValueError, match="`chat_template_kwargs`: the later turns of an environment"):
-        load_prompts(config, "train", styled, acts=True)
+        load_prompts(config, "train", styled, has_environment=True)
     write_jsonl(folder / "train.jsonl", [{"prompt": "Sum?", "answer": "3"}])
-    assert len(load_prompts(config, "train", styled, acts=True).prompts["train"]) == 1
+    assert len(load_prompts(config, "train", styled, has_environment=True).prompts["train"]) == 1
 
 
 def answers(loaded: LoadedPrompts, source: str = "train") -> list[str]:
@@ -518,7 +518,7 @@ def test_an_environment_makes_prompts_that_have_other_ids_in_an_evaluation(folde
 def test_rows_without_a_prompt_are_read_for_an_environment_alone(folder: Path, tokenizer: Any) -> None:
     write_jsonl(folder / "games.jsonl", [{"level": 1}, {"level": 2}])
     config = DataConfig(train="games.jsonl", template="raw")
-    loaded = load_prompts(config, "train", tokenizer, acts=True)
+    loaded = load_prompts(config, "train", tokenizer, has_environment=True)
     assert [(prompt.columns, prompt.messages) for prompt in loaded.prompts["games"]] == [
         ({"level": 1}, ()), ({"level": 2}, ()),
     ]  # fmt: skip

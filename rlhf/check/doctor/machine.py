@@ -85,11 +85,13 @@ async def check_config(patient: Patient) -> Finding:
     try:
         tokenizer = await in_thread(load_tokenizer, config.model)
         vocab_size = embedding_rows(config.model.path)
-        load = partial(load_prompts, config.data, "train", tokenizer, vocab_size=vocab_size, acts=config.acts)
+        load = partial(
+            load_prompts, config.data, "train", tokenizer, vocab_size=vocab_size, has_environment=config.has_environment
+        )
         prompts = (await in_thread(load)).prompts
         patient.rows = [prompt for rows in prompts.values() for prompt in rows[:PROMPTS_PER_SOURCE]]
         patient.prompts = patient.rows
-        if config.acts and not problems:
+        if config.has_environment and not problems:
             with await in_thread(StartedEnvironments, config, tokenizer) as environments:
                 patient.prompts = await asyncio.gather(*map(environments.first_prompt, patient.rows))
                 if warnings := await environments.try_tools(prompts):

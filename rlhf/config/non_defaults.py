@@ -21,7 +21,7 @@ def config_of_any_program(values: dict[str, Any]) -> TrainingProgramConfig | Non
     return None
 
 
-def changed_values(values: dict[str, Any]) -> dict[str, Any]:
+def non_default_values(values: dict[str, Any]) -> dict[str, Any]:
     """The stored values of a whole config that differ from the defaults of its program; they load to the same config.
 
     For a config of another version: all values except null.
