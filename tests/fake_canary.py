@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.cluster.actors import recorded
+from rlhf.cluster.actors import record_call
 from rlhf.rollout.requests import Completion, SamplingSettings
 from rlhf.types import Prompt
 
@@ -80,7 +80,7 @@ class Side:
         self.both, self.weights = both, weights
 
     async def call(self, ask: Callable[[Any], Any]) -> list[Any]:
-        method, *arguments = recorded(ask)
+        method, *arguments = record_call(ask)
         if method == "canary":
             return [self.weights.logprobs(*arguments)]
         return await self.both.call(method, *arguments)

@@ -14,7 +14,7 @@ import pytest
 from fake_canary import FakeEngines, everything
 
 from rlhf import grpo
-from rlhf.cluster.actors import recorded
+from rlhf.cluster.actors import record_call
 from rlhf.config.grpo import GRPOConfig
 from rlhf.log.reductions import Mean, UpdateOutcome
 from rlhf.rewards.grade import NOT_JUDGED
@@ -37,7 +37,7 @@ class FakeLearners:
         self._planned, self.weights_lock = 0, asyncio.Condition()
 
     async def call(self, ask: Callable[[Any], Any], **_: Any) -> list[Any]:
-        method, *arguments = recorded(ask)
+        method, *arguments = record_call(ask)
         self.calls.append((method, *arguments))
         match method:
             case "update_counts":
@@ -56,7 +56,7 @@ class FakeLearners:
 
     async def compute(self, ask: Callable[[Any], Any]) -> list[Any]:
         zeros = np.zeros(len(self._batch.tokens.token_ids), np.float32)
-        if recorded(ask)[0] == "teacher_logprobs":
+        if record_call(ask)[0] == "teacher_logprobs":
             return [zeros - 0.5]
         return [zeros if self._old_logprobs else None, zeros]
 

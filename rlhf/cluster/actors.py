@@ -157,7 +157,7 @@ class _Recorder:
         return lambda *arguments: (method, *arguments)
 
 
-def recorded(ask: Callable[[Any], Any]) -> tuple[Any, ...]:
+def record_call(ask: Callable[[Any], Any]) -> tuple[Any, ...]:
     """The name of the method that `ask` calls on its argument, then the arguments; they are positional."""
     request: tuple[Any, ...] = ask(_Recorder())
     return request
@@ -206,7 +206,7 @@ class ActorGroup(Generic[Hosted]):
 
     def call(self, ask: Callable[[Hosted], Any], *, deadline_s: float | None = None) -> Awaitable[list[Any]]:
         """Send one call to every actor at once, and wait for the results, in rank order."""
-        request = recorded(ask)
+        request = record_call(ask)
         return self._gather([actor.call.remote(*request) for actor in self.present], request[0], deadline_s)
 
     @overload
@@ -216,7 +216,7 @@ class ActorGroup(Generic[Hosted]):
 
     async def call_one(self, rank: int, ask: Callable[[Hosted], Any], *, what: str) -> Any:
         """A call on one actor; `what` names the call in error messages."""
-        answer, what = self.actors[rank].call.remote(*recorded(ask)), f"{self.name} {rank}, {what}"
+        answer, what = self.actors[rank].call.remote(*record_call(ask)), f"{self.name} {rank}, {what}"
         return await wait_for(answer, what=what, deadline_s=self.deadline_s, homes=self.homes)
 
     async def locate(self, *, deadline_s: float) -> list[Location]:

@@ -94,12 +94,12 @@ class Canary:
         Raises:
             ClusterError: learner and engine differ by more than rounding, or the run cannot be deterministic.
         """
-        sampled = await asyncio.gather(*(self._sampled(prompt) for prompt in self._prompts))
+        sampled = await asyncio.gather(*(self._sample_response(prompt) for prompt in self._prompts))
         self.sequences = [np.concatenate([start, completion.token_ids]) for start, completion in sampled]
         if self._noise_seed is not None:
-            _check_alike(sampled[0][1], (await self._sampled(self._prompts[0]))[1])
+            _check_alike(sampled[0][1], (await self._sample_response(self._prompts[0]))[1])
         problem = "and the learner disagree on the untouched weights of model.path: one of them computes another model"
-        measured = await self._judge(await self._by_engine(), problem, limit=self._limit)
+        measured = await self._judge(await self._engine_logprobs(), problem, limit=self._limit)
         if self._limit:
             self._engine_noise = measured
             self.tolerance = max(self.tolerance, LATER_FACTOR * measured)
@@ -112,7 +112,7 @@ class Canary:
         Args:
             limit: differences below it are allowed in any case.
         """
-        exact, own = await self._exact()
+        exact, own = await self._exact_and_own()
         noise = max(_difference(exact, own)[0], self._engine_noise)
         difference = _compare(exact, by_engine, problem, max(TOLERANCE, NOISE_FACTOR * noise, limit))
         kl = max([_kl(exact, own), *(_kl(engine, exact) for engine in by_engine if self._limit)])
@@ -122,7 +122,7 @@ class Canary:
 
     async def check_start(self, version: int) -> dict[str, float]:
         """Send perturbed weights, check that the engines follow, and send the true ones; errors as of `check`."""
-        true = await self._by_learner()
+        true = await self._learner_logprobs()
         names = (await self._engines.learners.call(lambda learner: learner.tensor_names()))[0]
         blocks = np.array_split(np.arange(len(names)), -(-len(names) // BLOCK_TENSORS))
         for block in blocks:
@@ -134,7 +134,7 @@ class Canary:
         what = f"{names[start]} to {names[stop - 1]}"
         await self._engines.learners.call(lambda learner: learner.perturb_weights(start, stop))
         try:
-            exact, own = await self._exact()
+            exact, own = await self._exact_and_own()
             bound = max(TOLERANCE, NOISE_FACTOR * max(_difference(exact, own)[0], self._engine_noise))
             moved, _ = _difference(true, exact)
             if not moved >= MOVED * bound:
@@ -144,7 +144,7 @@ class Canary:
                 )
             await self._engines.send_weights(version)
             problem = f"does not hold the perturbed weights at start-up, {what}"
-            _compare(exact, await self._by_engine(), problem, bound)
+            _compare(exact, await self._engine_logprobs(), problem, bound)
         finally:
             await self._engines.learners.call(lambda learner: learner.restore_weights())
 
@@ -154,7 +154,7 @@ class Canary:
         Rounding errors grow if training makes the model more sensitive to them. So a difference above the tolerance is
         judged as at the start, by the rounding error of the present weights, and the tolerance follows.
         """
-        expected, by_engine = await asyncio.gather(self._by_learner(), self._by_engine())
+        expected, by_engine = await asyncio.gather(self._learner_logprobs(), self._engine_logprobs())
         problem = f"does not hold the weights of version {version}"
         try:
             difference = _compare(expected, by_engine, problem, self.tolerance)
@@ -163,7 +163,7 @@ class Canary:
                 raise
             difference = await self._judge(by_engine, problem)
             if await self._engines.wake_if_asleep(version):
-                difference = _compare(expected, await self._by_engine(), problem, self.tolerance)
+                difference = _compare(expected, await self._engine_logprobs(), problem, self.tolerance)
         return {"sync/canary_difference": difference, "sync/canary_tolerance": self.tolerance}
 
     def check_rollouts(self, metrics: StepMetrics, *, temperature: float, max_lag: int) -> dict[str, float]:
@@ -193,7 +193,7 @@ class Canary:
         ratios = [kl / bounds[name] for name, kl in seen.items()]
         return {"policy/engine_kl_excess": max(ratio if ratio < FAR else FAR for ratio in ratios)}  # NaN is far
 
-    async def _sampled(self, prompt: Prompt) -> tuple[np.ndarray, Completion]:
+    async def _sample_response(self, prompt: Prompt) -> tuple[np.ndarray, Completion]:
         """The beginning of a prompt, and a response to it that the first engine samples."""
         beginning = prompt.token_ids[: min(PROMPT_TOKENS, self._max_tokens - 1)]
         length = min(RESPONSE_TOKENS, self._max_tokens - len(beginning))
@@ -202,18 +202,18 @@ class Canary:
         (completion,) = await self._engines.generate(beginning, settings, seed=seed, what=prompt.id, engine=0)
         return beginning, completion
 
-    async def _by_learner(self, *, in_float32: bool = False) -> Logprobs:
+    async def _learner_logprobs(self, *, in_float32: bool = False) -> Logprobs:
         by_rank = await self._engines.learners.call(lambda learner: learner.canary(self.sequences, in_float32))
         return by_rank[0]
 
-    async def _by_engine(self) -> list[Logprobs]:
+    async def _engine_logprobs(self) -> list[Logprobs]:
         return await self._engines.group.call(lambda engine: engine.canary(self.sequences))
 
-    async def _exact(self) -> tuple[Logprobs, Logprobs]:
+    async def _exact_and_own(self) -> tuple[Logprobs, Logprobs]:
         """The learner's log-probs in float32, and those in its own type."""
         await self._engines.sleep_if_colocated()  # the float32 pass needs memory for another embedding
-        own = await self._by_learner()
-        return await self._by_learner(in_float32=True) if self._rounds else own, own
+        own = await self._learner_logprobs()
+        return await self._learner_logprobs(in_float32=True) if self._rounds else own, own
 
 
 def _kl(sampled: Logprobs, other: Logprobs) -> float:

@@ -39,11 +39,11 @@ class Critic(StepRank):
 
     def values(self) -> tuple[np.ndarray]:
         """Values on the microbatches of the first epoch."""
-        return (self.passes(self.deepspeed),)
+        return (self.run_passes(self.deepspeed),)
 
     def update(self, targets: ValueTargets) -> list[UpdateOutcome]:
         """Take every optimizer step of the training step."""
-        return self.updates(targets, functools.partial(value_microbatch, self.deepspeed, clip=self.clip))
+        return self.run_updates(targets, functools.partial(value_microbatch, self.deepspeed, clip=self.clip))
 
 
 def value_microbatch(

@@ -76,7 +76,9 @@ def _meet_on_loopback(world: World) -> None:
         _meeting_places.append(dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
 
 
-def wrapped(module: nn.Module, settings: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> Any:
+def deepspeed_engine(
+    module: nn.Module, settings: dict[str, Any], optimizer: torch.optim.Optimizer | None = None
+) -> Any:
     """DeepSpeed's engine around a module."""
     return deepspeed.initialize(model=module, optimizer=optimizer, config=settings)[0]
 

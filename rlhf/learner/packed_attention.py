@@ -105,13 +105,13 @@ def packed_attention(
     if vars(module).get("attn_temperature_tuning") and not module.use_rope:
         q = _scale_by_position(q, module, segments)
     if window is not None and window.chunked:
-        segments, window = segments.chunked(window.size), None
+        segments, window = segments.cut_into_chunks(window.size), None
     size = None if window is None or window.size >= segments.longest else window.size
     scoring = Scoring(scaling, size, softcap, s_aux)
     flash = q.device.type != "cpu" and q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= FLASH_WIDTH
     if not flash:
         return _blockwise_attention(q, k, v, segments, scoring).unsqueeze(0), None
-    k, v = segments.expanded(k), segments.expanded(v)
+    k, v = segments.expand_rows(k), segments.expand_rows(v)
     if not scoring.is_plain:
         return flex_scored_attention(q, k, v, segments, scoring).unsqueeze(0), None
     from torch.nn.attention.varlen import varlen_attn

@@ -36,7 +36,7 @@ class Partition:
         assert not getattr(self._optimizer, "offloaded_states", None), "reload the optimizer's state first"
         self._world = world
 
-    def held(self, param: Any) -> tuple[int, int]:
+    def held_span(self, param: Any) -> tuple[int, int]:
         """The elements [start, stop) of the flattened parameter that this rank holds."""
         if hasattr(param, "ds_id"):
             size, rank = param.ds_tensor.ds_numel, self._world.rank
@@ -52,7 +52,7 @@ class Partition:
         """The held elements that this rank writes: each element has one owner."""
         slices = []
         for name, param in params.items():
-            first, stop = self.held(param)
+            first, stop = self.held_span(param)
             start = first
             if not hasattr(param, "ds_id") and not hasattr(param, "_hp_mapping"):
                 start, stop = share(param.numel(), self._world.rank, self._world.size)
@@ -63,14 +63,14 @@ class Partition:
     def fill(self, params: Mapping[str, Tensor], kind: str, reader: SliceReader | None) -> None:
         """Fill the held elements from the files, or with 0 without a reader."""
         for name, param in params.items():
-            start, stop = self.held(param)
+            start, stop = self.held_span(param)
             if start < stop:
                 values = torch.zeros(stop - start) if reader is None else reader.read(name, start, stop)
                 self.values(param, kind).copy_(values)
 
     def values(self, param: Any, kind: str) -> Tensor:
         """[stop - start] float32, the held elements in any memory; writing to them changes the state."""
-        start, stop = self.held(param)
+        start, stop = self.held_span(param)
         state = None if kind == WEIGHTS else kind
         if hasattr(param, "ds_id"):
             # safe_get_local_fp32_param would copy offloaded values to the GPU: in a save, all parameters at once.

@@ -71,20 +71,20 @@ class Learner(StepRank):
         """Old and reference log-probs on the microbatches of the first epoch; None if the config does not need them."""
         old = ref = None
         if self.config.needs_old_logprobs_pass:
-            old = self.passes(lambda tokens: self.deepspeed(tokens).logprobs)
+            old = self.run_passes(lambda tokens: self.deepspeed(tokens).logprobs)
         if self.reference is not None:
             self._offload.come_back()
-            ref = self.passes(self.reference.logprobs)
+            ref = self.run_passes(self.reference.logprobs)
         return old, ref
 
     def teacher_logprobs(self, teacher: TeacherModel) -> tuple[np.ndarray]:
         """The log-probs of a teacher on the microbatches of the first epoch."""
         self._offload.come_back()
         if teacher.own == "policy":
-            return (self.passes(lambda tokens: self.deepspeed(tokens).logprobs),)
+            return (self.run_passes(lambda tokens: self.deepspeed(tokens).logprobs),)
         model: Reference | None = self.reference if teacher.path is None else self.teachers[teacher.path]
         assert model is not None, "own=average needs the average"
-        return (self.passes(model.logprobs),)
+        return (self.run_passes(model.logprobs),)
 
     def update(self, targets: PolicyTargets) -> list[UpdateOutcome]:
         """Take every optimizer step of the training step."""
@@ -95,7 +95,7 @@ class Learner(StepRank):
             assert isinstance(model, FrozenCopy), "own=average needs the average"
             teacher = model.as_teacher
         microbatch = functools.partial(policy_microbatch, self.deepspeed, config=self.config, teacher=teacher)
-        return self.updates(targets, microbatch)
+        return self.run_updates(targets, microbatch)
 
     @torch.no_grad()
     def canary(self, sequences: list[np.ndarray], in_float32: bool = False) -> list[np.ndarray]:
@@ -141,13 +141,13 @@ class Learner(StepRank):
         """At ZeRO-3 the partition that this rank holds, else an equal share; a view of each of `metadata`."""
         parts = []
         for name, tensor in self._to_send():
-            flat, start = self._own(tensor)
+            flat, start = self._own_part(tensor)
             for first, stop in self._ranges[name]:
                 low, high = (min(max(edge - start, 0), len(flat)) for edge in (first, stop))
                 parts.append((flat[low:high], start + low - first))
         return parts
 
-    def _own(self, tensor: Any) -> tuple[Tensor, int]:
+    def _own_part(self, tensor: Any) -> tuple[Tensor, int]:
         """This rank's part of a tensor, flat, and the number of its first element."""
         if hasattr(tensor, "ds_id"):
             size = tensor.ds_tensor.ds_numel
@@ -201,7 +201,9 @@ class Learner(StepRank):
         assert not self._flipped, "the weights are perturbed already"
         names = self.tensor_names()[start:stop]
         tensors = [self.published[name] for name in names]
-        nonzero = torch.stack([torch.stack([part.any() for part, _ in self._held(tensor)]).any() for tensor in tensors])
+        nonzero = torch.stack(
+            [torch.stack([part.any() for part, _ in self._held_parts(tensor)]).any() for tensor in tensors]
+        )
         dist.all_reduce(nonzero := nonzero.int(), op=dist.ReduceOp.MAX)  # a rank may hold only zeros of a tensor
         for name, tensor, moves in zip(names, tensors, nonzero.tolist(), strict=True):
             number = -torch.zeros((), dtype=tensor.dtype) if moves else torch.ones((), dtype=tensor.dtype)
@@ -217,7 +219,9 @@ class Learner(StepRank):
     def _flip(self) -> None:
         ends, apart = dict[str, tuple[Tensor, Tensor]](), list[str]()
         for name, bits in self._flipped.items():
-            held = [(part.view(INTEGERS[part.itemsize]), start) for part, start in self._held(self.published[name])]
+            held = [
+                (part.view(INTEGERS[part.itemsize]), start) for part, start in self._held_parts(self.published[name])
+            ]
             flipped = [part[-start % STRIDE :: STRIDE] for part, start in held]
             last = flipped[-1][:: max(1, len(flipped[-1]) - 1)]  # the first and the last element
             ends[name] = last, last.clone()
@@ -235,7 +239,7 @@ class Learner(StepRank):
                 "the canary: DeepSpeed holds it in a memory that the learner does not know. Use another zero_stage."
             )
 
-    def _held(self, tensor: Any) -> list[tuple[Tensor, int]]:
+    def _held_parts(self, tensor: Any) -> list[tuple[Tensor, int]]:
         """Every memory in which this rank holds elements of a tensor: (flat part, number of its first element).
 
         At ZeRO-3 these are the rank's share of a parameter and, while it is gathered, the whole parameter. DeepSpeed
@@ -243,7 +247,7 @@ class Learner(StepRank):
         """
         if not hasattr(tensor, "ds_id"):
             return [(tensor.data.view(-1), 0)]
-        share, start = self._own(tensor)
+        share, start = self._own_part(tensor)
         if tensor.ds_status.name != "AVAILABLE":
             return [(share, start)]
         whole = tensor.data.view(-1)

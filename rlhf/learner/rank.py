@@ -27,7 +27,7 @@ from rlhf.config.model_folder import full_name
 from rlhf.config.roles import Training
 from rlhf.config.sections import ModelConfig
 from rlhf.learner import rank_checkpoint
-from rlhf.learner.deepspeed_settings import any_settings, join_world, training_settings, wrapped
+from rlhf.learner.deepspeed_settings import any_settings, deepspeed_engine, join_world, training_settings
 from rlhf.learner.hub_format import (
     frozen_tensors,
     model_tensors,
@@ -101,7 +101,7 @@ class TrainedRank:
         options = self.training.section.optimizer.model_dump(exclude={"variant"})
         # The fused kernel, on CPU too, reads parameter, gradient and both moments once.
         adam = torch.optim.AdamW(self.trained.values(), fused=True, **options)
-        self.deepspeed = wrapped(module, self._settings, adam)
+        self.deepspeed = deepspeed_engine(module, self._settings, adam)
         self.published = {**self.trained} if has_adapters(module) else model_tensors(self.transformer)
         self._generation_config = start_generation_config(self._model.path)
 
@@ -110,7 +110,7 @@ class TrainedRank:
         if self.training.section.zero_stage < 3:
             return module.to(self.device)
         settings = any_settings(self.world, dtype=self._model.dtype, zero={"stage": 3})
-        return wrapped(module, settings)
+        return deepspeed_engine(module, settings)
 
     @property
     def transformer(self) -> PreTrainedModel:

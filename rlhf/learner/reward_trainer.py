@@ -62,7 +62,7 @@ class RewardTrainer(SupervisedRank):
     def _normalization(self) -> tuple[float, float]:
         """Mean and std of the scores of NORMALIZATION_PAIRS training pairs, chosen and rejected."""
         count = self._count(self._train)
-        microbatches = self._own(self._train, np.arange(0, count, math.ceil(count / NORMALIZATION_PAIRS)))
+        microbatches = self._own_microbatches(self._train, np.arange(0, count, math.ceil(count / NORMALIZATION_PAIRS)))
         scores = [self.deepspeed(held.tokens)[: 0 if held.is_filler else None].tolist() for held in microbatches]
         by_rank: list[Any] = [None] * self.world.size
         dist.all_gather_object(by_rank, np.concatenate(scores))

@@ -85,7 +85,7 @@ def balancing_loss(choices: Sequence[Choices], logits: Sequence[Tensor], segment
     offsets = segments.cu_seqlens.long()
 
     def mean_of_sequences(x: Tensor) -> Tensor:
-        return torch.segment_reduce(segments.expanded(x), "mean", offsets=offsets, axis=0)
+        return torch.segment_reduce(segments.expand_rows(x), "mean", offsets=offsets, axis=0)
 
     losses = []
     for (chosen, experts), router in zip(choices, logits, strict=True):

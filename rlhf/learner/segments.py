@@ -85,7 +85,7 @@ class Segments:
         self.block_masks: dict[int | None, Any] = {}
         self._chunked: dict[int, Segments] = {}
 
-    def expanded(self, x: Tensor) -> Tensor:
+    def expand_rows(self, x: Tensor) -> Tensor:
         """[U, ...] of the computed tokens -> [T, ...] of all tokens of the row."""
         return x if self.expand is None else take_rows(x, self.expand)
 
@@ -95,7 +95,7 @@ class Segments:
         segment = segment_ids(self.cu_seqlens, len(tokens))
         return segment, tokens - self.cu_seqlens[segment]
 
-    def chunked(self, size: int) -> Segments:
+    def cut_into_chunks(self, size: int) -> Segments:
         """The same row with each segment cut into chunks of `size` tokens, which do not see each other."""
         if size >= self.longest:
             return self

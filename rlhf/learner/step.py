@@ -1,4 +1,4 @@
-"""One rank's part of a training step, the same for policy and critic: `start_step`, then `passes`, then `updates`."""
+"""One rank's part of a step, for policy and critic: `start_step`, then `run_passes`, then `run_updates`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class HeldMicrobatch:
     denominators: Denominators  # of its minibatch
 
 
-def hold(tokens: PackedTokens, minibatch: Minibatch, rank: int, device: torch.device) -> list[HeldMicrobatch]:
+def make_microbatches(
+    tokens: PackedTokens, minibatch: Minibatch, rank: int, device: torch.device
+) -> list[HeldMicrobatch]:
     """A rank's microbatches of a minibatch of these sequences, on its device."""
 
     def microbatch(rows: np.ndarray) -> HeldMicrobatch:
@@ -53,12 +55,12 @@ class StepRank(TrainedRank):
             [S] int64, epoch after epoch: how many leading tokens each sequence shares with the previous one.
         """
         self._epochs = []  # first frees the memory of the previous step's microbatches
-        self._epochs = [[hold(tokens, x, self.world.rank, self.device) for x in epoch] for epoch in epochs]
+        self._epochs = [[make_microbatches(tokens, x, self.world.rank, self.device) for x in epoch] for epoch in epochs]
         held = [x for epoch in self._epochs for minibatch in epoch for x in minibatch if not x.is_filler]
         return np.concatenate([np.zeros(0, np.int64), *(x.tokens.segments.shared for x in held)])
 
     @torch.no_grad()
-    def passes(self, forward: Callable[[DeviceTokens], Tensor]) -> np.ndarray:
+    def run_passes(self, forward: Callable[[DeviceTokens], Tensor]) -> np.ndarray:
         """float32 [T'], the output of `forward` at the tokens of the first epoch, microbatch after microbatch.
 
         Fillers are computed so that all ranks make the same calls; the result has no entries for them.
@@ -71,7 +73,7 @@ class StepRank(TrainedRank):
         """One optimizer step for each minibatch of every epoch; each role has targets of its own type."""
         raise NotImplementedError
 
-    def updates(
+    def run_updates(
         self, targets: T, loss: Callable[[DeviceTokens, T, Denominators], tuple[Tensor, StepMetrics]]
     ) -> list[UpdateOutcome]:
         """One optimizer step for each minibatch of every epoch; `loss` gets a microbatch's part of the columns [N]."""

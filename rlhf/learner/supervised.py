@@ -15,7 +15,7 @@ from rlhf.algo.packing import draw_minibatches, pack_microbatches
 from rlhf.config.supervised import SFTConfig, SupervisedConfig
 from rlhf.learner.policy_model import check_packed, load_policy
 from rlhf.learner.rank import TrainedRank
-from rlhf.learner.step import HeldMicrobatch, hold
+from rlhf.learner.step import HeldMicrobatch, make_microbatches
 from rlhf.learner.update import on_host
 from rlhf.log.reductions import Perplexity, StepMetrics, Sum, UpdateOutcome, merge_metrics
 from rlhf.types import Denominators, Minibatch, PackedTokens, World
@@ -48,8 +48,8 @@ class SupervisedRank(TrainedRank):
         minibatches = self.config.updates_per_epoch(count)
         epoch, number = divmod(step, minibatches)
         examples = draw_minibatches(count, minibatches=minibatches, seed=seed, step=0, epoch=epoch)[number]
-        microbatches = self._own(self._train, examples)
-        outcome = self.take_step(microbatches, lambda held: self._measured("train", held))
+        microbatches = self._own_microbatches(self._train, examples)
+        outcome = self.take_step(microbatches, lambda held: self._loss_and_metrics("train", held))
         index = np.concatenate([held.index[: 0 if held.is_filler else None] for held in microbatches])
         counts: StepMetrics = {"train/tokens": Sum(len(index))}
         if trained := int(self._train.response_mask[index].sum()):
@@ -64,11 +64,11 @@ class SupervisedRank(TrainedRank):
         """
         assert self._held_out is not None
         of_part = slice(part * EVALUATED_AT_ONCE, (part + 1) * EVALUATED_AT_ONCE)
-        microbatches = self._own(self._held_out, np.arange(self._count(self._held_out)), of_part)
-        metrics = [self._measured("eval", held)[1] for held in microbatches]
+        microbatches = self._own_microbatches(self._held_out, np.arange(self._count(self._held_out)), of_part)
+        metrics = [self._loss_and_metrics("eval", held)[1] for held in microbatches]
         return on_host(merge_metrics(metrics)) if metrics else None
 
-    def _measured(self, prefix: str, held: HeldMicrobatch) -> tuple[Tensor, StepMetrics]:
+    def _loss_and_metrics(self, prefix: str, held: HeldMicrobatch) -> tuple[Tensor, StepMetrics]:
         loss, metrics = self.loss(held)
         metrics = {"loss": Sum(loss.detach().double()), **metrics}
         return loss, {f"{prefix}/{name}": metric for name, metric in metrics.items()}
@@ -76,7 +76,9 @@ class SupervisedRank(TrainedRank):
     def _count(self, data: PackedTokens) -> int:
         return len(data.lengths) // self.config.sequences_per_example
 
-    def _own(self, data: PackedTokens, examples: np.ndarray, part: slice = slice(None)) -> list[HeldMicrobatch]:
+    def _own_microbatches(
+        self, data: PackedTokens, examples: np.ndarray, part: slice = slice(None)
+    ) -> list[HeldMicrobatch]:
         """This rank's microbatches, or a part of them, of a minibatch of these examples."""
         sequences = self.config.sequences_per_example
         rows = examples[:, None] * sequences + np.arange(sequences)
@@ -88,7 +90,7 @@ class SupervisedRank(TrainedRank):
             # an example counts as a rollout
             Denominators(tokens=int(trained.sum()), rollouts=len(examples), sequences=rows.size),
         )
-        return hold(data, minibatch, self.world.rank, self.device)
+        return make_microbatches(data, minibatch, self.world.rank, self.device)
 
 
 class SFTTrainer(SupervisedRank):

@@ -62,11 +62,11 @@ class Accounted:
         )
 
     def receive_weights(self, update_info: Any) -> None:
-        with self._counted():
+        with self._counting():
             super().receive_weights(update_info)  # type: ignore[misc]
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _counting(self) -> Iterator[None]:
         model = self.model
         load, elements_of = model.load_weights, layerwise.get_numel_loaded
         in_place = CopiedInPlace() if self._loads_in_place else None

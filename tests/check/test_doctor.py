@@ -28,7 +28,7 @@ from rlhf.check.doctor.runner import Check, Finding, Patient, examine_all, lines
 from rlhf.check.memory import GIB
 from rlhf.check.resources import visible_gpus
 from rlhf.check.start_checks import run_bytes
-from rlhf.cluster.actors import recorded
+from rlhf.cluster.actors import record_call
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.doctor import checks
@@ -351,7 +351,7 @@ class FakeLearners:
         self.answers = answers
 
     async def call(self, ask: Callable[[Any], Any]) -> list[Any]:
-        method, *arguments = recorded(ask)
+        method, *arguments = record_call(ask)
         return [self.answers[arguments[0].__name__ if method == "apply" else method]]
 
     async def compute(self, _: Callable[[Any], Any]) -> list[Any]:

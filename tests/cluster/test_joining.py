@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fake_canary import PROMPTS
 
-from rlhf.cluster.actors import recorded
+from rlhf.cluster.actors import record_call
 from rlhf.cluster.canary import Canary
 from rlhf.cluster.engines import Engines
 from rlhf.run.rollout_loop import RolloutLoop
@@ -30,7 +30,7 @@ class Learners:
 
     async def call(self, ask: Callable[[Any], Any], **_: Any) -> Any:
         await asyncio.sleep(0)
-        if recorded(ask)[0] == "send_weights":
+        if record_call(ask)[0] == "send_weights":
             self.group.weights |= dict.fromkeys(self.group.present, self.weight)
             return [None]
         return [[np.full(3, self.weight)]]  # the canary's log-probs

@@ -47,7 +47,7 @@ class Rank(StepRank):
         self.world, self.device = World(rank, LEARNERS, rank, "nowhere", 0, threads=1), torch.device("cpu")
 
     def token_ids(self) -> tuple[np.ndarray, None]:
-        return self.passes(lambda tokens: tokens.token_ids), None
+        return self.run_passes(lambda tokens: tokens.token_ids), None
 
     def update(self, targets: PolicyTargets) -> list[UpdateOutcome]:
         def loss(tokens: Any, own: PolicyTargets, denominators: Any) -> tuple[torch.Tensor, StepMetrics]:
@@ -56,7 +56,7 @@ class Rank(StepRank):
             assert own.advantages[mask.numpy()].tolist() == ids.tolist()
             return torch.zeros(()), {"ids": Sum(float(ids.sum())), "tokens": Sum(float(mask.sum()))}
 
-        return self.updates(targets, loss)
+        return self.run_updates(targets, loss)
 
     def take_step(
         self, microbatches: Sequence[M], forward: Callable[[M], tuple[torch.Tensor, StepMetrics]]

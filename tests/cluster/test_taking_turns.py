@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlhf.cluster.actor_start import environment_of
-from rlhf.cluster.actors import recorded
+from rlhf.cluster.actors import record_call
 from rlhf.cluster.cluster import Cluster
 from rlhf.cluster.engines import Engines
 from rlhf.config.grpo import GRPOConfig
@@ -44,7 +44,7 @@ class Ranks:
         self.memory.hold(**{f"{self.name} {use}": size for use, size in uses.items()})
 
     async def call(self, ask: Callable[[Any], Any]) -> list[None]:
-        match recorded(ask):
+        match record_call(ask):
             case "leave_gpu", offload:
                 self.hold(cache=0, **({"state": 0} if offload else {}))
             case "update", _:
@@ -65,7 +65,7 @@ class FakeEngines:
         await self.call(ask)
 
     async def call(self, ask: Callable[[Any], Any], **_: Any) -> None:
-        method, *arguments = recorded(ask)
+        method, *arguments = record_call(ask)
         self.calls.append(" ".join([method, *(str(x) for argument in arguments for x in argument)]))
         match self.calls[-1]:
             case "sleep":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf.cluster import engine_recovery
-from rlhf.cluster.actors import ActorGroup, ClusterError, LostError, recorded
+from rlhf.cluster.actors import ActorGroup, ClusterError, LostError, record_call
 from rlhf.cluster.cluster import Cluster
 from rlhf.cluster.engines import Engines
 from rlhf.config.roles import ENGINE, LEARNER
@@ -54,7 +54,7 @@ class FakeEngines(ActorGroup):
         self.calls: list[str] = []
 
     async def call(self, ask: Callable[[Any], Any], *, deadline_s: float | None = None) -> list[Any]:
-        self.calls.append(recorded(ask)[0])
+        self.calls.append(record_call(ask)[0])
         return []
 
     async def call_one(self, rank: int, ask: Callable[[Any], Any], *, what: str) -> Any:
@@ -102,7 +102,7 @@ def test_after_a_failed_transfer_no_engine_goes_on_sampling(
 
     class Learners:
         async def call(self, ask: Callable[[Any], Any]) -> None:
-            group.calls.append(recorded(ask)[0])
+            group.calls.append(record_call(ask)[0])
             raise error
 
     class Started(Cluster):

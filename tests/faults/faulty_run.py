@@ -241,7 +241,7 @@ POISONS = {
 def watch_moments(faults: Faults) -> None:
     """Wrap what the moments are made of."""
     from rlhf import grpo
-    from rlhf.cluster.actors import ActorGroup, recorded
+    from rlhf.cluster.actors import ActorGroup, record_call
     from rlhf.cluster.engines import Engines
     from rlhf.log.clock import Clock
 
@@ -263,14 +263,14 @@ def watch_moments(faults: Faults) -> None:
 
     def call(group: Any, ask: Any, **options: Any) -> Any:
         answers = original_call(group, ask, **options)
-        faults.moment(f".{recorded(ask)[0]}")
+        faults.moment(f".{record_call(ask)[0]}")
         return answers
 
     def after_sending(original: Any, name: str | None = None) -> Any:
         async def one(group: Any, *arguments: Any, **options: Any) -> Any:
             called = asyncio.ensure_future(original(group, *arguments, **options))
             await asyncio.sleep(0)
-            faults.moment(f".{name or recorded(arguments[1])[0]}")
+            faults.moment(f".{name or record_call(arguments[1])[0]}")
             return await called
 
         return one

@@ -18,7 +18,7 @@ import torch
 from installed import seems_installed
 from worlds import make_config, run_world
 
-from rlhf.cluster.actors import ClusterError, recorded
+from rlhf.cluster.actors import ClusterError, record_call
 from rlhf.rollout.requests import Completion
 from rlhf.types import Prompt, World
 
@@ -158,7 +158,7 @@ class Calls:
         self.answer = answer
 
     async def call(self, ask: Callable[[Any], Any]) -> list[Any]:
-        return [self.answer(*recorded(ask))]
+        return [self.answer(*record_call(ask))]
 
 
 def refusals(world: World, path: Path, dtype: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from documented import check_documented
 from fake_run import CUT_OFF_EVERY, FakeCheckpoints, FakeLearners, FakeScorer, Sampling, drive
 from worlds import make_config
 
-from rlhf.cluster.actors import ClusterError, recorded
+from rlhf.cluster.actors import ClusterError, record_call
 from rlhf.config.grpo import GRPOConfig
 from rlhf.run.folder import with_date
 from rlhf.types import ScoredRollout
@@ -155,7 +155,7 @@ def test_an_export_that_fails_names_the_checkpoint_that_has_the_weights_and_the_
     call = FakeLearners.call
 
     async def refused(self: Any, ask: Any, **options: Any) -> list[Any]:
-        is_export = recorded(ask)[0] == "try_export"
+        is_export = record_call(ask)[0] == "try_export"
         return [("ValueError: no", "")] if is_export else await call(self, ask, **options)
 
     folder = Path(config.run.dir)

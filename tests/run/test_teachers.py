@@ -16,7 +16,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from worlds import make_config, rollout_of
 
-from rlhf.cluster.actors import recorded
+from rlhf.cluster.actors import record_call
 from rlhf.config.grpo import GRPOConfig
 from rlhf.run.teachers import Teachers
 from rlhf.step.batch import make_batch
@@ -64,7 +64,7 @@ class Learners:
         self.batch, self.epochs = batch, epochs
 
     async def compute(self, ask: Callable[[Any], Any]) -> list[np.ndarray]:
-        method, teacher = recorded(ask)
+        method, teacher = record_call(ask)
         assert method == "teacher_logprobs"
         tokens = self.batch.tokens
         rows = sorted(int(r) for minibatch in self.epochs[0] for part in minibatch.microbatches[0] for r in part)

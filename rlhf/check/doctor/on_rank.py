@@ -168,7 +168,7 @@ def tensor_hashes(rank: TrainedRank) -> dict[str, int]:
 
 def old_logprobs(rank: Learner) -> tuple[np.ndarray]:
     """Log-probs of the step's tokens before an update, even if the run itself does not compute them."""
-    return (rank.passes(lambda tokens: rank.deepspeed(tokens).logprobs),)
+    return (rank.run_passes(lambda tokens: rank.deepspeed(tokens).logprobs),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +199,7 @@ def update(rank: Learner, targets: PolicyTargets, lr: float) -> UpdateReport:
     if rank.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(rank.device)
     try:
-        metrics = merge_metrics([update.metrics for update in rank.updates(targets, loss)])
+        metrics = merge_metrics([update.metrics for update in rank.run_updates(targets, loss)])
     finally:
         rank.training, rank.updates_done = training, done
     after = tensor_hashes(rank)
