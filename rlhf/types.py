@@ -299,7 +299,7 @@ def _ranges(bounds: np.ndarray, chosen: np.ndarray) -> np.ndarray:
 class StepBatch:
     """All rollouts of a training step, flat: a sequence is a row, and the rows of a rollout are adjacent.
 
-    The learners return what they compute as further columns of the same tokens.
+    The learners return their results as further columns of the same tokens.
 
     Attributes:
         tokens: columns [N] of all rows.

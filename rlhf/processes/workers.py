@@ -349,7 +349,7 @@ class Workers:
             return
         self.sources = self.sources or message["sources"]
         if changed := "; ".join(changed_sources(self.sources, message["sources"], noun=self._noun)):
-            self._refuse(worker, f"{changed} is not what the run began with.")
+            self._refuse(worker, f"{changed} has changed since the run began.")
             return
         self._cannot_load = ""
         self.unconfined = tuple(map(str, message["unconfined"]))

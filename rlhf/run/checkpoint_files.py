@@ -23,10 +23,10 @@ from rlhf.types import WrittenFile
 MANIFEST = "manifest.json"
 FORMAT = 2  # raised when an older program could not read what this one writes
 PARTIAL = ".partial"
-LATEST = "latest"  # in the folder of the checkpoints and in a mirror: the name of the newest complete one
-RUN_ID = "run_id"  # in a run's folder, in each of its checkpoints and in its mirror: the id of the run
-CHECKPOINT = re.compile(r"step-(\d{6}|[1-9]\d{6,})")  # with `step:06d`
-BEST = "best"  # in the same places: the name of the one with the highest checkpoint.best
+LATEST = "latest"  # file in checkpoints/ and in a mirror with the name of the newest complete checkpoint
+RUN_ID = "run_id"  # file in a run folder, in each checkpoint and in the mirror with the id of the run
+CHECKPOINT = re.compile(r"step-(\d{6}|[1-9]\d{6,})")  # names are written with `step:06d`
+BEST = "best"  # file in the same places with the name of the checkpoint with the highest checkpoint.best
 CHUNK_BYTES = 2**22
 READERS = 8  # threads; a checksum is faster than one disk, and slower than several
 

@@ -25,7 +25,7 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory(prefix="rlhf-tokenizer-") as folder:
         try:
             tokenizer.save_pretrained(folder)
-        except Exception as error:  # of any type, on a full disk too
+        except Exception as error:  # tokenizers raise any type, also on a full disk
             raise ValueError(
                 f"model.path={tokenizer.name_or_path}: its tokenizer cannot be saved ({error_text(error)}), "
                 f"so no checkpoint or export could hold it. Make room in {tempfile.gettempdir()} if it "

@@ -26,7 +26,7 @@ Rows = list[dict[str, Any]]
 RIGHT = 0.5  # an answer with a higher value counts as right
 RESAMPLES = 1000
 ROUNDING = 1e-9  # rounding error of a difference of means
-MAX_SUM = 1e6  # of absolute whole differences; up to this sum, their distribution is computed exactly
+MAX_SUM = 1e6  # up to this sum of absolute whole differences, the distribution is computed exactly
 SIGNS, SIGNS_AT_ONCE = 20_000, 1_000  # random assignments of signs, for other differences
 
 
@@ -215,8 +215,8 @@ def read_responses(file: Path, *, samples_per_prompt: Collection[int], metrics: 
     """Rows of `graded_responses`, one per line.
 
     Raises:
-        ValueError: it holds no such rows, not as many per problem as the config's data sets, `samples_per_prompt`, or
-            the values of other metrics.
+        ValueError: the file has no such rows, another number of responses per problem than `samples_per_prompt`, or
+            values of other metrics.
     """
     try:
         rows: Rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -243,10 +243,10 @@ def read_responses(file: Path, *, samples_per_prompt: Collection[int], metrics: 
 
 
 def compare(earlier: Rows, later: Rows) -> Comparison:
-    """Compare graded responses of one metric problem by problem, by the values of those that are graded.
+    """Compare the graded responses of two evaluations, problem by problem.
 
     Raises:
-        ValueError: they are not equally many to the same problems.
+        ValueError: the evaluations differ in their problems or in the number of responses per problem.
     """
     before, after = _values_by_problem(earlier), _values_by_problem(later)
     if not before or {key: len(v) for key, v in before.items()} != {key: len(v) for key, v in after.items()}:

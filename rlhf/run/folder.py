@@ -433,7 +433,7 @@ def config_that_trained_on(source: DatasetConfig, path: str) -> Path | None:
                 if is_same_data(source, trained, started_in):
                     return folder / CONFIG
             path = str(started_in / values["model"]["path"])
-        except (OSError, ValueError, LookupError, TypeError):  # of another version
+        except (OSError, ValueError, LookupError, TypeError):  # a config of another version
             return None
     return None
 

@@ -1,4 +1,4 @@
-"""README.md of an exported model: base model, what was changed, use, license, evaluation, data, code and config."""
+"""README.md of an exported model: base model, changed keys, use, license, evaluation, data, code and config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf.run.state import RunState
 
 NEW_TOKENS = 512  # in the example, if the config sets no longest response
 LONGEST = 2000  # characters of a message in the example
-LICENSE_KEYS = ("license", "license_name", "license_link")  # of the hub's front matter
+LICENSE_KEYS = ("license", "license_name", "license_link")  # in the front matter that the hub reads
 METHODS = {"grpo": "GRPO", "ppo": "PPO", "sft": "supervised fine-tuning", "reward_model": "training on preferences"}
 SCORES = (
     "A reward model (one label): `reward_model: {path: FOLDER}` in the config of a run adds its score to the reward."

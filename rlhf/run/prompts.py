@@ -87,7 +87,7 @@ def show_data(
 
 
 def source_lines(key: str, prompts: LoadedPrompts, max_prompt_tokens: int) -> Iterator[str]:
-    """The number of prompts of each source, of rows that were left out, and what the template does not write."""
+    """Lines with the number of prompts of each source, of rows that were left out, and notes about the template."""
     for source, rows in prompts.prompts.items():
         left_out = left_out_text(prompts.dropped_too_long[source], max_prompt_tokens, prompts.bad_rows.get(source, ()))
         yield f"{key} {source}: {len(rows)} prompts{left_out}"
@@ -122,7 +122,7 @@ def without_bad_gold(data: RunData, config: GRPOConfig, scorer: Scorer, say: Cal
 
 
 class PromptTickets:
-    """Draws prompts in order; a resumed run first repeats those that were dispatched and not trained on."""
+    """Draws prompts in order; a resumed run first repeats the prompts that were dispatched and not trained on."""
 
     def __init__(self, loaded: LoadedPrompts, *, seed: int, restored: RunState | None) -> None:
         self.stream = PromptStream(loaded.prompts, rows_per_epoch=loaded.rows_per_epoch, seed=seed)

@@ -159,7 +159,7 @@ def _other_metrics(config: GRPOConfig, state: RunState) -> Iterator[str]:
 
 
 def code_warnings(noun: str, before: Sources, now: Sources, *, restarted: bool) -> list[str]:
-    """A warning for each user function, class or tool whose code is not what the run began with.
+    """A warning for each user function, class or tool whose code has changed since the run began.
 
     Args:
         noun: reward or environment.
@@ -168,7 +168,7 @@ def code_warnings(noun: str, before: Sources, now: Sources, *, restarted: bool) 
     Raises:
         ValueError: the code of a run that restarts itself has changed.
     """
-    warnings = [f"{name} is not what the run began with." for name in changed_sources(before, now, noun=noun)]
+    warnings = [f"{name} has changed since the run began." for name in changed_sources(before, now, noun=noun)]
     if warnings and restarted:
         remedy = "Go on with --resume, which accepts other code."
         raise ValueError("\n".join(f"{warning} A run that restarts keeps its code. {remedy}" for warning in warnings))

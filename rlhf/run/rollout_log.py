@@ -14,7 +14,7 @@ from rlhf.log.reductions import Binned, Histogram, Mean, StepMetrics, counts_of
 from rlhf.rewards.grade import count_answers
 from rlhf.types import PolicyTargets, Rollout, RolloutGroup, ScoredRollout, StepBatch, rewards_differ
 
-DIGITS = 4  # of the values of a token
+DIGITS = 4  # to which values of a token are rounded
 
 
 def rollout_metrics(

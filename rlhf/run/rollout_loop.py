@@ -331,7 +331,7 @@ class RolloutLoop(Generic[C]):
     # --- evaluation ---
 
     async def evaluate_if_due(self, step: int) -> None:
-        """Evaluate the current policy on all of `data.eval`, and log it under this step."""
+        """Evaluate on data.eval if it is due. If a stop was requested, skip it; the resumed run evaluates."""
         run, prompts = self._run, self.data.evaluation.prompts
         if not run.evaluation_is_due(step) or not prompts:
             return

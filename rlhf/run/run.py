@@ -331,7 +331,9 @@ class Run(Generic[C]):
                 self.log.warn(f"{self.folder.model}: {warning}")
             if not why:
                 (exported / "README.md").write_text(model_card(await self._state_after(steps)))
-                shutil.rmtree(self.folder.model, ignore_errors=True)  # of an earlier end, before run.steps grew
+                shutil.rmtree(
+                    self.folder.model, ignore_errors=True
+                )  # exported at an earlier end, before run.steps grew
                 exported.rename(self.folder.model)
         except ClusterError:
             raise

@@ -63,7 +63,7 @@ class RunLog:
             tracker = self._add(wandb, "logging.wandb", exit_stack)
             self._alert = lambda title, text: tracker.attempt(lambda: wandb.alert(title, text))
             self.wandb_run_id = wandb.run_id
-            exit_stack.enter_context(hide_in_output())  # wandb now stores what is printed
+            exit_stack.enter_context(hide_in_output())  # wandb now stores the output
         if logging.tensorboard:
             tensorboard = sinks.TensorBoardSink(folder.path / "tensorboard", resume_step=resume_step)
             self._add(tensorboard, "logging.tensorboard", exit_stack)

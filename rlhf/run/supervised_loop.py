@@ -1,4 +1,4 @@
-"""What runs that learn from fixed examples share (rlhf.sft, rlhf.reward_model): start, metrics, evaluations."""
+"""The loop of runs that learn from fixed examples (rlhf.sft, rlhf.reward_model): start, metrics, evaluations."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class SupervisedLoop:
             )
 
     async def evaluate_if_due(self, step: int) -> None:
-        """Measure the held-out examples, and log that under this step; a run that is to end saves first."""
+        """Evaluate on data.eval if it is due. If a stop was requested, skip it; the resumed run evaluates."""
         run = self._run
         if self._data.held_out is None or not run.evaluation_is_due(step):
             return

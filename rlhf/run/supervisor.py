@@ -52,8 +52,9 @@ class Restarts:
         return f"Restart {self._count} of at most {allowed} (run.max_restarts) from the checkpoint of step {saved}."
 
 
-_to_command: int | None = None  # in the driver: a pipe
-_follows_lost_driver = False  # in the driver
+# These two are set in the driver only.
+_to_command: int | None = None  # a pipe
+_follows_lost_driver = False
 
 
 def follows_lost_driver() -> bool:
@@ -69,7 +70,7 @@ def tell_command(message: Training | int) -> None:
 
 def supervise(main: Callable[[], None]) -> int:
     """Run a training program in a process of its own; returns its exit status."""
-    adopt_orphans()  # those of a lost driver, to see when they have ended
+    adopt_orphans()  # to see when the processes of a lost driver have ended
     with lossy_output():
         restarts, follows = Restarts(), False
         while True:

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def call_in_thread(function: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Call a function in a daemon thread: unlike those of `asyncio.to_thread`, it does not keep the program alive."""
+    """Call a function in a daemon thread. Unlike a thread of `asyncio.to_thread` it does not keep the program alive."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so that its result can always be set
 

@@ -84,5 +84,5 @@ class UselessSteps:
 
 
 def _rewards_differ(groups: Sequence[RolloutGroup]) -> bool:
-    """Advantages alone are no signal: those of PPO also depend on the critic, and others on a KL in the reward."""
+    """Advantages are no signal: in PPO they also depend on the critic, and with a KL in the reward on that KL."""
     return rewards_differ(reward for group in groups for reward in group.rewards())

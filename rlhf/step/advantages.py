@@ -48,7 +48,7 @@ def penalize_kl(
 
 
 def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str, normalize_over: str = "responses") -> np.ndarray:
-    """[R] advantage of each rollout; 0 for unscorable ones. The kinds are those of `algo.advantage`.
+    """[R] advantage of each rollout; 0 for unscorable ones. `kind` is a value of `algo.advantage`.
 
     A function of the user gets the rewards [R'] and groups [R'] of the scorable rollouts only.
 
@@ -86,7 +86,7 @@ def teach(
     taught: np.ndarray,
     teacher: TeacherConfig,
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Add the teachers' advantages to those of the reward: [N] float32, and metrics.
+    """Add the teachers' advantages to the advantages of the reward: [N] float32, and metrics.
 
     Args:
         advantages: [N], from the reward; 0 where teachers replace it.

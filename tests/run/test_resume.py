@@ -325,7 +325,7 @@ def test_a_resumed_run_warns_of_other_code_in_its_reward_and_one_that_restarts_i
         assert code_warnings("reward", before, scorer.sources, restarted=True) == []
         assert code_warnings("reward", {}, scorer.sources, restarted=True) == []
     file.write_text("def score(response, **_):\n    return 2.0\n")
-    problem = f"reward name='{file}:score': mine.py is not what the run began with."
+    problem = f"reward name='{file}:score': mine.py has changed since the run began."
     with Scorer(config.reward) as scorer:
         assert code_warnings("reward", before, scorer.sources, restarted=False) == [problem]
     run = Run(config, resume=False, restarted=True)
