@@ -45,7 +45,7 @@ ZERO3_MAX_LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's default
 # Assumed, on GPU: CUDA context, NCCL and fragmentation of a learner; profile run, CUDA graphs and sampler of an engine.
 # Measured, on CPU: resident memory of the processes around a model of 1 M parameters, KV cache not counted.
 OVERHEAD = {
-    "cuda": {"learner": ("CUDA, NCCL, fragmentation", 2 * GIB), "engine": ("working memory, CUDA graphs", 3 * GIB)},
+    "cuda": {"learner": ("CUDA, NCCL and others, assumed", 2 * GIB), "engine": ("CUDA graphs, work, assumed", 3 * GIB)},
     "cpu": {"learner": ("process", 1 * GIB), "engine": ("processes", 2 * GIB)},
 }
 # Assumed, on GPUs that roles share: a learner scores the canary while an engine is awake; a sleeping engine keeps
@@ -60,7 +60,7 @@ Use = Literal["work", "state", "movable"]
 
 @dataclass(frozen=True)
 class Part:
-    """One row of the estimate: name, bytes, and how they are computed.
+    """One row of the estimate, in bytes.
 
     Attributes:
         use: `state` and `movable` are held between updates; `movable` can be in host memory while engines sample.
@@ -68,7 +68,6 @@ class Part:
 
     name: str
     size: float
-    how: str
     use: Use = "work"
 
 
@@ -140,7 +139,7 @@ def _kept_models(shape: ModelShape, config: GRPOConfig) -> list[Part]:
     dtype, ranks = config.model.dtype, config.cluster.learners if config.learner.zero_stage == 3 else 1
     use: Use = "state" if ranks > 1 else "movable"  # a share at ZeRO-3 stays
     parts = [
-        Part(f"{name}, {dtype}", 0.0, "not counted: its size is not known here")
+        Part(f"{name}, not counted: size not known", 0.0)
         if kept is None
         else _divided(f"{name}, {dtype}", kept.parameters, BYTES[dtype], ranks, use=use)
         for name, kept in kept_models.items()
@@ -148,8 +147,7 @@ def _kept_models(shape: ModelShape, config: GRPOConfig) -> list[Part]:
     if config.learner.replays_experts:
         tokens = -(-config.rollouts_per_step * config.max_sequence_tokens // config.cluster.learners)
         held, epochs = 2 * shape.layers * shape.active_experts, config.learner.epochs_per_step
-        how = f"{tokens:,} tokens at most x {held:,} bytes" + (f" x {epochs} epochs" if epochs > 1 else "")
-        parts.append(Part("recorded experts, int16", float(tokens * held * epochs), how))
+        parts.append(Part("recorded experts, int16", float(tokens * held * epochs)))
     return parts
 
 
@@ -161,7 +159,7 @@ def critic_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
 
 def _scalar_head(shape: ModelShape, config: TrainingProgramConfig) -> Part:
     states = config.learner.max_tokens_per_microbatch * shape.hidden * 2 * 4
-    return Part("head: states in float32, gradient", float(states), "one number per token")
+    return Part("head: states in float32, gradient", float(states))
 
 
 def reward_model_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
@@ -171,7 +169,7 @@ def reward_model_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ..
     layer = layer_activation_bytes(shape, b=BYTES[dtype])
     return (
         _divided(f"weights, {dtype}", scalar_parameters(shape), BYTES[dtype]),
-        Part("activations of one layer", float(tokens * layer), f"{tokens:,} tokens x {_kib(layer)}"),
+        Part("activations of one layer", float(tokens * layer)),
         _overhead("learner", config),
     )
 
@@ -223,8 +221,7 @@ def _rank_memory(
             replace(state[0], name=f"adapter, {dtype}"),
         ]
     if offload:
-        host = _share(count, MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES, by)
-        state.append(Part("optimizer", 0.0, f"in host memory: {host}"))
+        state.append(Part("optimizer, in host memory", 0.0))
     else:
         if stage or dtype != "float32":
             state.append(_divided("master weights, float32", count, MASTER_BYTES, by, use="movable"))
@@ -232,14 +229,13 @@ def _rank_memory(
     by = ranks if stage >= 2 else 1
     bucket = _reduction_buffers(section, shape, config, count)
     if offload:
-        work = [Part("gradients", b * count / by, f"{_share(count, b, by)}, then in host memory"), bucket]
+        work = [_divided("gradients", count, b, by), Part("reduction buffer", bucket)]
     elif stage == 0:
         work = [_divided("gradients", count, b)]
         if b != GRADIENT_BYTES:
             work.append(_divided("gradients of the step, float32", count, GRADIENT_BYTES))
     else:
-        copy = _divided("gradients, added and reduced", count, GRADIENT_BYTES, ranks)
-        added = replace(copy, size=copy.size + bucket.size, how=f"{copy.how} + {bucket.how}")
+        added = Part("gradients, added and reduced", GRADIENT_BYTES * count / ranks + bucket)
         work = [_divided("gradients, float32", count, GRADIENT_BYTES, by), added]
     if stage == 3:
         work.append(_divided("gathered weights", min(ZERO3_MAX_LIVE_PARAMETERS, count + frozen), b))
@@ -247,15 +243,13 @@ def _rank_memory(
     if config.model.lora is None:
         # At the end of backward no activations are left, but the embedding's gradient, and if tied the head's too.
         ends = b * shape.embedding_parameters * (1 if shape.head_parameters or head.name != HEAD else 2)
-        over = max(0.0, ends - activations.size - head.size)
-        if over:
-            how = f"{ends / GIB:.2f} GiB, less the activations and head that are freed by then"
-            work.append(Part("embedding gradients", over, how))
+        if ends > activations.size + head.size:
+            work.append(Part("embedding gradients", ends - activations.size - head.size))
     return (*state, *reference, *work, activations, head, _overhead("learner", config))
 
 
-def _reduction_buffers(section: TrainedConfig, shape: ModelShape, config: TrainingProgramConfig, count: int) -> Part:
-    """DeepSpeed's buffers between learners, whose size is full for any model; on CPU the unfilled part takes no memory.
+def _reduction_buffers(section: TrainedConfig, shape: ModelShape, config: TrainingProgramConfig, count: int) -> float:
+    """Bytes of DeepSpeed's buffers between learners: of full size for any model; on CPU the unfilled part is not used.
 
     A bucket, or a tensor that is larger than one, is flattened before it is sent, and cast if another type is sent.
     ZeRO-1 in bfloat16 has no buckets: it flattens what it accumulated in float32, in parts.
@@ -263,7 +257,7 @@ def _reduction_buffers(section: TrainedConfig, shape: ModelShape, config: Traini
     b, stage, alone = BYTES[config.model.dtype], section.zero_stage, config.cluster.learners == 1
     flat, largest = b == 2 and stage == 1, 0 if config.model.lora else shape.embedding_parameters
     if stage == 0 or (alone and not flat):
-        return Part("reduction buffer", 0.0, "no bucket")
+        return 0.0
     elements = 0 if flat else REDUCE_BUFFERS
     largest = min(count, FLATTENED + largest if flat else max(REDUCE_BUFFERS // 2, largest))
     if config.cluster.device == "cpu":
@@ -271,13 +265,11 @@ def _reduction_buffers(section: TrainedConfig, shape: ModelShape, config: Traini
     width = GRADIENT_BYTES if flat else b
     sent = width if alone else BYTES[section.reduce_dtype] if b == 2 else b
     copies = width + (sent if sent != width else 0)
-    bucket = f"bucket of {elements / 1e9:.2f} B x {width} + " if elements else ""
-    how = f"{bucket}flattened {largest / 1e9:.2f} B x {copies}"
-    return Part("reduction buffer", float(width * elements + copies * largest), how)
+    return float(width * elements + copies * largest)
 
 
 def _overhead(kind: str, config: TrainingProgramConfig) -> Part:
-    return Part(*OVERHEAD[config.cluster.device][kind], "assumed")
+    return Part(*OVERHEAD[config.cluster.device][kind])
 
 
 def layer_activation_bytes(shape: ModelShape, *, b: int) -> int:
@@ -327,14 +319,10 @@ def _activations(shape: ModelShape, config: TrainingProgramConfig) -> Part:
         kept = selective_bytes(shape, b=b)
         if config.model.lora is not None:
             kept += adapter_product_bytes(shape, config.model.lora.rank, b=b)
-        how = f"{tokens:,} tokens x ({shape.layers} layers x {_kib(kept)} + {_kib(layer)})"
-        return Part("activations, selective", float(tokens * (shape.layers * kept + layer)), how)
+        return Part("activations, selective", float(tokens * (shape.layers * kept + layer)))
     if config.model.gradient_checkpointing:
-        inputs = b * shape.hidden * shape.layers
-        how = f"{tokens:,} tokens x ({_kib(inputs)} + {_kib(layer)})"
-        return Part("activations, checkpointed", float(tokens * (inputs + layer)), how)
-    how = f"{tokens:,} tokens x {shape.layers} layers x {_kib(layer)}"
-    return Part("activations", float(tokens * shape.layers * layer), how)
+        return Part("activations, checkpointed", float(tokens * (b * shape.hidden * shape.layers + layer)))
+    return Part("activations", float(tokens * shape.layers * layer))
 
 
 def _head(shape: ModelShape, config: TrainingProgramConfig, compares: bool = False) -> Part:
@@ -352,11 +340,7 @@ def _head(shape: ModelShape, config: TrainingProgramConfig, compares: bool = Fal
     states = tokens * shape.hidden * (2 * b + 8)  # chosen states, the norm's output, float32 gradients, added up
     states += rows * shape.hidden * 4  # a tile's share of the gradients
     weight = 0 if config.model.lora else shape.embedding_parameters * b + columns * shape.hidden * 4
-    return Part(
-        HEAD,
-        float(rows * columns * buffers + states + weight),
-        f"{rows:,} x {columns:,} logits at a time",
-    )
+    return Part(HEAD, float(rows * columns * buffers + states + weight))
 
 
 def engine_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
@@ -365,14 +349,12 @@ def engine_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     weights = _divided(f"weights, {dtype}", shape.parameters, BYTES[dtype], cluster.tensor_parallel)
     if (lora := config.model.lora) is not None:
         slot = _divided("", trained_parameters(shape, lora.model_copy(update={"rank": lora.slot_rank})), BYTES[dtype])
-        weights = Part(f"weights and adapter, {dtype}", weights.size + slot.size, f"{weights.how} + {slot.how}")
+        weights = Part(f"weights and adapter, {dtype}", weights.size + slot.size)
     parts = (weights, _overhead("engine", config))
+    room = float(rollout.kv_cache_gib * GIB)
     if cluster.device == "cuda":
         room = rollout.gpu_memory_utilization * cluster.gpu_memory_gib * GIB - total(parts)
-        how = f"rest of {rollout.gpu_memory_utilization:g} x {cluster.gpu_memory_gib:g} GiB"
-    else:
-        room, how = float(rollout.kv_cache_gib * GIB), "rollout.kv_cache_gib"
-    return (*parts, Part("KV cache", max(0.0, room), how))
+    return (*parts, Part("KV cache", max(0.0, room)))
 
 
 def kv_cache(shape: ModelShape, config: GRPOConfig) -> tuple[int, int]:
@@ -385,15 +367,7 @@ def kv_cache(shape: ModelShape, config: GRPOConfig) -> tuple[int, int]:
 
 def _divided(name: str, count: int, size: int, by: int = 1, *, use: Use = "work") -> Part:
     """`count` numbers of `size` bytes, divided among `by` ranks."""
-    return Part(name, size * count / by, _share(count, size, by), use)
-
-
-def _share(count: int, size: int, by: int) -> str:
-    return f"{count / 1e9:.3f} B x {size} bytes" + (f" / {by}" if by > 1 else "")
-
-
-def _kib(size: float) -> str:
-    return f"{size / 1024:.1f} KiB"
+    return Part(name, size * count / by, use)
 
 
 # --- GPUs that roles share: placement=colocated ---

@@ -432,10 +432,8 @@ def _checkpoint(config: TrainingProgramConfig, policy: ModelShape) -> str:
 
 
 def _parts(title: str, parts: tuple[Part, ...]) -> list[str]:
-    lines = [f"  {title}"]
-    for part in parts:
-        lines += wrapped(f"    {part.name:<34}{part.size / GIB:8.2f} GiB  ", part.how)
-    return [*lines, f"    {'total':<34}{total(parts) / GIB:8.2f} GiB"]
+    table = [*((part.name, part.size) for part in parts), ("total", total(parts))]
+    return [f"  {title}", *(f"    {name:<40}{size / GIB:8.2f} GiB" for name, size in table)]
 
 
 # --- weight transfer ---

@@ -165,7 +165,6 @@ def test_the_plan_takes_number_and_memory_of_the_gpus_that_are_there(make: Any) 
         "23.0 GiB"
     )
     assert line_of(text, "GPUs") == "8 on 4 nodes of 2"
-    assert "rest of 0.85 x 23 GiB" in text
 
 
 @pytest.mark.usefixtures("two_gpus")
