@@ -69,7 +69,7 @@ def test_code_that_is_edited_while_the_run_is_running_grades_nothing(folder: Pat
         (folder / changed).write_text(before.replace("1.0", "2.0") + "# edited\n")
         assert pool.submit(job(folder)).result(timeout=WAIT_S).value == 1.0  # the worker has the code that it loaded
         lose_worker(pool)
-        with pytest.raises(RuntimeError, match=rf"^reward name='{folder}/mine\.py:score': {changed} is not "):
+        with pytest.raises(RuntimeError, match=rf"^reward name='{folder}/mine\.py:score': {changed} has changed "):
             pool.submit(job(folder)).result(timeout=WAIT_S)
 
 
