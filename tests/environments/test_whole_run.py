@@ -222,25 +222,3 @@ def test_a_reset_that_hangs_ends_the_trial_of_its_tools(
         assert "could not be tried with" in told
         assert "its reset has not ended in 1 s" in told
         assert environments.hosts.opened == set()
-
-
-def test_a_reward_that_is_too_large_costs_its_rollout_the_failed_reward_and_ends_no_run(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "large.py"
-    file.write_text(
-        "class Large:\n"
-        "    rewards = [1e308, 1.0, 10**400, {'score': 1, 'n': -1e39}]\n"
-        "    def reset(self, **row): return 'Go on.'\n"
-        "    def get_reward(self):\n"
-        "        self.rewards.append(self.rewards.pop(0))\n"
-        "        return self.rewards[-1]\n"
-    )
-    config = config_of(model, tmp_path / "run", "Large", failed_reward=-1.0)
-    environment = config.environment.model_copy(update={"name": f"{file}:Large", "processes": 1})
-    asyncio.run(drive(config.model_copy(update={"environment": environment}), monkeypatch))
-    rows = [row for step in (1, 2, 3) for row in rows_of(config, step)]
-    assert {(row["reward"], row["status"]) for row in rows} == {(1.0, "ok"), (-1.0, "call_limit")}
-    errors = [row["facts"]["error"] for row in rows if row["status"] == "call_limit"]
-    assert all("too large for a float32. Scale it down, or clip it." in error for error in errors)
-    assert "reward environment: " in " ".join(capfd.readouterr().out.split())
