@@ -343,10 +343,11 @@ def _epochs_text(config: GRPOConfig, prompts: int | str) -> str:
         return f"not counted: {prompts}"
     if not prompts:
         return "no rows"
-    each, steps = config.rollout.prompts_per_step, config.run.steps
+    each, steps, curriculum = config.rollout.prompts_per_step, config.run.steps, config.data.curriculum
+    acts = "" if curriculum is None else f"; the curriculum acts after {curriculum.warmup_epochs:g}"
     return (
         f"{prompts:,} rows / {each:,} = {prompts / each:,.1f} steps per epoch; "
-        f"{quantity(steps, 'step')} = {steps * each / prompts:,.2f} epochs"
+        f"{quantity(steps, 'step')} = {steps * each / prompts:,.2f} epochs{acts}"
     )
 
 

@@ -249,25 +249,39 @@ def metric_problems(config: GRPOConfig, *, environment_judges: bool | None = Non
         environment_judges: whether the environment gives a reward, next to those of `reward`; None: not known.
     """
     data, undecided = config.data, dict[tuple[str, ...], list[str]]()
-    for source in data.eval:
-        names, metric = config.graders_of(source.label), config.metric_of(source.label)
-        if environment_judges is False:
-            names = tuple(name for name in names if name != ENVIRONMENT_PART)
-        verifiers = [part.name for part in config.reward.parts_of(source.label) if part.is_verifier]
-        named = source.metric or config.evaluation.metric
-        further = tuple(f"{name}/" for name in names if ":" in name or name == ENVIRONMENT_PART)
-        decided = metric in (*verifiers, ENVIRONMENT_PART) or (metric and not environment_judges)
-        if named is None and names and not decided:
-            undecided.setdefault(names, []).append(f"data.eval {source.label}")
-        elif named is not None and named not in names and not named.startswith(further):
-            given = f"data.eval {source.label} has metric" if source.metric else "evaluation.metric"
-            reason = f"no part of the reward of {source.label} has this name. {suggest(named, names)}"
-            yield f"{given}={named}: {reason} Each set may name its own: data.eval=[{{path: FILE, metric: NAME}}]."
+    for which, sources in (("eval", data.eval), ("train", data.train if data.curriculum else ())):
+        for source in sources:
+            names, metric = config.graders_of(source.label), config.metric_of(source.label, trains=which == "train")
+            if environment_judges is False:
+                names = tuple(name for name in names if name != ENVIRONMENT_PART)
+            verifiers = [part.name for part in config.reward.parts_of(source.label) if part.is_verifier]
+            named = source.metric or config.evaluation.metric
+            further = tuple(f"{name}/" for name in names if ":" in name or name == ENVIRONMENT_PART)
+            decided = metric in (*verifiers, ENVIRONMENT_PART) or (metric and not environment_judges)
+            if named is None and names and not decided:
+                undecided.setdefault(names, []).append(f"data.{which} {source.label}")
+            elif named is not None and named not in names and not named.startswith(further):
+                given = f"data.{which} {source.label} has metric" if source.metric else "evaluation.metric"
+                reason = f"no part of the reward of {source.label} has this name. {suggest(named, names)}"
+                yield f"{given}={named}: {reason} Each set may name its own: data.eval=[{{path: FILE, metric: NAME}}]."
     for names, labels in undecided.items():
         yield (
             f"evaluation.metric is not set, and several parts of the reward of {' and '.join(labels)} could be it: "
             f"{', '.join(names)}. Set evaluation.metric=NAME, or `metric` of a set."
         )
+
+
+def curriculum_problems(config: GRPOConfig) -> Iterator[str]:
+    if config.data.curriculum is None:
+        return
+    if any(source.is_environment for source in config.data.train):
+        reason = "it makes other prompts in each epoch, so none has a pass rate. Name data, or remove the key."
+        yield f"data.curriculum with prompts that the environment makes: {reason}"
+    for label in (source.label for source in config.data.train):
+        metric = config.metric_of(label, trains=True)
+        if not (may_be_accuracy(metric) and config.graders_of(label)):
+            reason = "which says nothing of right or wrong. Name another evaluation.metric, or remove the key."
+            yield f"data.curriculum with data.train {label}: its metric is {metric or 'none'}, {reason}"
 
 
 def best_problems(config: GRPOConfig) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from rlhf.config.base import REQUIRED, FilePath, NonNegative, Section, key, with_home
+from rlhf.config.base import REQUIRED, FilePath, Fraction, NonNegative, Section, key, with_home
 
 NamedTemplate = Literal["model", "chatml", "qwen-math", "tulu", "qa", "raw"]
 TEMPLATE_SUFFIX = ".jinja"
@@ -97,7 +97,7 @@ class SourceConfig(DatasetConfig):
     top_k: PositiveInt | None = key(None, "data.eval: its own; null: evaluation.top_k")
     min_p: float | None = key(None, "data.eval: its own; null: evaluation.min_p", ge=0, lt=1)
     max_response_tokens: PositiveInt | None = key(None, "data.eval: its own; null: evaluation.max_response_tokens")
-    metric: FilePath | None = key(None, "data.eval: its own; null: evaluation.metric")
+    metric: FilePath | None = key(None, "its own (data.train: for the curriculum); null: evaluation.metric")
 
     @property
     def is_environment(self) -> bool:
@@ -160,6 +160,21 @@ class DatasetsConfig(Section, Generic[S]):
         return tuple({"path": entry} if isinstance(entry, str) else entry for entry in entries)
 
 
+class CurriculumConfig(Section):
+    """Which prompts are drawn less; the pass rate of a prompt is that of its last group."""
+
+    min_pass_rate: Fraction = key(0.0, "prompts whose last group has at most this share of right answers come less")
+    max_pass_rate: Fraction = key(1.0, "prompts whose last group has at least this share come less")
+    warmup_epochs: NonNegative = key(1.0, "first passes over the data in which all prompts come alike")
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.min_pass_rate >= self.max_pass_rate:
+            given = f"data.curriculum.min_pass_rate={self.min_pass_rate:g} with max_pass_rate={self.max_pass_rate:g}"
+            raise ValueError(f"{given}: no prompt is between them. Lower the former, or raise the latter.")
+        return self
+
+
 class DataConfig(DatasetsConfig[SourceConfig]):
     """Prompts for training and evaluation; each set of `eval` is reported by itself."""
 
@@ -178,6 +193,9 @@ class DataConfig(DatasetsConfig[SourceConfig]):
     prompt_suffix: str | None = key(None, "text added to the prompt on a line of its own; null: none", min_length=1)
     max_prompt_tokens: PositiveInt = key(1024, "longest prompt with its template, tokens; longer ones are left out")
     eval_rows: PositiveInt | None = key(None, "first rows of each evaluation set to use; null: all", resume="free")
+    curriculum: CurriculumConfig | None = key(
+        None, "draw prompts less, the further their pass rate is from a half; null: all alike"
+    )
 
     @property
     def template_arguments(self) -> dict[str, Any]:
@@ -199,8 +217,8 @@ class DataConfig(DatasetsConfig[SourceConfig]):
             for name, value in source.sampling.items():
                 reason = f"only evaluation sets have it. Remove it, or set rollout.{name}."
                 raise ValueError(f"data.train: {source.path} has {name}={value:g}: {reason}")
-            if source.metric is not None:
-                reason = "only evaluation sets have it. Remove it, or set it in data.eval."
+            if source.metric is not None and self.curriculum is None:
+                reason = "without data.curriculum nothing reads it. Remove it, or set it in data.eval."
                 raise ValueError(f"data.train: {source.path} has metric={source.metric}: {reason}")
         for source in self.eval:
             if source.weight is not None:

@@ -109,13 +109,17 @@ class GRPOConfig(TrainingProgramConfig):
     def metrics(self) -> dict[str, str]:
         return {source.label: self.metric_of(source.label) for source in self.data.eval}
 
-    def metric_of(self, source: str) -> str:
+    def metric_of(self, source: str, *, trains: bool = False) -> str:
         """The name of the metric of a data source: a part of its reward, or a further number that a part returns.
 
         By default it is the only part that compares with an answer, or the only part. Order and weights do not matter.
         Empty if several parts could be the metric (an evaluation refuses that), or if nothing grades the source.
+
+        Args:
+            trains: for the curriculum of data.train, which may have a source of the same name as data.eval.
         """
-        named = (each.metric for each in self.data.eval if each.label == source and each.metric)
+        sources = self.data.train if trains else self.data.eval
+        named = (each.metric for each in sources if each.label == source and each.metric)
         verifiers = [part.name for part in self.reward.parts_of(source) if part.is_verifier]
         others = [name for name in self.graders_of(source) if name != ENVIRONMENT_PART]  # which may give no reward
         kinds = (verifiers, others or self.graders_of(source))
@@ -196,6 +200,7 @@ class GRPOConfig(TrainingProgramConfig):
         yield from contradictions.training_problems(self)
         yield from contradictions.support_problems(self)
         yield from self.sampling_contradictions()
+        yield from contradictions.curriculum_problems(self)
         yield from teacher_problems(self)
         yield from contradictions.best_problems(self)
         yield from super().contradictions()

@@ -3,20 +3,22 @@
     epoch 0: permutation(seed, 0) | epoch 1: permutation(seed, 1) | ...
              0 1 2 ... E-1        | E E+1 ...                     |      `drawn` counts along this line
 
-The position is `drawn` alone, so any earlier state can be restored. Permutations come from raw PCG64
-output, which numpy promises never to change; it does not promise this for its shuffles.
+The position is `drawn` alone, so any earlier state can be restored; a curriculum adds its own. Permutations come from
+raw PCG64 output, which numpy promises never to change; it does not promise this for its shuffles.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from rlhf.config.data import CurriculumConfig
+from rlhf.data.curriculum import Curriculum
 from rlhf.types import Prompt
 
 
@@ -27,6 +29,7 @@ class PromptStream:
         prompts: by source; the order of the mapping does not matter.
         rows_per_epoch: prompts per epoch of each source, drawn anew each epoch; by default all.
         seed: at least 0.
+        curriculum: draws some prompts less and others again; `Prompt.epoch` is then how often that prompt came before.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class PromptStream:
         *,
         seed: int,
         rows_per_epoch: Mapping[str, int] | None = None,
+        curriculum: CurriculumConfig | None = None,
     ) -> None:
         self._prompts = {source: prompts[source] for source in sorted(prompts)}
         self._rows_per_epoch = {source: (rows_per_epoch or {}).get(source, len(prompts[source])) for source in prompts}
@@ -45,6 +49,13 @@ class PromptStream:
         self._order = np.empty(0, dtype=np.int64)
         assert self._flat, "a stream needs at least one prompt"
         assert all(0 < rows <= len(prompts[source]) for source, rows in self._rows_per_epoch.items())
+        self._spans: dict[str, range] = {}
+        for source, rows in self._prompts.items():
+            first = sum(map(len, self._spans.values()))
+            self._spans[source] = range(first, first + len(rows))
+        self.curriculum: Curriculum | None = None
+        if curriculum is not None:
+            self.curriculum = Curriculum(curriculum, rows=len(self._flat), epoch_size=self.epoch_size, seed=seed)
 
     @property
     def epoch_size(self) -> int:
@@ -61,13 +72,21 @@ class PromptStream:
         taken = []
         for position in range(self.drawn, self.drawn + count):
             epoch, index = divmod(position, self.epoch_size)
-            taken.append(replace(self._flat[self._epoch_order(epoch)[index]], epoch=epoch))
+            row = int(self._epoch_order(epoch)[index])
+            if self.curriculum is not None:
+                row, epoch = self.curriculum.choose(position, row, self._spans[self._flat[row].source])
+            taken.append(replace(self._flat[row], epoch=epoch))
         self.drawn += count
         return taken
 
-    def state(self) -> dict[str, Any]:
-        """JSON values from which `restore` continues."""
-        return {"drawn": self.drawn, "seed": self._seed, "sources": self._sources}
+    def state(self, outstanding: Collection[int] = ()) -> dict[str, Any]:
+        """JSON values from which `restore` continues, or draws the `outstanding` positions as they were."""
+        chosen = {} if self.curriculum is None else {"curriculum": self.curriculum.state(outstanding)}
+        return chosen | {
+            "drawn": self.drawn,
+            "seed": self._seed,
+            "sources": self._sources,
+        }
 
     @property
     def _sources(self) -> dict[str, dict[str, Any]]:
@@ -101,6 +120,8 @@ class PromptStream:
                     "checkpoint's model."
                 )
         self.drawn = state["drawn"]
+        if self.curriculum is not None and "curriculum" in state:
+            self.curriculum.restore(state["curriculum"])
 
     @cached_property
     def _fingerprints(self) -> dict[str, str]:

@@ -110,6 +110,8 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Outcomes of grading", ("reward/status/*",), "responses"),
         Panel("Not computed", ("learner/skipped_rollouts",), "rollouts"),
         Panel("Epoch of the data", ("data/epoch",)),
+        Panel("Prompts that teach nothing", ("data/curriculum/*_fraction",)),
+        Panel("Prompts drawn in the place of others", ("data/curriculum/replaced",)),
     ),
 }
 

@@ -111,6 +111,7 @@ class RolloutBuffer:
         next_ticket: draws the next prompt of the stream.
         groups_per_step: groups that one training step takes.
         total_steps: training steps of the run; no group is dispatched beyond them.
+        ended: is called with each group as it ends, before any further prompt is drawn.
         replacements: groups that were already replaced for the current step before the run was resumed.
         max_replacements: maximum number of groups with equal rewards that are filtered and replaced by groups of other
             prompts before each training step; further ones are trained. (DAPO, arXiv:2503.14476, sec. 3.2.)
@@ -133,6 +134,7 @@ class RolloutBuffer:
         groups_per_step: int,
         total_steps: int,
         staleness: Staleness,
+        ended: Callable[[Ticket, RolloutGroup], None] = lambda *_: None,
         step: int = 0,
         account: Account | None = None,
         replacements: int = 0,
@@ -144,7 +146,7 @@ class RolloutBuffer:
     ) -> None:
         self.account = account or Account()
         self.slow_wait_s = 0.0
-        self._sample, self._next_ticket = sample, next_ticket
+        self._sample, self._next_ticket, self._ended = sample, next_ticket, ended
         self._groups_per_step = groups_per_step
         self._total_groups = total_steps * groups_per_step
         self._staleness = staleness
@@ -184,6 +186,7 @@ class RolloutBuffer:
             self._failure = self._failure or failure  # the first one; `take` raises it
         else:
             self.account.sampled += len(group.samples)
+            self._ended(ticket, group)
             self._ready.append((ticket, group))
             self._ready.sort(key=lambda pair: pair[0].position)
             self.dispatch()

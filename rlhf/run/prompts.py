@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
+from rlhf.config.data import CurriculumConfig
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.sections import ModelConfig
 from rlhf.data.load import LoadedPrompts, leave_out, load_prompts, show_prompt
@@ -16,8 +17,9 @@ from rlhf.data.read import left_out_text, too_few_prompts
 from rlhf.data.templates import check_reward_input, reward_input
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Ticket
+from rlhf.run.evaluation import RIGHT, metric_value
 from rlhf.run.state import RunState
-from rlhf.types import Prompt
+from rlhf.types import Prompt, RolloutGroup
 
 MAX_ROWS_SHOWN = 5
 
@@ -122,10 +124,24 @@ def without_bad_gold(data: RunData, config: GRPOConfig, scorer: Scorer, say: Cal
 
 
 class PromptTickets:
-    """Draws prompts in order; a resumed run first repeats the prompts that were dispatched and not trained on."""
+    """Draws prompts in order; a resumed run first repeats the prompts that were dispatched and not trained on.
 
-    def __init__(self, loaded: LoadedPrompts, *, seed: int, restored: RunState | None) -> None:
-        self.stream = PromptStream(loaded.prompts, rows_per_epoch=loaded.rows_per_epoch, seed=seed)
+    Args:
+        metric_of: source -> the metric that tells the curriculum which responses are right.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedPrompts,
+        *,
+        seed: int,
+        restored: RunState | None,
+        curriculum: CurriculumConfig | None = None,
+        metric_of: Callable[[str], str] = str,
+    ) -> None:
+        rows = loaded.rows_per_epoch
+        self.stream = PromptStream(loaded.prompts, rows_per_epoch=rows, seed=seed, curriculum=curriculum)
+        self._metric_of = metric_of
         self._outstanding = deque[Ticket]()
         if restored is not None:
             self.stream.restore(restored.stream)
@@ -137,6 +153,14 @@ class PromptTickets:
 
     def next(self) -> Ticket:
         return self._outstanding.popleft() if self._outstanding else self._draw()
+
+    def record(self, ticket: Ticket, group: RolloutGroup) -> None:
+        """Tell the curriculum, if there is one, how many of a group's graded samples are right."""
+        if self.stream.curriculum is None:
+            return
+        values = [metric_value(sample, self._metric_of(group.prompt.source)) for sample in group.samples]
+        if right := [value > RIGHT for value in values if value is not None]:
+            self.stream.curriculum.record(ticket.position, sum(right) / len(right))
 
     def waiting(self) -> list[int]:
         """Stream positions of the restored prompts that are not dispatched again yet."""

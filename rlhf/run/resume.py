@@ -146,16 +146,19 @@ def resume_warnings(config: TrainingProgramConfig, state: RunState) -> Iterator[
 def _other_metrics(config: GRPOConfig, state: RunState) -> Iterator[str]:
     """A warning for each data set that was measured by another metric; none if another version wrote the config."""
     began = config_of_any_program(state.config)
-    if not isinstance(began, GRPOConfig) or not state.evaluations:
+    if not isinstance(began, GRPOConfig):
         return
-    for label in (source.label for source in config.data.eval):
-        before, now = began.metric_of(label), config.metric_of(label)
-        if before not in ("", now):
-            yield (
-                f"data.eval {label}: its metric was {before} up to step {state.step}, and is {now} from here on. "
-                "Values of the two cannot be compared, also not by checkpoint.best. Resume with "
-                f"evaluation.metric={before} to go on as before."
-            )
+    evaluated = config.data.eval if state.evaluations else ()
+    by_pass_rate = config.data.train if config.data.curriculum else ()
+    for key, sources in (("data.eval", evaluated), ("data.train", by_pass_rate)):
+        for label in (source.label for source in sources):
+            before, now = (each.metric_of(label, trains=key == "data.train") for each in (began, config))
+            if before not in ("", now):
+                yield (
+                    f"{key} {label}: its metric was {before} up to step {state.step}, and is {now} from here on. "
+                    "Values of the two cannot be compared, also not by checkpoint.best or data.curriculum. Resume with "
+                    f"evaluation.metric={before} to go on as before."
+                )
 
 
 def code_warnings(noun: str, before: Sources, now: Sources, *, restarted: bool) -> list[str]:

@@ -85,7 +85,10 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
                 data = await in_thread(without_bad_gold, data, config, scorer, say)
             # a resumed run whose prompts have changed is refused here, before its folder is touched
             restored = None if run.restored is None else run.state
-            tickets = PromptTickets(data.train, seed=config.run.seed, restored=restored)
+            tickets = PromptTickets(
+                data.train, seed=config.run.seed, restored=restored, curriculum=config.data.curriculum,
+                metric_of=partial(config.metric_of, trains=True),
+            )  # fmt: skip
             await exit_stack.enter_async_context(run.started())
             if environments is not None:
                 await run.cluster.host_environments(environments.spread)
@@ -161,6 +164,7 @@ class RolloutLoop(Generic[C]):
         self.buffer = RolloutBuffer(
             self.sampler.for_training,
             self.tickets.next,
+            ended=self.tickets.record,
             groups_per_step=config.rollout.prompts_per_step,
             total_steps=config.run.steps,
             staleness=Staleness(config.rollout.max_policy_lag, config.rollout.on_stale),
@@ -221,7 +225,7 @@ class RolloutLoop(Generic[C]):
         return {
             "rewards": self.scorer.sources,
             "environments": self._environments.hosts.sources if self._environments else {},
-            "stream": self.tickets.stream.state(),
+            "stream": self.tickets.stream.state(positions),
             "example": self._example,
             "outstanding": positions,
             # a resumed run samples the waiting rollouts again
@@ -300,6 +304,7 @@ class RolloutLoop(Generic[C]):
         values |= self.speed.step_metrics(batch, epochs, run.cluster.learners.shared, phases.get("update", 0.0))
         values["time/slow_groups"], self.buffer.slow_wait_s = self.buffer.slow_wait_s, 0.0
         values |= {"rollout/tokens_per_second": rate, "data/epoch": self.tickets.stream.epochs}
+        values |= {} if (curriculum := self.tickets.stream.curriculum) is None else curriculum.metrics()
         # without a pass before them, later updates compare the engines with a policy that has moved
         moves = config.training.updates_per_step > 1 and not config.needs_old_logprobs_pass
         lag = max(rollout.max_policy_lag, moves)

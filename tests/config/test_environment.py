@@ -73,6 +73,7 @@ def test_its_reward_may_be_the_only_one() -> None:
 
 def test_a_reward_that_compares_with_an_answer_cannot_judge_prompts_that_the_environment_makes() -> None:
     assert "reward name='math'" in refusal("environment=my.module:Game")
+    assert "data.curriculum with prompts that the" in refusal("environment=my.module:Game", "data.curriculum={}")
     assert load("environment=my.module:Game", "reward=[my.module:score, format]")
 
 

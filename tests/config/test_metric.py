@@ -87,9 +87,18 @@ def test_a_name_that_no_part_has_is_refused(metric: str) -> None:
         metrics("exact", "own.py:f", metric=metric)
 
 
-def test_the_best_checkpoint_follows_the_metric() -> None:
-    with pytest.raises(ValueError, match=r"data\.train: t\.jsonl has metric=exact: only evaluation sets"):
-        metrics("exact", data={"train": [{"path": "t.jsonl", "metric": "exact"}]})
+def test_the_curriculum_and_the_best_checkpoint_follow_the_metric() -> None:
+    data: dict[str, Any] = {"train": "t.jsonl", "curriculum": {}}
+    with pytest.raises(ValueError, match=r"data\.train t could be it: format, own\.py:f"):
+        metrics("format", "own.py:f", data=data)
+    with pytest.raises(ValueError, match=r"data\.curriculum with data\.train t: its metric is reward_model"):
+        metrics(reward_model=MODEL, data=data)
+    named = data | {"train": [{"path": "t.jsonl", "metric": "own.py:f"}]}
+    assert metrics("format", "own.py:f", data=named) == {}
+    same_name = {"train": [{"path": "a/t.jsonl", "metric": "format"}], "eval": ["b/t.jsonl"], "curriculum": {}}
+    assert metrics("format", "own.py:f", metric="own.py:f", data=same_name) == {"t": "own.py:f"}
+    with pytest.raises(ValueError, match=r"t\.jsonl has metric=exact: without data\.curriculum nothing reads it"):
+        metrics("exact", data=named | {"train": [{"path": "t.jsonl", "metric": "exact"}], "curriculum": None})
     best = {"checkpoint": {"every": 1, "best": "eval/test/pass@2"}, "evaluation": {"every": 1, "samples_per_prompt": 2}}
     assert metrics("exact", **best) == {"test": "exact"}
     with pytest.raises(ValueError, match=r"no evaluation measures it\. Use eval/test/avg@2\."):

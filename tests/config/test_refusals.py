@@ -78,6 +78,8 @@ REFUSED = {
     "algo={policy_loss: 'm:f', clip_high: 0.3}": "algo.clip_high=0.3",
     "reward=[{name: math, mode: harsh}]": "reward.parts.0.mode=harsh",
     "data.train=[]": "data.train is empty",
+    "data.curriculum={min_pass_rate: 1}": "data.curriculum.min_pass_rate=1 with max_pass_rate=1",
+    "data.curriculum={}; reward=[]; reward_model={path: judge}": "data.curriculum with data.train train",
     "model.lora.rank=8; cluster.tensor_parallel=2": "cluster.tensor_parallel=2 with model.lora",
     "model.lora.rank=8; algo.log_kl=true; algo.ref_update=replace": "algo.ref_update=replace with model.lora",
     "rollout.samples_per_prompt=1": "rollout.samples_per_prompt=1 with algo.advantage=grpo",

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhf.config.data import CurriculumConfig
 from rlhf.data.order import PromptStream
 from rlhf.types import Prompt
 
@@ -138,3 +139,114 @@ def test_another_seed_or_mix_is_an_error_on_resume(settings: dict[str, Any], mes
 
 
 # --- the curriculum ---
+
+
+def with_curriculum(data: dict[str, list[Prompt]], **settings: Any) -> PromptStream:
+    return PromptStream(data, seed=4, curriculum=CurriculumConfig(**settings))
+
+
+def train(stream: PromptStream, count: int, solved: Callable[[str], float]) -> list[Prompt]:
+    """Draw and grade prompts one after the other."""
+    assert stream.curriculum is not None
+    taken = []
+    for _ in range(count):
+        position = stream.drawn
+        taken += stream.take(1)
+        stream.curriculum.record(position, solved(taken[-1].id))
+    return taken
+
+
+def half_of_a_is_solved(prompt: str) -> float:
+    source, row = prompt.split("/")
+    return 1.0 if source == "a" and int(row) <= 20 else 0.5
+
+
+def test_the_first_pass_is_that_without_a_curriculum_then_solved_prompts_come_less_and_others_again() -> None:
+    data = {"a": prompts("a", 40)}
+    stream, plain = with_curriculum(data), PromptStream(data, seed=4)
+    assert ids(train(stream, 40, half_of_a_is_solved)) == ids(plain.take(40))
+    later = train(stream, 400, half_of_a_is_solved)
+    times = Counter(ids(later))
+    solved = sum(times[f"a/{row}"] for row in range(1, 21))
+    assert 0.05 * 400 < solved < 0.25 * 400  # a quarter of a half is drawn all the same
+    assert sum(times.values()) == 400
+    assert len({(prompt.id, prompt.epoch) for prompt in later}) == 400  # the noise of a rollout comes from the two
+    assert stream.curriculum is not None
+    metrics = stream.curriculum.metrics()
+    assert metrics["data/curriculum/too_easy_fraction"] == 0.5
+    assert metrics["data/curriculum/too_hard_fraction"] == 0
+    assert metrics["data/curriculum/replaced"] == 200 - solved
+
+
+def test_prompts_come_the_more_often_the_more_their_responses_may_differ() -> None:
+    rates = {"easy": 0.875, "half": 0.5, "hard": 0.25}
+    stream = with_curriculum({"a": prompts("a", 120)}, max_pass_rate=0.9)
+
+    def solved(prompt: str) -> float:
+        return rates[list(rates)[int(prompt.split("/")[1]) % 3]]
+
+    train(stream, 120, solved)
+    times = Counter(solved(prompt.id) for prompt in train(stream, 3000, solved))
+    # Kept with 4 r (1 - r), which is 0.44, 1 and 0.75; the replacements are shared in the same proportion.
+    replaced = 1000 * ((1 - 0.4375) + (1 - 0.75))
+    for rate, count in times.items():
+        useful = 4 * rate * (1 - rate)
+        assert count == pytest.approx(1000 * useful + replaced * useful / (0.4375 + 1 + 0.75), rel=0.1)
+
+
+def test_a_prompt_never_replaces_itself() -> None:
+    stream = with_curriculum({"a": prompts("a", 40)})
+    train(stream, 400, lambda prompt: 0.05 if prompt == "a/1" else 1.0)
+    assert stream.curriculum is not None
+    replaced = stream.curriculum.metrics()["data/curriculum/replaced"]
+    again = stream.curriculum.metrics()["data/curriculum/too_easy_fraction"]
+    assert 0 < replaced < 0.25 * 360  # only a/1 can take a place, at most once in five draws
+    assert again > 0.9
+
+
+def test_shares_by_source_hold_whatever_is_solved() -> None:
+    stream = with_curriculum({"a": prompts("a", 40), "b": prompts("b", 20)}, warmup_epochs=0)
+    for _ in range(5):
+        epoch = train(stream, 60, half_of_a_is_solved)
+        assert Counter(prompt.source for prompt in epoch) == {"a": 40, "b": 20}
+
+
+def test_no_prompt_fills_a_step_where_few_are_left_and_solved_ones_come_where_none_is() -> None:
+    stream = with_curriculum({"a": prompts("a", 80)})
+    train(stream, 80, lambda prompt: float(prompt != "a/1"))
+    drawn = ids(train(stream, 80, lambda prompt: 0.5 if prompt == "a/1" else 1.0))
+    assert 2 <= drawn.count("a/1") <= 9
+    assert len(set(drawn)) > 60
+    stream = with_curriculum({"a": prompts("a", 8)})
+    assert len(set(ids(train(stream, 16, lambda _: 0.0))[8:])) == 8
+
+
+@given(before=st.integers(1, 60), seen=st.integers(0, 9))
+def test_a_resumed_curriculum_goes_on_as_if_it_had_not_stopped(before: int, seen: int) -> None:
+    """Also where prompts were drawn before the checkpoint and are graded after it."""
+    data = {"a": prompts("a", 12), "b": prompts("b", 8)}
+    whole = with_curriculum(data)
+    train(whole, before, half_of_a_is_solved)
+    outstanding = range(whole.drawn, whole.drawn + seen)
+    waiting = whole.take(seen)
+    state = json.loads(json.dumps(whole.state(outstanding)))
+    resumed = with_curriculum(data)
+    resumed.restore(state)
+    resumed.drawn -= seen
+    again = resumed.take(seen)
+    for stream in (whole, resumed):
+        assert stream.curriculum is not None
+        for position, prompt in zip(outstanding, waiting, strict=True):
+            stream.curriculum.record(position, half_of_a_is_solved(prompt.id))
+    drawn = [[(p.id, p.epoch) for p in train(stream, 40, half_of_a_is_solved)] for stream in (whole, resumed)]
+    assert [(p.id, p.epoch) for p in again] == [(p.id, p.epoch) for p in waiting]
+    assert drawn[0] == drawn[1]
+
+
+def test_an_older_group_that_ends_later_does_not_replace_the_newer_pass_rate() -> None:
+    stream = with_curriculum({"a": prompts("a", 1)})
+    stream.take(2)
+    assert stream.curriculum is not None
+    stream.curriculum.record(1, 1.0)
+    stream.curriculum.record(0, 0.5)
+    assert stream.curriculum.metrics()["data/curriculum/too_easy_fraction"] == 1

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from worlds import make_config
+import pytest
+from worlds import make_config, rollout_of
 
+from rlhf.config.data import CurriculumConfig
 from rlhf.data.load import LoadedPrompts
 from rlhf.data.read import count_trained_rows
 from rlhf.run.prompts import PromptTickets, RunData, source_lines
 from rlhf.run.state import RunState
-from rlhf.types import Prompt
+from rlhf.types import Prompt, RolloutGroup, ScoredRollout
 
 
 def test_a_resumed_run_repeats_outstanding_prompts_and_then_continues_the_order() -> None:
@@ -60,3 +62,18 @@ def test_rows_that_are_left_out_are_told_by_source() -> None:
         "data.eval b: 0 prompts, 1 left out as bad rows, the first: row 1",
         "data.eval b: in 3 prompts something",
     ]
+
+
+def test_the_curriculum_counts_the_graded_samples_whose_metric_is_right() -> None:
+    (prompt,) = prompts = [Prompt("p/0", 0, np.array([1], np.int32), (), "", "p")]
+    loaded = LoadedPrompts(prompts={"p": prompts}, dropped_too_long={"p": 0}, rows_per_epoch={"p": 1})
+    tickets = PromptTickets(
+        loaded, seed=3, restored=None, curriculum=CurriculumConfig(), metric_of={"p": "exact"}.__getitem__
+    )
+    values = [1.0, 0.0, 1.0, None]
+    samples = tuple(
+        ScoredRollout(rollout_of([1]), "", "", 1.0, {"format": 1.0, "exact": value}, "ok") for value in values
+    )
+    tickets.record(tickets.next(), RolloutGroup(prompt, samples))
+    assert tickets.stream.curriculum is not None
+    assert tickets.stream.curriculum._rates.tolist() == [pytest.approx(2 / 3)]

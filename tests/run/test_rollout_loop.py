@@ -246,6 +246,46 @@ def prompts_trained(config: GRPOConfig, step: int) -> list[str]:
     return list(dict.fromkeys(json.loads(line)["prompt_id"] for line in lines))
 
 
+@pytest.mark.slow
+def test_a_curriculum_draws_solved_prompts_less_and_goes_on_after_a_signal_as_if_there_had_been_none(
+    config: GRPOConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = Path(config.data.train[0].path).read_text().splitlines(keepends=True)[:6]  # an epoch has two steps
+    (tmp_path / "six.jsonl").write_text("".join(rows))
+
+    async def solve_some(
+        _: FakeScorer, prompt: Any, rollouts: Any, texts: Any, marks: Any, *, metric: str | None
+    ) -> tuple[ScoredRollout, ...]:
+        solved = prompt.id in ("six/1", "six/2", "six/3", "six/4")
+        rewards = [1.0 if solved else float(i % 2) for i in range(len(texts))]
+        return tuple(
+            ScoredRollout(rollout, text, "", reward, {"math": reward}, "ok")
+            for rollout, text, reward in zip(rollouts, texts, rewards, strict=True)
+        )
+
+    monkeypatch.setattr(FakeScorer, "score_group", solve_some)
+
+    def with_curriculum(name: str) -> GRPOConfig:
+        data = {"train": str(tmp_path / "six.jsonl"), "max_prompt_tokens": 64, "curriculum": {}}
+        run = {"dir": str(tmp_path / name), "steps": 12}
+        rollout = config.rollout.model_copy(update={"max_policy_lag": 0}).model_dump()
+        values = {**config.model_dump(mode="json"), "data": data, "run": run, "rollout": rollout}
+        return GRPOConfig.model_validate_json(json.dumps(values))
+
+    whole, stopped = with_curriculum("whole"), with_curriculum("stopped")
+    asyncio.run(drive(whole, monkeypatch))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(drive(stopped, monkeypatch, until=7))
+    asyncio.run(drive(stopped, monkeypatch, resume=True))
+    drawn = [[prompts_trained(each, step) for step in range(1, 13)] for each in (whole, stopped)]
+    assert drawn[0] == drawn[1]
+    later = [prompt for step in drawn[0][2:] for prompt in step]
+    assert sum(prompt in ("six/5", "six/6") for prompt in later) > 10  # a third of 30, if all came alike
+    check_documented(logged(whole), logged={"curriculum"})
+    assert logged(whole)[-1]["data/curriculum/too_easy_fraction"] == pytest.approx(4 / 6)
+    assert logged(whole)[-1]["data/curriculum/replaced"] == logged(stopped)[-1]["data/curriculum/replaced"] > 0
+
+
 def test_a_reward_that_is_always_none_is_told_at_the_first_step_and_ends_the_run_only_as_other_useless_steps_do(
     config: GRPOConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
