@@ -14,6 +14,8 @@ from rlhf.answers.extract import STEPS, extract
 from rlhf.answers.node import UnsupportedError
 from rlhf.answers.tree import parse
 
+pytestmark = pytest.mark.slow
+
 PIECES = r"""
     \frac \sqrt \boxed { } ( ) [ ] \{ \} , ; : = < > \le \in \cup ^ _ ! ' | + - * / 0 1 7 12 3.5 1,000 x y e i \pi
     \infty \pm \sin \log \sum \prod \text{cm} \text{and} \% \$ $ ^\circ \begin{pmatrix} \end{pmatrix} & \\ \overline{3}
@@ -24,7 +26,6 @@ TEXTS = st.lists(st.sampled_from(PIECES.split()) | st.text(max_size=3), max_size
 )
 
 
-@pytest.mark.slow
 @settings(max_examples=300)
 @given(TEXTS)
 def test_any_text_can_be_searched_and_cleaned(text: str) -> None:
@@ -40,7 +41,6 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
         parse(clean(text))
 
 
-@pytest.mark.slow
 @settings(max_examples=300)
 @given(TEXTS, TEXTS)
 def test_any_two_texts_are_equal_different_or_undecided(answer: str, gold: str) -> None:

@@ -27,6 +27,8 @@ from benchmarks import (
     transfer,
 )
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **HEADS}
@@ -70,7 +72,6 @@ def test_packed_and_padded_learner_steps_have_the_same_gradient(
         assert np.linalg.norm(other - ours) < 0.03 * np.linalg.norm(ours), name  # bf16
 
 
-@pytest.mark.slow
 def test_ours_and_trls_supervised_training_have_the_same_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +264,6 @@ def test_the_account_of_kernels_is_that_of_products_bytes_and_attention_by_hand(
     assert account.seconds["attention"] == pytest.approx(2 * 16384 * 4096 * 28 * 128 / 380e12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "checkpointing", "plain", "target"),
     [("1.5B", False, 0.33, 0.36), ("7B", "selective", 0.45, 0.54), ("7B", True, 0.39, 0.40)],

@@ -11,6 +11,8 @@ from byte_tokenizer import byte_tokenizer
 
 from rlhf.data.dialogue import Dialogue
 
+pytestmark = pytest.mark.slow
+
 trl = pytest.importorskip("trl", reason="comes with the extra bench")
 
 TOOLS = [

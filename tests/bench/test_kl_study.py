@@ -16,6 +16,8 @@ from benchmarks.studies.kl_runs import BETAS, LOSS, NONE, REWARD, Run, all_runs,
 from rlhf.step.batch import make_batch
 from rlhf.types import World
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 # --- gradients ---

@@ -22,6 +22,8 @@ from rlhf.algo.schedules import learning_rate
 from rlhf.config.grpo import GRPOConfig
 from rlhf.types import Prompt
 
+pytestmark = pytest.mark.slow
+
 DATA = Path("data")
 
 

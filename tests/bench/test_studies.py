@@ -27,6 +27,8 @@ from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.types import World
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TINY = {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
 LR = 0.01  # far enough that ratios of the tiny policy are clipped

@@ -64,6 +64,7 @@ def _load(*given: str) -> GRPOConfig:
     return load_config(GRPOConfig, [BASE], ["model.path=${oc.env:MODEL}", "evaluation.metric=math", *given])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_value_of_the_environment_is_stored_as_its_reference_and_read_again(name: str, tmp_path: Path) -> None:
     given, key, stored = WRITTEN[name]

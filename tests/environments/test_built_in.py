@@ -19,6 +19,8 @@ from rlhf.environments.python_tool import python_tool
 from rlhf.processes import confinement, domains
 from rlhf.processes.confinement import ABI_SCOPES
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("expression", "value"),
@@ -96,7 +98,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow
 def test_time_and_memory_end_a_program_and_all_that_it_started() -> None:
     assert run("print(1, flush=True)\nwhile True: pass", seconds=1.0) == "1\n\n[stopped after 1 seconds]"
     assert "MemoryError" in run("x = bytearray(10**9)", memory_mb=200)
@@ -138,7 +139,6 @@ OVER = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "says", "scopes"), [*((*each, True) for each in OVER), *((*each, False) for each in OVER[:3])]
 )
@@ -154,7 +154,6 @@ def test_a_program_over_a_bound_is_stopped_and_leaves_nothing(
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.slow
 def test_what_a_program_started_ends_with_the_process_that_called_the_tool(tmp_path: Path) -> None:
     sleeps = "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        os.setsid()\n"
     sleeps += "        os.execlp('sleep', 'sleep', '98765')\nimport time; time.sleep(60)"

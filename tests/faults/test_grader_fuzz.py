@@ -15,7 +15,7 @@ from rlhf.rewards.scorer import FAILURES, Scorer
 pytestmark = pytest.mark.faults
 
 FUZZ_S = 60.0
-TEXTS = [text for cases in ANSWERS.values() for gold, answer, _ in cases for text in (gold, answer) if len(text) < 500]
+TEXTS = [text for cases in ANSWERS.values() for gold, answer, *_ in cases for text in (gold, answer) if len(text) < 500]
 PIECES_WRITTEN = r"""
     = \approx \sim < \le \in \ne ~ { } ( ) [ ] \{ \} | , ; : + - * / ^ _ ! ' % \% $ \pm \cup \cap \setminus \div \cdot
     \frac \sqrt \binom \log \sin \sum_{k=1}^ \int \lim \overline \text{ \text{and} \text{or} \boxed \pmod \bmod

@@ -30,6 +30,8 @@ from rlhf.rewards.pool import Pool
 from rlhf.rewards.scorer import Scorer
 from rlhf.types import Prompt
 
+pytestmark = pytest.mark.slow
+
 ASSERTS = ["assert square(3) == 9", "assert square(-4) == 16", "assert square(12) == 144"]
 PROGRAM = [{"input": "3\n", "output": "9\n"}, {"input": "-4\n", "output": "16\n"}]
 HONEST = "def square(x):\n    return x * x\n"
@@ -119,7 +121,6 @@ def few_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("few_files")
 def test_only_one_process_of_a_response_exists_at_a_time() -> None:
     code = "import os\ndef square(x):\n    os._exit(0)"
@@ -155,7 +156,6 @@ except ValueError as error:
 """
 
 
-@pytest.mark.slow
 def test_no_code_runs_where_the_kernel_cannot_confine_it() -> None:
     command = [sys.executable, "-c", UNCONFINED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
@@ -165,7 +165,6 @@ def test_no_code_runs_where_the_kernel_cannot_confine_it() -> None:
     assert "Use Linux" in refused
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["calls", "program"])
 @pytest.mark.parametrize("ending", ["while True: pass", "import time; time.sleep(60)"])
 def test_a_test_that_takes_too_long_fails(kind: str, ending: str) -> None:
@@ -175,7 +174,6 @@ def test_a_test_that_takes_too_long_fails(kind: str, ending: str) -> None:
     assert "over 0." in result.detail
 
 
-@pytest.mark.slow
 def test_a_program_that_takes_too_long_ends_the_tests_after_it_too() -> None:
     code = "import time\nn = int(input())\nif n == 3: time.sleep(60)\nprint(n * n)"
     result = grade(code, PROGRAM, cpu_seconds=0.5, mode="fraction")
@@ -183,7 +181,6 @@ def test_a_program_that_takes_too_long_ends_the_tests_after_it_too() -> None:
     assert result.detail.startswith("test 1: over 1 seconds by the clock")
 
 
-@pytest.mark.slow
 def test_a_solution_that_reads_no_further_call_is_ended_by_its_limit() -> None:
     code = "def square(x):\n    while True: pass"
     result = grade(code, [f"assert square('{'9' * 3_000_000}') == {n}" for n in range(2)], cpu_seconds=0.5)
@@ -291,7 +288,6 @@ ATTEMPTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("code", ATTEMPTS.values(), ids=ATTEMPTS.keys())
 def test_no_attempt_to_be_paid_without_solving_earns_anything(code: str) -> None:
     result = grade(code, mode="fraction", cpu_seconds=1.0)
@@ -310,7 +306,6 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("code", PROGRAMS.values(), ids=PROGRAMS.keys())
 def test_no_program_is_paid_for_output_that_is_not_the_answer(code: str) -> None:
     assert grade(code, PROGRAM, mode="fraction").value == 0.0
@@ -700,7 +695,6 @@ def pool() -> Iterator[Pool]:
         yield running
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "value"),
     [(HONEST, 1.0), (PARENT, 0.0), (LOOK, 0.0), (ATTEMPTS["a fork"], 0.0), (ATTEMPTS["all memory"], 0.0)],
@@ -776,7 +770,6 @@ def test_only_the_limit_that_depends_on_the_load_judges_no_response(
     assert (graded.value, graded.status) == (reward, "timeout")
 
 
-@pytest.mark.slow
 def test_a_run_grades_by_the_column_and_names_rows_whose_tests_cannot_be_read() -> None:
     rows = [("good", {"asserts": ASSERTS}), ("bad", {"asserts": ["assert square(3) == square(-3)"]}), ("none", {})]
     good, *others = [Prompt(name, 0, np.zeros(1, np.int32), (), "", "code", columns) for name, columns in rows]
