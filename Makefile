@@ -105,7 +105,7 @@ soak: environment $(quickstart_data)/test.jsonl  ## the quickstart for STEPS=500
 test-gpu: environment  ## the tests that need a GPU: kernels, and the doctor with each placement
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
-test-fast: environment  ## the tests that neither start the stack nor wait for processes, in about a minute
+test-fast: environment  ## the tests that neither start the stack nor wait for processes, in under a minute
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 -m "not stack and not slow and not registry and not faults" $(PYTEST_ARGS)
 
 # They run one after the other. If one fails, the others still run, and the end names those that failed.

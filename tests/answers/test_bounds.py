@@ -13,6 +13,7 @@ from rlhf.answers.tree import parse
 from rlhf.answers.value import evaluate, start_work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

@@ -173,6 +173,7 @@ def problems_of(program: str, folder: Path) -> list[str]:
     return start_problems((make_ppo_config if program == "ppo" else make_config)(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["grpo", "ppo", "sft", "reward-model", "evaluate"])
 def test_each_program_refuses_each_damaged_model_in_one_message(program: str, model: Path, tmp_path: Path) -> None:
     assert problems_of(program, model) == []

@@ -295,6 +295,7 @@ OF_THE_HUB = re.compile(r"^model:\n  path: (?!runs/)", re.MULTILINE)
 GPU_CONFIGS = [file for file in sorted((ROOT / "configs").glob("*.yaml")) if OF_THE_HUB.search(file.read_text())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", GPU_CONFIGS, ids=lambda file: file.name)
 def test_on_a_fresh_machine_every_config_for_gpus_has_its_memory(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -338,6 +339,7 @@ def told_of(config: GRPOConfig, **values: Any) -> str:
     return " ".join(f"{text.partition('Batches')[0]} {text.partition('Warnings')[2]}".split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [

@@ -57,6 +57,7 @@ def update(transformer: Any, checkpointing: Any) -> tuple[list[Any], int]:
 
 
 # The experts of gpt_oss add a bias to a product in place; qwen3_5_text mixes tokens without attention too.
+@pytest.mark.slow
 @pytest.mark.private
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
