@@ -1,18 +1,26 @@
-"""Work that a user's text asks for ends the program with one message if it never ends."""
+"""Work that a user's text asks for ends the program with one message, whatever it does, if it never ends."""
 
 from __future__ import annotations
 
+import mmap
+import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+
+from rlhf.config import limit
 
 pytestmark = pytest.mark.slow
 
 ENDLESS = {
-    "a loop": ("while True: pass", "did not end within 0.4 s"),
-    "a text that doubles": ("s = 'x' * 1000\nwhile True: s += s", "took more than 0.125 GiB of memory"),
+    "a loop": ("while True: pass", 2, "did not end within 0.4 s"),
+    "a call that holds Python's lock": (
+        "a, b = [], []\nfor _ in range(99): a, b = [a, a], [b, b]\na == b", -9, "did not end within 0.4 s"
+    ),
+    "a text that doubles": ("s = 'x' * 1000\nwhile True: s += s", -9, "took more than 0.125 GiB of memory"),
 }  # fmt: skip
 PROGRAM = """
 import sys, time
@@ -23,6 +31,19 @@ with limit.limited("first: it {}."):
 with limit.limited("key=value: the work {}. Do less."):
     exec(sys.argv[1])
 """
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_endless_work_ends_the_program_with_its_name_and_the_limit(name: str) -> None:
+    work, status, why = ENDLESS[name]
+    began = time.monotonic()
+    limit_s = "0.4" if "0.4 s" in why else "60"
+    done = subprocess.run([sys.executable, "-c", PROGRAM, work, limit_s], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr == f"error: key=value: the work {why}. Do less.\n"
+    assert time.monotonic() - began < 50
+
+
 THREAD = "import threading; t = threading.Thread(target=lambda: sum(range(5 * 10**7))); t.start(); t.join()"
 HONEST = {
     "waiting": "import time; time.sleep(1)",
@@ -32,17 +53,6 @@ HONEST = {
 }
 
 
-@pytest.mark.parametrize("name", ENDLESS)
-def test_endless_work_ends_the_program_with_its_name_and_the_limit(name: str) -> None:
-    work, why = ENDLESS[name]
-    began = time.monotonic()
-    limit_s = "0.4" if "0.4 s" in why else "60"
-    done = subprocess.run([sys.executable, "-c", PROGRAM, work, limit_s], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: key=value: the work {why}. Do less.\n"
-    assert time.monotonic() - began < 50
-
-
 @pytest.mark.parametrize("name", HONEST)
 def test_work_that_is_within_its_limits_is_not_touched(name: str) -> None:
     work = f"import os; {HONEST[name]}"
@@ -50,8 +60,58 @@ def test_work_that_is_within_its_limits_is_not_touched(name: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_forked_process_watches_its_own_work() -> None:
-    forks = "import os\nif not os.fork():\n    with limit.limited('again: it {}'):\n        while True: pass\n"
-    after = f"{PROGRAM}\n{forks}sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))"
-    done = subprocess.run([sys.executable, "-c", after, "0", "0.4"], capture_output=True, text=True, timeout=60)
+def test_what_is_half_written_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of two pieces of work, as a look between two writes may find them."""
+    shared, told = mmap.mmap(-1, limit.SIZE), list[int]()
+    heads = [(os.getppid(), -1e6 - number, 1.0, 0, 2**60, 0) for number in (1, 2, 1, 3, 3)]
+
+    def look(*_: object) -> tuple[list[int], ...]:
+        if heads:
+            limit.HEAD.pack_into(shared, 0, *heads.pop(0))
+        return [0] * bool(told), [], []
+
+    with monkeypatch.context() as patched:
+        patched.setattr(limit, "select", SimpleNamespace(select=look))
+        patched.setattr(limit, "os", SimpleNamespace(getppid=lambda: 1, write=lambda *_: told.append(len(heads))))
+        patched.setattr(limit, "_thread_s", lambda *_: 0.0)
+        limit._watch(1, shared)
+    assert told == [0]
+
+
+ENDS = {
+    "it is killed": "os.kill(os.getpid(), 9)",
+    "a fork of it goes on": "os.fork() or time.sleep(8)",
+    "a fork of a thread goes on": "threading.Thread(target=lambda: os.fork() or time.sleep(8)).start()",
+    "it has a session of its own": "os.fork() or os.setsid()",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_watcher_ends_with_its_process(name: str) -> None:
+    work = "import os; print(open(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read(), flush=True)"
+    after = f"{PROGRAM}\nimport os, threading\n{ENDS[name]}"
+    with subprocess.Popen([sys.executable, "-c", after, work, "0.4"], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        watcher = program.stdout.readline().strip()
+        assert _is_watcher(watcher)
+        program.wait()
+        deadline = time.monotonic() + 5
+        while _is_watcher(watcher):
+            assert time.monotonic() < deadline, f"process {watcher} is still there"
+            time.sleep(0.05)
+
+
+def test_a_watcher_that_somebody_ends_is_started_again() -> None:
+    children = "open(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read()"
+    work = f"import os\nos.kill(int({children}), 9)\nwhile {children}: time.sleep(0.01)"
+    after = f"{PROGRAM}\nwith limit.limited('again: it {{}}'):\n    while True: pass"
+    done = subprocess.run([sys.executable, "-c", after, work, "0.4"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (2, "error: again: it did not end within 0.4 s\n")
+
+
+def _is_watcher(process: str) -> bool:
+    try:
+        with open(f"/proc/{process}/cmdline") as file:
+            return "limit.py" in file.read()
+    except OSError:
+        return False
