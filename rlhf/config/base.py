@@ -51,7 +51,7 @@ def key(default: T, description: str, *, resume: Resume | None = None, **constra
 
 
 def with_home(path: str) -> str:
-    """A path with `~` or `~user` at its beginning replaced by the home folder, as a shell does; other text as it is.
+    """The path with a leading `~` or `~user` replaced by the home folder, as in a shell.
 
     Raises:
         ValueError: no home folder is known.
@@ -85,7 +85,7 @@ def first_line(error: Exception) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Why something failed, in one line: `FILE: why` of an OSError, without its number; else the type and the text."""
+    """One line about an error: `FILE: reason` for an OSError, otherwise `Type: text`."""
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
@@ -98,7 +98,7 @@ def short_value(value: Any) -> str:
 
 
 def reads_as_another_type(text: Any) -> bool:
-    """Whether this text without its quotes would be a number, true, false or null."""
+    """True if YAML reads this text, without its quotes, as a number, true, false or null."""
     try:
         return isinstance(text, str) and not isinstance(json.loads(text), str)
     except ValueError:
@@ -113,7 +113,7 @@ KINDS = {
 
 
 def file_problem(path: Path) -> str:
-    """Why there is no file to read at a path, which may have the name of a pipe, say; "" if there is one."""
+    """The reason why a path is no readable file: it is missing, a folder, a pipe, ... Empty if it is a file."""
     try:
         return KINDS.get(stat.S_IFMT(path.stat().st_mode), "")
     except (OSError, ValueError) as error:  # ValueError: of a null byte in a name
@@ -121,7 +121,7 @@ def file_problem(path: Path) -> str:
 
 
 class OwnOr:
-    """Of a key that has one of our names, or names a function of the user: `Annotated[str, OwnOr("ppo", "gspo")]`."""
+    """Type of a key that is one of our names or a user function: `Annotated[str, OwnOr("ppo", "gspo")]`."""
 
     def __init__(self, *known: str) -> None:
         self._known = known

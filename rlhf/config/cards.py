@@ -63,13 +63,13 @@ EQUAL_MEMORY = 0.99  # a sheet's 141 GB is 140.4 GiB
 
 
 def card_named(device_name: str) -> str | None:
-    """The entry of CARDS for a driver's name, such as `NVIDIA H100 80GB HBM3`; None if there is none.
+    """The entry of CARDS for a driver's name, such as `NVIDIA H100 80GB HBM3`, or None.
 
     The driver's name has all words of the entry; if several entries fit, the longest is right.
     """
     words = _words(device_name)
-    found = [name for name in CARDS if words >= _words(name)]
-    return max(found, key=len, default=None) if "laptop" not in words else None
+    matches = [name for name in CARDS if words >= _words(name)]
+    return max(matches, key=len, default=None) if "laptop" not in words else None
 
 
 def _words(name: str) -> set[str]:
@@ -77,27 +77,27 @@ def _words(name: str) -> set[str]:
 
 
 def card_with_memory(memory_gib: float) -> str:
-    """The smallest card with this much memory, GiB; ties go to the first, and the largest card if none has it."""
+    """The smallest card with this much memory, GiB. Ties go to the first card. GB300 if no card has that much."""
     enough = [name for name, card in CARDS.items() if card.memory_gib >= EQUAL_MEMORY * memory_gib]
     return min(enough, key=lambda name: CARDS[name].memory_gib, default="GB300")
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Peak of a device by its driver's name, TFLOP/s; None if the device is not in CARDS."""
+    """Peak of a device by its driver's name, TFLOP/s, or None if the device is not in CARDS."""
     name = card_named(device_name)
     return None if name is None else CARDS[name].tflops
 
 
-def _known(given: str) -> str:
-    """The entry of CARDS for the value of cluster.gpu, which may be a driver's name; ValueError if there is none."""
-    if name := card_named(given):
+def _card_name(value: str) -> str:
+    """The entry of CARDS for the value of cluster.gpu, which may be a driver's name. ValueError if there is none."""
+    if name := card_named(value):
         return name
-    guess = difflib.get_close_matches(given.upper(), CARDS, n=1, cutoff=0.7)
+    guess = difflib.get_close_matches(value.upper(), CARDS, n=1, cutoff=0.7)
     remedy = "For another NVIDIA card with bfloat16, name a similar one, and set gpu_memory_gib and peak_tflops."
     raise ValueError(
-        f"cluster.gpu={given}: no such card is known. {f'Did you mean {guess[0]}? ' if guess else ''}"
+        f"cluster.gpu={value}: no such card is known. {f'Did you mean {guess[0]}? ' if guess else ''}"
         f"Known are {', '.join(CARDS)}. {remedy}"
     )
 
 
-CardName = Annotated[str, AfterValidator(_known)]
+CardName = Annotated[str, AfterValidator(_card_name)]

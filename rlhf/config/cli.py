@@ -1,4 +1,4 @@
-"""What the programs share: arguments, --help, error messages, exit statuses."""
+"""Arguments, --help, error messages and exit statuses of all programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from rlhf.config.base import Section
 from rlhf.config.describe import Key, describe_keys
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.load import flat_keys, load_config, meant, read_values, wrong_keys
+from rlhf.config.load import flat_keys, load_config, nearest_key, read_values, wrong_keys
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.printing import say, waiting
 from rlhf.config.program import TrainingProgramConfig
@@ -66,7 +66,7 @@ REWARD_HEADER = "reward options, next to name and weight of a part: reward=[{nam
 
 
 class Program(NamedTuple):
-    """What a program does, and the whole config of one that trains."""
+    """A program: one line about it, and the schema of its config if it trains."""
 
     text: str
     config: type[TrainingProgramConfig] | None = None
@@ -90,7 +90,7 @@ WITH_ENGINES = {name: p.config for name, p in PROGRAMS.items() if p.config and i
 
 
 class ResumableError(RuntimeError):
-    """The run ended through no fault of its own; the launchers go on with --resume."""
+    """The run ended through no fault of its own. The launchers start it again with --resume."""
 
 
 def training_flags(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +114,7 @@ def program_schema(argv: Sequence[str] | None) -> type[GRPOConfig]:
 
 
 def started_as(module: str) -> str:
-    """What the user typed to start a program: `rlhf grpo`, or `python -m rlhf.grpo`."""
+    """The command with which the user started a program: `rlhf grpo`, or `python -m rlhf.grpo`."""
     if Path(*sys.orig_argv[1:2]).name == "rlhf":
         return module.replace(".", " ").replace("_", "-")
     return f"python -m {module}"
@@ -142,7 +142,7 @@ def parse(
     Args:
         add_flags: adds the program's own flags.
         contradictions, complete: as for `load_config`.
-        check: problems of this machine with a config, such as a missing file; not called if nothing is started.
+        check: returns problems of this machine, such as a missing file. Not called with --plan and --print-config.
     """
     parser = parser_of(
         program,
@@ -157,12 +157,12 @@ def parse(
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     for argument in unknown:
         key = argument.lstrip("-").partition("=")[0].replace("-", "_")
-        nearest = meant(key, [known.name for known in describe_keys(schema)])
+        nearest = nearest_key(key, [known.name for known in describe_keys(schema)])
         reason = "there is no such flag, and keys are written without dashes, as section.key=value"
         raise ValueError(f"{argument}: {reason}. {nearest} --help lists all.")
     if not arguments.config:
-        named = [text for text in arguments.overrides if text.endswith((".yaml", ".yml"))]
-        example = (named or ["configs/math.yaml"])[0]
+        files = [text for text in arguments.overrides if text.endswith((".yaml", ".yml"))]
+        example = (files or ["configs/math.yaml"])[0]
         raise ValueError(f"--config: no file given. Name a YAML file: {started_as(program)} --config {example}")
     starts_nothing = any(vars(arguments).get(flag) for flag in ("plan", "print_config"))
     try:
@@ -194,8 +194,8 @@ def _list_keys(schema: type[Section], *, unread: Collection[str] = ()) -> str:
     lines = [KEYS_HEADER]
     keys = [key for key in describe_keys(schema) if not key.name.startswith("data.eval[]")]  # as those of data.train
     keys = [replace(key, default="unread") if key.name in unread else key for key in keys]
-    for section, of_section in itertools.groupby(keys, lambda key: key.name.split(".")[0]):
-        lines += [f"\n{section}", *(line for key in of_section for line in _key_lines(key))]
+    for section, members in itertools.groupby(keys, lambda key: key.name.split(".")[0]):
+        lines += [f"\n{section}", *(line for key in members for line in _key_lines(key))]
     if "reward" in schema.model_fields:
         lines.append(f"\n{REWARD_HEADER}")
         for name, options in OPTIONS_OF_REWARD.items():
@@ -212,7 +212,7 @@ def _key_lines(key: Key) -> Iterable[str]:
 
 
 def config_folder() -> Path:
-    """The configs of the checkout that this package is in, or those that were installed with it."""
+    """The folder `configs` of the checkout, or the configs that were installed with the package."""
     checkout = Path(__file__).parents[2] / "configs"
     return checkout if checkout.is_dir() else INSTALLED_CONFIGS
 
@@ -226,9 +226,9 @@ def check_new_folder(folder: Path, key: str = "") -> None:
 def run_async(
     main: Coroutine[Any, Any, R], *, on_signal: Callable[[str, Callable[[], object]], None] | None = None
 ) -> R:
-    """asyncio.run of a task; a signal to end cancels the task, so its `finally` clauses end what it started.
+    """Run a coroutine as asyncio.run does. SIGTERM, SIGINT and SIGHUP cancel it, so that its `finally` clauses run.
 
-    Inside of a running event loop, as in the cell of a notebook, that loop waits until the task has ended.
+    Inside a running event loop, as in the cell of a notebook, that loop waits until the coroutine has ended.
 
     Args:
         on_signal: called at the first signal instead, with its name and a function that cancels the task.
@@ -279,12 +279,12 @@ def run_async(
 
 
 class NothingToDoError(Exception):
-    """What the program was asked for is done already; it says so and ends with status 0."""
+    """There is nothing left to do: the program prints the message and ends with status 0."""
 
 
 @contextlib.contextmanager
 def _outside_of_any_event_loop() -> Iterator[None]:
-    """A context in which asyncio.run works; afterwards loop and signal handlers of this thread are as before."""
+    """A context in which asyncio.run works. On exit the thread has its event loop and signal handlers back."""
     outer, handlers = None, {number: signal.getsignal(number) for number in END_SIGNALS}
     with contextlib.suppress(RuntimeError):
         outer = asyncio.get_running_loop()
@@ -303,12 +303,12 @@ def _outside_of_any_event_loop() -> Iterator[None]:
 
 
 def end_signals() -> list[signal.Signals]:
-    """The signals that ask a program to end, without those that it was started to ignore."""
+    """The signals that end a program, without the ones that it was started to ignore."""
     return [number for number in END_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def exit_status(returncode: int) -> int:
-    """The exit status of a process as a shell reports it: 137 for one that SIGKILL has ended, -9 for subprocess."""
+    """The exit status as a shell reports it: 137 for a process that SIGKILL ended, where subprocess has -9."""
     return 128 - returncode if returncode < 0 else returncode
 
 

@@ -204,7 +204,7 @@ def support_problems(config: GRPOConfig) -> Iterator[str]:
 
 
 def _rewards_below_zero(config: GRPOConfig) -> Iterator[str]:
-    """What makes rewards negative, as far as the config says it."""
+    """Settings with which a reward may be negative."""
     rollout, algo = config.rollout, config.algo
     if config.kl_in_reward:
         yield f"{algo.kl_place=!s}"

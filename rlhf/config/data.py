@@ -33,7 +33,7 @@ USUAL_COLUMNS = {
 
 
 def is_template_file(template: str) -> bool:
-    """Whether data.template is the path of a template, and not a name."""
+    """True if data.template is the path of a template, and not a name."""
     return template.endswith(TEMPLATE_SUFFIX)
 
 
@@ -101,7 +101,7 @@ class SourceConfig(DatasetConfig):
 
     @property
     def is_environment(self) -> bool:
-        """Whether no file holds the prompts: the environment makes each one."""
+        """True if the environment makes the prompts, and no file holds them."""
         return self.path == ENVIRONMENT
 
     @property
@@ -119,7 +119,7 @@ class SourceConfig(DatasetConfig):
 
     @property
     def label(self) -> str:
-        """The value of `Prompt.source`."""
+        """The name of this source in ids and metrics: `Prompt.source`."""
         path = PurePath(self.path)
         return self.source or (path.stem if path.suffix in FILE_SUFFIXES else path.name)
 
@@ -141,7 +141,7 @@ class DatasetsConfig(Section, Generic[S]):
 
     @property
     def clock(self) -> dict[str, Any]:
-        """The argument of a chat template for which it is always `date`; {}: transformers' own clock."""
+        """The argument with which a chat template writes `date` as the day. Empty: it writes today."""
         midnight = None if self.date is None else datetime.datetime.combine(self.date, datetime.time())
         return {} if midnight is None else {"strftime_now": midnight.strftime}
 
@@ -199,7 +199,7 @@ class DataConfig(DatasetsConfig[SourceConfig]):
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """What the chat template is given in addition to a conversation."""
+        """The arguments of the chat template besides the conversation."""
         return {**self.chat_template_kwargs, **self.clock}
 
     @model_validator(mode="after")

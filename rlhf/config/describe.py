@@ -16,7 +16,7 @@ BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "ma
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the list; `default` is None if the key is required."""
+    """One key of a config. `default` is None if the key is required."""
 
     name: str
     default: str | None

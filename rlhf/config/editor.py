@@ -1,4 +1,4 @@
-"""JSON Schema of config files: an editor that reads it completes keys, shows what they mean and marks mistakes.
+"""JSON Schema of config files, with which an editor completes keys, shows descriptions and marks mistakes.
 
 It describes a file as it may be written: any key may be left out, since another file or the command line can give it;
 short forms are allowed, such as a path in place of a mapping with `path`; and `${...}` may stand for any value.

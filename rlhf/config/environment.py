@@ -1,4 +1,4 @@
-"""The `environment` section and the list `tools`: what a model may act on, and the limits of the processes it runs in.
+"""The `environment` section and the list `tools`: classes, programs and functions that a model may use, and limits.
 
 The first two spellings mean the same; the last one has several, chosen by the column `environment` of a row:
 
@@ -48,7 +48,7 @@ ALL = ("all",)
 
 
 class _Driven(Section):
-    """The keys of one environment besides its name."""
+    """The keys of one environment, except its name."""
 
     options: dict[str, Any] = key({}, "keyword arguments of the class")
     command: tuple[str, ...] = key(
@@ -118,7 +118,7 @@ class EnvironmentPart(_Driven):
 
 
 class EnvironmentConfig(_Driven):
-    """What the model acts on in a rollout, and what its processes may use and reach."""
+    """The environment of a rollout, and the limits and permissions of its processes."""
 
     name: FilePath | None = key(
         None, f"your.module:Class, your.module:coroutine, a/file.py:Class, or {' or '.join(BUILT_IN)}; null: none"
@@ -214,7 +214,7 @@ class EnvironmentConfig(_Driven):
 
     @property
     def parts(self) -> dict[str, EnvironmentPart]:
-        """All environments by the value of the column that chooses them; "" where there is one for all rows."""
+        """All environments by the value of the row's column `environment`. One for all rows has the key ""."""
         if self.name is not None:
             return {
                 "": EnvironmentPart(name=self.name, **{field: getattr(self, field) for field in _Driven.model_fields})
@@ -228,7 +228,7 @@ class EnvironmentConfig(_Driven):
 
     @property
     def only_services(self) -> bool:
-        """Whether nothing of a rollout runs in processes of the run."""
+        """True if no environment runs in processes of the run."""
         return bool(self.parts) and all(part.name == SERVICE for part in self.parts.values())
 
     @property
@@ -237,7 +237,7 @@ class EnvironmentConfig(_Driven):
 
 
 def checked_name(name: str, key: str, built_in: tuple[str, ...] = BUILT_IN) -> str:
-    """The name of a class, coroutine, function or built-in tool; ValueError if it has another form."""
+    """The name of a class, coroutine, function or built-in tool. Raises ValueError if it has another form."""
     if name in built_in or USER_CODE.fullmatch(name):
         return name
     form = "not of the form package.module:name or path/to/file.py:name"
@@ -246,7 +246,7 @@ def checked_name(name: str, key: str, built_in: tuple[str, ...] = BUILT_IN) -> s
 
 
 def tool_names(value: Any) -> tuple[str, ...]:
-    """The list `tools` of the config; ValueError if it is no list of names, or names a tool twice."""
+    """The list `tools` of the config. Raises ValueError if it is no list of names, or names a tool twice."""
     names = (value,) if isinstance(value, str) else () if value is None else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"tools={value!r}: not a list of names. Write [your.module:function, calculator].")

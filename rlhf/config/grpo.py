@@ -1,4 +1,4 @@
-"""The whole config of a GRPO run: the sections, what follows from them, and what is said of contradictions."""
+"""The whole config of a GRPO run: its sections, values derived from them, warnings and contradictions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class GRPOConfig(TrainingProgramConfig):
 
     @property
     def has_environment(self) -> bool:
-        """Whether the rollouts have an environment or tools."""
+        """True if the rollouts have an environment or tools."""
         return bool(self.tools or self.environment.parts)
 
     @property
@@ -76,7 +76,7 @@ class GRPOConfig(TrainingProgramConfig):
 
     @property
     def sends_changes(self) -> bool:
-        """Whether engines are sent only the weights that have changed; in float32 nearly all change in each step."""
+        """True if engines get only the weights that changed. In float32 nearly all change in each step."""
         return self.weights.transfer == "delta" and self.model.dtype == "bfloat16"
 
     @property
@@ -85,7 +85,7 @@ class GRPOConfig(TrainingProgramConfig):
 
     @property
     def reference_is_average(self) -> bool:
-        """Whether the reference is an average of the policy."""
+        """True if the reference is a running average of the policy."""
         return self.reference_moves and self.algo.ref_update == "average"
 
     @property
@@ -128,33 +128,34 @@ class GRPOConfig(TrainingProgramConfig):
 
     def graders_of(self, source: str) -> tuple[str, ...]:
         """Names of the parts that the reward of a data source may have."""
-        judges = any(part.name not in TOOLS for part in self.environment.parts.values())
-        others = (ENVIRONMENT_PART,) * judges + (MODEL_PART,) * (self.reward_model is not None)
+        environment_judges = any(part.name not in TOOLS for part in self.environment.parts.values())
+        others = (ENVIRONMENT_PART,) * environment_judges + (MODEL_PART,) * (self.reward_model is not None)
         return tuple(part.name for part in self.reward.parts_of(source)) + others
 
     @property
     def evaluation_groups_at_once(self) -> int:
-        """Prompts that an evaluation keeps in the engines: twice what they run at once, so that they never wait."""
+        """Prompts that an evaluation submits at once: twice as many sequences as the engines run, so none idles."""
         sequences = self.cluster.engines * self.rollout.max_concurrent_sequences
         samples = [each.samples_per_prompt for each in self.evaluations.values()]
         return max(1, 2 * sequences // max(samples, default=1))
 
     @property
     def engine_sleep_level(self) -> int:
-        """vLLM's level 2, which keeps no weights, since all of them are sent before an engine samples again.
+        """vLLM's sleep level.
 
-        1, which keeps them in host memory: adapters, whose base is not sent, and options whose scales are not sent.
+        2 keeps no weights: all are sent before an engine samples again. 1 keeps them in host memory, for adapters,
+        whose base is not sent, and for options with scales that are not sent.
         """
         return 1 if self.model.lora is not None or changes_numbers(self.rollout.engine) else 2
 
     @property
     def noise_seed(self) -> int | None:
-        """Seed of sampling noise, with the prompt and the sample; None: noise depends on the order of arrival too."""
+        """Seed of the sampling noise in a deterministic run. None: noise depends on the order of arrival."""
         return self.run.seed if self.run.deterministic else None
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Whether rewards train the policy; False where teachers replace them."""
+        """True if rewards train the policy. False if a teacher replaces them."""
         return self.algo.teacher is None or self.algo.teacher.reward == "add"
 
     @property
@@ -163,17 +164,17 @@ class GRPOConfig(TrainingProgramConfig):
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether a KL penalty is part of the reward, so that advantages are computed after the log-probs."""
+        """True if the reward includes a KL penalty. Then advantages are computed after the log-probs."""
         return self.algo.kl_place == "reward" and self.algo.kl_coef > 0
 
     @property
     def kl_in_loss(self) -> bool:
-        """Whether a KL penalty is added to the loss."""
+        """True if a KL penalty is added to the loss."""
         return self.algo.kl_place == "loss" and self.algo.kl_coef > 0
 
     @property
     def needs_old_logprobs_pass(self) -> bool:
-        """Whether a pass before the update computes log-probs: for later updates, a teacher, a KL in the reward."""
+        """True if log-probs are computed before the update: for several updates, a teacher, or a KL in the reward."""
         for_updates = self.training.updates_per_step > 1 and self.algo.old_policy == "learner"
         teacher = self.algo.teacher
         return for_updates or self.kl_in_reward or (teacher is not None and not teacher.in_loss)
@@ -208,7 +209,7 @@ class GRPOConfig(TrainingProgramConfig):
 
 
 def _names_environments(environment: Any) -> bool:
-    """Whether this value of `environment`, not validated yet, names one."""
+    """True if this value of `environment`, before validation, names an environment."""
     if isinstance(environment, dict):
         return bool(environment.get("name") or environment.get("by_name"))
     return isinstance(environment, str)

@@ -93,7 +93,7 @@ DEEPSPEED_KEYS = {
 
 
 def check_engine_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options as they are; ValueError for one that is not passed on."""
+    """Return the options. Raise ValueError if one is not passed on to vLLM."""
     known = (*CHANGE_NUMBERS.split(), *CHANGE_NO_NUMBERS.split())
     for name in options:
         given = f"rollout.engine.{name}"
@@ -108,12 +108,12 @@ def check_engine_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def changes_numbers(options: dict[str, Any]) -> bool:
-    """Whether an engine with these options may differ from the learner by more than the rounding of their type."""
+    """True if these options may change log-probs by more than rounding."""
     return any(name in CHANGE_NUMBERS.split() for name in options)
 
 
 def check_deepspeed_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options as they are; ValueError for one that is not among those that leave the result of an update alone."""
+    """Return the options. Raise ValueError if one may change the result of an update."""
     zero = options.get("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ValueError(f"zero_optimization={zero}: it is a section, such as {{overlap_comm: false}}.")

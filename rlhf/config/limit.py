@@ -31,7 +31,7 @@ LOOK_S, GRACE_S, SAYING_S = 0.1, 1.0, 10.0
 # is not written at once, so the watcher trusts it when two looks have found the same.
 HEAD = struct.Struct("=QddQQH")
 SIZE = mmap.PAGESIZE
-SAID = SIZE - 1  # the place of a byte that is 1 when the message is out
+PRINTED = SIZE - 1  # position of a byte that is 1 once the message is printed
 
 _lock = threading.RLock()
 _shared: mmap.mmap | None = None
@@ -39,15 +39,15 @@ _shared: mmap.mmap | None = None
 
 @contextlib.contextmanager
 def limited(message: str) -> Iterator[None]:
-    """A context that ends this process if it takes longer than LIMIT_S, or more than LIMIT_BYTES.
+    """A context that ends this process if it runs longer than LIMIT_S, or takes more than LIMIT_BYTES.
 
     Args:
-        message: what is said then; `{}` in it stands for the limit that was exceeded.
+        message: printed then; `{}` in it stands for the limit that was exceeded.
     """
     global _shared
     with _lock:  # of several threads, since the work is done under Python's lock
         shared = _shared = _shared or _start_watcher()
-        text = message.encode("utf-8", "backslashreplace")[: SAID - HEAD.size]
+        text = message.encode("utf-8", "backslashreplace")[: PRINTED - HEAD.size]
         shared[HEAD.size : HEAD.size + len(text)] = text
         began, memory = time.thread_time(), _memory(os.getpid())
         HEAD.pack_into(shared, 0, threading.get_native_id(), began, LIMIT_S, memory, LIMIT_BYTES, len(text))
@@ -68,15 +68,15 @@ def _start_watcher() -> mmap.mmap:
     os.close(memory)
     from rlhf.config.printing import say  # now: the thread has little time
 
-    threading.Thread(target=_exit_when_told, args=(watcher, shared, say), name="limit", daemon=True).start()
+    threading.Thread(target=_exit_on_message, args=(watcher, shared, say), name="limit", daemon=True).start()
     return shared
 
 
-def _exit_when_told(watcher: subprocess.Popen[bytes], shared: mmap.mmap, say: Callable[..., None]) -> None:
+def _exit_on_message(watcher: subprocess.Popen[bytes], shared: mmap.mmap, say: Callable[..., None]) -> None:
     global _shared
     assert watcher.stdout is not None
     if text := os.read(watcher.stdout.fileno(), SIZE):
-        shared[SAID] = 1
+        shared[PRINTED] = 1
         say(text.decode(), file=sys.stderr)
         os._exit(2)  # USER_ERROR of the programs
     watcher.wait()
@@ -84,7 +84,7 @@ def _exit_when_told(watcher: subprocess.Popen[bytes], shared: mmap.mmap, say: Ca
 
 
 def _forget() -> None:
-    """In a forked process, whose parent the watcher watches."""
+    """Forget the watcher in a forked process: it watches the parent."""
     global _lock, _shared
     _lock, _shared = threading.RLock(), None
 
@@ -94,11 +94,11 @@ os.register_at_fork(after_in_child=_forget)
 
 def _watch(parent: int, shared: mmap.mmap) -> None:
     """In the watcher, until the parent has ended: then standard input ends, unless a fork of the parent holds it."""
-    known, told = tuple[float, ...](), 0.0
+    known, warned_at = tuple[float, ...](), 0.0
     while not select.select([0], [], [], LOOK_S)[0] and os.getppid() == parent:
         head = HEAD.unpack_from(shared)
         if head != known or not head[0]:
-            known, told = head, 0.0
+            known, warned_at = head, 0.0
             continue
         thread, began, limit_s, memory, limit_bytes, length = head
         late = _thread_s(parent, thread) - began > limit_s
@@ -106,17 +106,17 @@ def _watch(parent: int, shared: mmap.mmap) -> None:
             continue
         why = f"did not end within {limit_s:g} s" if late else f"took more than {limit_bytes / 2**30:.3g} GiB of memory"
         text = "error: " + shared[HEAD.size : HEAD.size + length].decode(errors="replace").replace("{}", why)
-        if late and not told:
-            told = time.monotonic()
+        if late and not warned_at:
+            warned_at = time.monotonic()
             os.write(1, text.encode())
-        elif not late or time.monotonic() - told > (SAYING_S if shared[SAID] else GRACE_S):
-            if not shared[SAID] and select.select([], [2], [], GRACE_S)[1]:  # a full pipe is not waited for
+        elif not late or time.monotonic() - warned_at > (SAYING_S if shared[PRINTED] else GRACE_S):
+            if not shared[PRINTED] and select.select([], [2], [], GRACE_S)[1]:  # a full pipe is not waited for
                 os.write(2, f"{text}\n".encode())
             os.kill(parent, signal.SIGKILL)
 
 
 def _thread_s(process: int, thread: int) -> float:
-    """Processor time of a thread; 0 if it has ended."""
+    """Processor time of a thread, seconds. 0 if it has ended."""
     try:
         with open(f"/proc/{process}/task/{thread}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -126,7 +126,7 @@ def _thread_s(process: int, thread: int) -> float:
 
 
 def _memory(process: int) -> int:
-    """Bytes of memory that a process has for itself."""
+    """Bytes of memory of a process, without files and shared memory."""
     with open(f"/proc/{process}/statm", "rb") as file:
         resident, shared = file.read().split()[1:3]
     return (int(resident) - int(shared)) * mmap.PAGESIZE

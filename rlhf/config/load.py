@@ -118,11 +118,11 @@ def wrong_keys(schema: type[Section], values: dict[str, Any]) -> set[str]:
     return set()
 
 
-def resolved(values: dict[str, Any], given_by: str) -> dict[str, Any]:
-    """The values with what `${...}` stands for: another key, or a variable of the environment.
+def resolved(values: dict[str, Any], source: str) -> dict[str, Any]:
+    """The values with each `${...}` replaced by the key or environment variable that it names.
 
     Args:
-        given_by: the files or the flag, for the message about references that multiply without end.
+        source: the files or the flag that hold the values, for messages.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -130,10 +130,10 @@ def resolved(values: dict[str, Any], given_by: str) -> dict[str, Any]:
     if not any(isinstance(value, str) and "${" in value for _, value in nodes(values)):
         return values
     try:
-        with limited(f"{given_by}: to follow the references ${{...}} {{}}. Write values in place of some."):
+        with limited(f"{source}: to follow the references ${{...}} {{}}. Write values in place of some."):
             return OmegaConf.to_container(OmegaConf.create(values), resolve=True)  # type: ignore[return-value]
     except RecursionError:
-        raise ValueError(f"{given_by}: a value has too many ${{...}} within another. Write values in place.") from None
+        raise ValueError(f"{source}: a value has too many ${{...}} within another. Write values in place.") from None
     except OmegaConfBaseException as error:
         raise ValueError(
             f"{error.full_key}: {first_line(error)}. In a value, ${{...}} stands for another key; write \\${{...}} "
@@ -142,28 +142,28 @@ def resolved(values: dict[str, Any], given_by: str) -> dict[str, Any]:
 
 
 def resolved_yaml(config: Section) -> str:
-    """The whole config with every default, as YAML that loads to the same config; secrets are left out."""
+    """The whole config with every default, without secrets, as YAML that loads to the same config."""
     return as_yaml(with_references(json.loads(config.model_dump_json())))
 
 
 def as_yaml(values: dict[str, Any]) -> str:
-    """Values in stored form as YAML."""
+    """Stored values as YAML."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
 def stored_values(file: Path) -> dict[str, Any]:
-    """The values of a file that `resolved_yaml` wrote, in stored form: variables may not be set by now.
+    """The values of a file that `resolved_yaml` wrote. References to variables stay: they may not be set now.
 
     Raises:
         ValueError: the file holds no config.
     """
-    return _read(str(file), of=str(file))
+    return _read(str(file), name=str(file))
 
 
 def flat_keys(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Every key of a config by its name with dots; sections in a list are counted: `reward.parts.0.name`."""
+    """Every key of a config by its full name, such as `reward.parts.0.name`."""
     if isinstance(values, list) and any(isinstance(item, dict) for item in values):
         values = {str(number): item for number, item in enumerate(values)}
     if not isinstance(values, dict) or not values:
@@ -172,22 +172,23 @@ def flat_keys(values: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for part in flat for key, value in part.items()}
 
 
-def _read(file: str, *, of: str = "") -> dict[str, Any]:
-    """The values of a YAML file; `of`: its name in messages, if that is not --config."""
+def _read(file: str, *, name: str = "") -> dict[str, Any]:
+    """The values of a YAML file. `name`: its name in messages, if that is not `--config FILE`."""
     from omegaconf import OmegaConf
 
-    named, remedy = of or f"--config {file}", "" if of else " Give the path of a YAML file; `rlhf configs` lists some."
+    remedy = "" if name else " Give the path of a YAML file; `rlhf configs` lists some."
+    name = name or f"--config {file}"
     if problem := file_problem(Path(file)):
-        raise ValueError(f"{named}: {problem}.{remedy}")
+        raise ValueError(f"{name}: {problem}.{remedy}")
     try:
         _check_yaml(text := Path(file).read_text("utf-8"))
         content: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
         json.dumps(content)
     except Exception as error:  # the YAML parser raises many types, all about the file
-        raise ValueError(f"{named}: not readable as YAML: {error}") from error
+        raise ValueError(f"{name}: not readable as YAML: {error}") from error
     if isinstance(content, dict):
         return content
-    raise ValueError(f"{named}: holds a {type(content).__name__}. Write sections, such as `run:`, with keys.")
+    raise ValueError(f"{name}: holds a {type(content).__name__}. Write sections, such as `run:`, with keys.")
 
 
 def _check_yaml(text: str) -> None:
@@ -200,7 +201,7 @@ def _check_yaml(text: str) -> None:
 
 
 def _length(node: yaml.Node, known: dict[int, float], depth: int) -> float:
-    """Characters and values below a node, where an alias counts as what it stands for; infinite in itself."""
+    """Size of a YAML node in characters and values, with aliases written out. Infinite for a cycle."""
     if id(node) not in known:
         known[id(node)] = math.inf  # until it is known
         below = itertools.chain(*node.value) if node.id == "mapping" else node.value
@@ -279,12 +280,12 @@ def _in_long_form(base: Any, overlay: Any, path: tuple[str, ...]) -> tuple[Any, 
 
 
 def _names_entries(value: Any) -> bool:
-    """Whether this is a mapping from numbers of entries of a list, as `reward.0.weight=2` writes it."""
+    """True for a mapping whose keys number the entries of a list, as in `reward.0.weight=2`."""
     return isinstance(value, dict) and bool(value) and all(str(name).isdecimal() for name in value)
 
 
 def _key_of(path: tuple[str, ...], keys: Mapping[tuple[str, ...], str]) -> str | None:
-    """The key whose value a short form gives at this path; None if there is no short form here."""
+    """The key that a short form at this path stands for, or None."""
     for at, key in keys.items():
         if len(at) == len(path) and all(name in ("*", here) for name, here in zip(at, path, strict=True)):
             return key
@@ -292,23 +293,23 @@ def _key_of(path: tuple[str, ...], keys: Mapping[tuple[str, ...], str]) -> str |
 
 
 def validated(schema: type[S], values: dict[str, Any], *, section: str = "") -> S:
-    """The config of these values, which may contradict each other; `section`: of the section of this name alone."""
-    told = "it is not UTF-8 (a lone surrogate). Write the whole character, or rename the file"
+    """Validate the values of a whole config, or of the section of this name. Does not check contradictions."""
+    reason = "it is not UTF-8 (a lone surrogate). Write the whole character, or rename the file"
     pairs = {f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in flat_keys(values).items()}
-    if broken := [f"{pair}: {told}." for pair in sorted(pairs) if pair != as_utf8(pair)]:
+    if broken := [f"{pair}: {reason}." for pair in sorted(pairs) if pair != as_utf8(pair)]:
         raise ValueError("\n".join(broken))
     try:
         return schema.model_validate_json(json.dumps(values), context={})
     except ValidationError as error:
-        keys = {key.name: key for key in describe_keys(schema, _general(f"{section}.") if section else "")}
-        found = error.errors()
-        if any(problem["type"] == "extra_forbidden" for problem in found):  # what is missing may be spelled wrongly
-            found = [problem for problem in found if problem["type"] != "missing"]
-        lines = dict.fromkeys(line for problem in found for line in _lines(problem, keys, section))
+        keys = {key.name: key for key in describe_keys(schema, _key_pattern(f"{section}.") if section else "")}
+        problems = error.errors()
+        if any(problem["type"] == "extra_forbidden" for problem in problems):  # what is missing may be spelled wrongly
+            problems = [problem for problem in problems if problem["type"] != "missing"]
+        lines = dict.fromkeys(line for problem in problems for line in _messages(problem, keys, section))
         raise ValueError("\n".join(lines)) from None
 
 
-def _lines(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> Iterator[str]:
+def _messages(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> Iterator[str]:
     """The messages about one problem.
 
     Args:
@@ -316,11 +317,11 @@ def _lines(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> Iter
         section: the name of what was validated; "" if it was the whole config.
     """
     key = ".".join(map(str, (section, *problem["loc"]) if section else problem["loc"]))
-    given, described = f"{key}={short_value(problem['input'])}", keys.get(_general(key))
+    given, described = f"{key}={short_value(problem['input'])}", keys.get(_key_pattern(key))
     message = problem["msg"].removeprefix("Value error, ")
     match problem["type"]:
         case "extra_forbidden":
-            yield f"{given}: there is no such key. {meant(key, keys)}"
+            yield f"{given}: there is no such key. {nearest_key(key, keys)}"
         case "missing" if isinstance(problem["loc"][-1], int):
             name = key.rpartition(".")[0]
             yield f"{name}: too few entries, its type is {keys[name].kind}."
@@ -350,22 +351,22 @@ def _lines(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> Iter
         case "int_type" | "float_type" | "bool_type" if reads_as_another_type(problem["input"]):
             yield f"{given}: the quotes make it text. Write {key}={problem['input']}."
         case _:
-            about = f" ({described.kind}: {described.description})" if described is not None else ""
-            yield f"{given}: {message[0].lower()}{message[1:]}{about or '. See --help for this key'}."
+            meaning = f" ({described.kind}: {described.description})" if described is not None else ""
+            yield f"{given}: {message[0].lower()}{message[1:]}{meaning or '. See --help for this key'}."
 
 
-def meant(key: str, keys: Iterable[str]) -> str:
-    """Which of these keys an unknown one may mean: the same name elsewhere, that of TRL, or the nearest."""
+def nearest_key(key: str, keys: Iterable[str]) -> str:
+    """`Did you mean KEY?`: the same name in another section, our key for TRL's name, or the most similar key."""
     section, _, name = key.rpartition(".")
     paths = dict.fromkeys(known[: dot.start()] for known in keys for dot in re.finditer(r"\.|$", known))  # and sections
     elsewhere = NAMES_ELSEWHERE.get(name, "")
     if moved := [path for path in paths if (f".{path}".endswith(f".{name}") and "[]" not in path) or path == elsewhere]:
         return f"Did you mean {' or '.join(moved)}?"
-    prefix, general = (f"{section}.", f"{_general(section)}.") if section else ("", "")
+    prefix, general = (f"{section}.", f"{_key_pattern(section)}.") if section else ("", "")
     names = [re.split(r"[.[]", path.removeprefix(general))[0] for path in paths if path.startswith(general)]
     return suggest(name, dict.fromkeys(names), prefix)
 
 
-def _general(key: str) -> str:
+def _key_pattern(key: str) -> str:
     """`data.train.0.path` -> `data.train[].path`, as the list of keys names it."""
     return re.sub(r"\.\d+", "[]", key)

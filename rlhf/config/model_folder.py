@@ -16,12 +16,12 @@ AGAIN = "Download or save it again; if it is a Git LFS pointer, run `git lfs pul
 
 
 def looks_local(path: str) -> bool:
-    """Whether a model or data path is local; otherwise it is the name of a hub repository."""
+    """True for a local path, False for the name of a hub repository."""
     return path.startswith(("/", ".")) or Path(path).exists() or path.count("/") > 1
 
 
 def full_name(path: str) -> str:
-    """The name by which a program in any folder finds a model: its name on the hub, or the whole path of its folder."""
+    """A name that finds the model from any working directory: its hub name, or the absolute path of its folder."""
     folder = os.path.abspath(path)
     in_cache = re.search(r"/models--([^/]+)/snapshots/", folder)
     return in_cache[1].replace("--", "/", 1) if in_cache else folder if looks_local(path) else path
@@ -40,7 +40,7 @@ def local_model_folder(path: str) -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file. ValueError, which names the file, if it is not one."""
+    """The object in a JSON file, empty if the file is missing. Raises ValueError if it holds something else."""
     if (problem := file_problem(file)) == MISSING:
         return {}
     content: Any = {}
@@ -54,15 +54,14 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that a model consists of, some of which may be missing."""
+    """The safetensors files of a model. Some may be missing."""
     return [folder / name for name in sorted(set(weight_index(folder).values()) or {SINGLE})]
 
 
 def torch_files(folder: Path) -> list[Path]:
-    """The files of torch.save that a model consists of, some of which may be missing.
+    """The torch.save files of a model, which transformers reads if there are no safetensors. Some may be missing.
 
-    transformers reads them in a folder that has neither a single safetensors file nor an index of some; elsewhere the
-    list is empty.
+    Empty if the folder has safetensors, as one file or with an index.
     """
     if any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return []
@@ -72,7 +71,7 @@ def torch_files(folder: Path) -> list[Path]:
 
 
 def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of a safetensors file; ValueError if it is not a whole one."""
+    """The shapes of the tensors of a safetensors file. Raises ValueError if the file is not complete."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -83,7 +82,7 @@ def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def weight_index(folder: Path, name: str = INDEX) -> dict[str, str]:
-    """Tensor -> name of its file; empty without an index."""
+    """Tensor -> name of its file. Empty without an index."""
     file, index = folder / name, read_json(folder / name)
     if not index:
         return {}

@@ -1,4 +1,4 @@
-"""The keys of a stored config that differ from the defaults: what a report, a model card and `rlhf show` begin with."""
+"""The keys of a stored config that differ from the defaults, for the report and the model card."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf.config.references import from_environment
 
 
 def config_of_any_program(values: dict[str, Any]) -> TrainingProgramConfig | None:
-    """The config as the program reads it that accepts these stored values; None if none does, as in another version."""
+    """The config of the first program that accepts these stored values. None if another version wrote them."""
     values = from_environment(values)
     for program in PROGRAMS.values():
         with contextlib.suppress(ValueError):
@@ -22,9 +22,9 @@ def config_of_any_program(values: dict[str, Any]) -> TrainingProgramConfig | Non
 
 
 def non_default_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The stored values of a whole config that differ from the defaults of its program; they load to the same config.
+    """The stored values that differ from the defaults of their program. They load to the same config.
 
-    For a config of another version: all values except null.
+    Returns all values if another version wrote the config.
     """
     config = config_of_any_program(values)
     if config is None:

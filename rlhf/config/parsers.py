@@ -46,25 +46,23 @@ def tool_parser_of(template: str, tool_parser: str) -> str:
     name = next((name for marks, name in TOOL_PARSERS if all(mark in template for mark in marks)), None)
     if name is None:
         raise ValueError(
-            "rollout.tool_parser=auto: the chat template shows no form of tool calls that is known here. Use the "
-            "template of a model that calls tools (data.template takes a file), or name the parser that reads the "
-            f"calls, one of {', '.join(vllm_parsers())}."
+            "rollout.tool_parser=auto: the chat template has no known form of tool calls. Use the template of a model "
+            f"that calls tools (data.template takes a file), or name a parser: {', '.join(vllm_parsers())}."
         )
     return name
 
 
 def check_tool_parser(name: str) -> None:
-    """Raise ValueError if vLLM has no tool parser of this name; where vLLM is not installed, every name passes."""
+    """Raise ValueError if vLLM has no tool parser of this name. If vLLM is not installed, every name passes."""
     if name != "auto" and (known := vllm_parsers()) and name not in known:
         raise ValueError(
-            f"rollout.tool_parser={name}: vLLM has no such parser. Use auto, which chooses by the chat template, "
-            f"or one of {', '.join(known)}."
+            f"rollout.tool_parser={name}: vLLM has no such parser. Use auto, or one of {', '.join(known)}."
         )
 
 
 @cache
 def vllm_parsers() -> tuple[str, ...]:
-    """The names of vLLM's tool parsers, in order; () if vLLM is not installed."""
+    """The sorted names of vLLM's tool parsers. Empty if vLLM is not installed."""
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
         return ()

@@ -1,4 +1,4 @@
-"""What the programs print.
+"""Output of the programs.
 
 Text of data, models and rewards cannot command the terminal that shows it. Output may be lost: a closed pipe, a full
 disk or a lost terminal ends no program that has better to do.
@@ -20,48 +20,48 @@ KEPT = "\n\t\u200c\u200d"  # lines, tabs, and the joiners that Persian, Hindi an
 
 
 def printable(value: Any) -> str:
-    """Text for a terminal; control characters, which could move the cursor or turn the text, are escaped."""
+    """Text for a terminal. Control characters, which could move the cursor or reverse the text, are escaped."""
     text = value if isinstance(value, str) else repr(value)
     return "".join(c if c in KEPT or unicodedata.category(c)[0] != "C" else f"\\u{ord(c):04x}" for c in text)
 
 
 def as_utf8(text: str) -> str:
-    """Text that can be written: lone surrogates, which UTF-8 has no bytes for, as JSON escapes them."""
+    """Text that UTF-8 can encode: lone surrogates are escaped as in JSON."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def say(*texts: str, file: TextIO | None = None) -> None:
-    """Print text at once, without control characters; every line of a program that is not laid out by rich."""
+    """Print text at once, without control characters."""
     print(*map(printable, texts), file=file, flush=True)
     note_line()
 
 
-_said_at = _watched_at = 0.0  # when this program printed its last line, and when its last heartbeat ended
+_printed_at = _heartbeat_ended_at = 0.0  # when this program printed its last line, and when its last heartbeat ended
 
 
 def note_line() -> None:
     """Tell `heartbeat` that a line of this program was printed."""
-    global _said_at
-    _said_at = time.monotonic()
+    global _printed_at
+    _printed_at = time.monotonic()
 
 
 @contextlib.contextmanager
 def heartbeat(text: Callable[[], str], say: Callable[[str], object] = say) -> Iterator[None]:
-    """A context in which `say(text())` is called whenever this program has printed nothing for SILENT_S.
+    """A context that calls `say(text())` whenever this program has printed nothing for SILENT_S.
 
-    A thread does it, because imports and loading block the event loop. An empty text is not said. Silence before the
-    context counts only if it is that of a heartbeat that has just ended.
+    A thread does it, because imports and loading block the event loop. An empty text is not printed. Silence before
+    the context counts only if another heartbeat has just ended.
     """
-    global _watched_at
+    global _heartbeat_ended_at
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(LOOK_S):
-            if time.monotonic() - _said_at >= SILENT_S and (line := text()):
+            if time.monotonic() - _printed_at >= SILENT_S and (line := text()):
                 say(line)
                 note_line()
 
-    if time.monotonic() - _watched_at > SILENT_S:
+    if time.monotonic() - _heartbeat_ended_at > SILENT_S:
         note_line()
     thread = threading.Thread(target=watch, name="heartbeat", daemon=True)
     thread.start()
@@ -70,11 +70,11 @@ def heartbeat(text: Callable[[], str], say: Callable[[str], object] = say) -> It
     finally:
         over.set()
         thread.join()
-        _watched_at = time.monotonic()
+        _heartbeat_ended_at = time.monotonic()
 
 
 def waiting(what: str) -> contextlib.AbstractContextManager[None]:
-    """A heartbeat that says `what (12 s)`."""
+    """A context that prints `what (12 s)` when nothing else was printed for a while."""
     began = time.monotonic()
     return heartbeat(lambda: f"{what} ({time.monotonic() - began:.0f} s)")
 
@@ -85,10 +85,10 @@ def to_stderr(line: str) -> None:
 
 @contextlib.contextmanager
 def lossy_output() -> Iterator[None]:
-    """A context in which text that standard output or standard error refuses is dropped.
+    """A context in which text is dropped if standard output or standard error cannot take it.
 
-    Each write is tried: a log on a disk with room again goes on. The first failure of standard output is told on
-    standard error.
+    Every write is tried, so a log goes on once the disk has room again. The first failure of standard output is a
+    warning on standard error.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed
@@ -105,7 +105,7 @@ def lossy_output() -> Iterator[None]:
 
 
 class WrappedStream:
-    """A text stream whose text goes through `write`; all else is that of the stream."""
+    """A text stream with another `write`; everything else is passed on to the wrapped stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -122,7 +122,7 @@ class WrappedStream:
 
 
 class _Lossy(WrappedStream):
-    """A text stream whose `write` and `flush` do not fail."""
+    """A text stream whose `write` and `flush` never fail."""
 
     warns = True  # of the first failure
 

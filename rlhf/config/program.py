@@ -1,4 +1,4 @@
-"""What the configs of all training programs have in common: their sections, and contradictions between their keys."""
+"""The base of the configs of all training programs: their sections, and contradictions between their keys."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LOW_ADAPTER_RATE = 1e-5  # full training of these models uses 1e-6
 
 
 class TrainingProgramConfig(Section):
-    """The sections of any program that trains a model, and what follows from them.
+    """The sections that all training programs have, and values derived from them.
 
     Attributes:
-        program: its name, `rlhf.` left out.
+        program: the name of the program, without `rlhf.`.
         hosted_learner: module and class of the learner.
         scalar_learner: its model gives one number per token, not logits.
-        sequences_per_example: those that one microbatch has to hold together.
+        sequences_per_example: sequences that one microbatch has to hold together.
     """
 
     program: ClassVar[str]
@@ -52,11 +52,11 @@ class TrainingProgramConfig(Section):
 
     @classmethod
     def completed(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The values of a config, before they are validated, with those that follow from others."""
+        """Fill in values that follow from others, before validation."""
         return values
 
     def contradictions(self) -> Iterator[str]:
-        """A sentence for each: the keys, their values, and what to change."""
+        """One message for each contradiction: the keys, their values, the reason and the remedy."""
         learner, longest = self.learner, self.sequences_per_example * self.max_sequence_tokens
         if learner.max_tokens_per_microbatch < longest:
             times = f"{self.sequences_per_example} x " if self.sequences_per_example > 1 else ""
@@ -68,7 +68,7 @@ class TrainingProgramConfig(Section):
             yield from _section_problems(self, role.section, training.section)
 
     def step_problems(self, counted_as: str = "") -> Iterator[str]:
-        """Keys that do not fit the number of steps; `counted_as` says in messages how it comes about."""
+        """Contradictions with the number of steps. `counted_as`: the product of keys that gives it, for messages."""
         if late := [step for step in self.logging.profile_steps if step > self.steps]:
             end = f"the run ends at step {self.steps} ({counted_as or 'run.steps'})"
             yield f"logging.profile_steps={late}: {end}. Name steps up to that."
@@ -98,7 +98,7 @@ class TrainingProgramConfig(Section):
 
     @property
     def sequence_keys(self) -> str:
-        """The keys that set it, with their values, for messages."""
+        """The keys that set `max_sequence_tokens`, with their values, for messages."""
         raise NotImplementedError
 
     @property
@@ -107,9 +107,9 @@ class TrainingProgramConfig(Section):
         return Training(self.learner, epochs_per_step=1, minibatches_per_epoch=1, steps=self.steps)
 
     def roles(self, *, trains: bool = True) -> tuple[Role, ...]:
-        """All roles of the run; `trains=False`: of an evaluation, which starts only engines, on GPUs of their own."""
-        found = [make(self) for make in ROLES] if trains else [engine(self, shares_gpus=False)]
-        return tuple(role for role in found if role is not None)
+        """All roles of the run. With `trains=False`, the engines of an evaluation, on GPUs of their own."""
+        roles = [make(self) for make in ROLES] if trains else [engine(self, shares_gpus=False)]
+        return tuple(role for role in roles if role is not None)
 
     def trained_roles(self) -> tuple[tuple[Role, Training], ...]:
         """The roles that learn, and how."""
@@ -117,7 +117,7 @@ class TrainingProgramConfig(Section):
 
     @property
     def update_plan(self) -> dict[str, int]:
-        """The keys that determine the number of optimizer steps; a resumed run must not change them."""
+        """The keys that determine the number of optimizer steps. A resumed run must not change them."""
         plan = {}
         for role, training in self.trained_roles():
             plan[f"{role.section}.epochs_per_step"] = training.epochs_per_step
@@ -126,13 +126,13 @@ class TrainingProgramConfig(Section):
 
     @property
     def checkpoint_every(self) -> int | None:
-        """Training steps between checkpoints; None where none is saved."""
+        """Training steps between checkpoints. None: no checkpoints."""
         every = self.checkpoint.every
         return math.ceil(self.steps / 10) if every == "auto" else every
 
     @property
     def reference_moves(self) -> bool:
-        """Whether a reference policy changes during the run, and so is part of a checkpoint."""
+        """True if the reference changes during the run. Then checkpoints hold it."""
         return False
 
     @property
@@ -168,7 +168,7 @@ class TrainingProgramConfig(Section):
         return values
 
     def stored(self) -> dict[str, Any]:
-        """The stored form of the config, for every file."""
+        """The config as files store it: with references to environment variables, without secrets."""
         values: dict[str, Any] = with_references(self.model_dump(mode="json"))
         return values
 

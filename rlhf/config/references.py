@@ -29,7 +29,7 @@ class Reference(str):
 
 
 def nodes(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Each value of a config with its path, sections and lists before what they hold."""
+    """Every value of a config with its path. Sections and lists come before their entries."""
     yield path, values
     items = values.items() if isinstance(values, Mapping) else enumerate(values) if isinstance(values, list) else ()
     for name, value in items:
@@ -37,18 +37,18 @@ def nodes(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def note_references(written: dict[str, Any], resolved: dict[str, Any], config: dict[str, Any]) -> None:
-    """Keep what comes from the environment until this program ends, or reads the same value from elsewhere.
+    """Remember which values come from environment variables, until this program ends or reads another config.
 
     Args:
-        written: the values as the user wrote them. resolved: the same, as they are read.
+        written: the values as the user wrote them. resolved: the same values without references.
         config: all values of the config, in their long forms.
     """
-    values, places = dict(nodes(resolved)), dict(nodes(config))
-    for path in [path for path, (value, _) in _references.items() if places.get(path) == value]:
+    values, config_values = dict(nodes(resolved)), dict(nodes(config))
+    for path in [path for path, (value, _) in _references.items() if config_values.get(path) == value]:
         del _references[path]
     for path, text in _from_environment(written):
-        for place in _places(path, values.get(path), places):
-            _references[place] = places[place], text
+        for config_path in _config_paths(path, values.get(path), config_values):
+            _references[config_path] = config_values[config_path], text
 
 
 def variables(values: Any) -> set[str]:
@@ -69,7 +69,7 @@ def with_variables(values: Any, path: Path = ()) -> Any:
 
 
 def from_environment(values: Any) -> Any:
-    """The values of a stored form; a reference to a variable that is not set stays text."""
+    """Stored values with their references resolved. A reference to a variable that is not set stays text."""
     if isinstance(values, Mapping):
         return {name: from_environment(value) for name, value in values.items()}
     if isinstance(values, list):
@@ -86,7 +86,7 @@ def from_environment(values: Any) -> Any:
 
 
 def _from_environment(written: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Path and stored form of each value that comes from the environment."""
+    """Path and stored form of each value that comes from an environment variable."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -98,13 +98,13 @@ def _from_environment(written: dict[str, Any]) -> Iterator[tuple[Path, str]]:
         if not isinstance(text, str) or "${" not in text:
             continue
         try:
-            found: Any = config
+            read: Any = config
             for name in path:
-                found = found[int(name) if OmegaConf.is_list(found) else name]
-            found = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+                read = read[int(name) if OmegaConf.is_list(read) else name]
+            read = OmegaConf.to_container(read, resolve=True) if OmegaConf.is_config(read) else read
         except OmegaConfBaseException:  # a variable has the name of a key
-            found = text.replace("$", _MARK)
-        for below, value in nodes(found):
+            read = text.replace("$", _MARK)
+        for below, value in nodes(read):
             if isinstance(value, str) and VARIABLE.search(stored := value.replace("${", r"\${").replace(_MARK, "$")):
                 yield (*path, *below), stored
 
@@ -131,18 +131,19 @@ def _written_again(name: str, *arguments: Any) -> str:
     return f"{_MARK}{{{name}:{','.join(map(text, arguments))}}}"
 
 
-def _places(path: Path, value: Any, places: Mapping[Path, Any]) -> Sequence[Path]:
-    """Where a config has a value that was written at a path, which may be a short form."""
-    here, composite = places.get(path), isinstance(value, dict | list)
-    if path in places and (type(here) is type(value) or not (composite or isinstance(here, dict | list))):
+def _config_paths(path: Path, value: Any, config_values: Mapping[Path, Any]) -> Sequence[Path]:
+    """The paths in a config of a value that the user wrote at `path`, maybe in a short form."""
+    read, composite = config_values.get(path), isinstance(value, dict | list)
+    if path in config_values and (type(read) is type(value) or not (composite or isinstance(read, dict | list))):
         return [path]
-    below = [place for place in places if _leads_to(path, place) and places[place] in (value, _expanded(value))]
-    return below or ([path] if path in places and composite else [])
+    candidates = (value, _expanded(value))
+    below = [each for each, read in config_values.items() if _is_within(path, each) and read in candidates]
+    return below or ([path] if path in config_values and composite else [])
 
 
-def _leads_to(path: Path, place: Path) -> bool:
-    """Whether a place has all names of a path, in their order."""
-    names = iter(place)
+def _is_within(path: Path, longer: Path) -> bool:
+    """True if the longer path has all names of the path, in their order."""
+    names = iter(longer)
     return all(name in names for name in path)
 
 

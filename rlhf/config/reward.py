@@ -111,7 +111,7 @@ class LengthOptions(Section):
     @model_validator(mode="after")
     def _bounds_are_ordered(self) -> Self:
         if self.max_tokens is not None and self.min_tokens + self.buffer_tokens > self.max_tokens:
-            raise ValueError("min_tokens + buffer_tokens exceed max_tokens, so every length has a penalty. Lower them.")
+            raise ValueError("min_tokens + buffer_tokens exceed max_tokens: every length has a penalty. Lower them.")
         return self
 
 
@@ -190,7 +190,7 @@ USER_FIELDS = ("group", "concurrency", *GRANTS)
 
 
 def logged_name(part: str) -> str:
-    """The name of a part in metrics: of a function whose file has an absolute path, without the folders."""
+    """The name of a part in metrics. The folders of an absolute path are dropped."""
     return re.sub(r"^/(?:[^/]*/)*(?=[^/]*\.py:)", "", part)
 
 
@@ -220,12 +220,12 @@ class RewardPart(Section):
 
     @property
     def is_judged_outside(self) -> bool:
-        """Whether a failure is not the response's fault: it is unscorable then, and counted."""
+        """True if the response is not to blame for a failure. It is then unscorable, and counted."""
         return self.is_user_function or self.name == "rubric"
 
     @property
     def needs_answer(self) -> bool:
-        """Whether it compares with a gold answer; a user function gets "" where there is none."""
+        """True if it compares with a gold answer. A user function gets an empty text if there is none."""
         return not self.is_user_function and self.name not in WITHOUT_ANSWER
 
 
@@ -295,8 +295,8 @@ class RewardConfig(Section):
         for options in (CodeOptions(**part.options) for part in self.all_parts if part.name == "code"):
             if (seconds := WALL_PER_CPU * options.cpu_seconds) >= self.wall_seconds:
                 raise ValueError(
-                    f"reward code: cpu_seconds={options.cpu_seconds:g} allows {seconds:g} s by the clock, and reward."
-                    f"wall_seconds={self.wall_seconds:g} ends all tests before. Raise reward.wall_seconds."
+                    f"reward code: cpu_seconds={options.cpu_seconds:g} allows {seconds:g} s by the clock, but reward."
+                    f"wall_seconds={self.wall_seconds:g} ends the tests earlier. Raise reward.wall_seconds."
                 )
         return self
 
@@ -305,7 +305,7 @@ class RewardConfig(Section):
 
     @property
     def leaves_something_ungraded(self) -> bool:
-        """Whether a source has no parts, so that only a reward model can grade its responses."""
+        """True if a source has no parts. Then only a reward model or environment can grade its responses."""
         return not all((self.parts, *self.by_source.values()))
 
     @property
@@ -320,7 +320,7 @@ class RewardConfig(Section):
 
 
 def may_be_accuracy(metric: str) -> bool:
-    """Whether a part of the reward may be called accuracy, as long as its values are from 0 to 1."""
+    """True if values of this part from 0 to 1 may be called accuracy."""
     return metric not in NOT_AN_ACCURACY
 
 
@@ -336,7 +336,7 @@ def _parts(value: Any, key: str) -> tuple[RewardPart, ...]:
 
 
 def _part(value: Any, key: str) -> RewardPart:
-    """One entry of the list; keys other than name and weight are options of the named reward."""
+    """Read one entry of the list. Keys other than name and weight are options of the reward."""
     if isinstance(value, RewardPart):
         return value
     if isinstance(value, str):

@@ -17,7 +17,7 @@ RECORD_FILE = "reward_normalization.json"  # of a trained model: {"mean", "std"}
 
 
 def reward_model_record(path: str) -> dict[str, Any]:
-    """What was recorded with a reward model, in its folder or in the hub's cache; empty if nothing was."""
+    """The record of a reward model, in its folder or in the hub's cache. Empty if there is none."""
     return read_json(local_model_folder(path) / RECORD_FILE)
 
 

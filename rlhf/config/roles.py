@@ -1,7 +1,7 @@
 """The roles of a run in one table, ROLES. Cluster, plan, doctor and the checks walk `config.roles()`.
 
-A new role is a function here that returns its Role, or None where the config has none, and its name in ROLES. What it
-names, a class that is hosted in an actor and a function that estimates its memory, stands elsewhere.
+A new role is a function here that returns its Role, or None if the config has none, and an entry in ROLES. It names the
+class that an actor hosts and the function that estimates its memory, which stand elsewhere.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Role:
 
 
 def learner(config: Any) -> Role:
-    """The policy; in a program without engines, whatever it trains."""
+    """The policy, or the model that a program without engines trains."""
     cluster = config.cluster
     return Role(
         LEARNER, "learner", "model.path", config.model.path, cluster.learners, cluster.cpus_per_learner, _gpus(config),
@@ -115,7 +115,7 @@ def critic(config: Any) -> Role | None:
 
 
 def reward_model(config: Any) -> Role | None:
-    """Copies of a learned reward; one behind an endpoint is no role."""
+    """Copies of a learned reward. A reward model behind an endpoint is no role."""
     model = getattr(config, "reward_model", None)
     if model is None or model.path is None:
         return None
@@ -127,7 +127,7 @@ def reward_model(config: Any) -> Role | None:
 
 
 def engine(config: Any, *, shares_gpus: bool = True) -> Role | None:
-    """The vLLM engines; they load last, since one takes the memory that is free when it starts."""
+    """The vLLM engines. They load last, since an engine takes the memory that is free when it starts."""
     cluster = config.cluster
     if not hasattr(cluster, "engines"):
         return None

@@ -1,4 +1,4 @@
-"""What a secret is, and the only place that keeps secrets out of files and output.
+"""Keeps secrets out of files and output.
 
 Secrets are the values of environment variables and config keys with a name such as OPENAI_API_KEY or password, and the
 password in an address: https://user:password@host. `config.yaml` names the environment variable in place of a value, so
@@ -61,18 +61,18 @@ def remember(values: Any, variables: Collection[str] = ()) -> None:
 
 
 def hide(text: str) -> str:
-    """The text with `<secret>` in place of every known secret, and of the password in every address.
+    """The text with `<secret>` in place of every known secret and of the password in every address.
 
-    The value of another variable that the config names becomes a reference to it, unless it is a path.
+    The values of other variables that the config names become references to them, unless they are paths.
     """
-    shown = {value: f"${{oc.env:{name}}}" for name in _variables if _is_told(value := os.environ.get(name, ""))}
+    shown = {value: f"${{oc.env:{name}}}" for name in _variables if _is_replaced(value := os.environ.get(name, ""))}
     shown |= dict.fromkeys({*_of_config, *_of_environment()}, HIDDEN)
     for value in sorted(shown, key=len, reverse=True):
         text = text.replace(value, shown[value])
     return _hide_in_addresses(text)
 
 
-def _is_told(value: str) -> bool:
+def _is_replaced(value: str) -> bool:
     return len(value) >= MIN_LENGTH and not value.startswith(("/", "~", "."))
 
 
@@ -82,9 +82,9 @@ def hidden(values: Any) -> Any:
 
 
 def with_references(values: Any) -> Any:
-    """The stored form of a whole config: a reference where a value, or a secret, is of the environment.
+    """The stored form of a whole config: values and secrets from environment variables become references.
 
-    `<secret>` stands for any other secret, and for the default of a reference to one.
+    Any other secret, and the default of a reference to a secret, becomes `<secret>`.
     """
     variables = {value: name for name, value in sorted(os.environ.items(), reverse=True)}
 
@@ -131,7 +131,7 @@ def _of_environment() -> set[str]:
 
 
 def _replaced(values: Any, text: Callable[[str], Any], secret: Callable[[str], Any]) -> Any:
-    """The values with every text replaced: by `secret` where its name, or one above, is that of one, else by `text`."""
+    """The values with every text replaced: by `secret` below a key with the name of a secret, by `text` elsewhere."""
     if isinstance(values, Mapping):
         return {
             name: _replaced(_as_text(name, value), secret if is_secret_name(str(name)) else text, secret)
@@ -145,6 +145,6 @@ def _replaced(values: Any, text: Callable[[str], Any], secret: Callable[[str], A
 
 
 def _as_text(name: Any, value: Any) -> Any:
-    """A value of a config; a password of digits, which YAML reads as a number, becomes text again."""
+    """A value of a config, with a password of digits, which YAML reads as a number, as text again."""
     is_password = type(value) is int and is_secret_name(str(name)) and PASSWORD.search(str(name))
     return str(value) if is_password else value

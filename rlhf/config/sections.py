@@ -95,7 +95,7 @@ class RolloutConfig(Section):
     max_rollout_s: PositiveFloat | None = key(None, "seconds after which a rollout gets no further turn; null: never")
     temperature: PositiveFloat = key(1.0, "sampling temperature; the learner divides its logits by it too")
     top_p: float = key(
-        1.0, "sample from the most probable tokens of together this probability, as the learner then does; 1: all",
+        1.0, "nucleus sampling: the most probable tokens up to this total; the learner normalizes over them; 1: off",
         gt=0, le=1,
     )  # fmt: skip
     top_k: int | None = key(None, "sample from this many most probable tokens, at least 2; null: all", ge=2)
@@ -139,7 +139,7 @@ class RolloutConfig(Section):
 
     @property
     def restriction(self) -> dict[str, Any]:
-        """What restricts sampling to a part of the vocabulary, by name; {} if nothing does."""
+        """The keys that restrict sampling to a part of the vocabulary, with their values."""
         return _restriction(self)
 
     @property
@@ -149,7 +149,7 @@ class RolloutConfig(Section):
 
     @property
     def longest_key(self) -> str:
-        """The key that sets it, with its value, for messages."""
+        """The key that sets `longest`, with its value, for messages."""
         name = "max_response_tokens" if self.max_rollout_tokens is None else "max_rollout_tokens"
         return f"rollout.{name}={self.longest}"
 
@@ -217,19 +217,19 @@ class AlgoConfig(Section):
 
     @property
     def weights_kl(self) -> bool:
-        """Whether the KL in the loss is multiplied by the ratio."""
+        """True if the KL in the loss is multiplied by the ratio."""
         if self.kl_ratio_weighted is None:
             return self.kl_estimator == "k3" and self.kl_place == "loss"
         return self.kl_ratio_weighted
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether policy_loss is a function of the user."""
+        """True if policy_loss is a function of the user."""
         return ":" in self.policy_loss
 
     @property
     def clips(self) -> bool:
-        """Whether policy_loss stops the gradient of some tokens, or cuts their weight."""
+        """True if policy_loss stops the gradient of some tokens, or cuts their weight."""
         return self.policy_loss in CLIPPING_LOSSES
 
     @property
@@ -337,7 +337,7 @@ class CheckpointConfig(Section):
 
     @property
     def most(self) -> int:
-        """Checkpoints on the disk at once: those that stay, one being written, and one being copied to the mirror."""
+        """Most checkpoints on the disk at once: kept ones, one being written, one being copied to the mirror."""
         return self.kept + 1 + (self.mirror is not None)
 
 
@@ -358,14 +358,16 @@ class EvaluationConfig(AnyEvaluationConfig):
     )
     samples_per_prompt: PositiveInt = key(1, "responses per prompt: the k of avg@k and pass@k")
     temperature: NonNegative = key(1.0, "sampling temperature; 0 is greedy")
-    top_p: float = key(1.0, "sample from the most probable tokens of together this probability; 1: all", gt=0, le=1)
+    top_p: float = key(
+        1.0, "nucleus sampling: the most probable tokens up to this total probability; 1: off", gt=0, le=1
+    )
     top_k: PositiveInt | None = key(None, "sample from this many most probable tokens; null: all")
     min_p: float = key(0.0, "sample from tokens of at least this share of the highest probability; 0: all", ge=0, lt=1)
     max_response_tokens: PositiveInt | None = key(None, "tokens; null is rollout.max_response_tokens")
 
     @property
     def restriction(self) -> dict[str, Any]:
-        """As that of `rollout`."""
+        """The keys that restrict sampling to a part of the vocabulary, with their values."""
         return _restriction(self)
 
 

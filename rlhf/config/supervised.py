@@ -1,4 +1,4 @@
-"""The configs of programs that learn from fixed examples: what they share, and that of supervised fine-tuning."""
+"""The configs of supervised programs: their shared sections, and the config of supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SupervisedDataConfig(DatasetsConfig[DatasetConfig]):
 
 
 class SupervisedConfig(TrainingProgramConfig):
-    """The config of a program that takes one optimizer step per training step, on a minibatch of its examples.
+    """The config of a program that takes one optimizer step per training step, on one minibatch of examples.
 
     Attributes:
         examples_key: the key of `learner` that holds the rows of data of one optimizer step, over all learners.
-        best_metrics: of an evaluation, those whose highest value is the best.
+        best_metrics: metrics of an evaluation that are better the higher they are.
     """
 
     examples_key: ClassVar[str]
@@ -53,7 +53,7 @@ class SupervisedConfig(TrainingProgramConfig):
         return math.ceil(examples / self.examples_per_update)
 
     def with_steps(self, examples: int) -> Self:
-        """This config for so many training examples: `run.steps` is set.
+        """A copy of this config with `run.steps` set for this number of training examples.
 
         Raises:
             ValueError: the warm-up is not shorter than the run, or a step is to be profiled after its end.
@@ -67,7 +67,7 @@ class SupervisedConfig(TrainingProgramConfig):
 
     @property
     def steps(self) -> int:
-        """Training steps of the run; at least so many, before `with_steps`."""
+        """Training steps of the run. Before `with_steps` is called, a lower bound."""
         return self.run.steps or self.run.epochs
 
     @property
@@ -97,7 +97,7 @@ class SFTDataConfig(SupervisedDataConfig):
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """What the chat template is given in addition to a conversation."""
+        """The arguments of the chat template besides the conversation."""
         return {**self.chat_template_kwargs, **self.clock}
 
 

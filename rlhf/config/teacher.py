@@ -1,4 +1,4 @@
-"""Teachers: models whose log-probs of the sampled tokens are what the policy learns from (on-policy distillation)."""
+"""Teachers: the policy learns from their log-probs of the sampled tokens (on-policy distillation)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class TeacherModel(Section):
 
     @property
     def named(self) -> str:
-        """The key that names the model, with its value; "" if none does."""
+        """The keys that name the model, with their values. Empty if none does."""
         given = self.model_dump(include={"path", "endpoint", "own"}, exclude_none=True)
         return " and ".join(f"{name}={value}" for name, value in given.items())
 
     def problems(self, where: str) -> Iterator[str]:
-        """Why this is no teacher; `where` is its key."""
+        """Contradictions within one teacher; `where` is its key."""
         if " and " in self.named or not self.named:
             yield f"{where}: it has {self.named or 'no model'}. Set exactly one of path, endpoint and own."
         if self.own == "policy" and self.hint_column is None:
@@ -38,7 +38,7 @@ class TeacherModel(Section):
 
 
 class TeacherConfig(TeacherModel):
-    """The teachers of a run, and what their judgement weighs."""
+    """The teachers of a run, and the weight of their judgement."""
 
     over: Literal["sampled", "vocabulary"] = key(
         "sampled", "what is compared: the sampled tokens, in the advantage; or all tokens at each place, in the loss"
@@ -62,17 +62,17 @@ class TeacherConfig(TeacherModel):
 
     @property
     def in_loss(self) -> bool:
-        """Whether the teacher's KL over the vocabulary is a part of the loss, computed in each update."""
+        """True if the loss contains the teacher's KL over the vocabulary, computed in each update."""
         return self.over == "vocabulary"
 
     @property
     def computed(self) -> bool:
-        """Whether the learners compute what teachers say: one pass in all, since each of these has rows of its own."""
+        """True if the learners compute log-probs of teachers, in one pass: every row has one teacher."""
         return any(each.endpoint is None for each in self.by_key.values())
 
     @property
     def paths(self) -> dict[str, str]:
-        """The models that the learners keep, by key; each once."""
+        """The models that the learners keep, by key. Each model appears once."""
         by_path = {each.path: f"{where}.path" for where, each in reversed(self.by_key.items()) if each.path is not None}
         return {where: path for path, where in reversed(by_path.items())}
 

@@ -136,7 +136,7 @@ def test_before_the_first_step_a_file_gets_a_line_after_each_ten_seconds_of_sile
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-    for name, value in {"LOOK_S": 0.001, "_said_at": 0.0, "_watched_at": 0.0}.items():
+    for name, value in {"LOOK_S": 0.001, "_printed_at": 0.0, "_heartbeat_ended_at": 0.0}.items():
         monkeypatch.setattr(printing, name, value)
     run, printed = in_file(total_steps=9)
     with printing.heartbeat(lambda: "importing", run.print):  # what comes before the run does not count again
