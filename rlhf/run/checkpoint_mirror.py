@@ -136,10 +136,10 @@ class Mirror:
             files = manifest_files(manifest)
         except ValueError as error:
             return str(error)
-        for file, of_file in files.items():
+        for file, written in files.items():
             (partial / file).parent.mkdir(parents=True, exist_ok=True)
             try:
-                self._tries(self._fs.get_file, f"{self._root}/{name}/{file}", str(partial / file), size=of_file.bytes)
+                self._tries(self._fs.get_file, f"{self._root}/{name}/{file}", str(partial / file), size=written.bytes)
             except FileNotFoundError:
                 return f"{file} is missing"
         (partial / MANIFEST).write_bytes(manifest)

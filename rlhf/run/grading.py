@@ -65,12 +65,12 @@ class Grading:
             return ScoredRollout(rollout, last_assistant_text(rollout), "", reward, {}, outcome.status)
         parts: dict[str, float | None] = dict(graded.reward_parts)
         parts |= {} if outcome.reward is None else {ENVIRONMENT_PART: outcome.reward}
-        own = environment.weight * (outcome.reward or 0.0)
+        environment_reward = environment.weight * (outcome.reward or 0.0)
         from_parts = graded.reward
         if graded.status == NOT_JUDGED and outcome.reward is not None:  # only its environment judges it
             from_parts, graded = 0.0, dataclasses.replace(graded, status=OK)
-        reward = None if from_parts is None else from_parts + own
-        total = max(own, reward or 0.0, key=abs)
+        reward = None if from_parts is None else from_parts + environment_reward
+        total = max(environment_reward, reward or 0.0, key=abs)
         if problem := self._too_large(ENVIRONMENT_PART, outcome.reward, total, outcome.parts, rollout):
             facts = {**rollout.facts, "ended_by": CALL_LIMIT, "error": problem}
             over = dataclasses.replace(outcome, status=CALL_LIMIT, error=problem)
@@ -125,7 +125,7 @@ def silent_rewards(
         ended = (each.rollout.outcome is None or each.rollout.outcome.status == OK for each in group.samples)
         by_source.setdefault(source, []).extend(itertools.compress(group.samples, ended))
     for source, samples in ((source, samples) for source, samples in by_source.items() if samples):
-        key, of_source = (f"reward.by_source.{source}", f" for prompts of {source}") if source else ("reward", "")
+        key, prompts_note = (f"reward.by_source.{source}", f" for prompts of {source}") if source else ("reward", "")
         parts = config.reward.parts_of(source)
         values = {part.name: sum(s.reward_parts.get(part.name) is not None for s in samples) for part in parts}
         silent = {part.name: scorer.why_no_value(part) for part in parts if not values[part.name]}
@@ -134,13 +134,14 @@ def silent_rewards(
             reasons = "; ".join(f"{name}: {why}" for name, why in silent.items())
             shares = ", ".join(f"{name} {count} of {len(samples)}" for name, count in values.items())
             warnings.append(
-                f"{key}: every reward of step {step}{of_source} was None: "
+                f"{key}: every reward of step {step}{prompts_note} was None: "
                 f"{reasons or f'no response has a value of each part ({shares})'}. None of these rollouts was trained "
                 "on. Repair the reward, or the rows that it reads (docs/rewards.md)."
             )
             continue
         for name, why in silent.items():
-            notes.append(f"{key}: {name} judged none of the {len(samples)} responses of step {step}{of_source}: {why}.")
+            count = f"{len(samples)} responses of step {step}{prompts_note}"
+            notes.append(f"{key}: {name} judged none of the {count}: {why}.")
         warnings += [
             f"{scorer.failures(part)}\n  It counts as 0 for each of them."
             for part in parts

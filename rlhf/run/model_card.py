@@ -89,9 +89,9 @@ def _usage(state: RunState, base: str, *, is_adapter: bool) -> str:
         code = f'text = {_literal(text)}\nprompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")'
     else:
         messages = [{**message, "content": _shortened(message.get("content"))} for message in example]
-        of_template = {**data.get("chat_template_kwargs", {}), "add_generation_prompt": True}
+        template_arguments = {**data.get("chat_template_kwargs", {}), "add_generation_prompt": True}
         code = (
-            f"messages = {_literal(messages)}\narguments = {_literal(of_template)}\n"
+            f"messages = {_literal(messages)}\narguments = {_literal(template_arguments)}\n"
             'prompt = tokenizer.apply_chat_template(messages, **arguments, return_tensors="pt", return_dict=True)'
         )
     served = "vllm serve FOLDER"

@@ -190,9 +190,9 @@ def _other_models(config: TrainingProgramConfig, state: RunState) -> Iterator[st
     if not state.models:
         return
     fingerprints = model_fingerprints(config)
-    of_roles = {role.model_key: (role.name, role.model) for role in config.roles()}
-    further = {key: (key, path) for key, path in config.further_models.items()}
-    for key, (name, model) in {**of_roles, **further}.items():
+    role_models = {role.model_key: (role.name, role.model) for role in config.roles()}
+    further_models = {key: (key, path) for key, path in config.further_models.items()}
+    for key, (name, model) in {**role_models, **further_models}.items():
         now = fingerprints[name]
         before = state.models.get(name) or dict.fromkeys(now, "none")
         for part in [part for part in before if before[part] and now.get(part) and before[part] != now[part]][:1]:

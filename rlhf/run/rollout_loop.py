@@ -318,8 +318,8 @@ class RolloutLoop(Generic[C]):
         run.log_step(step, values, Details(to_histograms(metrics), shown))
         if config.logging.rollouts:
             if config.logging.token_values:
-                of_tokens = token_values(batch, targets, run.tokenizer)
-                rows = [row | more for row, more in zip(rows, of_tokens, strict=True)]
+                values_by_rollout = token_values(batch, targets, run.tokenizer)
+                rows = [row | more for row, more in zip(rows, values_by_rollout, strict=True)]
             run.folder.write_rollouts(step, rows, run.log.files)
         rollouts = [sample.rollout for group in groups for sample in group.samples]
         failed, run.failure = self.failed_environments.check(rollouts)
@@ -349,8 +349,8 @@ class RolloutLoop(Generic[C]):
             for error in self.failed_environments.check(rollouts_of(groups))[0]:
                 run.log.warn(error)
             metrics = run.config.metrics
-            for source, of_source in groups.items():
-                warning = ungraded_warning(source, of_source, metrics[source])
+            for source, source_groups in groups.items():
+                warning = ungraded_warning(source, source_groups, metrics[source])
                 if warning and source not in self._warned:
                     run.log.warn(warning)
                     self._warned.add(source)

@@ -99,7 +99,7 @@ class SupervisedLoop:
             return
         parts: list[StepMetrics] = []
         with run.clock.phase("evaluation"):
-            while not run.stop.requested and (of_part := await run.cluster.learners.evaluate(len(parts))) is not None:
-                parts.append(of_part)
+            while not run.stop.requested and (metrics := await run.cluster.learners.evaluate(len(parts))) is not None:
+                parts.append(metrics)
         if not run.stop.requested:  # else a resumed run does this evaluation
             run.log_evaluation(step, to_values(merge_metrics(parts)))

@@ -106,18 +106,18 @@ class Teachers:
         prompts = [groups[group].prompt for group in batch.groups[batch.rollouts]]
         taught = TeacherLogprobs(np.zeros(len(batch.tokens.token_ids), np.float32), np.zeros(len(rows), bool))
         for teacher in {id(each): each for each in self._by_source.values()}.values():
-            own = np.array([self._by_source.get(prompt.source) is teacher for prompt in prompts], bool) & rows
-            if not own.any():
+            own_rows = np.array([self._by_source.get(prompt.source) is teacher for prompt in prompts], bool) & rows
+            if not own_rows.any():
                 continue
-            read = self._with_hints(batch, prompts, np.flatnonzero(own)) if teacher.hint_column else batch
+            read = self._with_hints(batch, prompts, np.flatnonzero(own_rows)) if teacher.hint_column else batch
             if teacher.endpoint is None:
-                epochs = plan_epochs(read, self._config, step=step, rows_to_compute=own)
+                epochs = plan_epochs(read, self._config, step=step, rows_to_compute=own_rows)
                 await learners.start_step(read, epochs[:1])
                 (column,) = await learners.compute(lambda learner: learner.teacher_logprobs(teacher))  # noqa: B023
             else:
-                column = await self._ask_server(teacher.endpoint, read, own)
-            taught.logprobs[_sampled(batch, own)] = column[_sampled(read, own)]
-            taught.rows[own] = True
+                column = await self._ask_server(teacher.endpoint, read, own_rows)
+            taught.logprobs[_sampled(batch, own_rows)] = column[_sampled(read, own_rows)]
+            taught.rows[own_rows] = True
         return taught
 
     def _with_hints(self, batch: StepBatch, prompts: Sequence[Prompt], rows: np.ndarray) -> StepBatch:

@@ -94,8 +94,8 @@ def teach(
         taught: [B] bool, trained rows that have a teacher. The advantages of other rows are unchanged.
     """
     mask = batch.tokens.response_mask & np.repeat(taught, batch.tokens.lengths)
-    old, of_teacher = torch.from_numpy(old_logprobs), torch.from_numpy(teacher_logprobs)
-    judged = adv.distillation_advantages(old, of_teacher, coef=teacher.coef).numpy()
+    old, teacher_values = torch.from_numpy(old_logprobs), torch.from_numpy(teacher_logprobs)
+    judged = adv.distillation_advantages(old, teacher_values, coef=teacher.coef).numpy()
     kl = (old_logprobs - teacher_logprobs)[mask]
     metrics = {"policy/teacher_kl": float(kl.mean(dtype=np.float64))} if len(kl) else {}
     return np.where(mask, advantages + judged, advantages).astype(np.float32), metrics

@@ -83,4 +83,4 @@ def non_finite_rollouts(
     }
     ends = batch.tokens.cu_seqlens[1:]
     rows = {name: np.searchsorted(ends, at, side="right") for name, at in positions.items() if len(at)}
-    return {name: np.unique(batch.rollouts[of_name]) for name, of_name in rows.items()}
+    return {name: np.unique(batch.rollouts[named_rows]) for name, named_rows in rows.items()}

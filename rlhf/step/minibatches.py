@@ -48,13 +48,13 @@ def plan_epochs(
     rows_to_compute = batch.trained_rows if rows_to_compute is None else rows_to_compute
     training = training or config.training
     trained_tokens = batch.response_lengths * batch.trained_rows
-    of_rollouts = batch.per_rollout(trained_tokens)
+    rollout_tokens = batch.per_rollout(trained_tokens)
 
     def minibatch(rollouts: np.ndarray) -> Minibatch:
         rows = batch.rows_of(rollouts)
         denominators = Denominators(
-            tokens=int(of_rollouts[rollouts].sum()),
-            rollouts=int(np.count_nonzero(of_rollouts[rollouts])),
+            tokens=int(rollout_tokens[rollouts].sum()),
+            rollouts=int(np.count_nonzero(rollout_tokens[rollouts])),
             sequences=int(np.count_nonzero(trained_tokens[rows])),
         )
         return Minibatch(_microbatches(batch, rows[rows_to_compute[rows]], config), denominators)
