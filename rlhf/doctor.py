@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from rlhf.check.doctor import grading, machine, nodes, training
-from rlhf.check.doctor.runner import Check, Finding, Patient, examine_all, lines
+from rlhf.check.doctor.runner import Check, Finding, Patient, examine_all, report_lines
 from rlhf.check.memory import GIB
 from rlhf.check.resources import GPU, local_resources
 from rlhf.cluster import node_report
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def report(result: Finding) -> None:
         if not flags.json:
-            say("\n".join(lines(result)))
+            say("\n".join(report_lines(result)))
 
     with ExitStack() as stack:
         if tiny:

@@ -193,7 +193,8 @@ def _memory_sections(
     sections.append(("Memory, estimated", _memory(config, shape, estimates)))
     if isinstance(config, GRPOConfig):
         sections.append(("Weights to the engines, estimated", rows(*transfer_rows(config, shape))))
-    return [line for says, keys in verdict.says for line in wrapped("", says) + [f"  {keys}"] * bool(keys)], sections
+    lines = [line for text, keys in verdict.sentences for line in wrapped("", text) + [f"  {keys}"] * bool(keys)]
+    return lines, sections
 
 
 def _problem_lines(problems: Sequence[str]) -> list[str]:

@@ -86,10 +86,10 @@ def visible_gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
-    return with_nvml(lambda nvml: [str(index) for index in range(nvml.nvmlDeviceGetCount())])
+    return read_nvml(lambda nvml: [str(index) for index in range(nvml.nvmlDeviceGetCount())])
 
 
-def with_nvml(read: Callable[[Any], list[T]]) -> list[T]:
+def read_nvml(read: Callable[[Any], list[T]]) -> list[T]:
     """The result of `read`; an empty list without NVML's package (part of an installation for GPUs) or a driver."""
     try:
         import pynvml
@@ -110,9 +110,9 @@ class Gpu(NamedTuple):
     memory_gib: float
 
 
-def gpus_here() -> list[Gpu]:
+def local_gpus() -> list[Gpu]:
     """The GPUs that this process may use."""
-    return with_nvml(lambda nvml: [_read_gpu(nvml, name) for name in visible_gpus()])
+    return read_nvml(lambda nvml: [_read_gpu(nvml, name) for name in visible_gpus()])
 
 
 def _read_gpu(nvml: Any, visible: str) -> Gpu:
@@ -128,7 +128,7 @@ def with_gpus_here(config: C) -> tuple[C, str]:
     GPUs are not read if the run joins a Ray cluster, since it may use other machines, or if cluster.gpu names a card
     that this machine does not have.
     """
-    cluster, gpus = config.cluster, [] if joins_a_cluster(config) else gpus_here()
+    cluster, gpus = config.cluster, [] if joins_a_cluster(config) else local_gpus()
     given, here = cluster.model_fields_set, {card_named(gpu.name) for gpu in gpus}
     cards = [name for name in here if name is not None]
     values: dict[str, Any] = {}

@@ -29,19 +29,19 @@ class Verdict(NamedTuple, Generic[C]):
     """Whether a config fits.
 
     Attributes:
-        says: [(a sentence, the keys that it announces as one line to paste; empty if none)].
+        sentences: [(a sentence, the keys that it announces as one line to paste; empty if none)].
         config: the layout whose hours the plan shows: the config itself if it fits, else the best layout that fits;
             None if no layout fits.
     """
 
     fits: bool
-    says: list[tuple[str, str]]
+    sentences: list[tuple[str, str]]
     config: C | None
 
     @property
     def text(self) -> str:
         """All sentences, each followed by its keys on a line of their own."""
-        return "\n".join(f"{sentence}\n  {keys}".rstrip() for sentence, keys in self.says)
+        return "\n".join(f"{sentence}\n  {keys}".rstrip() for sentence, keys in self.sentences)
 
 
 def fit_verdict(
@@ -54,7 +54,7 @@ def fit_verdict(
         return Verdict(True, [(fits, "")], config)
     refusal = f"does not fit: {'; '.join(problems)}."
     if not searched:
-        return _with_economies(config, shape, refusal, lambda each: step_time(each, shape))
+        return _savings_verdict(config, shape, refusal, lambda each: step_time(each, shape))
     ways = list(_fitting_layouts(config, shape, searched))
     says = [(f"{way}{_hours(layout, step_time(layout, shape))}:", changed_keys(config, layout)) for way, layout in ways]
     if searched[0].best(0):
@@ -75,15 +75,15 @@ def supervised_verdict(config: SupervisedConfig, shape: ModelShape, tokens: int)
         fits = f"fits{_needs(config, estimates)}{_hours(config, update_time(config, shape, tokens))}."
         return Verdict(True, [(fits, "")], config)
     refusal = f"does not fit: {problem}."
-    return _with_economies(config, shape, refusal, lambda each: update_time(each, shape, tokens))
+    return _savings_verdict(config, shape, refusal, lambda each: update_time(each, shape, tokens))
 
 
-def _with_economies(config: C, shape: ModelShape, refusal: str, time_of: Callable[[C], StepTime | None]) -> Verdict[C]:
-    """The verdict on a config that does not fit, with the first economies that do."""
+def _savings_verdict(config: C, shape: ModelShape, refusal: str, time: Callable[[C], StepTime | None]) -> Verdict[C]:
+    """The verdict on a config that does not fit, with the first savings that do."""
     fitting = next((each for each in economies(config) if first_problem(each, shape) is None), None)
     if fitting is None:
         return Verdict(False, [(f"{refusal} {_remedy(config)}", "")], None)
-    says = f"{refusal} This fits{_hours(fitting, time_of(fitting))}:"
+    says = f"{refusal} This fits{_hours(fitting, time(fitting))}:"
     return Verdict(False, [(says, changed_keys(config, fitting))], fitting)
 
 

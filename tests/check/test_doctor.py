@@ -24,7 +24,7 @@ from waiting import STACK_WAIT_S
 from worlds import make_groups
 
 from rlhf.check.doctor import grading, machine, nodes, on_rank, training
-from rlhf.check.doctor.runner import Check, Finding, Patient, examine_all, lines
+from rlhf.check.doctor.runner import Check, Finding, Patient, examine_all, report_lines
 from rlhf.check.memory import GIB
 from rlhf.check.resources import visible_gpus
 from rlhf.check.start_checks import run_bytes
@@ -86,7 +86,7 @@ def test_one_broken_check_or_one_that_hangs_does_not_hide_the_others(make: Any) 
         ("ok", "fine", ""),
     ]
     assert reported == ["breaks", "hangs", "succeeds"]
-    assert "\n".join(lines(results[0])).startswith("FAIL  breaks")
+    assert "\n".join(report_lines(results[0])).startswith("FAIL  breaks")
 
 
 def test_a_check_that_needs_a_broken_part_is_not_run_and_says_why(make: Any) -> None:
@@ -220,7 +220,7 @@ def test_responses_that_can_be_learned_from_are_ok_and_two_are_shown_on_lines_of
     assert response.startswith("response  First I think.")
     assert response.endswith(r" It is \boxed{2}.")
     assert graded == "graded    math 1; ok; extracted 2, gold 2; stop"
-    shown = list(lines(replace(result, name="responses", seconds=1.0)))
+    shown = list(report_lines(replace(result, name="responses", seconds=1.0)))
     assert len(shown) == 7
     assert all(len(line) <= 80 and line.isprintable() for line in shown[1:])
 

@@ -21,7 +21,7 @@ from rlhf.check.layouts import with_values
 from rlhf.check.memory import trained_parameters
 from rlhf.check.model_shape import model_shape
 from rlhf.check.report import first_prompt_text, make_plan
-from rlhf.check.resources import check_resources, count_nodes, gpus_here
+from rlhf.check.resources import check_resources, count_nodes, local_gpus
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
@@ -199,9 +199,9 @@ def test_nvml_names_the_gpus_that_torch_sees() -> None:
     import torch
 
     seen = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    assert [gpu.name for gpu in gpus_here()] == [device.name for device in seen]
+    assert [gpu.name for gpu in local_gpus()] == [device.name for device in seen]
     # the driver keeps a part of the memory to itself, which torch does not see
-    assert all(0.9 < d.total_memory / 2**30 / g.memory_gib <= 1 for g, d in zip(gpus_here(), seen, strict=True))
+    assert all(0.9 < d.total_memory / 2**30 / g.memory_gib <= 1 for g, d in zip(local_gpus(), seen, strict=True))
 
 
 QWEN25 = {

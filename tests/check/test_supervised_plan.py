@@ -83,12 +83,12 @@ def test_an_update_takes_the_seconds_of_its_tokens(make: Any) -> None:
 
 def test_what_does_not_fit_names_keys_that_do(make: Any) -> None:
     shape, config = read_shape("Qwen/Qwen3-8B"), make(SFTConfig, "model.path=Qwen/Qwen3-8B", "run.steps=32")
-    ((says, keys),) = supervised_verdict(config, shape, 100).says
+    ((says, keys),) = supervised_verdict(config, shape, 100).sentences
     assert says.startswith("does not fit: a learner needs ")
     assert "learner.offload_optimizer=true" in keys.split()
     assert first_problem(make(SFTConfig, "model.path=Qwen/Qwen3-8B", *keys.split()), shape) is None
     alone = make(SFTConfig, "model.path=Qwen/Qwen3-8B", "cluster.learners=1", "cluster.gpu_memory_gib=24")
-    ((_, keys),) = supervised_verdict(alone, shape, 9).says
+    ((_, keys),) = supervised_verdict(alone, shape, 9).sentences
     assert "model.lora.rank=32" in keys
     huge = supervised_verdict(make(SFTConfig, "cluster.gpu_memory_gib=1"), shape, 9)
     assert huge.config is None

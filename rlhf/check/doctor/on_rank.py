@@ -78,8 +78,8 @@ def attention_error(rank: TrainedRank, heads: int, kv_heads: int, width: int, dt
             outs.append(out[0].transpose(0, 1)[int(shared) :])
         return torch.cat(outs)
 
-    exact = _with_gradients(plain, [x.float() for x in inputs], seed)
-    return _worst_error(_with_gradients(packed, inputs, seed), exact)
+    exact = _output_and_gradients(plain, [x.float() for x in inputs], seed)
+    return _worst_error(_output_and_gradients(packed, inputs, seed), exact)
 
 
 def head_error(rank: TrainedRank, vocabulary: int, hidden: int, dtype: str) -> float:
@@ -100,8 +100,8 @@ def head_error(rank: TrainedRank, vocabulary: int, hidden: int, dtype: str) -> f
 
     seed = torch.randn(HEAD_TOKENS - 1, generator=generator).to(rank.device)
     inputs = [states, weight]
-    exact = _with_gradients(whole, [x.float() for x in inputs], seed)
-    return _worst_error(_with_gradients(fused, inputs, seed), exact)
+    exact = _output_and_gradients(whole, [x.float() for x in inputs], seed)
+    return _worst_error(_output_and_gradients(fused, inputs, seed), exact)
 
 
 def model_error(rank: TrainedRank, model_type: str, dtype: str) -> float:
@@ -144,7 +144,7 @@ def _packed_row(*, vocabulary: int) -> Any:
     return pack([*(np.concatenate([prompt, ids]).astype(np.int32) for ids in alike), other.astype(np.int32)])
 
 
-def _with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
+def _output_and_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
     """The output of a function, and its gradients for an incoming gradient."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = function(*leaves)

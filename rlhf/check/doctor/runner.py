@@ -49,7 +49,7 @@ class Patient:
     config: GRPOConfig
     tiny: bool = False  # whether the doctor made the model itself
     least_free: float = math.inf  # bytes: this machine's lowest free memory at the end of a check
-    at_end: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    cleanup: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     nodes: dict[str, dict[str, Any]] = field(init=False)  # by name: `report` of the node, its `gpus` and `cards`
     prompts: list[Prompt] = field(init=False)  # the first of each source, after the reset of an environment
     rows: list[Prompt] = field(init=False)  # the same prompts before an environment changes them
@@ -107,7 +107,7 @@ async def examine(check: Check, patient: Patient) -> Finding:
 async def examine_all(checks: Sequence[Check], patient: Patient, report: Callable[[Finding], None]) -> list[Finding]:
     """Run the checks in order; each result is reported at once."""
     results = []
-    async with patient.at_end:
+    async with patient.cleanup:
         for check in checks:
             results.append(await examine(check, patient))
             patient.least_free = min(patient.least_free, psutil.virtual_memory().available)
@@ -115,7 +115,7 @@ async def examine_all(checks: Sequence[Check], patient: Patient, report: Callabl
     return results
 
 
-def lines(result: Finding) -> Iterator[str]:
+def report_lines(result: Finding) -> Iterator[str]:
     """`ok    versions     20 packages ...  [0.1 s]`; further lines and the remedy below."""
     status = result.status if result.status != "fail" else "FAIL"
     first, *rest = result.text.splitlines() or [""]

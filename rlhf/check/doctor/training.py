@@ -60,8 +60,8 @@ async def check_start(patient: Patient) -> Finding:
 
     config, _ = patient.config.cluster, patient.prompts  # later checks need prompts
     cluster = Cluster(patient.config, compare_nodes=False)  # `check_nodes` has done so
-    await patient.at_end.enter_async_context(cluster)
-    patient.engines = await patient.at_end.enter_async_context(Engines(cluster, patient.config))
+    await patient.cleanup.enter_async_context(cluster)
+    patient.engines = await patient.cleanup.enter_async_context(Engines(cluster, patient.config))
     started = ", ".join(quantity(role.count, role.name) for role in patient.config.roles())
     return Finding("ok", f"{started} on {config.device}")
 
@@ -128,20 +128,20 @@ def _targets(batch: StepBatch, old: np.ndarray) -> PolicyTargets:
     return PolicyTargets(broadcast_to_tokens(batch, advantages), old, None)
 
 
-def _batch(rollouts: list[Rollout]) -> StepBatch:
+def _step_batch(rollouts: list[Rollout]) -> StepBatch:
     samples = tuple(ScoredRollout(rollout, "", "", 0.0, {}, "ok") for rollout in rollouts)
     prompt = Prompt("doctor", 0, rollouts[0].sequences[0].token_ids[:1], (), "", "doctor")
     return make_batch([RolloutGroup(prompt, samples)], mask_truncated=False)
 
 
-async def _sample(engines: Engines, prompts: Sequence[Prompt], settings: SamplingSettings) -> list[list[Rollout]]:
+async def _sample(engines: Engines, prompts: Sequence[Prompt], settings: SamplingSettings) -> list[Rollout]:
     """SAMPLES rollouts of each prompt, over all engines."""
 
     async def sample(prompt: Prompt) -> list[Rollout]:
         completions = await engines.generate(prompt.token_ids, settings, samples=SAMPLES, what=prompt.id)
         return [to_rollout(prompt, sample, completion) for sample, completion in enumerate(completions)]
 
-    return list(await asyncio.gather(*map(sample, prompts)))
+    return [rollout for group in await asyncio.gather(*map(sample, prompts)) for rollout in group]
 
 
 async def check_update(patient: Patient) -> Finding:
@@ -154,7 +154,7 @@ async def check_update(patient: Patient) -> Finding:
     engines, config = patient.engines, patient.config
     length = min(RESPONSE_TOKENS, config.rollout.max_response_tokens)
     settings = SamplingSettings(config.rollout.temperature, length, **config.rollout.restriction)
-    batch = _batch([rollout for group in await _sample(engines, patient.prompts, settings) for rollout in group])
+    batch = _step_batch(await _sample(engines, patient.prompts, settings))
     await engines.sleep_if_colocated()
     await engines.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
     (old,) = await engines.learners.compute(lambda learner: learner.apply(on_rank.old_logprobs))
@@ -233,7 +233,7 @@ async def check_microbatch(patient: Patient) -> Finding:
 
     engines, ids = patient.engines, np.concatenate([prompt.token_ids for prompt in patient.prompts])
     config, rollouts = _full_microbatches(patient.config, ids)
-    batch = _batch(rollouts)
+    batch = _step_batch(rollouts)
     await engines.sleep_if_colocated()
     await engines.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
     zeros = np.zeros(len(batch.tokens.token_ids), np.float32)
