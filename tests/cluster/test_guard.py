@@ -62,8 +62,9 @@ def processes(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
         process.communicate()
 
 
+@pytest.mark.parametrize("killed", [False, True])
 def test_the_cluster_ends_with_the_driver_its_folder_goes_and_others_stay(
-    processes: dict[str, subprocess.Popen[str]], tmp_path: Path
+    processes: dict[str, subprocess.Popen[str]], tmp_path: Path, killed: bool
 ) -> None:
     driver, worker, *others = processes.values()
     assert eventually(lambda: (tmp_path / "ray/worker.log").exists() and psutil.Process(worker.pid).children())
@@ -72,23 +73,16 @@ def test_the_cluster_ends_with_the_driver_its_folder_goes_and_others_stay(
     (child,) = psutil.Process(worker.pid).children()
     assert driver.stdin is not None
     assert driver.stdout is not None
-    driver.stdin.write("\n")
-    driver.stdin.flush()
-    assert driver.stdout.readline() == "ended\n"
+    if killed:
+        driver.kill()
+    else:
+        driver.stdin.write("\n")
+        driver.stdin.flush()
+        assert driver.stdout.readline() == "ended\n"
+        assert not (tmp_path / "ray").exists()
+        assert driver.poll() is None
     assert worker.wait(WAIT_S) == -9
     assert eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
-    assert not (tmp_path / "ray").exists()
-    assert driver.poll() is None
-    assert [other.poll() for other in others] == [None, None]
-
-
-def test_a_driver_that_is_killed_has_the_same_effect(
-    processes: dict[str, subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    driver, worker, *others = processes.values()
-    assert eventually(lambda: (tmp_path / "ray/worker.log").exists() and psutil.Process(driver.pid).children())
-    driver.kill()
-    assert worker.wait(WAIT_S) == -9
     assert eventually(lambda: not (tmp_path / "ray").exists())
     assert [other.poll() for other in others] == [None, None]
 

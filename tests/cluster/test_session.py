@@ -51,13 +51,12 @@ def test_a_start_that_ray_gives_up_on_a_busy_machine_is_tried_again(
     assert list(tmp_path.iterdir()) == []  # of the first try nothing is left
 
 
-def test_after_some_tries_one_message_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_after_some_tries_one_message_says_why_and_other_failures_are_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with pytest.raises(ClusterError, match=rf"\b{START_TRIES} tries\b.*busy"):
         start(monkeypatch, tmp_path, [Exception(TOO_SLOW)] * START_TRIES)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_any_other_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(PermissionError):
         start(monkeypatch, tmp_path, [PermissionError("no")])
 

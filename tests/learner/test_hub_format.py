@@ -108,16 +108,6 @@ def test_an_expert_counts_as_its_own_bytes_where_a_model_is_cut_into_files(
     assert len(set(index["weight_map"].values())) in (3, 4)
 
 
-def exported_class(world: World, folder: Path) -> list[str]:
-    from rlhf.learner.policy import Learner
-
-    learner = Learner(make_config(folder), world)
-    learner.export(str(folder / "exported"), str(folder))
-    learner.close()
-    names: list[str] = json.loads((folder / "exported" / "config.json").read_text())["architectures"]
-    return names
-
-
 @pytest.mark.parametrize(
     ("file", "values"),
     [
@@ -143,8 +133,10 @@ def test_what_transformers_loads_is_written_again(file: str, values: dict[str, A
     assert (tmp_path / "out" / "config.json").is_file()
 
 
-@pytest.mark.stack
 def test_an_exported_model_names_its_class_as_the_hub_does(tmp_path: Path) -> None:
     """vLLM looks a class up by this name, and transformers spells PhimoeForCausalLM."""
-    (names,) = run_world(exported_class, 1, write_family("phimoe", tmp_path))
-    assert names == ["PhiMoEForCausalLM"]
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(write_family("phimoe", tmp_path))
+    write_model_config(tmp_path / "out", model)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["PhiMoEForCausalLM"]

@@ -109,10 +109,6 @@ CHOICES: dict[str, tuple[dict[str, Any], float]] = {
     "k3": ({"kl_coef": 0.1, "kl_estimator": "k3", "kl_ratio_weighted": False}, (LOSSES + 0.1 * K3).mean()),
     "k3 by default": ({"kl_coef": 0.1, "kl_estimator": "k3"}, (LOSSES + 0.1 * RATIO * K3).mean()),
     "k4": ({"kl_coef": 0.1, "kl_estimator": "k4"}, (LOSSES + 0.1 * RATIO * D).mean()),
-    "kl_ratio_weighted": (
-        {"kl_coef": 0.1, "kl_estimator": "k3", "kl_ratio_weighted": True},
-        (LOSSES + 0.1 * RATIO * K3).mean(),
-    ),
     "kl_place reward": ({"kl_coef": 0.1, "kl_estimator": "k1", "kl_place": "reward"}, LOSSES.mean()),
     "entropy_coef": ({"entropy_coef": 0.1}, (LOSSES - 0.1 * ENTROPY).mean()),
     "truncated": (
@@ -245,9 +241,6 @@ def test_the_corrections_report_their_weights_and_what_was_outside() -> None:
     assert metrics["policy/off_policy_mask_fraction"].value() == pytest.approx(3 / 4)
     masks = {name: metric for name, metric in metrics.items() if "_mask_" in name}
     check_documented([masks], logged={"algo.geometric_mask", "algo.off_policy_mask"})
-
-
-def test_the_dual_clip_reports_how_often_it_bounds_the_loss() -> None:
     _, metrics, _ = microbatch({"dual_clip": 1.5})
     assert metrics["policy/dual_clip_fraction"].value() == pytest.approx(1 / 4)  # ratio 2 with A < 0
     assert "policy/dual_clip_fraction" not in microbatch({})[1]
