@@ -196,7 +196,7 @@ class Engines:
             if isinstance(outcome, BaseException) and not replaced:
                 raise outcome
         if not self.group.present:
-            raise LostError("no engine is left to send the weights to")
+            raise LostError("the transfer of weights failed: no engine is left")
 
     async def _connection(self) -> tuple[str, EngineClient, transfer.Rendezvous]:
         """Transport, client and meeting point for a transfer group with the present engines."""

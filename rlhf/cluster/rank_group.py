@@ -143,7 +143,7 @@ class RoleCheckpoints:
                 if None not in reports:
                     break
                 if time.monotonic() - began > deadline_s:
-                    raise ClusterError(f"{self._saving}: not written within {deadline_s:.0f} s. Does the disk hang?")
+                    raise ClusterError(f"{self._saving}: not written within {deadline_s:.0f} s. Check its disk.")
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, LAST_POLL_S)
             below = folder_of(name, self._saving).relative_to(self._saving.resolve())

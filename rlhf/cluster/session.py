@@ -127,7 +127,7 @@ class RaySession:
                 self.stop()
                 if not tries_left:
                     raise ClusterError(
-                        f"Ray did not start in {START_TRIES} tries: its processes take longer than it waits for them. "
+                        f"Ray did not start in {START_TRIES} tries: its processes were not ready in time. "
                         "Start the run when this machine is less busy."
                     ) from None
 

@@ -65,8 +65,8 @@ def hub_ranges(transformer: PreTrainedModel, name: str, tensor: Tensor) -> Itera
         consecutive = torch.equal(part.reshape(-1), torch.arange(first, first + part.numel()))
         if not consecutive or part.shape[:-1] != meta.shape[:-1]:
             raise ValueError(
-                f"weights.transfer=delta: checkpoints of this model have {hub_name} in another order than {name} has "
-                "it in memory, which is not supported. Set weights.transfer=full."
+                f"weights.transfer=delta: checkpoints of this model have {hub_name} in another order than {name} in "
+                "memory, so parts of it cannot be sent. Set weights.transfer=full."
             )
         yield first * factor, first * factor + meta.numel()
 

@@ -140,8 +140,8 @@ def _torch_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"{file.name} cannot be read as a file of tensors ({why}). {AGAIN}") from None
     if not isinstance(stored, dict) or not all(isinstance(value, Tensor) for value in stored.values()):
         raise ValueError(
-            f"{file.name} holds more than tensors by their names, as a checkpoint of a training does. Save the model "
-            "in it with transformers (save_pretrained)."
+            f"{file.name} holds other objects than named tensors, as a checkpoint of a training does. Save its model "
+            "with transformers (save_pretrained)."
         )
     return {name: tuple(tensor.shape) for name, tensor in stored.items()}
 

@@ -171,7 +171,7 @@ class SliceReader:
             for key in file.keys():  # noqa: SIM118 - not a dict
                 match = KEY.fullmatch(key)
                 if match is None:
-                    raise ValueError(f"{path}: {key!r} names no slice, as name[start:stop] does.")
+                    raise ValueError(f"{path}: the key {key!r} does not have the form name[start:stop].")
                 self.parts.setdefault(match[1], []).append((int(match[2]), int(match[3]), file.get_slice(key)))
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -182,7 +182,7 @@ class SliceReader:
             if max(start, begin) < min(stop, end)
         ]
         if (held := sum(high - low for low, high, _ in spans)) != stop - start:
-            raise ValueError(f"{self._what} has {held} of elements {start} to {stop} of {name}.")
+            raise ValueError(f"{self._what}: the files hold only {held} of elements {start} to {stop} of {name}.")
         parts: list[Tensor] = [part[low:high] for low, high, part in spans]
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.empty(0)
 
@@ -192,5 +192,5 @@ def check_shapes(folder: Path, index: LearnerIndex, tensors: Mapping[str, Sequen
     for name in tensors.keys() | index.shapes.keys():
         saved, now = index.shapes.get(name), tuple(tensors[name]) if name in tensors else None
         if saved != now:
-            shapes = f"the shape {saved} in the checkpoint, and {now} in model.path (None: it is not there)"
-            raise ValueError(f"{folder}: {name} has {shapes}.")
+            shapes = f"the shape {saved} in the checkpoint, and {now} in model.path (None: it does not exist)"
+            raise ValueError(f"{folder}: {name} has {shapes}. Set model.path to the model of that run.")

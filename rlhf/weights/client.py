@@ -112,8 +112,8 @@ def check_account(
     if wrong := list(_problems(announced, workers, proved)):
         more = f" {len(wrong) - 1} other tensors are incomplete too." if len(wrong) > 1 else ""
         raise ValueError(
-            f"weight transfer to {engine}: {wrong[0]}.{more} Its old values would stay in the engine, so the engine "
-            "does not go on sampling. Continue from the newest checkpoint (--resume). If it happens again, vLLM's "
+            f"weight transfer to {engine}: {wrong[0]}.{more} The engine would keep old values, so it does not go "
+            "on sampling. Continue from the newest checkpoint (--resume). If it happens again, vLLM's "
             "loader for this model does not take the tensor."
         )
 
@@ -128,11 +128,11 @@ def _problems(
         expected = [worker.get(meta.name, nothing)[1] for worker in proved or ()]
         late = [number for number, size in enumerate(sizes) if size != meta.bytes]
         if late:
-            yield f"of {meta.name} {sizes[late[0]]} of {meta.bytes} bytes arrived at worker {late[0]}"
+            yield f"{meta.name}: {sizes[late[0]]} of {meta.bytes} bytes arrived at worker {late[0]}"
         elif proved is None and 0 < loaded < meta.numel:
-            yield f"{meta.name} arrived, and vLLM loaded {loaded} of its {meta.numel} elements"
+            yield f"{meta.name}: vLLM loaded {loaded} of {meta.numel} elements"
         elif any(part < proven for part, proven in zip(parts, expected, strict=proved is not None)):
-            yield f"{meta.name} arrived, and vLLM loaded {loaded} of its {sum(expected)} elements"
+            yield f"{meta.name}: vLLM loaded {loaded} of {sum(expected)} elements"
     names = {meta.name for meta in announced}
     for name in dict.fromkeys(name for worker in workers for name in worker if name not in names):
-        yield f"{name} was loaded, which the learner has not announced"
+        yield f"{name}: vLLM loaded it, but the learner had not announced it"

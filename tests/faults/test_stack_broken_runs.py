@@ -131,7 +131,7 @@ def test_a_tensor_that_an_engine_no_longer_loads_ends_the_run_with_its_name(
     lost = Fault(3, "transfer", "lose_weights", ("0", name))
     ended = run_with_faults(config, [lost], VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     assert ended.status == 1, ended.errors[-3000:]
-    assert f"error: weight transfer to engine 0: {name} arrived, and vLLM loaded 0 of its " in ended.errors
+    assert f"error: weight transfer to engine 0: {name}: vLLM loaded 0 of " in ended.errors
     assert "Traceback" not in ended.errors
     assert "Restart 1" not in ended.output  # it would happen again
     assert [step["step"] for step in read_steps(tmp_path / "run")] == [1, 2]

@@ -18,13 +18,13 @@ def test_one_worker_loads_all_and_two_of_tensor_parallelism_their_parts_of_a_mat
 @pytest.mark.parametrize(
     ("workers", "message"),
     [
-        ([{"q": [64, 32]}], r"norm 0 of 32 bytes.*\bworker 0\b"),
-        ([{"q": [64, 16], "norm": [32, 8]}, {"q": [64, 16]}], r"norm 0 of 32 bytes.*\bworker 1\b"),
-        ([{"q": [32, 16], "norm": [32, 8]}], r"q 32 of 64 bytes.*\bworker 0\b"),
-        ([{"q": [64, 31], "norm": [32, 8]}], "q .* 31 of its 32 elements"),
-        ([{"q": [64, 16], "norm": [32, 8]}, {"q": [64, 0], "norm": [32, 8]}], "q .* 16 of its 32 elements"),
-        ([{"q": [64, 32], "norm": [32, 8], "k": [8, 4]}], "k was loaded"),
-        ([{}], r"q 0 of 64 bytes.*\bworker 0\b.* 1 other tensors"),
+        ([{"q": [64, 32]}], r"norm: 0 of 32 bytes.*\bworker 0\b"),
+        ([{"q": [64, 16], "norm": [32, 8]}, {"q": [64, 16]}], r"norm: 0 of 32 bytes.*\bworker 1\b"),
+        ([{"q": [32, 16], "norm": [32, 8]}], r"q: 32 of 64 bytes.*\bworker 0\b"),
+        ([{"q": [64, 31], "norm": [32, 8]}], "q: .* 31 of 32 elements"),
+        ([{"q": [64, 16], "norm": [32, 8]}, {"q": [64, 0], "norm": [32, 8]}], "q: .* 16 of 32 elements"),
+        ([{"q": [64, 32], "norm": [32, 8], "k": [8, 4]}], "k: vLLM loaded it"),
+        ([{}], r"q: 0 of 64 bytes.*\bworker 0\b.* 1 other tensors"),
     ],
 )
 def test_an_incomplete_tensor_is_named_with_its_engine(workers: list[Loaded], message: str) -> None:
@@ -36,7 +36,7 @@ def test_later_transfers_have_to_bring_every_worker_what_the_first_one_brought_i
     first: list[Loaded] = [{"q": [64, 16], "norm": [32, 8]}] * 2
     check_account("engine 0", ANNOUNCED, first, proved=first)
     one_kept_its_norm: list[Loaded] = [first[0], {"q": [64, 16], "norm": [32, 0]}]
-    with pytest.raises(ValueError, match=r"norm .* 8 of its 16 elements"):
+    with pytest.raises(ValueError, match=r"norm: .* 8 of 16 elements"):
         check_account("engine 0", ANNOUNCED, one_kept_its_norm, proved=first)
     constant: list[Loaded] = [{"q": [64, 32], "norm": [32, 0]}]  # vLLM sets it itself
     check_account("engine 0", ANNOUNCED, constant)

@@ -187,7 +187,7 @@ def test_a_tensor_that_a_later_transfer_does_not_load_is_named_and_the_update_is
     sender.send(2)
     model.skipped = "layer.weight"
     EVENTS.clear()
-    with pytest.raises(ValueError, match=r"engine 7: layer\.weight\b.* 0 of its 5 elements"):
+    with pytest.raises(ValueError, match=r"engine 7: layer\.weight\b.* 0 of 5 elements"):
         sender.send(3)
     assert EVENTS[-1] == "end of loaded_weights"
 

@@ -151,7 +151,7 @@ def is_named(engine: Engine, learner: Any, name: str) -> bool:
         learner.send_weights(3)
     except ValueError as error:
         engine.llm.collective_rpc("finish_weight_update")  # so that another can begin
-        return f"to engine 0: {name} arrived, and vLLM loaded 0 of " in str(error)
+        return f"to engine 0: {name}: vLLM loaded 0 of " in str(error)
     return False
 
 
