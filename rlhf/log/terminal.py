@@ -14,17 +14,19 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
 from rlhf.config.printing import heartbeat, note_line, printable
-from rlhf.log.sinks import BOUNDS, NO_DETAILS, Details
+from rlhf.log.sinks import BOUNDS, NO_DETAILS, Details, shown_reward
 
 Row = Mapping[str, Any]
 
 REFRESHES_PER_S = 4
 PROGRESS_EVERY_S = 30.0  # between two lines about one evaluation, where there is no live view
+RESPONSE_LINES = 4  # shown of each of the two responses in the live view
 
 
 class Terminal:
@@ -61,6 +63,9 @@ class Terminal:
         self._began = 0.0  # when the first step did
         self._progress: tuple[str, int, int] | None = None
         self.sampling_waits_for: Callable[[], str] | None = None
+        self._values: dict[str, Any] = {}
+        self._evaluation = ""
+        self._responses: Sequence[Row] = ()
 
     # --- events ---
 
@@ -100,12 +105,16 @@ class Terminal:
         if "time/step" not in values:
             return
         self._began = self._began or time.monotonic() - values["time/step"]
-        self._step = step
-        shown = [f"{name} {form.format(values[key])}" for name, key, form in self.columns if key in values]
-        parts = [f"step {step:>{len(str(self._total))}}/{self._total}", *shown, self._eta()]
+        self._step, self._values = step, dict(values)
+        if details.responses:
+            self._responses = details.responses[:2]
+        parts = [f"step {step:>{len(str(self._total))}}/{self._total}", *self._shown_values(), self._eta()]
         while len(parts) > 2 and len("  ".join(parts)) > min(self._console.width, 80):
             del parts[-2]
         self.print("  ".join(parts))
+
+    def _shown_values(self) -> list[str]:
+        return [f"{name} {form.format(self._values[key])}" for name, key, form in self.columns if key in self._values]
 
     def _eta(self) -> str:
         return f"eta {duration(self.remaining_s())}" if self._step > self._first else "starting"
@@ -120,7 +129,8 @@ class Terminal:
                 metric = metric.removesuffix("_fraction")
                 by_source.setdefault(source, []).append(f"{metric} {value:.3f}")
         for source, shown in by_source.items():
-            self.print("  ".join(filter(None, [f"eval at step {step}", source, *shown])), style="bold")
+            self._evaluation = "  ".join(filter(None, [f"eval at step {step}", source, *shown]))
+            self.print(self._evaluation, style="bold")
 
     def warn(self, message: str) -> None:
         self.print(f"warning: {message}", style="yellow", styled=len("warning: "))
@@ -149,11 +159,16 @@ class Terminal:
         )  # fmt: skip
 
     def view(self) -> RenderableType:
-        """The live view: progress and current phases."""
+        """The live view: progress, current phase, last metrics, last evaluation, two responses."""
         bar = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
         step = Text(f"{printable(self._title)}  step {self._step}/{self._total}", style="bold")
         bar.add_row(step, ProgressBar(total=self._total, completed=self._step), Text(self._eta()))
-        return Group(bar, Text(printable(f"now  {self._now()}"), style="cyan", no_wrap=True, overflow="ellipsis"))
+        parts: list[RenderableType] = [bar, _line(f"now     {self._now()}", "cyan")]
+        if self._values:
+            parts.append(_line("  ".join(["last  ", *self._shown_values()])))
+        if self._evaluation:
+            parts.append(_line(self._evaluation, "bold"))
+        return Group(*parts, *map(_response, self._responses))
 
     def _now(self) -> str:
         """The current phases of the run with their seconds so far."""
@@ -172,6 +187,22 @@ class Terminal:
         if self._step > self._first:
             return ""
         return f"{'starting' if 'start' in self._running else 'now'}: {self._now()}"
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _response(row: Row) -> Panel:
+    reward, color = shown_reward(row["reward"])
+    prompt = " ".join(row["prompt"].split())
+    title = f"step {row['step']}, reward {reward}, {row['status']}, {row['finish_reason']}"
+    if calls := sum(len(turn.get("tool_calls") or ()) for turn in row.get("turns", ())):
+        title += f", {calls} tool calls"
+    lines = printable(row["text"]).strip().splitlines()
+    shown = "\n".join([*lines[:RESPONSE_LINES], *(["..."] if len(lines) > RESPONSE_LINES else [])])
+    block = Group(_line(prompt, "dim"), Text(shown, no_wrap=True, overflow="ellipsis"))
+    return Panel(block, title=_line(title), title_align="left", border_style=color)
 
 
 def duration(seconds: float) -> str:

@@ -16,13 +16,19 @@ from waiting import eventually
 
 from rlhf.config import printing
 from rlhf.log import terminal
-from rlhf.log.sinks import evaluation_table, shown_reward
+from rlhf.log.sinks import Details, evaluation_table, shown_reward
 from rlhf.log.terminal import Terminal, duration
 
 STEP = {  # as a run logs them
     "reward/mean": 0.8135, "policy/kl_k3": 0.00312, "rollout/response_length/mean": 1234.5678, "policy/entropy": 0.31,
     "learner/grad_norm": 0.42, "rollout/tokens_per_second": 123456.7, "time/step": 2.514,
 }  # fmt: skip
+RESPONSE = {
+    "step": 1200, "prompt": "What is 3 + 4?", "text": "seven\x1b[2J \\boxed{7}", "reward": 1.0, "status": "ok",
+    "finish_reason": "stop",
+}  # fmt: skip
+
+
 METRICS = ("avg@16", "avg@16/low", "avg@16/high", "pass@16", "maj@16", "response_length", "stopped_fraction")
 
 
@@ -54,7 +60,7 @@ def feed(run: Terminal) -> None:
     for step in (1, 1200, 10000):
         with run.phase("sampling"):
             pass
-        run.log(step, STEP)
+        run.log(step, STEP, Details(responses=[RESPONSE, RESPONSE | {"reward": 0.0, "text": "eight"}]))
     run.warn("reward[0]: " + "returned [bold] something. " * 8)
 
 
@@ -84,7 +90,8 @@ def test_no_control_sequence_of_data_or_of_a_reward_reaches_the_terminal() -> No
     run.print(f"prompt {HOSTILE}", wrap=False)
     run.warn(f"reward: ValueError: {HOSTILE}")
     run.evaluation(1, {f"eval/{HOSTILE}/avg@1": 0.5})
-    run.log(1, STEP)
+    responses = [RESPONSE | {"prompt": HOSTILE, "text": HOSTILE}]
+    run.log(1, STEP, Details(responses=responses))
     Console(file=printed, width=80).print(run.view())
     table = evaluation_table("evaluation", {f"models/{HOSTILE}": {f"eval/{HOSTILE}/avg@1": 0.5}})
     Console(file=printed, width=80).print(table)
@@ -158,7 +165,7 @@ def test_before_the_first_step_a_file_gets_a_line_after_each_ten_seconds_of_sile
     assert len(printed.getvalue().splitlines()) == 4
 
 
-def test_the_live_view_on_a_terminal_shows_step_and_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_live_view_on_a_terminal_shows_stage_step_and_responses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(terminal, "REFRESHES_PER_S", 1000)
@@ -185,19 +192,25 @@ def test_the_live_view_on_a_terminal_shows_step_and_phase(monkeypatch: pytest.Mo
                 seen = len(shown)
 
             with run.stage("Ray"):
-                wait_for("runs/mine  step 0/10000", "starting", "now  Ray 0 s")
+                wait_for("runs/mine  step 0/10000", "starting", "now     Ray 0 s")
             with run.phase("evaluation"):
                 run.progress("problem", 512)()
-                wait_for("now  evaluation 0 s, problem 1/512")
+                wait_for("now     evaluation 0 s, problem 1/512")
             feed(run)
-            run.log(1200, STEP)
+            run.log(1200, STEP, Details(responses=[RESPONSE, RESPONSE | {"reward": 0.0, "text": "eight"}]))
             with run.phase("update"):
-                wait_for("step 1200/10000", "eta ", "now  update 0 s, critic warm-up 1201/1300")
+                wait_for(
+                    "step 1200/10000", "eta ", "now     update 0 s, critic warm-up 1201/1300",
+                    "last    reward 0.814  kl 0.0031  length 1235  tok/s 123457",
+                    "eval at step 0  math", "step 1200, reward 1, ok, stop", "What is 3 + 4?",
+                    "step 1200, reward 0, ok, stop",
+                )  # fmt: skip
         run.print("the end")
         reader.join()
     os.close(ours)
     text = plain(shown)
     assert "start: Ray 0.0 s" in text  # the lines scroll above the view
+    assert r"seven\u001b[2J \boxed{7}" in text  # a response cannot clear the screen
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")  # the cursor is back
     assert text.splitlines()[-1] == "the end"
 
