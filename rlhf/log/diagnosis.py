@@ -62,11 +62,8 @@ class View(NamedTuple):
         """(title, observation, advice) of each rule that finds a problem."""
         for title, rule in RULES.items():
             for observation, advice in islice(rule(self), 1):
-                yield (
-                    title,
-                    observation,
-                    re.sub(r"\{(.*?)\}", lambda key: f"{key[1]}={self.config.get(key[1])}", advice),
-                )
+                with_values = re.sub(r"\{(.*?)\}", lambda key: f"{key[1]}={self.config.get(key[1])}", advice)
+                yield title, observation, with_values
 
 
 Problems = Iterator[tuple[str, str]]  # observation and advice, in which {key} stands for the key and its value
@@ -150,9 +147,8 @@ def much_clipping(view: View) -> Problems:
 def engine_drift(view: View) -> Problems:
     """The bound is the cost of rounding for this model, measured when the run started (cluster/canary.py)."""
     if (excess := max(row.get("policy/engine_kl_excess", 0.0) for row in view.last)) > 1:
-        by_position = [
-            f"{name}={kl:.2g}" for name, kl in view.last[-1].items() if name.startswith("policy/engine_kl/from_")
-        ]
+        newest = view.last[-1].items()
+        by_position = [f"{name}={kl:.2g}" for name, kl in newest if name.startswith("policy/engine_kl/from_")]
         lagging = "Lower {rollout.max_policy_lag}. If it stays at a lag of 0: "
         yield (
             f"The engines' policy is {excess:.2g} times as far from the learner's as rounding explains "
@@ -160,17 +156,6 @@ def engine_drift(view: View) -> Problems:
             (lagging if view.config.get("rollout.max_policy_lag") else "")
             + "Do they compute the same model? Look at rotary scaling, windows, and the versions of vllm and "
             "transformers; run rlhf.doctor. Train on such rollouts with algo.importance_correction alone.",
-        )
-
-
-def skipped_updates(view: View) -> Problems:
-    if (skipped := view.rise("learner/updates_skipped")) > 0:
-        lower = "Lower {learner.optimizer.lr}, or go back to an earlier checkpoint (--resume-from)."
-        if "rollout.samples_per_prompt" not in view.config:
-            yield f"{skipped:.0f} updates were skipped, because a gradient was not finite.", lower
-        yield (
-            f"{skipped:.0f} updates were skipped, because a number was not finite; the step's warning names it.",
-            f"{lower} If it happens at the first steps, run rlhf.doctor.",
         )
 
 
@@ -235,7 +220,6 @@ RULES: dict[str, Callable[[View], Problems]] = {
     "entropy collapsed": entropy_collapse,
     "much clipping": much_clipping,
     "engines and learner drift apart": engine_drift,
-    "updates were skipped": skipped_updates,
     "rollouts are dropped as too old": stale_rollouts,
     "grades are missing": grader_failures,
 }

@@ -95,7 +95,6 @@ ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"rollout.max_policy_lag": 4},
         "Lower rollout.max_policy_lag=4",
     ),
-    "updates were skipped": ({"learner/updates_skipped": 1.0}, {}, "1 updates were skipped"),
     "rollouts are dropped as too old": ({"account/stale": since_40(100)}, {}, "rollout.max_policy_lag=0"),
     "grades are missing": (GRADER, {}, "(math/timeout). Raise reward.wall_seconds=10.0"),
 }
@@ -129,7 +128,7 @@ def test_a_finding_is_new_once_and_its_steps_go_on() -> None:
 
 
 def test_a_resumed_run_does_not_report_what_its_counters_held_before() -> None:
-    rows = [row | {"learner/updates_skipped": 7.0, "account/stale": 9e9} for row in healthy_runs()[0][30:]]
+    rows = [row | {"account/stale": 9e9} for row in healthy_runs()[0][30:]]
     assert diagnose_run(rows, CONFIG) == []
 
 
