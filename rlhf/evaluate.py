@@ -87,8 +87,6 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
         exit_stack.enter_context(terminal.phase(f"evaluation of {config.model.path}"))
         scorer = exit_stack.enter_context(Scorer(config.reward))
         play = exit_stack.enter_context(StartedEnvironments(config, tokenizer)) if config.has_environment else None
-        for warning in await play.try_tools(loaded.prompts) if play else ():
-            to_stderr(f"warning: {warning}")
         async with started_engines(config, trains=False, watch_stage=terminal.phase) as engines:
             if play is not None:
                 await engines.cluster.host_environments(play.spread)

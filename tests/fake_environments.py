@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.environments.faults import Fault
 from rlhf.environments.turns import Answers
 from rlhf.rollout.requests import Completion
 from rlhf.types import Outcome, Prompt, VersionSpan
@@ -97,7 +96,7 @@ class LocalSession:
     plays: bool = False
     opening: list[dict[str, Any]] | None = None
     text: str = ""
-    faults: tuple[Fault, ...] = ()  # of each call
+    faults: tuple[str, ...] = ()  # of each call
     calls: list[str] = field(default_factory=list)
     closed: bool = False
     coroutine: Any = None

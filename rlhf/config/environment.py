@@ -154,11 +154,6 @@ class EnvironmentConfig(_Driven):
     max_failed_fraction: Fraction = key(
         0.5, "share of a step's rollouts that may fail before the run ends", resume="free"
     )
-    try_tools: bool = key(
-        True,
-        "call each tool once at the start, with arguments made from its schema; false for tools with side effects",
-        resume="free",
-    )
 
     @model_validator(mode="before")
     @classmethod

@@ -221,8 +221,8 @@ class Episode:
         Returns:
             {"answers": one message per call, {"role": "tool", "name", "content"}, "done": True if the class ends the
             rollout here, "errors": the number of answers that are errors, "faults": errors that the model may not have
-            caused, see `Fault`}. A content is text; only a list that a tool returned stays a list, as in TRL, and the
-            model reads `content_text` of it.
+            caused, as `tool: file:line: Type: text`}. A content is text; only a list that a tool returned stays a list,
+            as in TRL, and the model reads `content_text` of it.
 
         Raises:
             MemoryError: any other exception of a tool becomes its answer.
@@ -264,10 +264,10 @@ class Episode:
                 outcome = self._error(outcome, asked.written)
             answers.append((asked.tool, outcome))
         messages = [{"role": "tool", "name": name, "content": content} for name, content in answers]
-        faults = [fault_of(error, asked.tool, asked.arguments) for asked, error in errors]
+        faults = [(asked.tool, fault_of(error, asked.arguments)) for asked, error in errors]
         done = self._environment.is_done(self._instance)
-        told = [fault._asdict() for fault in faults if fault is not None]
-        return {"answers": messages, "done": done, "errors": len(errors), "faults": told}
+        named = [f"{tool}: {fault}" for tool, fault in faults if fault is not None]
+        return {"answers": messages, "done": done, "errors": len(errors), "faults": named}
 
     async def finish(self) -> dict[str, Any]:
         """Judge the rollout.

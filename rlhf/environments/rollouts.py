@@ -35,12 +35,9 @@ from rlhf.rollout.requests import Completion, Parsing, SamplingSettings, request
 from rlhf.rollout.sampler import Generate
 from rlhf.types import Prompt, Rollout
 
-RESET_S = 30.0  # limit of a reset in a trial at the start of a run
+RESET_S = 30.0  # limit of a reset in the trial of rewards before a run
 MAX_ERRORS, MAX_WARNINGS = 5, 10  # distinct errors that end a run and are shown; warnings about errors in a run
-IS_BROKEN = (
-    "The tool is broken, not the model's call: repair it. If it refuses this call, let it raise a ValueError that says "
-    "why: the model reads it."
-)
+REPAIR_TOOL = "Repair the tool; if the call is wrong, let it raise a ValueError that says why: the model reads it."
 END_TOKENS = 64  # last tokens of a prompt in which a thought may be opened
 
 
@@ -231,17 +228,17 @@ class FailedEnvironments:
         """Judge the rollouts of a step.
 
         Returns:
-            Warnings about new errors and broken tools; and the reason to end the run, or an empty string.
+            Warnings about new errors of environments and tools; and the reason to end the run, or an empty string.
         """
         outcomes = [rollout.outcome for rollout in rollouts if rollout.outcome is not None]
         errors = Counter(" ".join(outcome.error.split()) for outcome in outcomes if outcome.status == FAILED)
-        broken = Counter[str]()
+        faults = Counter[str]()
         for rollout in rollouts:
-            broken.update(rollout.facts.get("broken_tools"))
+            faults.update(rollout.facts.get("tool_faults"))
         failed = [f"{errors[error]} of {len(rollouts)} rollouts failed: {error}" for error in self._new(errors)]
-        for error in self._new(broken):
-            tool, _, said = error.partition(": ")
-            failed.append(f"the tool {tool} failed ({broken[error]} x): {said.removesuffix('.')}. {IS_BROKEN}")
+        for fault in self._new(faults):
+            tool, _, error = fault.partition(": ")
+            failed.append(f"the tool {tool} failed ({faults[fault]} x): {error.removesuffix('.')}. {REPAIR_TOOL}")
         warnings = [f"environment: {each}" for each in failed]
         if not errors or errors.total() <= self._allowed_fraction * len(rollouts):
             return warnings, ""

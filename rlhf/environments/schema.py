@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 BASIC: dict[Any, dict[str, Any]] = {
@@ -25,7 +25,6 @@ BASIC: dict[Any, dict[str, Any]] = {
     Any: {},
 }
 BY_NAME = {"PIL.Image.Image": {"type": "image"}, "torch.Tensor": {"type": "audio"}}  # without an import of either
-EXAMPLES = {"string": "example", "integer": 1, "number": 1.0, "boolean": True, "null": None}
 SECTIONS = re.compile(r"Args:|Returns:|Raises:")
 LATER_SECTIONS = re.compile(r"Returns:|Raises:")
 ARGS = re.compile(r"\n\s*Args:\n")
@@ -140,20 +139,3 @@ def _arguments(docstring: str) -> dict[str, str]:
         elif described:
             described[-1][1].append(line.strip())
     return {name: " ".join(lines) for name, lines in described}
-
-
-def example(schema: Mapping[str, Any]) -> Any:
-    """A value that fits a schema of this module; an object has only its required members."""
-    if "enum" in schema:
-        return schema["enum"][0]
-    if "anyOf" in schema:
-        return example(schema["anyOf"][0])
-    kinds = schema.get("type", "any")
-    match kind := kinds if isinstance(kinds, str) else kinds[0]:
-        case "object" if "additionalProperties" in schema:
-            return {EXAMPLES["string"]: example(schema["additionalProperties"])}
-        case "object":
-            return {name: example(schema["properties"][name]) for name in schema.get("required", ())}
-        case "array":
-            return [example(item) for item in schema.get("prefixItems", [schema.get("items", {})])]
-    return EXAMPLES.get(kind, EXAMPLES["string"])

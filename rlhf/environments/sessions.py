@@ -16,7 +16,6 @@ from typing import Any
 from rlhf.config.environment import EnvironmentConfig
 from rlhf.data.messages import read_request
 from rlhf.environments.contract import content_text
-from rlhf.environments.faults import Fault
 from rlhf.environments.turns import Answers, CallLimitError, FailedError, Message
 from rlhf.processes.channel import as_json
 from rlhf.types import Outcome
@@ -175,9 +174,9 @@ class HostedSession:
             messages = [
                 {**_with_text_content(each), "role": "tool", "name": str(each["name"])} for each in said["answers"]
             ]
-            faults = [Fault(str(each["tool"]), str(each["said"]), bool(each["is_broken"])) for each in said["faults"]]
             errors = min(int(said["errors"]), len(calls))
-            return Answers(tuple(messages), done=bool(said["done"]), errors=errors, faults=tuple(faults[:errors]))
+            faults = tuple(map(str, said["faults"][:errors]))
+            return Answers(tuple(messages), done=bool(said["done"]), errors=errors, faults=faults)
 
     async def finish(self) -> Outcome:
         return read_outcome(await self._ask({"do": "finish"}))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,19 +22,11 @@ from rlhf.data.turns import stop_token_ids
 from rlhf.environments.endpoint import Endpoint
 from rlhf.environments.hosts import Hosts
 from rlhf.environments.nodes import Spread
-from rlhf.environments.rollouts import IS_BROKEN, RESET_S, Environments, row_for_reset
-from rlhf.environments.schema import example
+from rlhf.environments.rollouts import Environments, row_for_reset
 from rlhf.environments.service import Service
-from rlhf.environments.sessions import HostedSession
-from rlhf.environments.turns import CallLimitError, FailedError
+from rlhf.environments.turns import FailedError
 from rlhf.rollout.requests import Parsing
 from rlhf.types import Prompt
-
-TRY_S = 10.0  # limit of the calls in the trial of all tools; each tool has at least a tenth of it
-TURN_OFF = "Set environment.try_tools=false to try no tools at the start."
-MAY_BE_SOUND = (
-    f"If no such arguments are allowed, let the tool raise a ValueError that says why: the model reads it. {TURN_OFF}"
-)
 
 
 class StartedEnvironments(Environments, contextlib.AbstractContextManager["StartedEnvironments"]):
@@ -122,54 +111,6 @@ class StartedEnvironments(Environments, contextlib.AbstractContextManager["Start
         if len(prompt.token_ids):
             return prompt
         return replace(prompt, token_ids=self.dialogue.prompt([{"role": "user", "content": "Begin."}]).astype(np.int32))
-
-    async def try_tools(self, prompts: Mapping[str, Sequence[Prompt]]) -> list[str]:
-        """Warnings about tools that fail for arguments made from their schemas, unless `environment.try_tools` is off.
-
-        Each tool has a session of its own, which is reset with the first row of its environment, and closed. Tools are
-        tried one after another, because a server may accept only one session at a time. `prompts` are by source.
-        """
-        config, first = self._config.environment, dict[str, Prompt]()
-        if not config.try_tools:
-            return []
-        for prompt in chain.from_iterable(prompts.values()):
-            first.setdefault("" if "" in self.hosts.about else prompt.columns.get("environment", ""), prompt)
-        # names of the user's own tools have a `:` there, so only built-in tools match
-        built_in = {*self._config.tools, *(part.name for part in config.parts.values())}
-        ends, warnings = time.monotonic() + TRY_S, list[str]()
-        for value, about in self.hosts.about.items():
-            for tool in about["tools"] if value in first else ():
-                if tool["function"]["name"] in built_in:
-                    continue
-                prompt = first[value]
-                try:
-                    opening = self.hosts.open(row_for_reset(prompt), self.seeds(prompt, 0))
-                    session = await asyncio.wait_for(opening, RESET_S)
-                except (TimeoutError, FailedError) as error:
-                    reason = str(error) or f"its reset has not ended in {RESET_S:.0f} s"
-                    problem = f"environment: its tools could not be tried with {prompt.id}: {reason.removesuffix('.')}"
-                    warnings.append(f"{problem}. {TURN_OFF}")
-                    break  # its other tools have the same reset
-                warnings.append(await self._try(tool["function"], session, max(TRY_S / 10, ends - time.monotonic())))
-        return list(dict.fromkeys(filter(None, warnings)))
-
-    async def _try(self, tool: Mapping[str, Any], session: HostedSession, within_s: float) -> str:
-        """Call a tool, and close the session. Returns a warning if the tool failed, or an empty string."""
-        arguments = example(tool["parameters"])
-        call = {"type": "function", "function": {"name": tool["name"], "arguments": arguments}}
-        tried = f"environment: the tool {tool['name']}, tried with {arguments},"
-        try:
-            answers = await asyncio.wait_for(session.call([call]), within_s)
-        except TimeoutError:
-            return f"{tried} has not answered in {within_s:.0f} s. {TURN_OFF}"
-        except (CallLimitError, FailedError) as error:
-            return f"{tried} failed: {error}. {TURN_OFF}"
-        finally:
-            await session.close()
-        if answers.faults:
-            (fault,) = answers.faults
-            return f"{tried} failed: {fault.said.removesuffix('.')}. {IS_BROKEN if fault.is_broken else MAY_BE_SOUND}"
-        return ""
 
     def close(self) -> None:
         """End every process."""

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from rlhf.data.dialogue import Dialogue
-from rlhf.environments.faults import Fault
 from rlhf.rollout.requests import Completion
 from rlhf.rollout.token_log import TokenLog
 from rlhf.types import Outcome, Prompt, Rollout, TokenSequence
@@ -55,7 +54,7 @@ class Answers:
     messages: tuple[Message, ...]
     done: bool = False
     errors: int = 0  # calls that could not be made
-    faults: tuple[Fault, ...] = ()  # errors for which the model may not be to blame
+    faults: tuple[str, ...] = ()  # errors that the model may not have caused: `tool: file:line: Type: text`
 
 
 class NextTurn(Protocol):
@@ -84,7 +83,7 @@ class Limits:
 
 # Metrics are made of these facts, so facts of an environment with these names are dropped.
 OWN_FACTS = (
-    "turns", "tool_calls", "tool_errors", "broken_tools", "calls", "untrained_tokens", "environment_seconds",
+    "turns", "tool_calls", "tool_errors", "tool_faults", "calls", "untrained_tokens", "environment_seconds",
     "ended_by", "error",
 )  # fmt: skip
 
@@ -99,7 +98,7 @@ class Progress:
     offers_tools: bool = True  # a coroutine makes its calls by itself
     tool_calls: int = 0
     tool_errors: int = 0
-    broken_tools: Counter[str] = field(default_factory=Counter)  # calls by the error of a broken tool
+    tool_faults: Counter[str] = field(default_factory=Counter)  # number of calls by fault
     calls: dict[str, int] = field(default_factory=dict)  # requests of a coroutine or program, by kind
     untrained_tokens: int = 0  # of sequences that `environment.trained_sequences` leaves out
     environment_s: float = 0.0
@@ -140,7 +139,7 @@ class Progress:
             **{name: fact for name, fact in outcome.facts.items() if name not in OWN_FACTS},
             "turns": self.turns,
             **({"tool_calls": self.tool_calls, "tool_errors": self.tool_errors} if self.offers_tools else {}),
-            **({"broken_tools": dict(self.broken_tools)} if self.broken_tools else {}),
+            **({"tool_faults": dict(self.tool_faults)} if self.tool_faults else {}),
             **({"calls": self.calls} if self.calls else {}),
             **({"untrained_tokens": self.untrained_tokens} if self.untrained_tokens else {}),
             "environment_seconds": round(self.environment_s, 3),
@@ -186,7 +185,7 @@ async def _turns(
         progress.tool_calls += len(calls)
         answers: Answers = await progress.timed(session.call(calls))
         progress.tool_errors += answers.errors
-        progress.broken_tools.update(f"{fault.tool}: {fault.said}" for fault in answers.faults if fault.is_broken)
+        progress.tool_faults.update(answers.faults)
         ended_by = "done" if answers.done else progress.reached_limit(limits)
         if ended_by is None and not templates.can_go_on(completion.token_ids):
             ended_by = "no_stop_token"

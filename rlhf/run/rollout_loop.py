@@ -67,8 +67,6 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
                     environments = await in_thread(_start_environments, run)
                     exit_stack.callback(environments.close)
                     first = await environments.first_prompt(first)
-                    for warning in await environments.try_tools(data.train.prompts):
-                        run.log.warn(warning)
             for warning in rollout_warnings(config, run.tokenizer):
                 run.log.warn(warning)
             for line in source_lines("data.eval", data.evaluation, config.data.max_prompt_tokens):

@@ -270,7 +270,7 @@ def test_environments_run_on_both_nodes_and_one_whose_actor_is_killed_costs_its_
         tmp_path, data, run={"steps": 3, "max_useless_steps": None}, evaluation={"at_start": False, "at_end": False},
         environment={
             "by_name": by_name, "files": [str(game)], "wall_seconds": STACK_WAIT_S, "env": ["GAME_KEY"],
-            "endpoint_host": "127.0.0.2", "try_tools": False,  # a session would wait at the gate
+            "endpoint_host": "127.0.0.2",
         },
         rollout={"prompts_per_step": 4, "max_rollout_tokens": 48}, logging={"wandb": {"mode": "disabled"}},
         cluster={"cpus_per_learner": 0.5, "cpus_per_engine": 0.5},

@@ -16,7 +16,6 @@ from worlds import make_config
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.reward import RewardConfig
-from rlhf.environments.faults import Fault
 from rlhf.environments.rollouts import Environments, FailedEnvironments
 from rlhf.environments.start import answer_columns
 from rlhf.environments.turns import CallLimitError, FailedError
@@ -214,18 +213,21 @@ def test_too_many_failures_of_a_step_end_the_run_with_their_errors(tmp_path: Pat
     assert tolerant.check(rollouts) == ([], "")  # told once
 
 
-def test_a_broken_tool_is_told_once_for_each_error_and_its_rollouts_go_on(tmp_path: Path) -> None:
-    config = config_of(tmp_path, rollout={"samples_per_prompt": 4})
-    broken, unclear = Fault("find", "t.py:3: NameError: x", True), Fault("find", "t.py:4: KeyError: 1", False)
-    faults = [(broken,), (broken, unclear), (unclear,), (Fault("add", "t.py:9: NameError: y", True),)]
+def test_a_fault_of_a_tool_is_told_once_and_its_rollouts_go_on(tmp_path: Path) -> None:
+    config = config_of(tmp_path, rollout={"samples_per_prompt": 3})
+    faults: list[tuple[str, ...]] = [
+        ("find: t.py:3: NameError: x",),
+        ("find: t.py:3: NameError: x",),
+        ("add: t.py:9: KeyError: 1",),
+    ]
     hosts = Hosts(*(LocalSession(faults=each) for each in faults))
     rollouts = [sample.rollout for sample in play(config, hosts, Engine(CALL, "end"), prompt()).samples]
-    assert [rollout.facts["ended_by"] for rollout in rollouts] == ["answer"] * 4
+    assert [rollout.facts["ended_by"] for rollout in rollouts] == ["answer"] * 3
     told = FailedEnvironments(0.0)
     warnings, why = told.check(rollouts)
-    assert [warning.partition(". The tool is broken")[0] for warning in warnings] == [
+    assert [warning.partition(". Repair the tool")[0] for warning in warnings] == [
         "environment: the tool find failed (2 x): t.py:3: NameError: x",
-        "environment: the tool add failed (1 x): t.py:9: NameError: y",
+        "environment: the tool add failed (1 x): t.py:9: KeyError: 1",
     ]
     assert why == ""
     assert told.check(rollouts) == ([], "")

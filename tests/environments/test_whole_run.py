@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from documented import check_documented
-from fake_environments import call, prompt
+from fake_environments import call
 from fake_run import Sampling, drive
 from transformers import AutoTokenizer
 from worlds import make_config
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.environments import start
-from rlhf.environments.start import StartedEnvironments
 from rlhf.quickstart import write_quickstart
 from rlhf.rollout.requests import Completion, SamplingSettings
 
@@ -125,100 +123,3 @@ def test_a_run_ends_saved_when_too_many_environments_fail(
     shown = " ".join(capfd.readouterr().out.split())
     assert "environment: 2 of 2 rollouts failed: finish: " in shown  # of the evaluation at the start
     assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
-
-
-TOOLS = '''
-import time
-
-def python(text: str) -> str:
-    """Find.
-
-    Args:
-        text: What.
-    """
-    return found
-
-class Desk:
-    def reset(self, item, **row):
-        self.items = {item: 1}
-
-    def count(self, item: str, pause: float = 0.0) -> int:
-        """Count.
-
-        Args:
-            item: Of what.
-            pause: Seconds.
-        """
-        time.sleep(pause)
-        return self.items[item]
-
-    def hang(self) -> None:
-        """Hang."""
-        time.sleep(1000)
-
-    def index(self) -> str:
-        """Index."""
-        return self.items["none"]
-
-    def refuse(self, item: str) -> None:
-        """Refuse.
-
-        Args:
-            item: What.
-        """
-        raise ValueError("not now")
-
-class Shelf:
-    async def reset(self, **row):
-        self.size = row["size"]
-
-    async def look(self) -> str:
-        """Look."""
-        return "nothing"
-'''
-
-
-def test_tools_are_tried_before_anything_else_starts(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(start, "TRY_S", 1.0)
-    file = tmp_path / "tools.py"
-    file.write_text(TOOLS)
-    line = {text: number for number, text in enumerate(TOOLS.splitlines(), 1)}
-    by_name = {name.lower(): {"name": f"{file}:{name}"} for name in ("Desk", "Shelf")}
-    config = make_config(model, environment={"by_name": by_name})
-    config = config.model_copy(update={"tools": (f"{file}:python", "calculator")})
-    rows = [prompt(environment="desk", item="pen"), prompt(environment="shelf", length=1)]
-    tokenizer = AutoTokenizer.from_pretrained(model)
-
-    def warnings(config: GRPOConfig) -> list[str]:
-        with StartedEnvironments(config, tokenizer) as environments:
-            told = asyncio.run(environments.try_tools({"a": rows[:1], "b": rows[1:]}))
-            assert environments.hosts.opened == set()  # every session was closed
-            return told
-
-    find, hang, index, shelf = warnings(config)
-    assert find.startswith(
-        f"environment: the tool python, tried with {{'text': 'example'}}, failed: {file}:{line['    return found']}: "
-        "NameError: name 'found' is not defined. The tool is broken"
-    )
-    assert "the tool hang, tried with {}, has not answered in" in hang
-    assert "KeyError: 'none'. If no such arguments are allowed" in index
-    row = line['        self.size = row["size"]']
-    assert shelf.startswith(f"environment: its tools could not be tried with p/1: open: {file}:{row}: KeyError: 'size'")
-    off = config.environment.model_copy(update={"try_tools": False})
-    assert warnings(config.model_copy(update={"environment": off})) == []
-
-
-def test_a_reset_that_hangs_ends_the_trial_of_its_tools(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(start, "RESET_S", 1.0)
-    file = tmp_path / "stuck.py"
-    file.write_text(TOOLS.replace("self.items = {item: 1}", "time.sleep(1000)"))
-    config = make_config(model, environment={"name": f"{file}:Desk"})
-    with StartedEnvironments(config, AutoTokenizer.from_pretrained(model)) as environments:
-        (told,) = asyncio.run(environments.try_tools({"a": [prompt(item="pen")]}))
-        assert "could not be tried with" in told
-        assert "its reset has not ended in 1 s" in told
-        assert environments.hosts.opened == set()

@@ -94,8 +94,6 @@ async def check_config(patient: Patient) -> Finding:
         if config.has_environment and not problems:
             with await in_thread(StartedEnvironments, config, tokenizer) as environments:
                 patient.prompts = await asyncio.gather(*map(environments.first_prompt, patient.rows))
-                if warnings := await environments.try_tools(prompts):
-                    return Finding("warn", "\n".join(warnings), "repair the tools")
     except (OSError, ValueError) as error:
         problems = problems or [str(error)]
     if problems:
