@@ -1,4 +1,4 @@
-"""docs/first_run.md and docs/data.md: their configs are valid, and what they show is what the programs print.
+"""docs/first_run.md and docs/data.md: their configs are valid, and their commands and names exist.
 
 The output of training is held against a run of tests/test_stack_grpo.py, by `documented.check_shown`.
 """
@@ -6,7 +6,6 @@ The output of training is held against a run of tests/test_stack_grpo.py, by `do
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from pathlib import Path
 
@@ -14,44 +13,22 @@ import pytest
 import yaml
 from documented import FIRST_RUN, transcript
 
-from rlhf import grpo
 from rlhf.config.data import DataConfig
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config, validated
 from rlhf.data.load import USUAL_COLUMNS
 from rlhf.data.templates import CHAT_TEMPLATES
-from rlhf.quickstart import TEST_ROWS, TRAIN_ROWS, make_problems
 
 DATA = (FIRST_RUN.parent / "data.md").read_text()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the page after its second section, without the model."""
+    """A folder with the config of the page."""
     folder = tmp_path_factory.mktemp("first")
-    problems = make_problems(TRAIN_ROWS + TEST_ROWS, 0)
-    for name, rows in (("train", problems[:2000]), ("test", problems[TRAIN_ROWS : TRAIN_ROWS + 128])):
-        lines = [json.dumps({"question": row.question, "answer": row.answer}) + "\n" for row in rows]
-        (folder / f"{name}.jsonl").write_text("".join(lines))
     (config,) = re.findall(r"```yaml\n(.*?)```", FIRST_RUN.read_text(), flags=re.DOTALL)
     (folder / "mine.yaml").write_text(config)
     return folder
-
-
-def test_the_rows_that_the_page_shows_are_those_of_the_tiny_data(folder: Path) -> None:
-    shown = transcript()["head -n 2 train.jsonl"]
-    assert shown == (folder / "train.jsonl").read_text().splitlines()[:2]
-
-
-def test_the_plan_that_the_page_shows_is_printed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(folder)
-    grpo.main(["--config", "mine.yaml", "--plan"])
-    printed = capsys.readouterr().out.splitlines()
-    shown = [line for line in transcript()["rlhf grpo --config mine.yaml --plan"] if line != "..."]
-    assert len(shown) > 10
-    assert [line for line in shown if line not in printed] == []
 
 
 def test_every_command_of_the_page_is_a_program_with_such_arguments(
