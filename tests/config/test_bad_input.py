@@ -25,7 +25,7 @@ from rlhf.run.state import RunState
 
 # the argument -> the key or flag, the value, the remedy
 ARGUMENTS: dict[str, tuple[str, str, str]] = {
-    "--learning-rate=1": ("--learning-rate", "=1", "learner.optimizer.lr?"),
+    "--lr=1": ("--lr", "=1", "learner.optimizer.lr?"),
     "--run.steps=3": ("--run.steps", "=3", "run.steps?"),
     "--paln": ("--paln", "--paln", "--help"),
     "model.lora.targets=[q_proj, query]": ("model.lora.targets", "=query", "It has down_proj, gate_proj, k_proj"),
@@ -116,7 +116,7 @@ def model(tiny_model_dir: Path) -> Path:
         ),
     ],
 )
-def test_what_is_missing_or_too_long_is_named_with_its_key(
+def test_missing_files_and_too_long_sequences_are_named_with_their_key(
     model: Path, sections: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the parts are the match
@@ -281,7 +281,7 @@ def test_a_bad_row_is_named_with_its_value_and_the_remedy(config: Path, tmp_path
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_the_other_programs_say_it_as_well(program: Any, arguments: list[str], parts: tuple[str, ...]) -> None:
+def test_the_other_programs_name_bad_arguments_too(program: Any, arguments: list[str], parts: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the parts are the match
         program(arguments)
     _check(str(caught.value), parts)

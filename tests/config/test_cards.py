@@ -20,7 +20,7 @@ def test_a_card_is_known_by_whole_words_of_the_drivers_name() -> None:
     assert card_named("NVIDIA GeForce RTX 4090 Laptop GPU") is None
 
 
-def test_by_memory_alone_it_is_the_smallest_that_has_as_much() -> None:
+def test_memory_alone_selects_the_smallest_card_that_has_as_much() -> None:
     sizes = (22, 24, 32, 40, 45, 48, 79, 80, 141, 180, 1000)
     assert [card_with_memory(gib) for gib in sizes] == [
         "L4", "RTX 4090", "RTX 5090", "A100-40GB", "L40S", "RTX 6000 Ada", "H100", "H100", "H200", "B200", "GB300",

@@ -175,7 +175,7 @@ def test_a_config_of_another_program_is_one_message_that_names_that_program(
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_what_goes_wrong_at_run_time_has_another_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_at_run_time_has_another_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise RuntimeError("engine 0 died")
 

@@ -83,7 +83,7 @@ TWO = "data: {train: [a.jsonl, {path: b.jsonl, rows: 3}]}"
         (TWO, "data.train.1=c.jsonl", {"data": {"train": ["a.jsonl", "c.jsonl"]}}),
     ],
 )  # fmt: skip
-def test_what_a_later_file_or_override_does_not_name_stays(
+def test_a_later_file_or_override_keeps_the_keys_that_it_does_not_name(
     base: str, tmp_path: Path, file: str, then: str, long: dict[str, Any]
 ) -> None:
     files, overrides, whole = [base, str(tmp_path / "file.yaml")], [], str(tmp_path / "whole.yaml")
@@ -99,15 +99,15 @@ def test_what_a_later_file_or_override_does_not_name_stays(
     assert load_config(GRPOConfig, files, overrides) == load_config(GRPOConfig, [base, whole])
 
 
-def test_an_entry_or_data_set_that_cannot_be_meant_is_named(base: str, tmp_path: Path) -> None:
+def test_an_entry_that_does_not_exist_and_an_ambiguous_data_set_are_named(base: str, tmp_path: Path) -> None:
     overlay = tmp_path / "overlay.yaml"
     overlay.write_text(f"{KEPT}\n{TWO}")
-    for override, told in (
+    for override, message in (
         ("reward.2.weight=3", "reward.parts.2: no such entry (2 in all, counted from 0)."),
         ("data.train.rows=5", "data.train.rows: there are 2 data sets. Name one by its number: data.train.0.rows."),
         ("data.train.b.rows=5", "Name one by its number: data.train.0.rows."),
     ):
-        with pytest.raises(ValueError, match=re.escape(told)):
+        with pytest.raises(ValueError, match=re.escape(message)):
             load_config(GRPOConfig, [base, str(overlay)], [override])
 
 
@@ -157,7 +157,7 @@ def test_every_unknown_key_is_named_on_a_line_of_its_own(base: str) -> None:
     assert [line.split("=")[0] for line in lines] == ["run.stepss", "algo.betta"]
 
 
-def test_what_is_required_is_named_key_by_key_when_a_section_is_missing(tmp_path: Path) -> None:
+def test_every_required_key_of_a_missing_section_is_named(tmp_path: Path) -> None:
     empty = tmp_path / "empty.yaml"
     empty.write_text("")
     keys = ["run.dir", "run.steps", "model.path", "data.train"]

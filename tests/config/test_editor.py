@@ -64,7 +64,7 @@ def test_no_key_of_a_config_of_the_repository_is_marked_by_the_schema_that_it_na
         ("checkpoint: {every: auto}\nrollout: {engine: {block_size: 32}}", ""),
     ],
 )
-def test_what_the_programs_read_is_not_marked(
+def test_a_valid_config_is_not_marked(
     text: str, override: str, tmp_path: Path, marks: Marks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_SEED", "1")

@@ -63,7 +63,7 @@ def test_without_data_the_environment_makes_the_prompts_and_the_resolved_config_
     assert "data.train: required and not set" in refusal("tools=[calculator]")
 
 
-def test_its_reward_may_be_the_only_one() -> None:
+def test_the_reward_of_the_environment_may_be_the_only_one() -> None:
     assert load(DATA, "environment=my.module:Game", "reward=[]").reward.parts == ()
     assert "nothing would grade" in refusal(DATA, "tools=[calculator]", "reward=[]")
     part = ("rollout.dynamic_sampling=true", "rollout.dynamic_sampling_part=environment")

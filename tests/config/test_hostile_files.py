@@ -81,7 +81,7 @@ def test_references_that_multiply_end_the_program_and_others_need_no_watcher(mon
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reader", READERS)
-def test_what_is_no_file_of_text_is_named_and_never_waited_for(reader: str, kind: str, tmp_path: Path) -> None:
+def test_a_path_that_is_no_text_file_is_named_and_never_waited_for(reader: str, kind: str, tmp_path: Path) -> None:
     (make, why), (named, read) = KINDS[kind], READERS[reader]
     make(file := tmp_path / "given.jinja")
     with pytest.raises(ValueError, match=why) as refused:

@@ -60,22 +60,22 @@ def test_work_that_is_within_its_limits_is_not_touched(name: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_what_is_half_written_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_written_record_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of two pieces of work, as a look between two writes may find them."""
-    shared, told = mmap.mmap(-1, limit.SIZE), list[int]()
+    shared, messages = mmap.mmap(-1, limit.SIZE), list[int]()
     heads = [(os.getppid(), -1e6 - number, 1.0, 0, 2**60, 0) for number in (1, 2, 1, 3, 3)]
 
     def look(*_: object) -> tuple[list[int], ...]:
         if heads:
             limit.HEAD.pack_into(shared, 0, *heads.pop(0))
-        return [0] * bool(told), [], []
+        return [0] * bool(messages), [], []
 
     with monkeypatch.context() as patched:
         patched.setattr(limit, "select", SimpleNamespace(select=look))
-        patched.setattr(limit, "os", SimpleNamespace(getppid=lambda: 1, write=lambda *_: told.append(len(heads))))
+        patched.setattr(limit, "os", SimpleNamespace(getppid=lambda: 1, write=lambda *_: messages.append(len(heads))))
         patched.setattr(limit, "_thread_s", lambda *_: 0.0)
         limit._watch(1, shared)
-    assert told == [0]
+    assert messages == [0]
 
 
 ENDS = {

@@ -30,16 +30,14 @@ def metrics(*parts: str, metric: str | None = None, **sections: Any) -> dict[str
         (["rubric.py:f", "multiple_choice", "repetition"], "multiple_choice"),
     ],
 )
-def test_it_is_the_only_part_or_the_one_that_compares_with_an_answer_in_any_order(
-    parts: list[str], metric: str
-) -> None:
+def test_the_metric_is_the_only_part_or_the_one_that_compares_with_an_answer(parts: list[str], metric: str) -> None:
     assert metrics(*parts) == {"test": metric}
     weighted = [{"name": name, "weight": float(-index)} for index, name in enumerate(parts)]
     assert metrics(reward={"parts": weighted}) == {"test": metric}
 
 
 @pytest.mark.parametrize("parts", [["format", "length"], ["own.py:f", "format"], ["exact", "f1", "format"]])
-def test_else_the_start_asks_and_lists_the_names(parts: list[str]) -> None:
+def test_with_several_candidates_the_start_asks_and_lists_them(parts: list[str]) -> None:
     for given in (parts, parts[::-1]):
         with pytest.raises(ValueError, match=rf"evaluation\.metric is not set.* test .*: {', '.join(given)}\."):
             metrics(*given)
@@ -59,16 +57,16 @@ def test_a_reward_model_and_an_environment_are_parts_too() -> None:
 
 
 def test_an_environment_that_gives_a_reward_next_to_a_part_that_compares_with_no_answer_is_asked_for() -> None:
-    def asked(*parts: str, judges: bool = True, **sections: Any) -> list[str]:
+    def problems(*parts: str, judges: bool = True, **sections: Any) -> list[str]:
         values = {"data": {"train": "t.jsonl", "eval": "test.jsonl"}, "reward": {"parts": list(parts)}, **sections}
         return [*metric_problems(make_config(Path("x"), environment=ENVIRONMENT, **values), environment_judges=judges)]
 
-    (said,) = asked("own.py:bonus")
-    assert "own.py:bonus, environment" in said
-    assert [*asked("math"), *asked(), *asked("own.py:bonus", evaluation={"metric": "own.py:bonus"})] == []
-    assert [*asked("math", judges=False), *asked("own.py:bonus", judges=False)] == []
-    (said,) = asked("math", judges=False, evaluation={"metric": "environment"})
-    assert "evaluation.metric=environment: no part of the reward of test has this name. Known: math" in said
+    (problem,) = problems("own.py:bonus")
+    assert "own.py:bonus, environment" in problem
+    assert [*problems("math"), *problems(), *problems("own.py:bonus", evaluation={"metric": "own.py:bonus"})] == []
+    assert [*problems("math", judges=False), *problems("own.py:bonus", judges=False)] == []
+    (problem,) = problems("math", judges=False, evaluation={"metric": "environment"})
+    assert "evaluation.metric=environment: no part of the reward of test has this name. Known: math" in problem
 
 
 def test_data_sets_with_other_rewards_have_a_metric_of_their_own() -> None:

@@ -38,7 +38,7 @@ def test_a_name_with_such_a_word_is_that_of_a_secret(name: str) -> None:
      "stop_tokens", "end_token", "eos_token", "pad_token_id", "think_token", "special_tokens", "tokens", "label_key",
      "id_key", "by_key", "pass_threshold", "monkey", "hockey"],
 )  # fmt: skip
-def test_other_names_are_not(name: str) -> None:
+def test_other_names_are_not_those_of_secrets(name: str) -> None:
     assert not is_secret_name(name)
 
 
@@ -96,7 +96,7 @@ def test_a_secret_written_out_in_the_config_is_stored_nowhere_and_asked_for_by_n
     assert stored_values(saved)["reward_model"]["endpoint"] == f"http://me:{HIDDEN}@127.0.0.1:1/score"
 
 
-def test_what_is_stored_can_be_read_when_the_variable_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stored_config_can_be_read_when_its_variable_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_JUDGE_KEY", JUDGE)
     config = load_config(GRPOConfig, [BASE], ["reward=[{name: 'a.b:c', key: '${oc.env:FAKE_JUDGE_KEY}'}]"])
     saved = tmp_path / "config.yaml"
