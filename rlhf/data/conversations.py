@@ -145,7 +145,7 @@ def pair_conversations(columns: dict[str, Any]) -> tuple[list[Message], list[Mes
 
 
 def _side(columns: dict[str, Any], column: str) -> list[Message]:
-    """The messages of a side, with those of `prompt`."""
+    """The messages of one side, after the messages of `prompt`."""
     messages = _messages(columns, column, "assistant")
     if messages[0]["role"] == "assistant":
         _check_columns(
@@ -156,8 +156,8 @@ def _side(columns: dict[str, Any], column: str) -> list[Message]:
         prompt = _messages(columns, "prompt", "user")
         if prompt[0]["role"] == "system" and messages[0]["role"] != "system":
             messages = [prompt[0], *messages]
-        asked = [message["content"].strip() for message in messages if message["role"] == "user"]
-        is_text = len(prompt) == 1 and prompt[0]["content"].strip() in asked
+        user_texts = [message["content"].strip() for message in messages if message["role"] == "user"]
+        is_text = len(prompt) == 1 and prompt[0]["content"].strip() in user_texts
         if messages[: len(prompt)] != prompt and not is_text:
             raise ValueError(
                 f"`prompt` is {prompt[-1]['content']!r:.60}, and `{column}` has another prompt: "
@@ -229,7 +229,9 @@ class SFTEncoder:
         ids, trained = self._plain(row) if template in PLAIN else self._chat(row)
         trained[:1] = False  # nothing predicts the first token
         if not trained.any():
-            raise ValueError("no token of it is trained: what the assistant says is empty. Correct or remove the row.")
+            raise ValueError(
+                "no token of it is trained: the assistant's messages are empty. Correct or remove the row."
+            )
         end = int(trained.nonzero()[0][-1]) + 1
         return [MaskedTokens(ids[:end], trained[:end])]
 
@@ -281,7 +283,7 @@ class SFTEncoder:
         return self._trained_differences(tokenize(texts, template, self.tokenizer), template)
 
     def _chat(self, row: _Row) -> MaskedTokens:
-        """Encode a row with a chat template. Control tokens in contents are text, except in what the assistant says."""
+        """Encode a row with a chat template. Control tokens in contents are text, except in the assistant's own."""
         tagged = GENERATION_TAG.search(template_source(row.template, self.tokenizer))
         if row.turns[0] == 0 and not tagged:
             raise ValueError("its first message is the assistant's, which answers nothing. Put a prompt before it.")
@@ -295,10 +297,10 @@ class SFTEncoder:
         except ValueError:
             if not is_single:
                 raise
-            asked = render_whole(before, row.template, self.tokenizer, KEY, {**options, "add_generation_prompt": True})
-            if not self._ends_inside_thought(asked, row.template):
+            prompt = render_whole(before, row.template, self.tokenizer, KEY, {**options, "add_generation_prompt": True})
+            if not self._ends_inside_thought(prompt, row.template):
                 raise
-            return self._after_opened_thought(asked, row, options)
+            return self._after_opened_thought(prompt, row, options)
 
         def text(messages: Sequence[Message], **more: Any) -> str:
             return render_in_form(form, messages, row.template, self.tokenizer, KEY, {**options, **more})

@@ -165,7 +165,7 @@ class Dialogue:
         if stops[0] != stops[1] or text not in written:
             raise ValueError(
                 f"{KEY}={self._template}: the tokenizer writes the text {text!r} as {written!r}, with "
-                f"{stops[1] - stops[0]} stop tokens: what tools say could end a turn. Use another tokenizer."
+                f"{stops[1] - stops[0]} stop tokens, so text of a tool could end a turn. Use another tokenizer."
             )
 
     def _refuse(self, problem: str, was: np.ndarray, now: np.ndarray) -> None:

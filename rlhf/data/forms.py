@@ -295,14 +295,14 @@ def _letters(text: str) -> str:
 
 def _not_as_json(messages: Sequence[Message], text: str) -> list[str]:
     """Calls whose arguments the template wrote as a Python dictionary, or as JSON text inside JSON text."""
-    found = []
+    wrong_calls = []
     for number, message in enumerate(messages):
         for call in message.get("tool_calls") or ():
             arguments = call["function"]["arguments"]
             wrong = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, str) else str(arguments)
             if arguments and arguments != "{}" and wrong in text:
-                found.append(f"the arguments of a call as a JSON object of message {number + 1}")
-    return found
+                wrong_calls.append(f"the arguments of a call as a JSON object of message {number + 1}")
+    return wrong_calls
 
 
 def _candidates(said: Conversation, source: str) -> Iterator[Form]:

@@ -199,8 +199,8 @@ def _make_prompts(
                     "for this data."
                 )
             check_ids(ids, vocab_size)
-            about = (answer, label, row.columns, opens_thought(text, marks), is_text)
-            prompts.append(Prompt(f"{label}/{row.number}", 0, ids, messages, *about))
+            fields = (answer, label, row.columns, opens_thought(text, marks), is_text)
+            prompts.append(Prompt(f"{label}/{row.number}", 0, ids, messages, *fields))
     if not prompts:
         raise ValueError(f"{source.key}={source.path}: no row can be used. The first one: {source.reasons[0]}")
     return prompts
@@ -294,8 +294,8 @@ def _read_prompt(config: DataConfig, row: Row, column: str) -> Messages:
     if not messages[-1]["content"].strip():
         raise ValueError(f"`{column}` is empty. Correct or remove the row.")
     if config.prompt_suffix:
-        asked = [message for message in messages if message["role"] == "user"] or messages
-        asked[-1]["content"] += f"\n{config.prompt_suffix}"
+        user_messages = [message for message in messages if message["role"] == "user"] or messages
+        user_messages[-1]["content"] += f"\n{config.prompt_suffix}"
     if config.system_prompt:
         if messages[0]["role"] == "system" and not messages[0]["content"].strip():
             del messages[0]  # converters write it for rows that have none

@@ -78,8 +78,8 @@ def with_system(messages: list[Message], columns: Mapping[str, Any]) -> list[Mes
     check_text(text, column)
     own = [message["content"] for message in messages if message["role"] in ("system", "developer")]
     if not any(content.strip() for content in own):
-        asked = [message for message in messages if message["role"] not in ("system", "developer")]
-        return [{"role": "system", "content": text}, *asked]
+        others = [message for message in messages if message["role"] not in ("system", "developer")]
+        return [{"role": "system", "content": text}, *others]
     if not any(text.strip() in content for content in own):
         raise ValueError(
             f"`{column}` is {text!r:.60}, and the messages have another system message: {own[0]!r:.60}. Remove one of "
@@ -207,7 +207,7 @@ def messages_in(text: str, column: str) -> list[Any] | None:
     if not LIST_OF_OBJECTS.match(text):
         return None
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except (ValueError, RecursionError):
         if not TEXT_OF_MESSAGES.match(text):
             return None
@@ -216,8 +216,8 @@ def messages_in(text: str, column: str) -> list[Any] | None:
             "JSON text (json.dumps)."
         ) from None
     names = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
-    are_messages = all(isinstance(each, dict) and any(each.keys() >= pair for pair in names) for each in found)
-    return found if are_messages else None
+    are_messages = all(isinstance(each, dict) and any(each.keys() >= pair for pair in names) for each in parsed)
+    return parsed if are_messages else None
 
 
 def _read(given: Any, column: str, *, of_model: bool = False) -> Message:

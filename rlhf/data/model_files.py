@@ -219,8 +219,8 @@ def _digest(folder: Path, patterns: tuple[str, ...], *, sampled: bool = False) -
             if not sampled:
                 digest.update(content.read())
                 continue
-            for place in range(0, file.stat().st_size, max(SAMPLE_BYTES, file.stat().st_size // SAMPLES)):
-                content.seek(place)
+            for offset in range(0, file.stat().st_size, max(SAMPLE_BYTES, file.stat().st_size // SAMPLES)):
+                content.seek(offset)
                 digest.update(content.read(SAMPLE_BYTES))
     return digest.hexdigest() if files else ""
 
@@ -235,8 +235,8 @@ def check_weights(path: str) -> None:
             return  # the hub has them
         there = ", ".join(sorted(file.name for file in folder.iterdir() if file.suffix in WEIGHT_SUFFIXES))
         kind = "" if folder / SINGLE not in files else f", and no {INDEX} that names others"
-        found = there and f" It has {there}, which transformers does not look for."
-        raise ValueError(f"{', '.join(missing)}: no such file{kind}.{found if kind else ''} {SAVE_AGAIN}")
+        others = there and f" It has {there}, which transformers does not look for."
+        raise ValueError(f"{', '.join(missing)}: no such file{kind}.{others if kind else ''} {SAVE_AGAIN}")
     if of_torch:
         return  # they have no headers
     headers = {file.name: tensor_shapes(file) for file in files}

@@ -107,12 +107,12 @@ def _file_of_each_format(folder: Path) -> list[str]:
     ):
         return []
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    found: dict[str, str] = {}
+    by_format: dict[str, str] = {}
     for name in names:
         kind = FORMATS.get(Path(name.removesuffix(".gz").removesuffix(".zst")).suffix)
         if kind and not name.startswith(".") and not Path(name).name.startswith("dataset_info"):
-            found.setdefault(kind, name)
-    return list(found.values())
+            by_format.setdefault(kind, name)
+    return list(by_format.values())
 
 
 def local_path(source: DatasetConfig) -> Path | None:

@@ -383,9 +383,9 @@ def tagged_ids(
     with limited(_limit_message(key, template, tokenizer)):
         rendered: Any = render_jinja_template([list(messages)], chat_template=source, **arguments)
     spans = rendered[1][0]
-    ids, characters = _encode_pieces(text, tokenizer, with_places=True)
-    bounds = [[len(without_marks(text[:place])) for place in span] for span in spans]
-    inside = [any(start <= place < end for start, end in bounds) for place in characters]
+    ids, offsets = _encode_pieces(text, tokenizer, with_places=True)
+    bounds = [[len(without_marks(text[:offset])) for offset in span] for span in spans]
+    inside = [any(start <= offset < end for start, end in bounds) for offset in offsets]
     return np.array(ids, np.int32), np.array(inside, bool)
 
 

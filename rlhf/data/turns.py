@@ -101,7 +101,7 @@ def turn_ends(
     source, control = template_source(template, tokenizer), set(tokenizer.all_special_ids)
     added = tokenizer.added_tokens_decoder.items()
     control |= {id for id, token in added if token.special or (token.content.strip() and token.content in source)}
-    # what the template writes at every end; if there is nothing, at the end of a conversation
+    # the text that the template writes at every end; if it is empty, the text at the end of a conversation
     for text in (os.path.commonprefix([last[2], inside[2]]), last[2]):
         written = [id for id in tokenize([text], template, tokenizer)[0].tolist() if id in control]
         if written:

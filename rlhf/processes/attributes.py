@@ -106,16 +106,16 @@ class EnvironmentView:
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         module, name = self.__dict__["__of"]
-        found: Any = sys.modules.get(module)
+        value: Any = sys.modules.get(module)
         for part in name.split("."):
-            found = getattr(found, part, None)
-        return found if isinstance(found, type) else EnvironmentView
+            value = getattr(value, part, None)
+        return value if isinstance(value, type) else EnvironmentView
 
     def __getattr__(self, name: str) -> Any:
         class_name = self.__dict__["__of"][1]
         reason = self.__dict__["__unsaid"].get(name, "it is a method, or there was no such attribute at the end")
         raise AttributeError(
-            f"{class_name}.{name} cannot be read here: {reason}. Keep what the reward needs in attributes that are "
+            f"{class_name}.{name} cannot be read here: {reason}. Keep values for the reward in attributes that are "
             "numbers, text, lists or dictionaries."
         )
 

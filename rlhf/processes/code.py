@@ -58,7 +58,7 @@ def import_problem(name: str, error: BaseException, *, install: str = "", is_rew
 
     Args:
         install: a further remedy for a missing module, appended to the advice to install its package.
-        is_reward: a part of the reward, whose config can grant what the confinement refused.
+        is_reward: the code is a part of the reward, whose config can grant the refused access.
     """
     module_name = name.rpartition(":")[0]
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]

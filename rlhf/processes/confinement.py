@@ -6,7 +6,7 @@ Any process may use these mechanisms on itself. All but the last belong to Linux
                   network: where a port is granted, only TCP connections to that port
     seccomp       network: no socket can be made, or with a port only those of TCP; files: owners and attributes cannot
                   be changed; processes: the scheduling and limits of others cannot be changed
-    capabilities  none is left, but for those that the user's own code needs for files of another user
+    capabilities  all are dropped, except those that the user's own code needs for files of another user
     audit hook    network: the same in Python, with a message that names the remedy
 
 Mechanisms that the kernel lacks are skipped and reported. A worker confines itself after it is forked and before it
@@ -120,8 +120,10 @@ def _from(first: str, last: str) -> tuple[str, ...]:
 OWNERS, ATTRIBUTES = _from("chown", "fchownat"), _from("setxattr", "removexattrat")
 MODES = _from("chmod", "utimensat")
 SCHEDULERS = _from("sched_setaffinity", "setpriority")
-MACHINE = _from("unshare", "open_by_handle_at")  # of those that need a capability this is all that is left
-OTHERS = _from("ptrace", "memfd_secret")  # other processes, and what is shared with them or outlives its maker
+MACHINE = _from("unshare", "open_by_handle_at")  # after capabilities are dropped, these calls are left to refuse
+OTHERS = _from(
+    "ptrace", "memfd_secret"
+)  # access to other processes, and objects that are shared or outlive their maker
 SIGNALLED, STARTS = _from("kill", "pidfd_send_signal"), _from("fork", "execveat")
 # Values refused in an argument, under a mask: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE and F_NOTIFY; FIOSETOWN,
 # SIOCSPGRP, TIOCSTI and TIOCLINUX; all of file systems, which change files that are open for reading; PR_SCHED_CORE
@@ -256,7 +258,7 @@ def enter_domain(
 
     Args:
         readable, writable: further files and folders, within what the process may reach already.
-        network: what the process may reach, where it has not been confined by `Grants`.
+        network: network access of a process that has not been confined by `Grants`.
         kept: descriptors that stay open.
         listener_to: gets a descriptor for `modes.answer_call`, by which the process changes modes and times of files in
             its folder; without it, or in the folder of an outer domain that has one.
@@ -513,8 +515,8 @@ def _filters(level: int, *, network: bool, port: int, modes: bool, abi: int) -> 
     actions = {**dict.fromkeys(refused, REFUSE), **dict.fromkeys(absent, ABSENT)}
     actions |= dict.fromkeys(OWNERS, IDLE if level >= MODEL else REFUSE) | dict.fromkeys(ATTRIBUTES, UNSUPPORTED)
     newest = NEWEST if level >= MODEL else WORD
-    found = (REFUSE, ASK, ALLOW) if level == MODEL else (ALLOW,) if modes else (REFUSE,)
-    return {action: _assembled(actions | dict.fromkeys(MODES, action), checks, newest) for action in found}
+    verdicts = (REFUSE, ASK, ALLOW) if level == MODEL else (ALLOW,) if modes else (REFUSE,)
+    return {action: _assembled(actions | dict.fromkeys(MODES, action), checks, newest) for action in verdicts}
 
 
 def _assembled(actions: Mapping[str, int], checks: Mapping[str, Sequence[Check]], newest: int) -> bytes:

@@ -93,10 +93,10 @@ class Command:
             if self._warden == 0:
                 with _ending():
                     try:
-                        told = _guard(theirs, caller, folder, str(work), bounds, output, become)
+                        report = _guard(theirs, caller, folder, str(work), bounds, output, become)
                     except Exception as error:
-                        told = {"refused": f"{type(error).__name__}: {error}"}
-                    theirs.sendall(json.dumps(told).encode())
+                        report = {"refused": f"{type(error).__name__}: {error}"}
+                    theirs.sendall(json.dumps(report).encode())
 
     def begin(self) -> None:
         with contextlib.suppress(OSError):  # it was refused
@@ -111,13 +111,13 @@ class Command:
         Raises:
             RefusedError: the command was not started.
         """
-        said = b""
-        while not said.endswith(b"}") and (more := self._socket.recv(1 << 16)):
-            said += more
-        told = json.loads(said or b'{"refused": "what guards it was killed"}')
-        if "refused" in told:
-            raise RefusedError(f"it cannot run in a domain of its own: {told['refused']}")
-        return told["status"], told["over"]
+        data = b""
+        while not data.endswith(b"}") and (more := self._socket.recv(1 << 16)):
+            data += more
+        report = json.loads(data or b'{"refused": "its warden was killed"}')
+        if "refused" in report:
+            raise RefusedError(f"it cannot run in a domain of its own: {report['refused']}")
+        return report["status"], report["over"]
 
     def close(self) -> None:
         """End the command and all its processes."""
@@ -194,7 +194,7 @@ def _watch(
     ends: Sequence[int], listeners: Sequence[int], caller: int, folder: Path, work: str, bounds: Bounds, group: int
 ) -> str:
     """Wait until the command ends or has to be ended. Returns the bound that it exceeded, or an empty string."""
-    waiting, place = select.poll(), os.path.realpath(work)
+    waiting, real_folder = select.poll(), os.path.realpath(work)
     for fd in (*ends, *listeners):
         waiting.register(fd, select.POLLIN)
     deadline = time.monotonic() + bounds.seconds
@@ -205,7 +205,7 @@ def _watch(
         events = waiting.poll(1000 * max(0.0, min(look, deadline) - time.monotonic()))
         ready = {fd for fd, event in events if event & select.POLLIN}  # at a hang-up `answer_call` might wait for ever
         for listener in ready & {*listeners}:
-            answer_call(listener, place)
+            answer_call(listener, real_folder)
         if ready & {*ends}:
             return ""
         began = time.monotonic()
@@ -244,10 +244,10 @@ def _files(folder: Path, below: Sequence[int]) -> Iterator[os.stat_result]:
         if not isinstance(error, FileNotFoundError):
             raise error
 
-    for place, folders, names in os.walk(folder, onerror=fail):
+    for parent, folders, names in os.walk(folder, onerror=fail):
         for name in (*folders, *names):
             with contextlib.suppress(FileNotFoundError):
-                yield os.lstat(os.path.join(place, name))
+                yield os.lstat(os.path.join(parent, name))
     deleted: dict[tuple[int, int], os.stat_result] = {}
     for pid in below:
         with contextlib.suppress(ProcessLookupError):

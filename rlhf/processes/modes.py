@@ -40,14 +40,14 @@ FORMS = {
 
 def answer_call(listener: int, folder: str) -> None:
     """Answer the next call at a listener: make it if its target is in the folder, whose path must have no links."""
-    asked = bytearray(80)
+    request = bytearray(80)
     with contextlib.suppress(OSError):  # its process has ended
-        fcntl.ioctl(listener, RECEIVE, asked)
-        number, pid, _, call, _, _, *arguments = struct.unpack("=QIIiIQ6Q", asked)
+        fcntl.ioctl(listener, RECEIVE, request)
+        number, pid, _, call, _, _, *arguments = struct.unpack("=QIIiIQ6Q", request)
         problem = 0
         try:
             name = next(name for name in FORMS if NUMBERS[platform.machine()].get(name) == call)
-            form = [None if place is None else arguments[place] for place in FORMS[name]]
+            form = [None if position is None else arguments[position] for position in FORMS[name]]
             _make(folder, lambda: fcntl.ioctl(listener, IS_VALID, struct.pack("=Q", number)), pid, *form)
         except OSError as error:
             problem = error.errno or errno.EACCES
@@ -79,12 +79,12 @@ def _make(
         os.close(opened)
     try:
         own = f"/proc/self/fd/{file}"
-        place = os.readlink(own)
-        if not f"{place}/".startswith(f"{folder}/"):
+        real_path = os.readlink(own)
+        if not f"{real_path}/".startswith(f"{folder}/"):
             raise PermissionError(errno.EACCES, "")
         if mode is not None:  # folders stay open for whoever looks what is in them
             of_folder = 0o500 if stat.S_ISDIR(os.fstat(file).st_mode) else 0
-            os.chmod(own, mode & MODE_BITS | (0o700 if place == folder else of_folder))
+            os.chmod(own, mode & MODE_BITS | (0o700 if real_path == folder else of_folder))
         elif _libc.utimensat(file, b"", new_times, AT_EMPTY_PATH) != 0:
             raise OSError(ctypes.get_errno(), "")
     finally:

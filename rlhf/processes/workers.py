@@ -264,8 +264,8 @@ class Workers:
 
     def _start_keeper(self) -> None:
         self.keeper = KeeperProcess(self._python, self._plan, self._environment)
-        told = partial(self._on_forker, self.keeper, None)
-        self._selector.register(self.keeper.channel.socket, selectors.EVENT_READ, told)
+        on_readable = partial(self._on_forker, self.keeper, None)
+        self._selector.register(self.keeper.channel.socket, selectors.EVENT_READ, on_readable)
 
     def _fork_missing(self) -> None:
         """Fork a worker for each that is missing, unless new ones fail again and again."""
@@ -356,8 +356,8 @@ class Workers:
         worker.ready, worker.about = True, message["ready"]
         if worker.is_template:
             worker.below = Forker(worker.channel)
-            told = partial(self._on_forker, worker.below, worker)
-            self._selector.modify(worker.channel.socket, selectors.EVENT_READ, told)
+            on_readable = partial(self._on_forker, worker.below, worker)
+            self._selector.modify(worker.channel.socket, selectors.EVENT_READ, on_readable)
         self._tell_ready(worker)
 
     def _tell_ready(self, worker: Worker) -> None:

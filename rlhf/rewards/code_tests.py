@@ -76,7 +76,7 @@ class ProgramTest(NamedTuple):
         )
 
     def _same_word(self, given: str, wanted: str) -> bool:
-        """Whether two words are the same text or number; integers are compared exactly, whatever their size."""
+        """True if two words are the same text or number. Integers of any size are compared exactly."""
         if given == wanted:
             return True
         if not (NUMBER.fullmatch(given) and NUMBER.fullmatch(wanted)):
@@ -145,7 +145,7 @@ def _words(text: str) -> list[list[str]]:
 
 
 def _near(value: Decimal, wanted: Decimal, tolerance: float) -> bool:
-    """Whether the absolute or the relative error is at most the tolerance, as in the judges of contests."""
+    """True if the absolute or the relative error is within the tolerance, as in judges of contests."""
     if not (tolerance and value.is_finite() and wanted.is_finite()):
         return False
     error = DECIMALS.subtract(value, wanted).copy_abs()
@@ -189,11 +189,11 @@ def _call_of_pair(pair: dict[str, Any], name: str, tolerance: float) -> CallTest
 
 
 def _same(value: Any, wanted: Any, tolerance: float | None = None) -> bool:
-    """Whether a value equals the wanted one, both as JSON of `as_json`.
+    """True if a value equals the wanted one, both as JSON of `as_json`.
 
     Args:
-        tolerance: of a test whose result is JSON, which has no tuples: a function may return one for a list. None: the
-            values are equal as Python compares them.
+        tolerance: of a test whose result is JSON. JSON has no tuples, so a function may return a tuple for a list. None
+            compares the values as Python does.
     """
     (kind, given), (other, known) = _opened(value), _opened(wanted)
     if tolerance is not None and {kind, other} == {"list", "tuple"}:
@@ -304,9 +304,9 @@ def _test(test: ast.expr) -> CallTest:
     """The test of `assert test`: a call, and the literal that never leaves the grader."""
     match test:
         case ast.Compare(left, [ast.Eq() | ast.Is() as operator], [right]):
-            asked, literal = (right, left) if _is_literal(left) else (left, right)
+            expression, literal = (right, left) if _is_literal(left) else (left, right)
             wanted = _literal(literal, test)
-            call = _direct_call(asked, test) if isinstance(wanted, bool) else _asked(asked, test)
+            call = _direct_call(expression, test) if isinstance(wanted, bool) else _asked(expression, test)
             known, is_same = _said(wanted), isinstance(operator, ast.Is)
             return CallTest(call, lambda value: value is wanted if is_same else _same(value, known), _longest(known))
         case ast.Compare(
@@ -314,12 +314,12 @@ def _test(test: ast.expr) -> CallTest:
             [ast.Lt() | ast.LtE()],
             [bound],
         ):
-            asked, known = (right, left) if _is_literal(left) else (left, right)
-            return _close(_asked(asked, test), _literal(known, test), abs_tol=_literal(bound, test), rel_tol=0.0)
+            expression, known = (right, left) if _is_literal(left) else (left, right)
+            return _close(_asked(expression, test), _literal(known, test), abs_tol=_literal(bound, test), rel_tol=0.0)
         case ast.Call(ast.Name("isclose") | ast.Attribute(ast.Name("math"), "isclose"), [left, right], keywords):
-            asked, known = (right, left) if _is_literal(left) else (left, right)
+            expression, known = (right, left) if _is_literal(left) else (left, right)
             bounds = {str(keyword.arg): _literal(keyword.value, test) for keyword in keywords}
-            return _close(_asked(asked, test), _literal(known, test), **bounds)
+            return _close(_asked(expression, test), _literal(known, test), **bounds)
         case ast.UnaryOp(ast.Not(), ast.Call() as call):
             return CallTest(f"not {_direct_call(call, test)}", lambda value: value is True)
         case ast.Call():

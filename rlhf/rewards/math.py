@@ -55,7 +55,7 @@ def math_reward(response: str, gold: str, options: MathOptions, prompt: str = ""
 
 
 def _in_same_order(stated: str, wanted: str, options: MathOptions) -> bool:
-    """Whether the items of two lists agree one by one; True if they are no lists."""
+    """True if the items of two lists agree one by one, or if the texts are no lists."""
     texts = [re.sub(r"\\[{}]", " ", unwrapped(text)) for text in (stated, wanted)]
     for separator in SEPARATORS:
         given, known = (separator.split(text) for text in texts)
@@ -71,7 +71,7 @@ def _tolerance(options: MathOptions) -> Tolerance | None:
 
 @lru_cache(maxsize=4096)
 def _wanted(gold: str) -> str:
-    """The gold answer, "" if it is empty; cached, because a group of responses shares it."""
+    """The extracted gold answer, perhaps empty. Cached, because a group of responses shares it."""
     wanted = gold_answer(gold) or ""
     return wanted if clean(wanted) else ""
 
@@ -87,7 +87,7 @@ def grade_answer(stated: str, wanted: str, options: MathOptions) -> Grade:
 
 
 def says_the_same(answer: str, other: str, options: MathOptions) -> bool:
-    """Whether either answer is right where the other one is the gold answer, worked out or not."""
+    """True if either answer is right with the other as gold answer, worked out or not."""
     if max(len(answer), len(other)) > MAX_ANSWER_CHARACTERS:
         return answer.split() == other.split()
     near = _tolerance(options)
@@ -95,7 +95,7 @@ def says_the_same(answer: str, other: str, options: MathOptions) -> bool:
 
 
 def check_gold(gold: str) -> Grade:
-    """1 if the gold answer can be graded; else bad_gold, with the reason.
+    """A grade of 1 if the gold answer can be graded, else bad_gold with the reason.
 
     Equality with itself as a string is not enough: `\\frac{1}{` has it, but no right answer would ever match it.
     """
@@ -110,7 +110,7 @@ def check_gold(gold: str) -> Grade:
 
 
 def _problem(gold: str) -> str:
-    """Why a cleaned gold answer matches nothing but its own spelling; "" if it matches other spellings."""
+    """The problem if a cleaned gold answer would match only its own spelling; empty if it matches others too."""
     if is_prose(gold) or option_letter(gold) or CYCLES.fullmatch(gold) or re.fullmatch(r"[-+\d.]+", gold):
         return ""
     if same_clock_time(gold, gold):

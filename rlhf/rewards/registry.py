@@ -193,21 +193,21 @@ def has_trl_signature(function: Callable[..., Any]) -> bool:
 def _judge(function: Callable[..., Any], job: dict[str, Any]) -> Any:
     """The coroutine of a call in TRL's signature, with texts if the prompt is a text, else with messages."""
     metadata = job["metadata"]
-    prompts, completions = [about["messages"] for about in metadata], job["responses"]
+    prompts, completions = [data["messages"] for data in metadata], job["responses"]
     if metadata[0]["prompt_is_text"] and "turns" not in metadata[0]:
         prompts = ["".join(message["content"] for message in messages[-1:]) for messages in prompts]
     else:
         turns = (
-            about.get("turns") or [{"role": "assistant", "content": text}]
-            for text, about in zip(completions, metadata, strict=True)
+            data.get("turns") or [{"role": "assistant", "content": text}]
+            for text, data in zip(completions, metadata, strict=True)
         )
         completions = [as_completion(said) for said in turns]
-    views = [EnvironmentView(about["attributes"]) for about in metadata if about.get("attributes")]
+    views = [EnvironmentView(data["attributes"]) for data in metadata if data.get("attributes")]
     return judge(
         function,
         prompts=prompts,
         completions=completions,
-        completion_ids=[about.get("completion_ids", ()) for about in metadata],
+        completion_ids=[data.get("completion_ids", ()) for data in metadata],
         rows=[job["columns"]] * len(metadata),
         environments=views if len(views) == len(metadata) else None,
     )

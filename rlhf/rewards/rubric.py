@@ -81,11 +81,11 @@ class RubricGrader:
             criteria = criteria_of(job["columns"], self._options)
         except ValueError as error:
             return Grade(None, BAD_GOLD, detail=str(error))
-        about = job["metadata"]
-        answer = answer_of(job["response"], marks_from_json(job.get("marks")), in_thought=about["in_thought"])
+        metadata = job["metadata"]
+        answer = answer_of(job["response"], marks_from_json(job.get("marks")), in_thought=metadata["in_thought"])
         if not (answer and answer.strip()):
             return Grade(0.0, NO_ANSWER)
-        body = self._request(about["messages"], answer, job["answer"], criteria)
+        body = self._request(metadata["messages"], answer, job["answer"], criteria)
         weights = tuple(criterion.weight for criterion in criteria)
         task = self._cache.get((body, weights))
         is_cached = task is not None

@@ -190,9 +190,9 @@ class Scorer(AbstractContextManager["Scorer"]):
             metadata = [_metadata(prompt, "stop", len(text.split())) for text in texts]
             if rollout is not None:
                 of_trl = _trl_metadata(rollout) if self._has_trl_signature(part) else {}
-                for about, text in zip(metadata, texts, strict=True):
+                for data, text in zip(metadata, texts, strict=True):
                     turns = ({"role": "assistant", "content": text},)
-                    about |= _turn_metadata(prompt, replace(rollout, turns=turns)) | of_trl
+                    data |= _turn_metadata(prompt, replace(rollout, turns=turns)) | of_trl
             (future,) = self._submit(part, self._jobs(part, texts, prompt.answer, prompt.columns, metadata))
             grades = [
                 self._within_bound([part], [grade], prompt.id)[0] for grade in _grade_per_response([future.result()], 1)
@@ -230,21 +230,21 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     def check_gold(self, prompts: Iterable[Prompt]) -> list[BadGold]:
         """Grade every gold answer against itself; returns the rows where that fails."""
-        asked = (
+        pairs = (
             (prompt, part)
             for prompt in prompts
             for part in self.config.parts_of(prompt.source)
             if part.name in (*VERIFIERS, "rubric")
         )
         bad = []
-        while some := list(itertools.islice(asked, MAX_CHECKS_AT_ONCE)):
+        while batch := list(itertools.islice(pairs, MAX_CHECKS_AT_ONCE)):
             jobs = [
                 {**self._jobs(part, [""], prompt.answer, prompt.columns, [_no_metadata("", {})])[0], "check": True}
-                for prompt, part in some
+                for prompt, part in batch
                 if part.name != "rubric"
             ]
             futures = iter(self.pool.submit_many(jobs))
-            for prompt, part in some:
+            for prompt, part in batch:
                 is_rubric = part.name == "rubric"
                 grade = check_criteria(prompt.columns, _rubric_options(part)) if is_rubric else next(futures).result()
                 if grade.status != OK or grade.value != 1.0:
@@ -325,9 +325,9 @@ class Scorer(AbstractContextManager["Scorer"]):
         if part.group or self._has_trl_signature(part):
             return [{**job, "columns": columns, "metadata": metadata, "responses": texts}]
         if part.name == "format":
-            texts = [_with_thought(text, about) for text, about in zip(texts, metadata, strict=True)]
+            texts = [_with_thought(text, data) for text, data in zip(texts, metadata, strict=True)]
         pairs = zip(texts, metadata, strict=True)
-        return [{**job, "response": text, **_job_inputs(part, columns, about, marks)} for text, about in pairs]
+        return [{**job, "response": text, **_job_inputs(part, columns, data, marks)} for text, data in pairs]
 
     def _calls(self, part: RewardPart, statuses: Sequence[str] = STATUSES) -> int:
         return sum(self.counters[f"{part.name}/{status}"] for status in statuses)
@@ -434,8 +434,8 @@ def _job_inputs(
     if part.name == "code":
         named = [part.options.get(key, default) for key, default in COLUMNS_OF_CODE.items()]
         return {"columns": {name: columns.get(name) for name in named}, **thoughts}
-    asked = [str(turn.get("content")) for turn in metadata["messages"] if turn.get("role") == "user"]
-    return thoughts | ({"prompt": "".join(asked[-1:])} if part.name == "math" else {})
+    user_messages = [str(turn.get("content")) for turn in metadata["messages"] if turn.get("role") == "user"]
+    return thoughts | ({"prompt": "".join(user_messages[-1:])} if part.name == "math" else {})
 
 
 def _grade_per_response(grades: Sequence[Grade], responses: int) -> Sequence[Grade]:
@@ -478,8 +478,8 @@ def _trl_metadata(rollout: Rollout) -> dict[str, Any]:
 def _no_metadata(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
     """Metadata of a row of a file. There are no tokens, so its length is counted in words."""
     prompt = next((columns[name] for name in USUAL_COLUMNS["prompt_column"] if columns.get(name)), "")
-    asked = [turn for turn in prompt if isinstance(turn, dict)] if isinstance(prompt, list) else []
-    messages = asked or [{"role": "user", "content": str(prompt)}]
+    user_messages = [turn for turn in prompt if isinstance(turn, dict)] if isinstance(prompt, list) else []
+    messages = user_messages or [{"role": "user", "content": str(prompt)}]
     is_rollout_row = columns.get("in_thought") is True and not columns.get("turns")  # a row of `rollouts/`
     return {
         "messages": messages,

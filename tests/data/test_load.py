@@ -242,14 +242,6 @@ def test_a_template_in_a_file_is_given_the_tools_of_the_row_and_the_arguments_of
             load(tokenizer, template=template)
 
 
-@pytest.mark.parametrize("tools", [None, "", []])
-def test_a_row_without_tools_has_none(folder: Path, tokenizer: Any, tools: Any) -> None:
-    (folder / "own.jinja").write_text(TOOLS)
-    write_jsonl(folder / "train.jsonl", [{"prompt": "1+1?", "answer": "2", "tools": tools}])
-    prompt = first_prompt(load(tokenizer, template="own.jinja"))
-    assert tokenizer.decode(prompt.token_ids.tolist()) == "null1+1?"
-
-
 @pytest.mark.parametrize("tools", ["add", '{"a": 1}', [1], {"name": "add"}])
 def test_tools_that_are_no_list_of_schemas_are_refused_with_the_row(folder: Path, tokenizer: Any, tools: Any) -> None:
     write_jsonl(folder / "train.jsonl", [{"prompt": "1+1?", "answer": "2", "tools": tools}])
