@@ -32,8 +32,8 @@ from rlhf.types import Prompt
 SEQUENCES = 8
 CANDIDATES = 64  # prompts; the shortest of them are taken
 PROMPT_TOKENS, RESPONSE_TOKENS = 128, 64
-# The responses come from this many most probable tokens where engines return what they sampled from: of the whole
-# vocabulary that would be 0.6 MB per token. The log-probs that are compared are those of the whole vocabulary.
+# If engines return the support of each token, responses are sampled from this many most probable tokens: the support of
+# a whole vocabulary would be 0.6 MB per token. The compared log-probs are normalized over the whole vocabulary.
 TOP_K = 64
 # An engine's distance from the float32 pass divided by the learner's, on SmolLM2-135M in bfloat16: 0.8 to 1.2 measured
 # for a correct engine, 4.7 or more for one with a single old tensor, 4 or more at temperature 0.9 or 1.1.
@@ -83,7 +83,7 @@ class Canary:
         self._engines, self._rounds, self._noise_seed = engines, dtype != "float32", noise_seed
         self._top_k = TOP_K if return_support else None
         self._limit = ENGINE_LIMIT if own_options else 0.0
-        self._engine_noise = 0.0  # what the options of rollout.engine cost
+        self._engine_noise = 0.0  # the rounding error of the options of rollout.engine
         self._rollouts: StepMetrics = {}  # KL by position, collected until there are MIN_TOKENS
         self._max_tokens = max_tokens - 1  # an engine scores a sequence while it samples one more token
         self._prompts = sorted(prompts[:CANDIDATES], key=lambda prompt: len(prompt.token_ids))[:SEQUENCES]
@@ -185,7 +185,7 @@ class Canary:
         self._rollouts = {name: metric for name, metric in self._rollouts.items() if name not in seen}
         if not seen:
             return {}
-        bound = self.kl_bound / min(1.0, temperature) ** 2  # dividing logits by it also divides what rounding costs
+        bound = self.kl_bound / min(1.0, temperature) ** 2  # dividing the logits also divides their rounding error
         bounds = dict.fromkeys(seen, bound)
         if max_lag:
             first = next(iter(seen))

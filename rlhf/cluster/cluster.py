@@ -76,7 +76,7 @@ class Cluster:
         self._compare_nodes = compare_nodes
         self._groups: dict[str, ActorGroup[Any]] = {}  # by role
         self._session = RaySession()
-        self._watched: list[ActorGroup[Any]] = []  # by the heartbeat: all actors, those that are starting too
+        self._watched: list[ActorGroup[Any]] = []  # by the heartbeat: all actors, also while they start
         self._watching: list[asyncio.Task[None]] = []
         self._user: asyncio.Task[Any] | None = None  # the task that entered this context
         self._failure: Exception | None = None
@@ -126,7 +126,7 @@ class Cluster:
             self._session.keep_logs(error, Path(self.config.run.dir), names)
         for task in self._watching:
             task.cancel()
-        if ray.is_initialized() and not lost:  # actors close; a cluster that goes on gets back what they hold of it
+        if ray.is_initialized() and not lost:  # actors close, and return their resources to a cluster that goes on
             await asyncio.gather(*(group.end() for _, group in groups))
             for reservation in filter(None, (group.reservation for _, group in groups)):
                 remove_placement_group(reservation)

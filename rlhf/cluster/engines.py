@@ -55,7 +55,7 @@ class Engines:
         self._in_flight = [0] * len(self.group.actors)
         self._asleep = False
         self._version = cluster.first_step  # of the weights that they have
-        self._connected: list[Any] = []  # those that the learners can send to
+        self._connected: list[Any] = []  # the engines of the present transfer group
         self._recovery = EngineRecovery(
             self.group,
             start=self._start_another,

@@ -16,7 +16,7 @@ from rlhf.config.sections import LearnersConfig
 from rlhf.environments.nodes import NodeHosts, RemoteHosts, Spread
 
 HOST = "environment host"
-# An actor that ends would kill its children, and among them the keeper, before that has killed what a tool has started.
+# By default an actor that ends kills its children, so also the keeper, which has yet to kill the processes of tools.
 KEEPERS_END_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 RESTART_DELAY_S = 5.0  # before a lost actor is started again: the cause of its end may last a while
 

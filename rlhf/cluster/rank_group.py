@@ -156,5 +156,5 @@ class RoleCheckpoints:
 
 
 def folder_of(role: str, checkpoint: Path) -> Path:
-    """The policy's files are in the checkpoint itself, those of another role in a folder of its name."""
+    """The folder of a role's files: the checkpoint itself for the policy, else a folder in it with the role's name."""
     return checkpoint.resolve() if role == LEARNER else checkpoint.resolve() / role

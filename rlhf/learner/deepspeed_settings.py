@@ -24,7 +24,7 @@ SHM_OP = "deepspeed_shm_comm"
 
 
 def _import_muon() -> None:
-    """Import what every start of DeepSpeed asks for, but not torch's compiler with it: 1 s of a core."""
+    """Import the module that every start of DeepSpeed imports, but not torch's compiler, which takes 1 s of a core."""
     compile_kernels = compiler.compile
     compiler.compile = lambda: compiler.dummy_decorator
     try:

@@ -1,4 +1,4 @@
-"""A model's tensors in the format of its checkpoints on the hub, which is what vLLM's loaders read.
+"""A model's tensors in the format of its checkpoints on the hub, which vLLM's loaders read.
 
 transformers renames some tensors and stacks a layer's experts when it loads a model, and undoes that when it saves one.
 """

@@ -40,7 +40,7 @@ Loaded = tuple[PreTrainedModel, LoadStateDictInfo]
 
 SHOWN = 3  # tensors of each kind in a message
 ROWS_AT_ONCE = 4096  # of two matrices that are compared
-# Parts of the names of tensors that the model has no place for, and what to do then; the first that fits.
+# (parts of names, remedy): the first row whose part occurs in the name of a tensor without a place in the model.
 REMEDIES = (
     (
         (".base_model.model.", ".base_layer.", ".lora_A.", ".modules_to_save."),
@@ -107,7 +107,7 @@ def _reports() -> Iterator[list[LoadStateDictInfo]]:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """No progress bar and no warning of transformers: nothing is loaded yet, and what is wrong is raised."""
+    """A context without progress bars and warnings of transformers: nothing is loaded yet, and problems are raised."""
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -135,7 +135,7 @@ def _torch_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors in a file of torch.save, whose data is not read; ValueError if it is not whole."""
     try:
         stored = torch.load(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # unpickling raises many types, whose text proposes to run what the file holds
+    except Exception as error:  # unpickling raises many types, whose text proposes to run code of the file
         why = first_line(error) if isinstance(error, OSError) else type(error).__name__
         raise ValueError(f"{file.name} cannot be read as a file of tensors ({why}). {AGAIN}") from None
     if not isinstance(stored, dict) or not all(isinstance(value, Tensor) for value in stored.values()):
@@ -192,7 +192,7 @@ def _named(names: Collection[str]) -> str:
 
 
 def _file_of(folder: Path, names: Iterable[str]) -> str:
-    """The file that holds the first of these names that an index has; else the one that says what the model holds."""
+    """The file that holds the first of these names in an index; without one, the index or the single file itself."""
     index = weight_index(folder) | weight_index(folder, TORCH_INDEX)
     of_names = [index[name] for name in names if name in index]
     usual = [SINGLE, INDEX, TORCH_INDEX, *(file.name for file in torch_files(folder))]

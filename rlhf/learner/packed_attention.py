@@ -57,7 +57,7 @@ class UnpackableError(Exception):
 
 @dataclass(frozen=True)
 class Window:
-    """What a layer sees of the past: a token's last `size` tokens, itself included, or its chunk of `size` tokens."""
+    """The past that a token sees in a layer: its last `size` tokens, itself included, or its chunk of `size` tokens."""
 
     size: int
     chunked: bool

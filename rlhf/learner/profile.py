@@ -1,4 +1,4 @@
-"""A torch profiler trace of what one rank computes, for chrome://tracing or Perfetto."""
+"""A trace of one rank by torch's profiler, for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def start(rank: TrainedRank) -> None:
 
 
 def stop(rank: TrainedRank, file: str) -> str:
-    """Write what was recorded since `start`; -> "", or why the file could not be written."""
+    """Write the trace since `start`. Returns why the file could not be written; empty if it was."""
     trace = _running.pop()
     trace.stop()  # waits for the GPU
     try:

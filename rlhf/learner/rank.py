@@ -221,7 +221,7 @@ class TrainedRank:
     # --- to disk ---
 
     def state(self) -> dict[str, list[Slice]]:
-        """This rank's part of a checkpoint, by kind; no collective for what is trained, and no copy on a GPU."""
+        """Kind -> this rank's part of a checkpoint; needs no collective for trained tensors, and no copy on a GPU."""
         partition = Partition(self.deepspeed, self.world)
         kinds = (WEIGHTS, *MOMENTS) if self.adam_steps else (WEIGHTS,)
         slices = {kind: partition.slices(self.trained, kind) for kind in kinds}
@@ -258,7 +258,7 @@ class TrainedRank:
             self._saving.exception()  # waits
 
     def _write(self, folder: Path, state: dict[str, list[Slice]], index: LearnerIndex) -> SaveReport:
-        """Write this rank's files; rank 0 also writes those that all ranks have in common."""
+        """Write this rank's files; rank 0 also writes the files that all ranks have in common."""
         if self.world.rank != 0:
             return rank_checkpoint.write_rank(folder, self.world.rank, state, None)
         try:
@@ -273,7 +273,7 @@ class TrainedRank:
         return self._saving.result() if self._saving.done() else None
 
     def load(self, folder: str) -> None:
-        """Restore what `save` wrote: weights, moments, both counters; for an equal number of ranks, random generators.
+        """Load a checkpoint of `save`: weights, moments, both counters; for an equal number of ranks, generators.
 
         Each rank reads its own part, whatever number of ranks wrote it. ValueError if it belongs to another model.
         """

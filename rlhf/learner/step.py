@@ -49,7 +49,7 @@ class StepRank(TrainedRank):
     _epochs: list[list[list[HeldMicrobatch]]]  # by epoch and minibatch
 
     def start_step(self, tokens: PackedTokens, epochs: Sequence[Sequence[Minibatch]]) -> np.ndarray:
-        """Keep this rank's microbatches of a step; `tokens` are those of all rollouts.
+        """Keep this rank's microbatches of a step. `tokens` holds the tokens of all rollouts.
 
         Returns:
             [S] int64, epoch after epoch: how many leading tokens each sequence shares with the previous one.

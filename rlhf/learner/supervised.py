@@ -43,7 +43,7 @@ class SupervisedRank(TrainedRank):
         raise NotImplementedError
 
     def train(self, step: int) -> UpdateOutcome:
-        """Take optimizer step number `step` of the run, from 0. Metrics are those of this rank."""
+        """Take optimizer step number `step` of the run, from 0. Returns the metrics of this rank."""
         count, seed = self._count(self._train), self.config.run.seed
         minibatches = self.config.updates_per_epoch(count)
         epoch, number = divmod(step, minibatches)

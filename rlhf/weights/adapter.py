@@ -69,7 +69,7 @@ def count_not_finite(name: str, tensor: Tensor) -> dict[str, int]:
 
 
 def not_finite_warning(counts: Mapping[str, int]) -> str:
-    """What is wrong with weights that have these numbers of values that are not finite, by tensor; "" if nothing is."""
+    """A warning about non-finite weights; empty without any. `counts`: tensor -> number of such values."""
     if not counts:
         return ""
     first, values = next(iter(counts)), sum(counts.values())
@@ -91,7 +91,7 @@ def slot_arguments(lora: LoraConfig, layers: Sequence[str]) -> dict[str, Any]:
 
 
 def write_for_engine(folder: Path, file: bytes, layers: Sequence[str], lora: LoraConfig) -> None:
-    """Write what `AdapterSender` sent. It has multiplied B by alpha / rank, so that the slot holds what was sent."""
+    """Write the file of `AdapterSender`, which has multiplied B by alpha / rank: the slot then holds the same bits."""
     partial = folder.with_name(f"{folder.name}.partial")
     partial.mkdir()
     (partial / WEIGHTS).write_bytes(file)

@@ -1,4 +1,4 @@
-"""The learner's calls to the engines, and the account of a transfer: every engine has loaded what was announced.
+"""The learner's calls to the engines, and the account of a transfer: has every engine loaded every announced tensor?
 
 Later updates move the log-probs less than the canary's bound, so only this account sees a tensor that stops arriving.
 """

@@ -53,7 +53,7 @@ class Accounted:
             for number, layer in enumerate(self.model.modules())
             for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
         }
-        # The reload moves parameters to `meta` and counts what is copied there, except for a few that stay in place.
+        # The reload moves parameters to `meta` and counts elements copied there, except for a few that stay in place.
         # A bias always stays, and is counted.
         self._loads_in_place = any(
             not tensor.is_meta and name != "bias"
@@ -101,7 +101,7 @@ class Accounted:
 
 
 class CopiedInPlace(TorchDispatchMode):
-    """Counts the elements that are copied into real memory, not into what the layerwise reload puts on `meta`."""
+    """Counts the elements that are copied into real memory, not into parameters that the reload has put on `meta`."""
 
     elements = 0
 
@@ -247,6 +247,6 @@ def _slots(manager: Any) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     """Each layer of the model that may have an adapter, and its slot: A [r, in] and B [out, r]."""
     for name, layer in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])
-        if len(parts) == len(layer.lora_a_stacked):  # else vLLM splits what is one layer for the learner
+        if len(parts) == len(layer.lora_a_stacked):  # else vLLM splits one layer of the learner
             for part, a, b in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
                 yield part, (a[0, 0], b[0, 0])

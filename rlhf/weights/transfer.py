@@ -297,7 +297,7 @@ def make_sender(
     """The learner's end of `backend`: rlhf_cpu, nccl or ipc. It connects to the engines, which must be running."""
     if backend == BACKEND:
         return CPUSender(source, client, rendezvous, rank=rank, only_changes=only_changes)
-    client.announced = source.metadata()  # what every transfer brings
+    client.announced = source.metadata()  # every transfer sends all tensors
     return VLLMSender(source, client, rendezvous, rank=rank, backend=backend)
 
 
