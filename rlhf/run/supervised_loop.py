@@ -11,6 +11,7 @@ from rlhf.data.conversations import TrainEval
 from rlhf.data.read import left_out_text
 from rlhf.log.reductions import StepMetrics, UpdateOutcome, merge_metrics, to_values
 from rlhf.run.run import Run
+from rlhf.run.useless_steps import skipped_updates_warning
 
 COLUMNS = (
     ("loss", "train/loss", "{:.4f}"),
@@ -85,6 +86,8 @@ class SupervisedLoop:
         run.state.tokens["prompt"] += values["train/tokens"] - trained
         run.state.tokens["response"] += trained
         run.log_step(step, values)
+        if warning := skipped_updates_warning(step, [outcome], {}):
+            run.log.warn(warning)
         self._skipped = 0 if outcome.taken else self._skipped + 1
         if self._skipped >= MAX_SKIPPED:
             raise RuntimeError(

@@ -181,12 +181,15 @@ def test_a_resumed_run_must_have_the_same_rows(tiny_model_dir: Path, tmp_path: P
         drive(config, other, resume=True)
 
 
-def test_a_training_that_diverges_ends(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_that_diverges_ends(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, data = prepared(SFTConfig, tiny_model_dir / "model", tmp_path, run={"steps": 2 * MAX_SKIPPED})
     monkeypatch.setattr(Learners, "diverges", True)
     with pytest.raises(RuntimeError, match=r"^learner\.optimizer\.lr=1e-06: .*\b20 steps"):
         drive(config, data)
     assert len([row for row in logged(config) if "time/step" in row]) == MAX_SKIPPED
+    assert "warning: step 1: 1 of 1 optimizer steps were skipped: NaN or inf in a gradient\n" in capsys.readouterr().out
 
 
 def test_steps_are_passes_over_the_rows_unless_they_are_given(tiny_model_dir: Path, tmp_path: Path) -> None:
