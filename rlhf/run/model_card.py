@@ -100,12 +100,7 @@ def _usage(state: RunState, base: str, *, is_adapter: bool) -> str:
         rank = LoraConfig(rank=from_environment(state.config["model"]["lora"]["rank"])).slot_rank
         served = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules adapter=FOLDER"
         with_transformers = "This is an adapter: transformers loads it onto its base where `peft` is installed."
-    on_cpu = served.replace(
-        "vllm serve", "VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server --model"
-    )
-    notes = [
-        f"FOLDER is the folder of this file. vLLM's build for CPU serves it, with a cache of 1 GiB, by `{on_cpu}`."
-    ]
+    notes = ["FOLDER is the folder of this file."]
     if data["template"] not in ("model", None):
         notes.append(f"Prompts were written with `data.template: {data['template']}`, not with the chat template.")
     if arguments := data.get("chat_template_kwargs"):
