@@ -55,7 +55,7 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
     # imported here, so that --help and --plan need neither torch nor ray
     import numpy as np
 
-    from rlhf.step.advantages import mean_over_responses, penalize_kl, step_advantages, teach
+    from rlhf.step.advantages import add_teacher_advantages, mean_over_responses, penalize_kl, step_advantages
     from rlhf.step.batch import broadcast_to_tokens, make_batch, non_finite_rollouts
     from rlhf.step.minibatches import plan_epochs, rows_with_gradient
     from rlhf.types import PolicyTargets
@@ -86,14 +86,14 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
         rewards = penalize_kl(batch, rows_to_compute, old, ref, algo)
         advantages = step_advantages(batch, rewards, algo.advantage, algo.normalize_over)
 
-    if not config.learns_from_rewards:  # `teach` adds what a teacher says outside of the loss
+    if not config.learns_from_rewards:  # `add_teacher_advantages` adds what a teacher says outside of the loss
         advantages = np.zeros_like(advantages)
     token_advantages = broadcast_to_tokens(batch, advantages)
     teacher_metrics: dict[str, float] = {}
     if taught is not None and not non_finite:
         assert algo.teacher is not None
         assert old is not None, "a teacher's advantage is against it"
-        token_advantages, teacher_metrics = teach(batch, token_advantages, old, *taught, algo.teacher)
+        token_advantages, teacher_metrics = add_teacher_advantages(batch, token_advantages, old, *taught, algo.teacher)
         advantages = mean_over_responses(batch, token_advantages)
 
     with clock.phase("update"):

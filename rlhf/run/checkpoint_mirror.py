@@ -82,7 +82,7 @@ class Mirror:
         """
         owner = self._line(RUN_ID)
         if not owner or (anew and owner != run_id and not self.checkpoints()):
-            self._tries(self._fs.makedirs, self._root, True)
+            self._request(self._fs.makedirs, self._root, True)
             self._write(RUN_ID, run_id)
             owner = self._line(RUN_ID)  # two runs may have begun at the same time
         if owner != run_id:
@@ -104,7 +104,7 @@ class Mirror:
             files = (*sorted(manifest_files(manifest), key=lambda name: (name != RUN_ID, name)), MANIFEST)
             pairs += [(checkpoint / name, f"{checkpoint.name}/{name}") for name in files]
             for local, name in pairs:
-                self._tries(self._put, local, f"{self._root}/{name}", size=local.stat().st_size)
+                self._request(self._put, local, f"{self._root}/{name}", size=local.stat().st_size)
         self._write(pointer, checkpoint.name)
         if pointer == LATEST:
             older = [name for name in self._folders(run_id) if checkpoint_step(name) < checkpoint_step(checkpoint.name)]
@@ -132,14 +132,14 @@ class Mirror:
         if final.exists() and not belongs_to_run(final, run_id or owner):
             return f"{name} is there and not of this run"
         try:
-            manifest: bytes = self._tries(self._fs.cat_file, f"{self._root}/{name}/{MANIFEST}")
+            manifest: bytes = self._request(self._fs.cat_file, f"{self._root}/{name}/{MANIFEST}")
             files = manifest_files(manifest)
         except ValueError as error:
             return str(error)
         for file, written in files.items():
             (partial / file).parent.mkdir(parents=True, exist_ok=True)
             try:
-                self._tries(self._fs.get_file, f"{self._root}/{name}/{file}", str(partial / file), size=written.bytes)
+                self._request(self._fs.get_file, f"{self._root}/{name}/{file}", str(partial / file), size=written.bytes)
             except FileNotFoundError:
                 return f"{file} is missing"
         (partial / MANIFEST).write_bytes(manifest)
@@ -152,8 +152,8 @@ class Mirror:
     def fetch_file(self, file: Path) -> None:
         """Copy a file of the run, if the mirror has it."""
         remote = f"{self._root}/{file.name}"
-        if self._tries(self._fs.exists, remote):
-            self._tries(self._fs.get_file, remote, str(file))
+        if self._request(self._fs.exists, remote):
+            self._request(self._fs.get_file, remote, str(file))
 
     def close(self) -> None:
         """Make a request in progress fail at once, because the run ends."""
@@ -166,7 +166,7 @@ class Mirror:
 
     def _glob(self, pattern: str) -> list[str]:
         self._fs.invalidate_cache()
-        paths: list[str] = self._tries(self._fs.glob, f"{self._root}/{pattern}")
+        paths: list[str] = self._request(self._fs.glob, f"{self._root}/{pattern}")
         return paths
 
     def _line(self, file: str) -> str:
@@ -175,13 +175,13 @@ class Mirror:
     def _read(self, file: str) -> bytes:
         """A small file; empty if it is not there."""
         try:
-            content: bytes = self._tries(self._fs.cat_file, f"{self._root}/{file}")
+            content: bytes = self._request(self._fs.cat_file, f"{self._root}/{file}")
         except FileNotFoundError:
             return b""
         return content
 
     def _write(self, file: str, line: str) -> None:
-        self._tries(self._fs.pipe_file, f"{self._root}/{file}", f"{line}\n".encode())
+        self._request(self._fs.pipe_file, f"{self._root}/{file}", f"{line}\n".encode())
 
     def _put(self, local: Path, remote: str) -> None:
         self._fs.makedirs(remote.rpartition("/")[0], exist_ok=True)
@@ -190,9 +190,9 @@ class Mirror:
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             with contextlib.suppress(FileNotFoundError):  # a request that took too long was carried out after all
-                self._tries(self._fs.rm, f"{self._root}/{name}", True)
+                self._request(self._fs.rm, f"{self._root}/{name}", True)
 
-    def _tries(self, request: Callable[..., Any], *arguments: Any, size: int = 0) -> Any:
+    def _request(self, request: Callable[..., Any], *arguments: Any, size: int = 0) -> Any:
         """The answer to a request; a failed one is tried again after growing waits. Clients raise many types of error.
 
         Args:

@@ -125,7 +125,7 @@ class RunFolder:
             for folder in (self.path, self.rollouts, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
             self._lock()
-            self._fill(config)
+            self._write_first_files(config)
         except OSError as error:
             raise ValueError(f"run.dir={self.path}: {error_text(error)}. Name a folder that can be written.") from None
         if self._mirror is not None and not self._resume:
@@ -134,7 +134,7 @@ class RunFolder:
             except OSError as error:
                 raise ValueError(f"{error}. {OTHER_MIRROR}") from None
 
-    def _fill(self, config: Section) -> None:
+    def _write_first_files(self, config: Section) -> None:
         for left in self.checkpoints.glob(f"step-*{PARTIAL}"):
             if checkpoint_step(left.stem) >= 0:
                 remove(left)
@@ -199,7 +199,7 @@ class RunFolder:
                 in_mirror = set(mirror.checkpoints())
             except OSError as error:
                 self.damaged["the mirror"] = str(error)
-        for name in self._candidates(in_mirror.union(path.name for path in all_checkpoints(self.checkpoints))):
+        for name in self._checkpoints_to_try(in_mirror.union(path.name for path in all_checkpoints(self.checkpoints))):
             path = self.checkpoints / name
             owner = read_line(path / RUN_ID)
             if self.id and owner and owner != self.id:
@@ -218,7 +218,7 @@ class RunFolder:
             f"{remedy}, or start anew without --resume in another folder."
         )
 
-    def _candidates(self, names: Collection[str]) -> list[str]:
+    def _checkpoints_to_try(self, names: Collection[str]) -> list[str]:
         """The checkpoints to try: all, newest first, or the one that `start_at` names."""
         if self._start_at is None:
             return sorted_checkpoints(names)[::-1]

@@ -49,14 +49,14 @@ class Grading:
         graded = await self._scorer.score_group(prompt, ended, texts, self._marks, metric=metric) if ended else ()
         if ended and self.reward_model is not None:
             graded = tuple(
-                map(self._model_within_bound, (await self.reward_model.add_to(RolloutGroup(prompt, graded))).samples)
+                map(self._check_model_score, (await self.reward_model.add_to(RolloutGroup(prompt, graded))).samples)
             )
         if not self._config.has_environment:
             return graded
         by_sample = {sample.rollout.sample: sample for sample in graded}
-        return tuple(self._with_outcome(rollout, by_sample.get(rollout.sample)) for rollout in rollouts)
+        return tuple(self._add_outcome(rollout, by_sample.get(rollout.sample)) for rollout in rollouts)
 
-    def _with_outcome(self, rollout: Rollout, graded: ScoredRollout | None) -> ScoredRollout:
+    def _add_outcome(self, rollout: Rollout, graded: ScoredRollout | None) -> ScoredRollout:
         """Add the environment's outcome to a graded rollout; `graded` is None if only the environment judges it."""
         outcome, environment = rollout.outcome, self._config.environment
         assert outcome is not None, "a rollout with an environment has an outcome"
@@ -79,7 +79,7 @@ class Grading:
         parts |= {f"{ENVIRONMENT_PART}/{name}": value for name, value in outcome.parts.items()}
         return dataclasses.replace(graded, reward=reward, reward_parts=parts)
 
-    def _model_within_bound(self, sample: ScoredRollout) -> ScoredRollout:
+    def _check_model_score(self, sample: ScoredRollout) -> ScoredRollout:
         """Check a rollout that has a score of the reward model; it is unscorable if its reward is too large."""
         score = sample.reward_parts[MODEL_PART]
         if not self._too_large(MODEL_PART, score, sample.reward or 0.0, {}, sample.rollout):

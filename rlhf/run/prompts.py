@@ -104,7 +104,7 @@ def without_bad_gold(data: RunData, config: GRPOConfig, scorer: Scorer, say: Cal
         ValueError: there are such rows, and reward.bad_gold is `fail`; or too few are left.
     """
 
-    def checked(which: Literal["train", "eval"], loaded: LoadedPrompts) -> LoadedPrompts:
+    def with_gradable_gold(which: Literal["train", "eval"], loaded: LoadedPrompts) -> LoadedPrompts:
         bad = scorer.check_gold(prompt for rows in loaded.prompts.values() for prompt in rows)
         if not bad:
             return loaded
@@ -118,7 +118,7 @@ def without_bad_gold(data: RunData, config: GRPOConfig, scorer: Scorer, say: Cal
         say(f"left out {len(bad)} rows whose gold answer cannot be graded:\n{named}")
         return leave_out(config.data, which, loaded, {row.row for row in bad})
 
-    left = RunData(checked("train", data.train), checked("eval", data.evaluation))
+    left = RunData(with_gradable_gold("train", data.train), with_gradable_gold("eval", data.evaluation))
     _check_prompts_suffice(config, left.train)
     return left
 
@@ -162,7 +162,7 @@ class PromptTickets:
         if right := [value > RIGHT for value in values if value is not None]:
             self.stream.curriculum.record(ticket.position, sum(right) / len(right))
 
-    def waiting(self) -> list[int]:
+    def waiting_positions(self) -> list[int]:
         """Stream positions of the restored prompts that are not dispatched again yet."""
         return [ticket.position for ticket in self._outstanding]
 

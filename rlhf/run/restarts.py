@@ -43,7 +43,7 @@ def train_with_restarts(
             return cli.run_async(train(run), on_signal=run.stop.on_signal)
         except LostError as error:
             has_started |= run.stop.can_save
-            restart = restarts.after(run.folder.saved_step, allowed=config.run.max_restarts)
+            restart = restarts.restart_after(run.folder.saved_step, allowed=config.run.max_restarts)
             if not restart or not has_started or run.stop.requested:
                 raise
             run.log.warn(" ".join([str(error), *getattr(error, "__notes__", ()), restart]))

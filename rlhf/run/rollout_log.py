@@ -126,13 +126,13 @@ def token_values(batch: StepBatch, targets: PolicyTargets, tokenizer: Any) -> li
         at = np.concatenate(list(map(np.arange, starts, tokens.cu_seqlens[first + 1 : last + 1])))
         mask = tokens.response_mask[at]
 
-        def shown(column: np.ndarray, mask: np.ndarray = mask) -> list[float | None]:
+        def rounded(column: np.ndarray, mask: np.ndarray = mask) -> list[float | None]:
             values = column.round(DIGITS).tolist()
             return [value if sampled else None for value, sampled in zip(values, mask, strict=True)]
 
         texts = [tokenizer.decode([token]) for token in tokens.token_ids[at].tolist()]
-        row: dict[str, list[Any]] = {"tokens": texts, "token_advantages": shown(targets.advantages[at])}
+        row: dict[str, list[Any]] = {"tokens": texts, "token_advantages": rounded(targets.advantages[at])}
         if targets.old_logprobs is not None and (old := targets.old_logprobs[at])[mask].any():
-            row["token_differences"] = shown(old - tokens.rollout_logprobs[at])
+            row["token_differences"] = rounded(old - tokens.rollout_logprobs[at])
         rows.append(row)
     return rows

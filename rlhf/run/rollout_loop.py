@@ -52,7 +52,7 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
     config, say = run.config, run.log.print
     async with contextlib.AsyncExitStack() as exit_stack:
         with run.clock.phase("start"):
-            exit_stack.enter_context(run.shown())
+            exit_stack.enter_context(run.live_output())
             with run.log.terminal.stage("data"):
                 warnings: list[str] = await in_thread(list, check_vocabularies(config, run.tokenizer))
                 for warning in warnings:
@@ -87,7 +87,7 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
                 data.train, seed=config.run.seed, restored=restored, curriculum=config.data.curriculum,
                 metric_of=partial(config.metric_of, trains=True),
             )  # fmt: skip
-            await exit_stack.enter_async_context(run.started())
+            await exit_stack.enter_async_context(run.open_cluster())
             if environments is not None:
                 await run.cluster.host_environments(environments.spread)
             if environments is not None and run.state.outstanding:
@@ -100,7 +100,7 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
             with run.log.terminal.stage("check"):
                 await loop.check_start()
             engines.meter.take()  # tokens that the checks sampled belong to no step
-        run.begin()
+        run.end_start_up()
         yield loop
 
 
@@ -219,7 +219,7 @@ class RolloutLoop(Generic[C]):
     def progress(self) -> dict[str, Any]:
         """The rollout side's fields of the state in a checkpoint."""
         account, buffer, outstanding = self.buffer.account, self.buffer, self.buffer.outstanding()
-        positions = sorted([*(ticket.position for ticket in outstanding), *self.tickets.waiting()])
+        positions = sorted([*(ticket.position for ticket in outstanding), *self.tickets.waiting_positions()])
         return {
             "rewards": self.scorer.sources,
             "environments": self._environments.hosts.sources if self._environments else {},

@@ -71,7 +71,7 @@ class RunCluster(Protocol):
 class Run(Generic[C]):
     """The parts of any training run. The constructor checks the run folder and the tokenizer; it starts nothing.
 
-    Enter the contexts `shown` and then `started`: they last from the first line of output to the end of the processes.
+    Enter the contexts `live_output` and then `open_cluster`. They last until all processes have ended.
 
     Args:
         resume: go on from the checkpoint with the name `start_at`, or the newest.
@@ -142,7 +142,7 @@ class Run(Generic[C]):
     # --- start and end ---
 
     @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
+    def live_output(self) -> Iterator[None]:
         """A context with the run's output and live view; it begins with warnings about config and checkpoint."""
         with self.log.terminal.live():
             warnings = (*self.config.warnings(), *rate_warnings(self.config), *dtype_warnings(self.config))
@@ -153,7 +153,7 @@ class Run(Generic[C]):
             yield
 
     @contextlib.asynccontextmanager
-    async def started(self) -> AsyncIterator[None]:
+    async def open_cluster(self) -> AsyncIterator[None]:
         """A context with the run folder, all logs and the cluster; at its end a save in progress is completed first."""
         self.folder.create(self.config)
         async with contextlib.AsyncExitStack() as exit_stack:
@@ -167,7 +167,7 @@ class Run(Generic[C]):
                 finally:
                     await self.saver.close(within_s=LOST_SAVE_S if self.cluster.lost else SAVE_S)
 
-    def begin(self) -> None:
+    def end_start_up(self) -> None:
         """Mark the end of start-up: from now on a signal saves, and waiting time is measured."""
         self.clock.start_window()
         self.stop.can_save = True
@@ -238,9 +238,9 @@ class Run(Generic[C]):
             if (is_due and step > max(self.folder.saved_step, self.saver.writing_step)) or self.saver.failure:
                 await self._save(step)
         if self.stop.requested or self.failure:
-            await self._end_saved(step)
+            await self._end_if_asked(step)
 
-    async def _end_saved(self, step: int) -> None:
+    async def _end_if_asked(self, step: int) -> None:
         """Complete the save in progress; then end the run, if a signal or a failure asks for that."""
         with self.clock.phase("checkpoint"), self.stop.saving():
             await self.saver.finish()
@@ -294,7 +294,7 @@ class Run(Generic[C]):
                 be written, although the export and the summary were.
         """
         steps = self.config.steps
-        await self._end_saved(steps)
+        await self._end_if_asked(steps)
         self.stop.close()
         if self.config.run.export:
             with self.clock.phase("export"):

@@ -59,7 +59,7 @@ class RunLog:
 
             run_id = self.wandb_run_id
             resume = None if run_id is None or resume_step is None else (run_id, resume_step)
-            wandb = WandbSink(logging.wandb, folder.path, resolved, about(), resume=resume, warn=self.warn)
+            wandb = WandbSink(logging.wandb, folder.path, resolved, environment_report(), resume=resume, warn=self.warn)
             tracker = self._add(wandb, "logging.wandb", exit_stack)
             self._alert = lambda title, text: tracker.attempt(lambda: wandb.alert(title, text))
             self.wandb_run_id = wandb.run_id
@@ -104,6 +104,6 @@ def _check_packages(config: TrainingProgramConfig) -> None:
             )
 
 
-def about() -> dict[str, Any]:
+def environment_report() -> dict[str, Any]:
     """Versions of Python and the packages, and the commit of the source if it is a git checkout."""
     return {"versions": {name: text for name, text in report().items() if name != "node"}, "code": code_state()}

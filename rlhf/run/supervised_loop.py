@@ -29,14 +29,14 @@ async def supervised_loop(run: Run[Any], data: TrainEval) -> AsyncIterator[Super
     """Start a run whose learners hold all examples; ValueError if it began with other examples."""
     async with contextlib.AsyncExitStack() as exit_stack:
         with run.clock.phase("start"):
-            exit_stack.enter_context(run.shown())
+            exit_stack.enter_context(run.live_output())
             loop = SupervisedLoop(run, data)
-            await exit_stack.enter_async_context(run.started())
+            await exit_stack.enter_async_context(run.open_cluster())
             with run.log.terminal.stage("examples"):
                 await run.cluster.learners.hold(data.train.tokens, data.held_out.tokens if data.held_out else None)
                 if run.restored is not None:
                     await run.cluster.load(run.restored)
-        run.begin()
+        run.end_start_up()
         yield loop
 
 

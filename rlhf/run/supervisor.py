@@ -43,7 +43,7 @@ class Restarts:
     def __init__(self) -> None:
         self._count, self._from_step = 0, -1
 
-    def after(self, saved: int, *, allowed: int) -> str:
+    def restart_after(self, saved: int, *, allowed: int) -> str:
         """The message of a restart from the checkpoint of step `saved` (0: none); empty if no restart is allowed."""
         self._count = 1 if saved > self._from_step else self._count + 1
         self._from_step = saved
@@ -81,7 +81,7 @@ def supervise(main: Callable[[], None]) -> int:
 
             complete = complete_checkpoints(Path(training.folder) / "checkpoints")
             saved = [checkpoint_step(path.name) for path in complete]
-            restart, follows = restarts.after(max(saved, default=0), allowed=training.max_restarts), True
+            restart, follows = restarts.restart_after(max(saved, default=0), allowed=training.max_restarts), True
             if not training.has_own_ray:
                 say(f"error: {LOST} Start the cluster again, and go on with --resume.", file=sys.stderr)
                 return cli.RESUMABLE
@@ -118,7 +118,7 @@ def _run_driver(main: Callable[[], None], *, follows_lost_driver: bool) -> tuple
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if not driver:
         os.close(report)
-        _drive(main, command, to_command, follows_lost_driver=follows_lost_driver)
+        _run_as_driver(main, command, to_command, follows_lost_driver=follows_lost_driver)
     os.close(to_command)
     while (ended := os.waitpid(-1, 0))[0] != driver:
         pass  # an orphan that was adopted
@@ -132,7 +132,7 @@ def _run_driver(main: Callable[[], None], *, follows_lost_driver: bool) -> tuple
     return returncode, Training(*messages[-1]) if ended_by_ray else None
 
 
-def _drive(main: Callable[[], None], command: int, to_command: int, *, follows_lost_driver: bool) -> NoReturn:
+def _run_as_driver(main: Callable[[], None], command: int, to_command: int, *, follows_lost_driver: bool) -> NoReturn:
     """Run the program as the driver, and exit."""
     global _to_command, _follows_lost_driver
     _to_command, _follows_lost_driver = to_command, follows_lost_driver

@@ -78,7 +78,7 @@ def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str, normalize_
 # --- tokens ---
 
 
-def teach(
+def add_teacher_advantages(
     batch: StepBatch,
     advantages: np.ndarray,
     old_logprobs: np.ndarray,

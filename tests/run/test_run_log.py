@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from worlds import make_config
 
-from rlhf.run.run_log import RunLog, about
+from rlhf.run.run_log import RunLog, environment_report
 from rlhf.run.state import RunState, code_state
 
 ROOT = Path(__file__).parent.parent.parent
@@ -33,7 +33,7 @@ def test_a_sink_whose_package_is_missing_is_refused_with_the_remedy(
 
 
 def test_versions_and_the_commit_of_the_source_are_told() -> None:
-    told = about()
+    told = environment_report()
     assert told["versions"]["torch"][0].isdigit()
     if (ROOT / ".git").exists():
         assert re.fullmatch(r"[0-9a-f]{40}", told["code"]["commit"])

@@ -14,7 +14,13 @@ from worlds import group_of, make_groups, rollout_of
 
 from rlhf.config.ppo import PPOAlgoConfig
 from rlhf.config.teacher import TeacherConfig
-from rlhf.step.advantages import assign_credit, make_kl_controller, mean_over_responses, response_kl, teach
+from rlhf.step.advantages import (
+    add_teacher_advantages,
+    assign_credit,
+    make_kl_controller,
+    mean_over_responses,
+    response_kl,
+)
 from rlhf.step.batch import make_batch
 from rlhf.types import StepBatch
 
@@ -216,7 +222,7 @@ def test_what_a_teacher_says_is_added_to_the_advantages_of_the_reward_or_stands_
     taught = np.arange(len(batch.trained_rows)) % 2 == 0
     settings = TeacherConfig(path="teacher", coef=0.5, reward=kind)
     of_reward = of_reward if kind == "add" else np.zeros_like(of_reward)  # as the step gives them
-    advantages, metrics = teach(batch, of_reward, old, of_teacher, taught, settings)
+    advantages, metrics = add_teacher_advantages(batch, of_reward, old, of_teacher, taught, settings)
     differences = []
     for row, tokens in zip(taught, responses(batch), strict=True):
         judged = 0.5 * (of_teacher - old)[tokens] if row else 0.0

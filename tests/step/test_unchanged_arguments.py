@@ -111,7 +111,7 @@ def calls_on_batches(dtype: torch.dtype) -> Iterator[partial[Any]]:
         for over in ("responses", "tokens"):
             for rewards in (batch.rewards, batch.rewards + 0.1):
                 yield partial(step_advantages.step_advantages, batch, rewards, kind, over)
-    yield partial(step_advantages.teach, batch, other, old, ref, rows, teacher)
+    yield partial(step_advantages.add_teacher_advantages, batch, other, old, ref, rows, teacher)
     yield partial(step_advantages.response_kl, batch, old, ref)
     yield partial(step_advantages.mean_over_responses, batch, old)
     for coef in (0.0, 0.1):
