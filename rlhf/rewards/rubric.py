@@ -33,8 +33,10 @@ MAX_CACHED = 20_000  # verdicts
 KNOWN = {"prompt_tokens": 0.0, "completion_tokens": 0.0, "cached_fraction": 1.0}  # metrics of a cached grade
 MAX_USAGE = 10_000_000  # largest believable number of tokens of a request
 # a key that is quoted inside a JSON string has a backslash before its last mark
-SCORES = re.compile(r"""["']scores["']\s*:\s*""", re.IGNORECASE)
+SCORES, SCORE = (re.compile(rf"""["']{key}["']\s*:\s*""", re.IGNORECASE) for key in ("scores", "score"))
 BEGINS_AS_JSON = ("{", "[", "`")  # in such an answer a mark of a thought is quoted text
+TRAILING_COMMA = re.compile(r",(?=\s*[\]}])")
+WRITTEN_SCORE = re.compile(r"\s*+(\d++(?:\.\d*+)?)\s*+(?:/\s*+(\d++(?:\.\d*+)?)|(%))?\s*+", re.ASCII)
 
 _USED: dict[str, dict[str, int]] = {}  # spent budget by options, since the program started; a run may start again
 
@@ -176,7 +178,8 @@ def check_criteria(columns: dict[str, Any], options: RubricOptions) -> Grade:
 def scores_in(said: Any, count: int) -> tuple[float, ...]:
     """The scores in the last `"scores": [...]` of the grader's answer, whatever stands around it.
 
-    Each is a number from 0 to 1, or an object whose `score` is one. One criterion needs no list.
+    Each is a number from 0 to 1, also as text (`"0.7"`, `"7/10"`, `"70%"`), or an object whose `score` is one. One
+    criterion needs no list, and its key may be `score`.
 
     Raises:
         ValueError: there are none, not `count` of them, or one is no number from 0 to 1.
@@ -185,7 +188,8 @@ def scores_in(said: Any, count: int) -> tuple[float, ...]:
     if isinstance(said, list):  # parts
         said = "".join(str(part.get("text", "")) for part in said if isinstance(part, dict))
     text: Any = said if not isinstance(said, str) or said.lstrip().startswith(BEGINS_AS_JSON) else answer_of(said)
-    keys = [*SCORES.finditer(text or "")]
+    text = TRAILING_COMMA.sub("", text or "")
+    keys = [*SCORES.finditer(text)] or ([*SCORE.finditer(text)] if count == 1 else [])
     if not keys:
         raise ValueError(f'{shown}, which has no "scores" after its thoughts')
     try:
@@ -193,9 +197,20 @@ def scores_in(said: Any, count: int) -> tuple[float, ...]:
     except (ValueError, RecursionError):
         raise ValueError(f"{shown}, whose scores are no JSON") from None
     try:
-        scores = read_scores(values if isinstance(values, list) else [values], count)
+        scores = read_scores([*map(_as_number, values if isinstance(values, list) else [values])], count)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{shown}: it {error}") from None
     if not all(score is not None and 0 <= score <= 1 for score in scores):
         raise ValueError(f"{shown}, where a score is no number from 0 to 1")
     return tuple(score for score in scores if score is not None)
+
+
+def _as_number(score: Any) -> Any:
+    """A score with the number that its text says; a truth value is none."""
+    if isinstance(score, dict):
+        score = score.get("score")
+    if isinstance(score, str) and (written := WRITTEN_SCORE.fullmatch(score)):
+        number, highest, percent = written.groups()
+        highest = float(100 if percent else highest or 1)
+        return float(number) / highest if highest else None
+    return None if isinstance(score, bool) else score

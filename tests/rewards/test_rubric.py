@@ -117,8 +117,8 @@ def test_the_same_question_is_asked_once(endpoint: Endpoint) -> None:
     ['{"scores": [1, 0.5]}', '{"note": "fine", "scores": [1, 0.5]}', '{"scores": [1, 0.5], "reasons": ["a", "b"]}',
      '```json\n{"scores": [1, 0.5]}\n```', 'Here it is:\n{"scores": [1, 0.5]}\nI hope that helps.',
      '<think>{"scores": [0, 0]}?</think>{"scores": [1, 0.5]}', 'It is polite.</think>\n\n{"scores": [1, 0.5]}',
-     '{"scores": [0, 0]}\nNo:\n{"scores": [1, 0.5]}', '[{"scores": [1, 0.5]}]',
-     '{"Scores": [1.0, 5e-1]}', "{'scores': [1, 0.5]}",
+     '{"scores": [0, 0]}\nNo:\n{"scores": [1, 0.5]}', '[{"scores": [1, 0.5]}]', '{"scores": [1, 0.5,],}',
+     '{"scores": ["1", "5/10"]}', '{"scores": ["100%", "0.5"]}', '{"Scores": [1.0, 5e-1]}', "{'scores': [1, 0.5]}",
      '{"scores": [{"criterion": "polite", "score": 1}, {"criterion": "short", "score": 0.5}]}',
      '{"reason": "it says \\"scores\\": [0, 0]", "scores": [1, 0.5]}', '{"scores": [1, 0.5], "why": "it "said" so"}',
      '{"why": "a <think> of it", "scores": [1, 0.5]}', [{"type": "text", "text": '{"scores": [1, 0.5]}'}],
@@ -128,15 +128,17 @@ def test_an_answer_is_read_whatever_stands_around_its_scores(said: Any) -> None:
     assert scores_in(said, 2) == (1.0, 0.5)
 
 
-@pytest.mark.parametrize("said", ['{"scores": 0.5}', '{"scores": [0.5]}', '{"scores": [{"score": 0.5}]}'])
+@pytest.mark.parametrize(
+    "said", ['{"score": 0.5}', '{"scores": 0.5}', '{"scores": "1/2"}', '{"scores": [{"score": 0.5}]}']
+)
 def test_one_criterion_needs_no_list(said: str) -> None:
     assert scores_in(said, 1) == (0.5,)
 
 
 @pytest.mark.parametrize(
     "said",
-    ["", "1", "fine", "I cannot grade this.", '{"scores": [1]}', '{"scores": [1, 2]}', '{"scores": [1, "0.5"]}',
-     '{"scores": [1, NaN]}', '{"scores": [1, 0.5,]}',
+    ["", "1", "fine", "I cannot grade this.", '{"scores": [1]}', '{"scores": [1, 2]}', '{"scores": [1, true]}',
+     '{"scores": [1, "7"]}', '{"scores": [1, "3/0"]}', '{"scores": [1, "good"]}', '{"scores": [1, NaN]}',
      '{"scores": [1, -0.1]}', '{"scores": [1, null]}', '{"scores": [1, 1', f'{{"scores": [1, {"9" * 400}]}}',
      '{"score": 1}', '<think>{"scores": [1, 1]}', "[1, 1]", '"scores": ' + "[" * 99999, None, []],
 )  # fmt: skip
