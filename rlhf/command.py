@@ -106,7 +106,7 @@ def _configs(argv: Sequence[str]) -> None:
 
 
 def _write_schemas(folder: Path) -> None:
-    """One file for each program that has configs, replaced if it is there."""
+    """Write one schema for each program that has configs; existing files are replaced."""
     from rlhf.config.editor import editor_schema
 
     if not folder.is_dir():

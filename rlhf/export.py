@@ -69,7 +69,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool, merge: bool = False) -> None:
-    """Write the model's weights in the type it was trained in, or its adapter, and the files that belong to them.
+    """Write the weights or the adapter in the type of the training, and the other files of a model folder.
 
     Raises:
         ValueError: the folder is not empty, the checkpoint is of another version, or it has no adapter to merge.
@@ -156,7 +156,7 @@ def _write_adapter(folder: Path, checkpoint: Path, model: ModelConfig) -> str:
 
 
 def _check_start(model: ModelConfig, start: Mapping[str, str], why: str, *, remedy: str = "Put that one back.") -> None:
-    """Raise a ValueError if the model of model.path has changed since the run began; `start`: its fingerprint then."""
+    """Raise a ValueError if model.path has changed since the run began; `start` is its fingerprint at that time."""
     from rlhf.data.model_files import model_fingerprint
 
     for part, digest in model_fingerprint(model.path).items():
@@ -168,7 +168,11 @@ def _check_start(model: ModelConfig, start: Mapping[str, str], why: str, *, reme
 
 
 def _write_merged(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str]) -> str:
-    """Write start model + adapter, and say what rounding loses of the change. `start`: its fingerprint."""
+    """Write start model + adapter, and print how much of the change is lost by rounding.
+
+    Args:
+        start: the fingerprint of the start model when the run began.
+    """
     from rlhf.algo.lora import A, B
     from rlhf.learner.hub_format import load_whole, model_tensors, write_model
 

@@ -42,11 +42,11 @@ COLUMNS = 3
 # All products then have six digits. Where lengths differ, this model learns to copy only the most frequent one.
 SMALLEST = {"+": 10 ** (COLUMNS - 1), "*": 317}
 FORGOTTEN_CARRY_FRACTION = 0.75  # more than half, so that the most likely answer has no carry
-SLIP_FRACTION = 0.12  # columns that are off by one
+SLIP_FRACTION = 0.12  # share of columns that are off by one
 # Share of rejected responses that no pupil would write; without them a policy finds responses that the reward model
 # has never seen.
 FAR_MISS_FRACTION = 0.25
-CALL_FRACTION = 0.12  # of the demonstrations with tools, which ask the calculator
+CALL_FRACTION = 0.12  # share of the demonstrations with tools that ask the calculator
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ def make_demonstrations(problems: list[Problem], count: int, seed: int) -> list[
 
 
 def make_tool_demonstrations(problems: list[Problem], count: int, seed: int) -> list[dict[str, Any]]:
-    """Conversations of which a share asks the calculator; the others write the two numbers side by side.
+    """Conversations of which a share asks the calculator; the others box the two numbers side by side.
 
-    That is never right, and teaches to copy: with numbers drawn at random there, the share that asks was too small to
-    teach it, and two models of three copied the question or the calculator's answer wrongly. Right answers would teach
-    the model to estimate the first digit, also where the calculator has answered.
+    That answer is never right, but it teaches the model to copy digits. With random digits instead, too few
+    demonstrations showed copying, and two models of three copied the question or the calculator's answer wrongly. With
+    right answers, the model would learn to guess the first digit, even after the calculator has answered.
     """
     rng = random.Random(f"demonstrations {seed}")
     tools = [{"type": "function", "function": {"name": "calculator"}}]
@@ -128,7 +128,7 @@ def make_pairs(problems: list[Problem], seed: int) -> list[dict[str, str]]:
 
 
 def wrong_work(problem: Problem, problems: list[Problem], rng: random.Random) -> str:
-    """Mostly the careless pupil's; a share is another problem's work, cut off, or has a wrong digit in the box."""
+    """Wrong work: mostly the careless pupil's, else another problem's, a cut-off text, or a wrong digit in the box."""
     right = problem.worked()
     if rng.random() >= FAR_MISS_FRACTION:
         while (work := problem.worked(rng)).endswith(f"{BOX_TOKEN}{problem.answer}}}"):
@@ -161,7 +161,7 @@ def warmup_config(folder: Path, *, seed: int) -> SFTConfig:
 def warm_up(folder: Path, *, seed: int) -> None:
     """Train `untrained` on the demonstrations to `model`, with the learner of `rlhf.sft`, in this process without Ray.
 
-    The process is a rank of a world from then on, so it should end soon.
+    The process stays a rank of a distributed world afterwards, so it should end soon.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed looks for another one, and prints that there is none
     import torch
@@ -200,10 +200,10 @@ def write_quickstart(
     model_options: dict[str, Any] | None = None,
     tools: bool = False,
 ) -> None:
-    """Write `model`, `train.jsonl`, `test.jsonl` and preference pairs for both; with a warm-up, what it began with.
+    """Write `model`, the rows and their preference pairs; with a warm-up, also `untrained` and `demonstrations.jsonl`.
 
     Args:
-        tools: products and a calculator, in place of sums; there are no pairs of these.
+        tools: make products and demonstrations with a calculator instead of sums; products have no pairs.
 
     Raises:
         ValueError: `output` already holds files, or the number of steps is negative.

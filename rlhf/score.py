@@ -113,7 +113,7 @@ def _is_text(value: Any, *, several: bool) -> bool:
 
 @contextlib.contextmanager
 def _output(path: str | None) -> Iterator[TextIO | None]:
-    """The file to write; it gets its name when all rows are graded, so it may replace the file of responses."""
+    """The output file. It is renamed to `path` when all rows are graded, so it may replace the file of responses."""
     if path is None:
         yield None
         return
@@ -133,7 +133,7 @@ def _reward_config(options: argparse.Namespace) -> RewardConfig:
         part = resolved(parse_override(f"--reward={options.reward}"), "--reward")["--reward"]
     if options.reward == "math":
         part["mode"] = "strict" if options.strict else "lenient"
-    part["weight"] = 1.0  # as in evaluations: the value of a part is the one before its weight
+    part["weight"] = 1.0  # as in evaluations, which report each part before it is weighted
     values = {"parts": [part], "workers": options.workers, "cpu_seconds": options.cpu_seconds, "bound": options.bound}
     remember(values)
     return validated(RewardConfig, values)
@@ -141,7 +141,7 @@ def _reward_config(options: argparse.Namespace) -> RewardConfig:
 
 @dataclass
 class Totals:
-    """What was graded so far.
+    """Totals of the rows that were graded so far.
 
     Attributes:
         statuses, ungraded: rows by status; all of them, and those without a grade.
@@ -210,7 +210,7 @@ def _gold(value: Any) -> str | list[str]:
 
 
 def _failures(scorer: Scorer) -> list[str]:
-    """The errors of user functions, and of a built-in reward that graded nothing; the statuses show its others."""
+    """Errors of user functions, and of a built-in reward that graded nothing; statuses show its other failures."""
     shown = [part for part in scorer.config.parts if part.is_user_function or scorer.failed_always(part)]
     return [failures for part in shown if (failures := scorer.failures(part))]
 

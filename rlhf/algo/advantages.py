@@ -3,7 +3,7 @@
 Dr. GRPO (arXiv:2503.20783) is `group_advantages` without the std, together with the loss aggregation `constant`.
 
 The rewards include the KL penalty where `algo.kl_place` is `reward`. Whether they are equal is decided before it: where
-the graders' rewards do not differ, the penalties are centered and not divided by a std (`advantages_of_kind`).
+the graders' rewards do not differ, the penalties are centered and not divided by a std (`advantages_by_name`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STD_EPS = 1e-6  # keeps a quotient finite; far below the std of any two rewards 
 WHITEN_EPS = 1e-8  # added to the variance, as in the original RLHF code (openai/lm-human-preferences)
 
 
-def advantages_of_kind(
+def advantages_by_name(
     kind: str,
     rewards: Tensor,
     groups: Tensor,
@@ -30,14 +30,14 @@ def advantages_of_kind(
 ) -> Tensor:
     """[B] advantages by the name of `algo.advantage`.
 
-    A std is divided by so that differences of rewards have one size in every group. Where the rewards before the KL
+    Dividing by a std gives differences of rewards the same size in every group. Where the rewards before the KL
     penalty are equal, only the penalties differ. Their std is proportional to beta, and dividing by it would cancel
     beta: any spread of the KL would weigh as much as a right answer. Such responses get -beta (KL - mean KL) instead.
 
     Args:
         rewards: [B] all responses of the step, minus beta times the KL if it is in the reward; NaN for unscorable.
         groups: [B] int, the group of each response, from 0 on and in order.
-        rewards_before_kl: [B] without the KL; what is NaN in `rewards` is not read. None: there is no KL in `rewards`.
+        rewards_before_kl: [B] without the KL, ignored where `rewards` is NaN. None: there is no KL in `rewards`.
         lengths: as in `reinforce_plus_plus_advantages`.
     """
     sizes = torch.bincount(groups).tolist()
@@ -176,7 +176,7 @@ def _normalized_by_tokens(values: Tensor, tokens: Tensor, *, divide: bool) -> Te
 
 
 def distillation_advantages(old_logprobs: Tensor, teacher_logprobs: Tensor, *, coef: float) -> Tensor:
-    """[T] coef (log pi_teacher - log pi_old) at each token: what a teacher says of a token that the policy sampled.
+    """[T] coef (log pi_teacher - log pi_old) at each token: a teacher's opinion of the tokens that the policy sampled.
 
     Given its prefix, the expected policy gradient of these advantages is -coef times that of KL(pi || pi_teacher), the
     reverse KL on the policy's own samples (as in arXiv:2306.13649); the effect of a token on later prefixes is not
@@ -204,7 +204,7 @@ def token_rewards(scores: Tensor, kl_penalties: Tensor, response_mask: Tensor, c
 
 
 class Gae(NamedTuple):
-    """Both [T], 0 outside of the response mask; returns = advantages + values, what the critic learns."""
+    """Both [T], 0 outside of the response mask; returns = advantages + values are the targets of the critic."""
 
     advantages: Tensor
     returns: Tensor

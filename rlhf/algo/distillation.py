@@ -1,7 +1,8 @@
 """KL(policy || teacher) over the whole vocabulary at each response token, and its gradient.
 
-Of a sampled token alone a teacher says little; this compares the two distributions, so its gradient has no noise from
-the choice of the token. As in `logprobs`, logits exist in tiles only, and the backward pass computes them again.
+A single sampled token carries little information about the teacher. This compares the whole distributions, so the
+gradient has no noise from the choice of the token. As in `logprobs`, logits exist in tiles only, and the backward pass
+computes them again.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from rlhf.algo.sizes import HEAD_TILE
 
 
 class HeadInput(NamedTuple):
-    """From what a model computes logits: states [N, H'] of the N response tokens, weight [V', H'], bias [V'] or None.
+    """The inputs from which a model computes the logits of N response tokens.
 
-    The logits are scale y, or limit tanh(scale y / limit), of y = states weight^T + bias.
+    states [N, H'], weight [V', H'], bias [V'] or None. With y = states weight^T + bias, the logits are scale y, or
+    limit tanh(scale y / limit).
     """
 
     states: Tensor
@@ -120,7 +122,7 @@ def _heads(
     states: Tensor, weight: Tensor, bias: Tensor | None, transform: tuple[float, float | None], teacher: HeadInput,
     tiles: tuple[int, int],
 ) -> tuple[Head, Head]:  # fmt: skip
-    """Both heads over the ids that both have."""
+    """The heads of policy and teacher, cut to the token ids that both have."""
     size = min(len(weight), len(teacher.weight))
 
     def head(states: Tensor, weight: Tensor, bias: Tensor | None, scale: float, limit: float | None) -> Head:

@@ -158,7 +158,7 @@ def value_loss(
 
 
 class ImportanceWeights(NamedTuple):
-    """What corrects for the difference between the learner's policy and the engine's.
+    """Correction for the difference between the learner's policy and the engine's.
 
     Attributes:
         weights: [T], 0 outside of the mask; they multiply the per-token policy loss.
@@ -241,7 +241,7 @@ def geometric_outside(
         exp(mean over the True tokens of log pi_old - log pi_rollout)
 
     Unlike the ratio of the whole sequence, which is the product, this does not move away from 1 with the length, so
-    long responses are not left out for their length (verl's geometric rejection `seq_mean_k1`, whose authors' paper on
+    long responses are not masked for their length (verl's geometric rejection `seq_mean_k1`, whose authors' paper on
     masks of whole sequences is arXiv:2512.23075; that paper bounds the largest divergence of a token).
 
     Args:

@@ -58,6 +58,6 @@ def segment_sums(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def segment_means(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T]: for each token the mean of x [T] over its segment; x is 0 outside of the mask, which is what counts."""
+    """[T] for each token the mean of x [T] over the True tokens of its segment; x must be 0 outside of the mask."""
     means = segment_sums(x, cu_seqlens) / segment_counts(mask, cu_seqlens).clamp(min=1)
     return means[segment_ids(cu_seqlens, len(x))]

@@ -1,11 +1,11 @@
-"""Objectives of the user: what their functions are given, and what is asked of them before a run starts.
+"""Loss and advantage functions of users: their arguments, and the checks before a run starts.
 
     def policy_loss(logprobs, *, old_logprobs, rollout_logprobs, advantages, response_mask, cu_seqlens) -> Tensor
 
 All are [T], the tokens of several sequences in a row, `cu_seqlens` [S+1] their bounds; `logprobs` has the gradient,
-`rollout_logprobs` are the engine's. What they are outside of `response_mask` is not defined; the mask may have no True
-at all. The result is the loss of each token [T]. What is outside of the mask is left out of it; importance correction,
-a KL in the loss, entropy bonus and aggregation follow as for our own losses.
+`rollout_logprobs` are the engine's. Values outside of `response_mask` are undefined; the mask may have no True at
+all. The result is the loss of each token [T]; losses outside of the mask are ignored. Importance correction, a KL in
+the loss, entropy bonus and aggregation follow as for our own losses.
 
     def advantage(rewards, groups) -> Tensor
 
@@ -21,21 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LENGTHS = (6, 4, 7)  # tokens of the sequences of the example, of which the first two are a prompt's
+LENGTHS = (6, 4, 7)  # tokens of the three example sequences; the first two tokens of each are a prompt
 
 
 class ObjectiveError(ValueError):
-    """Why a function cannot be trained with."""
+    """The reason why a user's function cannot be used for training."""
 
 
 def check_policy_loss(function: Callable[..., Any]) -> None:
-    """Try a loss on three short sequences; raises an ObjectiveError, or what the function raises."""
+    """Try a loss on three short sequences; raises an ObjectiveError, or the function's own error."""
     generator = torch.Generator().manual_seed(0)
     tokens, bounds = sum(LENGTHS), torch.tensor((0, *LENGTHS)).cumsum(0)
     mask = torch.ones(tokens, dtype=torch.bool)
     for start in bounds[:-1].tolist():
         mask[start : start + 2] = False
-    mask[-2] = False  # what an environment says, between two turns
+    mask[-2] = False  # a token of an environment, between two turns
     means = {"logprobs": -1.0, "old_logprobs": -1.0, "rollout_logprobs": -1.0, "advantages": 0.0}
     columns = {
         name: torch.where(mask, mean + 0.5 * torch.randn(tokens, generator=generator), 0.0)
@@ -43,7 +43,7 @@ def check_policy_loss(function: Callable[..., Any]) -> None:
     }
 
     def computed(*, changed: Tensor | None = None, mask: Tensor = mask) -> tuple[Tensor, Tensor]:
-        """Loss and gradient by log-prob in the mask, [T]; with other numbers at the tokens `changed`."""
+        """[T] loss in the mask and its gradient by log-prob; inputs at the tokens `changed` are lowered by 0.5."""
         given = {name: column.clone() for name, column in columns.items()}
         if changed is not None:
             for column in given.values():
@@ -82,13 +82,13 @@ def check_policy_loss(function: Callable[..., Any]) -> None:
 
 def check_advantage(function: Callable[..., Any]) -> None:
     """Try an advantage on groups of 3, 2 and 1 rollouts, and on equal rewards; raises as `check_policy_loss`."""
-    groups = torch.tensor([0, 0, 0, 2, 2, 5])  # of others, nothing could be scored
+    groups = torch.tensor([0, 0, 0, 2, 2, 5])  # the other groups have no scorable rollout
     for rewards in ([1.0, 0.0, 0.5, 0.0, 1.0, 1.0], [1.0] * 6):
         own_advantages(function, torch.tensor(rewards, dtype=torch.float64), groups)
 
 
 def own_advantages(function: Callable[..., Any], rewards: Tensor, groups: Tensor) -> Tensor:
-    """What an advantage returns; raises an ObjectiveError unless that is a finite number for each rollout."""
+    """The result of an advantage function; ObjectiveError unless it is a finite number for each rollout."""
     advantages: Tensor = function(rewards.clone(), groups.clone())  # it may compute in place
     _check_shape(advantages, len(groups), "the advantage of each rollout")
     if not advantages.float().isfinite().all():  # tokens have it as float32

@@ -228,7 +228,7 @@ def filler() -> PackedTokens:
 
 
 def shared_beginnings(packed: PackedTokens) -> np.ndarray:
-    """[S] int64, how many leading tokens of each sequence equal those of the previous sequence in the row.
+    """[S] int64, the number of leading tokens that each sequence shares with the previous sequence in the row.
 
     Their states are the same and are computed once. At least one token of each sequence counts as its own.
     """

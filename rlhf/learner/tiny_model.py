@@ -95,7 +95,7 @@ def make_model(
 
 
 def save_model(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
-    """Write the Hugging Face folder; `save_pretrained` of the model would import DeepSpeed if it is installed."""
+    """Write a Hugging Face folder; the model's own `save_pretrained` would import DeepSpeed."""
     from rlhf.learner.hub_format import model_tensors, write_model, write_model_config
 
     tensors = model_tensors(model)

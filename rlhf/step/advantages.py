@@ -70,7 +70,7 @@ def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str, normalize_
     lengths = torch.from_numpy(batch.per_rollout(batch.response_lengths)) if normalize_over == "tokens" else None
     groups = torch.from_numpy(batch.groups)
     before_kl = torch.from_numpy(batch.rewards)
-    return adv.advantages_of_kind(
+    return adv.advantages_by_name(
         kind, torch.from_numpy(rewards), groups, rewards_before_kl=before_kl, lengths=lengths
     ).numpy()
 

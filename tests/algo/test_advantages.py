@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf.algo.advantages import (
-    advantages_of_kind,
+    advantages_by_name,
     distillation_advantages,
     explained_variance,
     gae,
@@ -75,10 +75,10 @@ def test_rewards_that_differ_by_rounding_alone_are_equal(rewards: list[float], e
     kinds = [*KINDS, "maxrl"] if not given.min() < 0 else KINDS
     for kind in kinds:
         for lengths in (None, group + 3):
-            advantages = advantages_of_kind(kind, given, group, lengths=lengths)
+            advantages = advantages_by_name(kind, given, group, lengths=lengths)
             assert (advantages.tolist() == [0.0] * len(rewards)) == equal, kind
     penalty = torch.arange(len(rewards)) * 2e-3
-    with_penalty = advantages_of_kind("grpo", given - penalty, group, rewards_before_kl=given)
+    with_penalty = advantages_by_name("grpo", given - penalty, group, rewards_before_kl=given)
     assert (with_penalty.abs().max() < 1e-2) == equal  # only the penalties differ: no std divides them
     values, everything = torch.randn(len(rewards), dtype=torch.float64), ~given.isnan()
     assert math.isnan(explained_variance(values, given, everything)) == equal
@@ -133,7 +133,7 @@ KINDS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
 
 def with_kl(kind: str, rewards: Tensor, kl: Tensor, beta: float, *, lengths: Tensor | None = None) -> Tensor:
     groups = torch.arange(len(rewards)) // 8
-    return advantages_of_kind(kind, rewards - beta * kl, groups, rewards_before_kl=rewards, lengths=lengths)
+    return advantages_by_name(kind, rewards - beta * kl, groups, rewards_before_kl=rewards, lengths=lengths)
 
 
 @pytest.mark.parametrize("beta", [1e-2, 1e-5])
@@ -159,7 +159,7 @@ def test_a_group_that_is_not_tied_has_the_same_bits_next_to_one_that_is(kind):
     kl = torch.randn(16, dtype=torch.float64)
     rewards = torch.tensor([1.0] * 8 + [0, 1, 0, 0, 1, 1, 0, 1], dtype=torch.float64)
     advantages = with_kl(kind, rewards, kl, 0.1)
-    without_ties = advantages_of_kind(kind, rewards - 0.1 * kl, torch.arange(16) // 8)
+    without_ties = advantages_by_name(kind, rewards - 0.1 * kl, torch.arange(16) // 8)
     assert torch.equal(advantages[8:], without_ties[8:])
     if kind == "grpo":
         assert without_ties[:8].abs().mean() > 0.5

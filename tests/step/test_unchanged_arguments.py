@@ -58,7 +58,7 @@ def calls_on_tokens(dtype: torch.dtype) -> Iterator[partial[Any]]:
         for before in (None, t(1, 0, 3, 2, 2, 5), t(1, 1, 1, 2, 2, 5)):
             for lengths in (None, torch.tensor([3, 1, 2, 4, 2, 2])):
                 options = {"rewards_before_kl": before, "lengths": lengths}
-                yield partial(advantages.advantages_of_kind, kind, rewards, groups, **options)
+                yield partial(advantages.advantages_by_name, kind, rewards, groups, **options)
     yield partial(advantages.distillation_advantages, column(), column(), coef=0.5)
     yield partial(advantages.token_rewards, t(1, 2), column(), MASK, BOUNDS)
     yield partial(advantages.gae, column(), column(), MASK, BOUNDS, gamma=0.9, lam=0.9)
