@@ -237,7 +237,7 @@ def test_a_reward_model_is_read_in_the_template_that_is_recorded_with_it_and_no_
     (problem,) = input_problems(ppo(tiny_model_dir, path=str(folder), template="raw"))
     assert problem.startswith("reward_model.template=raw: reward_model.path=")
     assert "was trained with qa. Remove the key" in problem
-    with pytest.raises(ValueError, match=r"reward_model\.template=raw with reward_model\.endpoint=http://h: "):
+    with pytest.raises(ValueError, match=r"reward_model\.template=raw: nothing reads it without reward_model\.path"):
         RewardModelConfig(endpoint="http://h", template="raw")
 
 
@@ -374,5 +374,5 @@ def test_an_endpoint_that_never_answers_is_an_error_with_address_and_reason(endp
 def test_a_score_that_is_text_is_no_number(endpoint: str) -> None:
     Endpoint.failures = 0
     score = endpoint_scorer(RewardModelConfig(endpoint=endpoint, retries=1))
-    with pytest.raises(RuntimeError, match=r"\b2 tries\b.*\btext\b"):
+    with pytest.raises(RuntimeError, match=r"\b2 tries\b.*\bno finite number\b"):
         asyncio.run(score([[{"role": "assistant", "content": "text"}]]))
