@@ -88,19 +88,19 @@ def new_actor(role: Role, cpus: float, reservation: PlacementGroup, bundle: int)
 def shared_gpus(learners: Sequence[Location], role: Role, number: int) -> str:
     """The GPUs of the learners that an actor of a role shares; they must be on one node."""
     each = len(learners) // role.count
-    own = learners[number * each : (number + 1) * each]
-    if len({location.node for location in own}) > 1:
+    shared = learners[number * each : (number + 1) * each]
+    if len({location.node for location in shared}) > 1:
         raise ClusterError(
             f"cluster.placement=colocated: the {each} GPUs of {role.name} {number} are on several nodes "
-            f"({', '.join(sorted({location.host for location in own}))}). Choose cluster.tensor_parallel so that it "
+            f"({', '.join(sorted({location.host for location in shared}))}). Choose cluster.tensor_parallel so that it "
             "divides the GPUs of a node."
         )
-    return ",".join(gpu for location in own for gpu in location.gpu_ids)
+    return ",".join(gpu for location in shared for gpu in location.gpu_ids)
 
 
-def shared_cores(own: Location, trained: Sequence[Location]) -> int:
+def shared_cores(rank: Location, trained: Sequence[Location]) -> int:
     """The CPU cores of a rank: those of its node, divided by the ranks of all trained roles there; at least 1."""
-    return max(1, own.cores // sum(location.node == own.node for location in trained))
+    return max(1, rank.cores // sum(location.node == rank.node for location in trained))
 
 
 def environment_of(role: str, config: TrainingProgramConfig, *, sockets: str | None) -> dict[str, str]:

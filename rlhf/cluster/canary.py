@@ -112,10 +112,10 @@ class Canary:
         Args:
             limit: differences below it are allowed in any case.
         """
-        exact, own = await self._exact_and_own()
-        noise = max(_difference(exact, own)[0], self._engine_noise)
+        exact, rounded = await self._exact_and_rounded()
+        noise = max(_difference(exact, rounded)[0], self._engine_noise)
         difference = _compare(exact, by_engine, problem, max(TOLERANCE, NOISE_FACTOR * noise, limit))
-        kl = max([_kl(exact, own), *(_kl(engine, exact) for engine in by_engine if self._limit)])
+        kl = max([_kl(exact, rounded), *(_kl(engine, exact) for engine in by_engine if self._limit)])
         self.tolerance = max(self.tolerance, LATER_FACTOR * noise)
         self.kl_bound = max(self.kl_bound, KL_FACTOR * kl)
         return difference
@@ -134,8 +134,8 @@ class Canary:
         what = f"{names[start]} to {names[stop - 1]}"
         await self._engines.learners.call(lambda learner: learner.perturb_weights(start, stop))
         try:
-            exact, own = await self._exact_and_own()
-            bound = max(TOLERANCE, NOISE_FACTOR * max(_difference(exact, own)[0], self._engine_noise))
+            exact, rounded = await self._exact_and_rounded()
+            bound = max(TOLERANCE, NOISE_FACTOR * max(_difference(exact, rounded)[0], self._engine_noise))
             moved, _ = _difference(true, exact)
             if not moved >= MOVED * bound:
                 raise ClusterError(
@@ -209,11 +209,11 @@ class Canary:
     async def _engine_logprobs(self) -> list[Logprobs]:
         return await self._engines.group.call(lambda engine: engine.canary(self.sequences))
 
-    async def _exact_and_own(self) -> tuple[Logprobs, Logprobs]:
+    async def _exact_and_rounded(self) -> tuple[Logprobs, Logprobs]:
         """The learner's log-probs in float32, and those in its own type."""
         await self._engines.sleep_if_colocated()  # the float32 pass needs memory for another embedding
-        own = await self._learner_logprobs()
-        return await self._learner_logprobs(in_float32=True) if self._rounds else own, own
+        rounded = await self._learner_logprobs()
+        return await self._learner_logprobs(in_float32=True) if self._rounds else rounded, rounded
 
 
 def _kl(sampled: Logprobs, other: Logprobs) -> float:

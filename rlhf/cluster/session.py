@@ -146,8 +146,8 @@ class RaySession:
         """Wait until the cluster cannot go on. Returns a sentence that names the part that ended or does not answer."""
         context = ray.get_runtime_context()
         if self.temp is None:
-            (here,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
-            self._watched = _raylet(here["RayletSocketName"])
+            (node_here,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+            self._watched = _raylet(node_here["RayletSocketName"])
         answered = time.monotonic()
         while not (lost := self.lost()):
             try:

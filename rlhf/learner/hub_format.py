@@ -191,10 +191,10 @@ def write_model_config(folder: Path, transformer: PreTrainedModel, generation_co
             unless it does not generate. transformers refuses to save some that it loads, such as a temperature without
             do_sample.
     """
-    config, own = transformer.config, type(transformer).__name__
+    config, class_name = transformer.config, type(transformer).__name__
     names = config.architectures or []
-    if [name.lower() for name in names] != [own.lower()]:  # vLLM knows Phi 3.5 MoE only in the hub's spelling
-        config.architectures = [own]
+    if [name.lower() for name in names] != [class_name.lower()]:  # vLLM knows Phi 3.5 MoE only in the hub's spelling
+        config.architectures = [class_name]
     config.dtype = str(transformer.dtype).removeprefix("torch.")
     folder.mkdir(parents=True, exist_ok=True)
     if transformer.is_remote_code():

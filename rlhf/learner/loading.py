@@ -126,9 +126,9 @@ def has_weights(folder: Path) -> bool:
 
 def _empty_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a model's files, on the meta device."""
-    of_torch = torch_files(folder)
-    of_files = map(_torch_shapes, of_torch) if of_torch else map(tensor_shapes, weight_files(folder))
-    return {name: torch.empty(shape, device="meta") for shapes in of_files for name, shape in shapes.items()}
+    torch_weights = torch_files(folder)
+    shapes_of_files = map(_torch_shapes, torch_weights) if torch_weights else map(tensor_shapes, weight_files(folder))
+    return {name: torch.empty(shape, device="meta") for shapes in shapes_of_files for name, shape in shapes.items()}
 
 
 def _torch_shapes(file: Path) -> dict[str, tuple[int, ...]]:
@@ -169,8 +169,8 @@ def check_report(
         findings.append(f"Of {needed} it lacks {len(missing)}, which would be random: {_named(missing)}.")
     if unexpected:
         findings.append(f"It has {len(unexpected)} that the model has no place for: {_named(unexpected)}.")
-    for name, stored, own in sorted(report.mismatched_keys)[:SHOWN]:
-        findings.append(f"{name} has the shape {[*stored]}, not {[*own]}.")
+    for name, stored, expected in sorted(report.mismatched_keys)[:SHOWN]:
+        findings.append(f"{name} has the shape {[*stored]}, not {[*expected]}.")
     if report.conversion_errors:
         findings.append(f"These cannot be put together from their parts: {_named(report.conversion_errors)}.")
     findings += [f"{' '.join(error.split())}." for error in report.error_msgs[:SHOWN]]
@@ -194,9 +194,9 @@ def _named(names: Collection[str]) -> str:
 def _file_of(folder: Path, names: Iterable[str]) -> str:
     """The file that holds the first of these names in an index; without one, the index or the single file itself."""
     index = weight_index(folder) | weight_index(folder, TORCH_INDEX)
-    of_names = [index[name] for name in names if name in index]
+    named_files = [index[name] for name in names if name in index]
     usual = [SINGLE, INDEX, TORCH_INDEX, *(file.name for file in torch_files(folder))]
-    return next((name for name in [*of_names, *usual] if (folder / name).is_file()), SINGLE)
+    return next((name for name in [*named_files, *usual] if (folder / name).is_file()), SINGLE)
 
 
 def check_tied(transformer: PreTrainedModel, path: str, *, key: str) -> None:

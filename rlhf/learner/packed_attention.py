@@ -218,14 +218,14 @@ def _block_mask(segments: Segments, window: int | None) -> BlockMask:
     masks = segments.block_masks
     if window not in masks:
         segment, position = segments.positions()
-        own, at = segment[segments.computed], position[segments.computed]
+        query_segment, query_position = segment[segments.computed], position[segments.computed]
 
         def seen(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            past = (own[query] == segment[key]) & (position[key] <= at[query])
-            return past if window is None else past & (position[key] > at[query] - window)
+            past = (query_segment[query] == segment[key]) & (position[key] <= query_position[query])
+            return past if window is None else past & (position[key] > query_position[query] - window)
 
         make, device = _compiled(create_block_mask, segment.device.type), segment.device
-        masks[window] = make(seen, B=None, H=None, Q_LEN=len(own), KV_LEN=len(segment), device=device)
+        masks[window] = make(seen, B=None, H=None, Q_LEN=len(query_segment), KV_LEN=len(segment), device=device)
     return masks[window]
 
 

@@ -63,13 +63,13 @@ def _by_segments(whole: Any) -> Any:
             def block(x: Any, shape: tuple[int, int] = shape, tokens: Tensor = tokens) -> Any:
                 if isinstance(x, tuple):  # cosines and sines
                     return tuple(map(block, x))
-                of_tokens = isinstance(x, Tensor) and x.shape[:2] == (1, len(segments.computed))
-                return take_rows(x[0], tokens).unflatten(0, shape) if of_tokens else x
+                has_tokens = isinstance(x, Tensor) and x.shape[:2] == (1, len(segments.computed))
+                return take_rows(x[0], tokens).unflatten(0, shape) if has_tokens else x
 
             out = whole(*map(block, args), **{name: block(x) for name, x in kwargs.items()})
             outputs.append(out)
-        of_blocks = [(out[0] if isinstance(out, tuple) else out).flatten(0, 1) for out in outputs]
-        row = torch.cat(of_blocks).index_select(0, layout.among_keys).unsqueeze(0)
+        block_outputs = [(out[0] if isinstance(out, tuple) else out).flatten(0, 1) for out in outputs]
+        row = torch.cat(block_outputs).index_select(0, layout.among_keys).unsqueeze(0)
         # Other results of a mixer, such as its last state, belong to a block and not to the row.
         return (row, *(None for _ in outputs[0][1:])) if isinstance(outputs[0], tuple) else row
 

@@ -19,8 +19,8 @@ def whole_shape(tensor: Tensor) -> tuple[int, ...]:
 
 def generators(device: torch.device) -> dict[str, torch.Generator]:
     """The random generators of a rank, by their names in a checkpoint."""
-    of_gpu = {"cuda": torch.cuda.default_generators[device.index]} if device.type == "cuda" else {}
-    return {"cpu": torch.default_generator, **of_gpu}
+    gpu_generator = {"cuda": torch.cuda.default_generators[device.index]} if device.type == "cuda" else {}
+    return {"cpu": torch.default_generator, **gpu_generator}
 
 
 class Partition:

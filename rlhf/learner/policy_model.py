@@ -154,21 +154,21 @@ def computing_in_float32(model: nn.Module) -> Iterator[None]:
     module is gathered before `widen` and released after `narrow`; layers that are gathered whole are one module here.
     """
     kept: dict[nn.Module, list[Tensor]] = {}
-    own = {module: list(module.parameters(recurse=False)) for module in model.modules()}
+    parameters = {module: list(module.parameters(recurse=False)) for module in model.modules()}
     for layer in whole_layers(model):
-        own |= {module: [] for module in layer.modules()} | {layer: list(layer.parameters())}
+        parameters |= {module: [] for module in layer.modules()} | {layer: list(layer.parameters())}
 
     def widen(module: nn.Module, _: Any) -> None:
-        kept[module] = [param.data for param in own[module]]
-        for param in own[module]:
+        kept[module] = [param.data for param in parameters[module]]
+        for param in parameters[module]:
             param.data = param.data.float()
 
     def narrow(module: nn.Module, _: Any, __: Any) -> None:
-        for param, true in zip(own[module], kept.pop(module), strict=True):
+        for param, true in zip(parameters[module], kept.pop(module), strict=True):
             param.data = true
 
     with contextlib.ExitStack() as hooks:
-        for module, params in own.items():
+        for module, params in parameters.items():
             if params:
                 hooks.callback(module.register_forward_pre_hook(widen).remove)
                 hooks.callback(module.register_forward_hook(narrow, prepend=True, always_call=True).remove)

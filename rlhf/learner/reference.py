@@ -151,17 +151,17 @@ class MovingCopy(FrozenCopy):
         if name in self._average:
             return self._average[name]
         with self._rank.whole(self._params[name]):
-            own = self._params[name].detach().reshape(-1)[slice(*self._span(name))]
-            return own.to("cpu", torch.float32, copy=True)
+            values = self._params[name].detach().reshape(-1)[slice(*self._span(name))]
+            return values.to("cpu", torch.float32, copy=True)
 
     def _put(self, name: str, values: Tensor) -> None:
         """Set a parameter to the values that the shares of all ranks make up."""
         if self._averages:
             self._average[name] = values
         param, ranks = self._params[name], self._rank.world.size
-        shape, own = whole_shape(param), values.to(self._rank.device)
+        shape, own_share = whole_shape(param), values.to(self._rank.device)
         size = -(-math.prod(shape) // ranks)
-        gathered = own.new_empty(ranks * size)
-        dist.all_gather_single(gathered, torch.nn.functional.pad(own, (0, size - len(own))))
+        gathered = own_share.new_empty(ranks * size)
+        dist.all_gather_single(gathered, torch.nn.functional.pad(own_share, (0, size - len(own_share))))
         with self._rank.whole(param, modify=True):
             param.copy_(gathered[: math.prod(shape)].view(shape))

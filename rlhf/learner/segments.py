@@ -112,9 +112,9 @@ class Segments:
         """The blocks, made when they are first needed."""
         bounds, shared, device = self.bounds, self.shared, self.computed.device
         lengths = np.diff(bounds)
-        own = lengths - shared
+        own_lengths = lengths - shared
         # Segments that share nothing are of class 0; in another one, numbers of queries differ by a factor of up to 2.
-        classes = np.where(shared > 0, np.ceil(np.log2(np.maximum(own, 1))).astype(np.int64) + 1, 0)
+        classes = np.where(shared > 0, np.ceil(np.log2(np.maximum(own_lengths, 1))).astype(np.int64) + 1, 0)
         order = np.lexsort((-lengths, classes))
         keys: list[np.ndarray] = []
         queries: list[np.ndarray] = []
@@ -125,7 +125,7 @@ class Segments:
             fits = (classes[rest] == classes[first]) & (lengths[rest] >= SIMILAR_LENGTH * lengths[first])
             stop = start + (len(fits) if fits.all() else int(np.argmin(fits)))
             rows = order[start:stop, None]
-            positions = np.minimum(shared[rows] + np.arange(max(1, own[rows].max())), lengths[rows] - 1)
+            positions = np.minimum(shared[rows] + np.arange(max(1, own_lengths[rows].max())), lengths[rows] - 1)
             keys.append((bounds[rows] + np.minimum(np.arange(lengths[first]), lengths[rows] - 1)).ravel())
             queries.append((bounds[rows] + positions).ravel())
             blocks.append(Block(torch.from_numpy(positions).to(device), int(lengths[first]), whole=not classes[first]))
@@ -135,30 +135,30 @@ class Segments:
             return torch.from_numpy(self.source[tokens]).to(device)
 
         def place_among(tokens: np.ndarray) -> Tensor:
-            place = np.zeros(int(bounds[-1]), np.int64)
-            place[tokens[::-1]] = np.arange(len(tokens))[::-1]  # padding repeats a token: its first place counts
-            return torch.from_numpy(place).to(device)[self.computed]
+            first_index = np.zeros(int(bounds[-1]), np.int64)
+            # Padding repeats a token: its first index counts.
+            first_index[tokens[::-1]] = np.arange(len(tokens))[::-1]
+            return torch.from_numpy(first_index).to(device)[self.computed]
 
-        of_keys, of_queries = np.concatenate(keys), np.concatenate(queries)
-        return Layout(
-            tuple(blocks), computed_at(of_keys), computed_at(of_queries), place_among(of_keys), place_among(of_queries)
-        )
+        row_keys, row_queries = np.concatenate(keys), np.concatenate(queries)
+        places = place_among(row_keys), place_among(row_queries)
+        return Layout(tuple(blocks), computed_at(row_keys), computed_at(row_queries), *places)
 
 
 def segments_of(cu_seqlens: np.ndarray, shared: np.ndarray, device: torch.device) -> Segments:
     """The segments of a row with these bounds [S+1] int64 and shared beginnings [S] int64."""
     source = np.zeros(int(cu_seqlens[-1]), np.int64)
-    own = np.ones(len(source), bool)
+    is_computed = np.ones(len(source), bool)
     beginnings = list(zip(cu_seqlens[:-1].tolist(), shared.tolist(), strict=True))
     for start, count in beginnings:
-        own[start : start + count] = False
-    source[own] = np.arange(own.sum())
+        is_computed[start : start + count] = False
+    source[is_computed] = np.arange(is_computed.sum())
     before = 0
     for start, count in beginnings:
         source[start : start + count] = source[before : before + count]
         before = start
     expand = torch.from_numpy(source).to(device) if shared.any() else None
-    return Segments(cu_seqlens, shared, source, torch.from_numpy(np.flatnonzero(own)).to(device), expand)
+    return Segments(cu_seqlens, shared, source, torch.from_numpy(np.flatnonzero(is_computed)).to(device), expand)
 
 
 class _TakeRows(torch.autograd.Function):

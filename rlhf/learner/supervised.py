@@ -63,8 +63,8 @@ class SupervisedRank(TrainedRank):
         Merged over all ranks and parts, they are the evaluation.
         """
         assert self._held_out is not None
-        of_part = slice(part * EVALUATED_AT_ONCE, (part + 1) * EVALUATED_AT_ONCE)
-        microbatches = self._own_microbatches(self._held_out, np.arange(self._count(self._held_out)), of_part)
+        part_slice = slice(part * EVALUATED_AT_ONCE, (part + 1) * EVALUATED_AT_ONCE)
+        microbatches = self._own_microbatches(self._held_out, np.arange(self._count(self._held_out)), part_slice)
         metrics = [self._loss_and_metrics("eval", held)[1] for held in microbatches]
         return on_host(merge_metrics(metrics)) if metrics else None
 

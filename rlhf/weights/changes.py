@@ -93,13 +93,13 @@ class Changes:
     def count(self) -> Tensor:
         """[ranks, tensors] int64, the numbers of changed elements in the part of every rank; a collective."""
         parts = self._source.own_parts()
-        own = torch.stack(
+        counts = torch.stack(
             [(_bits(part) != sent.to(part.device)).sum() for (part, _), sent in zip(parts, self._sent, strict=True)]
         )
         if self._ranks == 1:
-            return own[None].cpu()
-        by_rank = [torch.empty_like(own) for _ in range(self._ranks)]
-        dist.all_gather(by_rank, own)
+            return counts[None].cpu()
+        by_rank = [torch.empty_like(counts) for _ in range(self._ranks)]
+        dist.all_gather(by_rank, counts)
         return torch.stack(by_rank).cpu()
 
     def _changed(self, counts: Tensor) -> Iterator[tuple[int, int, int]]:

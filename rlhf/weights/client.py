@@ -34,7 +34,7 @@ class EngineClient:
 
     def each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
         """Call a method of several engines at once: engine index -> its arguments. Returns answers in this order."""
-        waits = [self._call(engine, method, *own) for engine, own in arguments.items()]
+        waits = [self._call(engine, method, *own_arguments) for engine, own_arguments in arguments.items()]
         return [wait() for wait in waits]
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:

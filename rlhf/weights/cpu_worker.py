@@ -28,14 +28,14 @@ def fork_worker_of_one_thread() -> None:
         bound_otherwise = os.environ.keys() & {"KMP_AFFINITY", "OMP_PLACES"} or not all(map(str.isdecimal, listed))
         if vllm_config.parallel_config.local_world_size > 1 or threads != ("1", 1) or bound_otherwise:
             return make(vllm_config=vllm_config, **arguments)
-        own = os.sched_getaffinity(0)
+        own_cores = os.sched_getaffinity(0)
         cores = set(map(int, listed))
         executor.get_mp_context = lambda: multiprocessing.get_context("fork")
-        os.sched_setaffinity(0, cores or own)
+        os.sched_setaffinity(0, cores or own_cores)
         try:
             return make(vllm_config=vllm_config, **arguments | {"inherited_fds": []})
         finally:
-            os.sched_setaffinity(0, own)
+            os.sched_setaffinity(0, own_cores)
             executor.get_mp_context = context
 
     executor.WorkerProc.make_worker_process = staticmethod(make_worker_process)

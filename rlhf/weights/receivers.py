@@ -233,8 +233,8 @@ class LoadedWeights:
             for name, slot in zip((A, B), pair, strict=True):
                 sent = adapter.get(peft_name(f"{layer}.{name}"), slot.new_zeros(0, 0)).to(slot.device)
                 sizes = list(zip(sent.shape, slot.shape, strict=True))
-                of_layer, of_rank = sizes[::-1] if name == A else sizes  # the slot may have a higher rank
-                if sent.numel() and (of_layer[0] != of_layer[1] or of_rank[0] > of_rank[1]):
+                layer_sizes, rank_sizes = sizes[::-1] if name == A else sizes  # the slot may have a higher rank
+                if sent.numel() and (layer_sizes[0] != layer_sizes[1] or rank_sizes[0] > rank_sizes[1]):
                     return f"{layer}.{name} has the shape {list(sent.shape)}, and its slot {list(slot.shape)}"
                 expected = torch.zeros_like(slot)
                 expected[: sent.shape[0], : sent.shape[1]] = sent

@@ -190,13 +190,13 @@ class CPUSender:
         with self._receiving([(number, 0) for number in range(len(self._buckets))]), one_thread():
             for bucket in self._buckets:
                 start = bucket.start if self._has_copy else 0
-                own = self._memory[start : start + bucket.end - bucket.start]
-                for announced, part in bucket.tensors_in(own):
+                memory = self._memory[start : start + bucket.end - bucket.start]
+                for announced, part in bucket.tensors_in(memory):
                     name, tensor = next(stream)
                     assert name == announced, f"the weight stream yielded {name} where {announced} was announced"
                     part.copy_(tensor)
                 if self._group is not None:
-                    broadcast(self._group, own)
+                    broadcast(self._group, memory)
             assert next(stream, None) is None, "the weight stream goes on after the last announced parameter"
         return sum(meta.bytes for meta in self._metadata)
 
