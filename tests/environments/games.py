@@ -83,8 +83,6 @@ class Slow:
         self.calls += 1
         if how == "for ever":
             await asyncio.sleep(1000)
-        if how == "blocked":
-            time.sleep(1000)
         await asyncio.sleep(self.pause)
         return f"waited in {os.getpid()}"
 

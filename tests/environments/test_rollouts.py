@@ -215,12 +215,8 @@ def test_too_many_failures_of_a_step_end_the_run_with_their_errors(tmp_path: Pat
 
 def test_a_fault_of_a_tool_is_told_once_and_its_rollouts_go_on(tmp_path: Path) -> None:
     config = config_of(tmp_path, rollout={"samples_per_prompt": 3})
-    faults: list[tuple[str, ...]] = [
-        ("find: t.py:3: NameError: x",),
-        ("find: t.py:3: NameError: x",),
-        ("add: t.py:9: KeyError: 1",),
-    ]
-    hosts = Hosts(*(LocalSession(faults=each) for each in faults))
+    faults = ("find: t.py:3: NameError: x", "find: t.py:3: NameError: x", "add: t.py:9: KeyError: 1")
+    hosts = Hosts(*(LocalSession(faults=(each,)) for each in faults))
     rollouts = [sample.rollout for sample in play(config, hosts, Engine(CALL, "end"), prompt()).samples]
     assert [rollout.facts["ended_by"] for rollout in rollouts] == ["answer"] * 3
     told = FailedEnvironments(0.0)
