@@ -454,5 +454,8 @@ class PlanConfig(Section):
     learner_tokens_per_second: PositiveFloat | None = key(
         None, "learner/tokens_per_second / cluster.learners, of a run without offload_optimizer"
     )
+    network_gbit_per_second: PositiveFloat = key(
+        100.0, "of the network between learners and engines, for transfers alone"
+    )
     prompt_tokens: PositiveInt | None = key(None, "mean prompt length, tokens; null: data.max_prompt_tokens")
     response_tokens: PositiveInt | None = key(None, "mean tokens after the prompt; null: the most that may follow it")

@@ -95,6 +95,21 @@ def test_learning_rates_are_those_of_the_first_the_middle_and_the_last_optimizer
     assert line_of(text, "last optimizer step") == "0  (step 400)"
 
 
+def test_bytes_and_seconds_of_a_transfer_of_everything_and_of_changes_alone(make: Any) -> None:
+    llama = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+             "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
+    once = ["learner.minibatches_per_epoch=1", "learner.epochs_per_step=1", "learner.schedule.warmup_steps=0"]
+    given = [*once, "model.dtype=bfloat16", "plan.network_gbit_per_second=10", "weights.transfer=delta"]
+    text = " ".join(plan_with(make(*given, "learner.optimizer.lr=1e-6"), llama).split())
+    # 8.03 B x 2 bytes x 8 bits / 10 Gbit/s = 12.85 s; 0.33% of them x 4 bytes = 0.099 GiB
+    assert "everything 8.030 B x 2 bytes = 14.96 GiB, 12.85 s at 10 Gbit/s" in text
+    assert "1 update at lr 1e-06, about 0.33% of the elements x 4 bytes = 0.10 GiB, 0.08 s at 10 Gbit/s" in text
+    assert "host memory 14.96 GiB per node with engines, 3.74 per learner" in text
+    assert "over 40%: everything is sent" in " ".join(plan_with(make(*given, "learner.optimizer.lr=1"), llama).split())
+    assert "changes alone" not in plan_with(make(*given, "model.dtype=float32", "cluster.device=cpu"), llama)
+    assert "everything  " not in plan_with(make("cluster.placement=colocated", "cluster.engines=2"), llama)
+
+
 def write_rows(path: Path, count: int) -> Path:
     path.write_text("".join(f'{{"question": "{n}", "answer": "{n}"}}\n' for n in range(count)) + "\n")
     return path
