@@ -93,11 +93,11 @@ def error_text(error: BaseException) -> str:
 
 def short_value(value: Any) -> str:
     """A value as a message shows it, at most 80 characters; text keeps its quotes where YAML needs them."""
-    text = value if isinstance(value, str) and not _reads_as_another_type(value) else json.dumps(value, default=str)
+    text = value if isinstance(value, str) and not reads_as_another_type(value) else json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _reads_as_another_type(text: Any) -> bool:
+def reads_as_another_type(text: Any) -> bool:
     """True if YAML reads this text, without its quotes, as a number, true, false or null."""
     try:
         return isinstance(text, str) and not isinstance(json.loads(text), str)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf.config.base import Section, file_problem, first_line, short_value, suggest
+from rlhf.config.base import Section, file_problem, first_line, reads_as_another_type, short_value, suggest
 from rlhf.config.describe import Key, describe_keys
 from rlhf.config.limit import limited
 from rlhf.config.printing import as_utf8
@@ -29,6 +29,36 @@ C = TypeVar("C", bound=TrainingProgramConfig)
 S = TypeVar("S", bound=Section)
 
 MAX_YAML, MAX_DEPTH = 2**18, 50  # characters, with each alias written out, and levels
+
+# Names of TRL -> our keys. verl's are deeply nested, so a table of them would be a program.
+NAMES_ELSEWHERE = {
+    "model_name_or_path": "model.path",
+    "dataset_name": "data.train",
+    "reward_funcs": "reward",
+    "environment_factory": "environment",
+    "batch_size": "rollout.prompts_per_step",
+    "per_device_train_batch_size": "rollout.prompts_per_step",
+    "gradient_accumulation_steps": "learner.max_tokens_per_microbatch",
+    "num_generations": "rollout.samples_per_prompt",
+    "max_completion_length": "rollout.max_response_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "num_iterations": "learner.epochs_per_step",
+    "learning_rate": "learner.optimizer.lr",
+    "lr_scheduler_type": "learner.schedule.name",
+    "warmup_ratio": "learner.schedule.warmup_fraction",
+    "beta": "algo.kl_coef",
+    "epsilon": "algo.clip_low",
+    "epsilon_high": "algo.clip_high",
+    "scale_rewards": "algo.advantage",
+    "loss_type": "algo.loss_aggregation",
+    "mask_truncated_completions": "algo.mask_truncated",
+    "max_steps": "run.steps",
+    "output_dir": "run.dir",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "evaluation.every",
+    "report_to": "logging.wandb.mode",
+}
+
 
 # Short forms: at these places a plain value stands for {key: value}. As an entry of a list it replaces the whole entry;
 # as a section it replaces only the value of its key.
@@ -310,23 +340,27 @@ def _messages(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> I
             else:
                 yield message
         case "string_type" if isinstance(problem["input"], bool | int | float):
-            yield f"{given}: text is expected. Quote it: {key}='\"{json.dumps(problem['input'])}\"'."
+            text = json.dumps(problem["input"])
+            yield f"{given}: text is expected, and YAML reads this as another type. Quote it: {key}='\"{text}\"'."
         case "model_type" | "model_attributes_type":
             example = next((f"{name}=VALUE" for name in keys if name.startswith(f"{key}.")), f"{key}.KEY=VALUE")
             example = "reward=[{name: math}]" if key == "reward" else example
             yield f"{given}: a section is expected. Set a key in it, such as {example}."
         case "literal_error" if described is not None:
             yield f"{given}: it has to be {problem['ctx']['expected']} ({described.description})."
+        case "int_type" | "float_type" | "bool_type" if reads_as_another_type(problem["input"]):
+            yield f"{given}: the quotes make it text. Write {key}={problem['input']}."
         case _:
             meaning = f" ({described.kind}: {described.description})" if described is not None else ""
             yield f"{given}: {message[0].lower()}{message[1:]}{meaning or '. See --help for this key'}."
 
 
 def nearest_key(key: str, keys: Iterable[str]) -> str:
-    """`Did you mean KEY?`: a key of the same name in another section, or the most similar name in this section."""
+    """`Did you mean KEY?`: the same name in another section, our key for TRL's name, or the most similar key."""
     section, _, name = key.rpartition(".")
     paths = dict.fromkeys(known[: dot.start()] for known in keys for dot in re.finditer(r"\.|$", known))  # and sections
-    if moved := [path for path in paths if f".{path}".endswith(f".{name}") and "[]" not in path]:
+    elsewhere = NAMES_ELSEWHERE.get(name, "")
+    if moved := [path for path in paths if (f".{path}".endswith(f".{name}") and "[]" not in path) or path == elsewhere]:
         return f"Did you mean {' or '.join(moved)}?"
     prefix, general = (f"{section}.", f"{_key_pattern(section)}.") if section else ("", "")
     names = [re.split(r"[.[]", path.removeprefix(general))[0] for path in paths if path.startswith(general)]
