@@ -35,7 +35,7 @@ class Change(NamedTuple):
 
 
 def changed_keys(kind: Any, before: Any, now: Any, key: str = "", resume: Resume = "fixed") -> Iterator[Change]:
-    """The keys whose values differ in two configs; keys that only one of the two programs knows are ignored.
+    """The keys whose values differ in two configs; keys that only one of the two has are ignored.
 
     Args:
         kind: the type of the values: the class of the whole config, or the annotation of the field `key`.
