@@ -18,6 +18,7 @@ from pathlib import Path
 LOOK_EVERY_S = 0.3
 GRACE_S = 60.0  # vLLM's workers notice within seconds that their parent is gone, later where others take the cores
 LIVES_AS_LONG_AS_THIS_PROCESS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+LIVES_AS_LONG_AS_ITS_PARENT = "rlhf/config/limit.py"
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class Watch:
             process: command
             for process, command in running(self.noted, now).items()
             if not any(name in command for name in LIVES_AS_LONG_AS_THIS_PROCESS)
+            and not (LIVES_AS_LONG_AS_ITS_PARENT in command and now[process].parent == os.getpid())
         }
 
     def end_what_is_left(self, *, grace_s: float = GRACE_S) -> list[str]:
