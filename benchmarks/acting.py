@@ -1,4 +1,4 @@
-"""Rollouts that act: what the pauses of tools cost, and training steps with a class with a tool, against TRL.
+"""Rollouts that act: the cost of the pauses of tools, and training steps with a class with a tool, against TRL.
 
     python -m benchmarks.acting [--quick]
 

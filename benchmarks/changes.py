@@ -1,4 +1,4 @@
-"""What a step changes, and seconds of sending only that: `weights.transfer=delta` beside a whole transfer.
+"""The share of weights that a step changes, and seconds of `weights.transfer=delta` compared with a whole transfer.
 
     python -m benchmarks.changes [--model FOLDER] [--gbit 1] [--lr 1e-6 1e-5] [--quick]
 

@@ -154,7 +154,7 @@ def lengths(rollouts: Any) -> Row:
 
 
 def cases_in(folder: Path, *, quick: bool) -> dict[str, Case]:
-    """By what is compared: a model, and the doors to it."""
+    """The cases by name: a model, and the doors through which it is asked."""
     (folder / "play.py").write_text(PLAY)
     (folder / "talk.py").write_text(TALK)
     agent = Path("configs/calculator_agent.py").read_text()

@@ -214,7 +214,7 @@ def missing(phase: Phase, quick: bool) -> str:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a phase and the run below it, which ends its own Ray when it is asked to; the next phase needs the GPU."""
+    """End a phase and its run, which then ends its Ray; the next phase needs the GPU."""
     deadline = time.monotonic() + END_S
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)

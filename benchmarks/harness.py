@@ -212,7 +212,7 @@ def shown(value: Any) -> str:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """User and system time of those of the processes that are still alive."""
+    """User and system time of the processes that are still alive."""
     total = 0.0
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Tokens per second and MFU of one microbatch of the update, at the shapes of Qwen2.5, beside the account of roofline.
+"""Tokens per second and MFU of one microbatch of the update at the shapes of Qwen2.5, next to the account of roofline.
 
     python -m benchmarks.learner_shapes [--device cuda] [--quick]
 

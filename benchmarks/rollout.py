@@ -1,4 +1,4 @@
-"""What the trainer costs on top of vLLM: rollouts through actor, scorer and arrays, against bare engines.
+"""The cost of the trainer on top of vLLM: rollouts through actor, scorer and arrays, against bare engines.
 
     python -m benchmarks.rollout [--device cuda] [--quick]
 

@@ -33,12 +33,12 @@ from benchmarks import harness
 from benchmarks.harness import Row
 from rlhf.rollout.buffer import BATCHES_AT_ENGINE, Staleness
 
-STEPS, FIRST = 10, 4  # simulated steps, and those of the start that the mean leaves out
+STEPS, FIRST = 10, 4  # simulated steps, and the first ones that the mean excludes
 
 
 @dataclass(frozen=True)
 class System:
-    """What is simulated; seconds, and counts of the whole cluster."""
+    """The simulated system: seconds, and counts of the whole cluster."""
 
     engines: int
     slots: int
@@ -138,7 +138,7 @@ class Simulation:
             self._fill(index)
 
     def _take(self, unchecked: Sequence[int]) -> None:
-        """Drop what is stale among groups that came, or all when the step has changed; train when the rule allows."""
+        """Drop stale groups (all of them are checked when the step has changed); train when the rule allows it."""
         stale = {g for g in unchecked if not self._staleness.admits(self._version_of[g], step=self._step)}
         if stale:
             self._ready = [g for g in self._ready if g not in stale]

@@ -64,7 +64,7 @@ class Weights:
 
 
 def receive(connection: Any, size: str) -> None:
-    """The receiving process: does what an engine is asked to, with a plain copy in the place of vLLM's reload."""
+    """The receiving process: does the work of an engine, with a plain copy instead of vLLM's reload."""
     import torch
 
     from rlhf.weights.host_copy import HostCopy
@@ -240,7 +240,7 @@ def cpu_rows(size: str, rounds: int) -> list[Row]:
 
 
 def gpu_rows(size: str, rounds: int, gpus: int) -> list[Row]:
-    """Each placement that fits, and beside it what the link under it can do; a row of its own for what does not fit."""
+    """One row per placement, compared with the speed of its link; placements that do not fit get a row that says so."""
     rows: list[Row] = []
     for way, placement, needs in (("nccl", "separate", 2), ("ipc", "colocated", 1)):
         if gpus < needs:

@@ -1,4 +1,4 @@
-"""What the launchers share: errors, signals, waiting, processes and the command line."""
+"""Shared parts of the launchers: errors, signals, waiting, processes and the command line."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def start(command: Sequence[str], output: Path | None = None, **environment: str
 
 
 def stop(process: subprocess.Popen[bytes], grace_s: float, *, told: bool = False) -> None:
-    """End a process, and what is left of its session after the grace period.
+    """End a process; after the grace period, kill the rest of its session.
 
     Args:
         told: it got SIGTERM already; a second one would keep a run from saving.
@@ -111,12 +111,12 @@ def stop(process: subprocess.Popen[bytes], grace_s: float, *, told: bool = False
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what is started below this process and outlives its own parent."""
+    """Become the parent of descendants whose own parent has ended."""
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_descendants() -> None:
-    """The last look: whatever ignored SIGTERM, or outlived its parent."""
+    """Kill the descendants that ignored SIGTERM or outlived their parent."""
     import psutil
 
     for _ in range(50):
@@ -153,7 +153,7 @@ def command_line(description: str) -> argparse.ArgumentParser:
 
 
 def main(command: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
-    """Run a command with its flags, and as `program` what comes after them; one message for what a user can act on."""
+    """Run a command with its flags; `program` gets the arguments after them. A LaunchError becomes one message."""
     takes_value = {name: action.nargs is None for action in parser._actions for name in action.option_strings}
     flags, rest = [], list(argv)
     while rest and rest[0].partition("=")[0] in takes_value:

@@ -82,15 +82,15 @@ class Gcs:
         self._client: Any = None
 
     def read(self, key: str) -> str:
-        """A note; "" where there is none, or no answer in time."""
+        """A note. Returns an empty string if there is no such note, or no answer in time."""
         return (self._call("internal_kv_get", key.encode(), SPACE, CALL_S) or b"").decode()
 
     def write(self, key: str, value: object, *, over: bool = True) -> None:
-        """Leave a note; over=False keeps one that is there."""
+        """Leave a note; over=False keeps an existing one."""
         self._call("internal_kv_put", key.encode(), str(value).encode(), over, SPACE, CALL_S)
 
     def alive(self) -> list[str] | None:
-        """Names of the nodes that are in the cluster; None without an answer in time."""
+        """Names of the nodes in the cluster; None if there is no answer in time."""
         nodes = self._call("get_all_node_info", CALL_S)
         return None if nodes is None else [node.node_name for node in nodes.values() if node.state == ALIVE]
 
@@ -118,11 +118,11 @@ class Node:
         self.gcs = Gcs(f"{options.head}:{options.port}")
         self.is_up = self.all_joined = False  # of the head
         # A short path: Ray's sockets lie below it, and a socket's path has at most 107 characters. Ray lets everybody
-        # write to its own folder in it; only this user enters the one around that.
+        # write to its folder below this one, which only this user can enter.
         self._temp = Path(tempfile.mkdtemp(prefix="rlhf-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))
 
     def live(self) -> int:
-        """From the start of Ray to its end; returns the exit status."""
+        """Run Ray on this node from its start to its end; returns the exit status."""
         status = launcher.RUN_ERROR
         try:
             status = self._lead() if self.options.rank == 0 else self._follow()
@@ -166,7 +166,7 @@ class Node:
         if not (nodes := launcher.wait_until(self._meet, options.deadline)):
             raise LaunchError(
                 f"no head at {options.head}, port {options.port}, within {options.deadline:.0f} s. "
-                "Is rank 0 running, is --head its address, and are the ports between the nodes open?"
+                "Check that rank 0 runs, that --head is its address, and that the ports between the nodes are open."
             )
         if nodes != str(options.nodes):
             reason = f"the head was started with --nodes={nodes}. Give all nodes the same number."
@@ -175,7 +175,9 @@ class Node:
         if (owner := launcher.wait_until(lambda: self._take_rank(this), options.deadline)) is None:
             raise LaunchError(f"the head at {self.gcs.address} stopped answering. Look at its output.")
         if owner != this:
-            raise LaunchError(f"--rank={options.rank}: taken by {owner}. Give each node its own.", launcher.USER_ERROR)
+            raise LaunchError(
+                f"--rank={options.rank}: taken by {owner}. Give each node a rank of its own.", launcher.USER_ERROR
+            )
         self._start_ray(f"--address={self.gcs.address}")
         status = int(launcher.wait_until(lambda: self.gcs.read("end"), check=self._check) or launcher.RUN_ERROR)
         if status != 0 and self.ray is not None and self.ray.poll() is not None:
@@ -183,7 +185,7 @@ class Node:
         return status
 
     def _take_rank(self, this: str) -> str:
-        """The node that owns this rank: the first that wrote its note; "" without an answer."""
+        """The node that owns this rank: the first that wrote its note. Returns an empty string without an answer."""
         name = f"rank-{self.options.rank}"
         self.gcs.write(name, this, over=False)
         return self.gcs.read(name)

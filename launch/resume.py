@@ -1,8 +1,9 @@
-"""What an interrupted run goes on with: prints --resume, or nothing after moving a run without a checkpoint aside.
+"""Prints --resume if an interrupted run has a checkpoint; else moves its folder aside and prints nothing.
 
     resume.py [--newer-than SECONDS] ARGUMENTS OF THE PROGRAM
 
-With --newer-than (seconds since 1970) it moves nothing, and prints `newer` or `older` of the newest whole checkpoint.
+With --newer-than (seconds since 1970) it moves nothing, and prints whether the newest whole checkpoint is `newer` or
+`older` than that.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def run_dir(arguments: Sequence[str]) -> Path:
 
 
 def value_of(key: str, arguments: Sequence[str]) -> str | None:
-    """A key of the program's arguments: files in their order, then overrides."""
+    """The value of a key in the program's arguments: files in their order, then overrides."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--config", action="append", default=[])
     parser.add_argument("overrides", nargs="*")

@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
             script = shlex.join(["launch/ray_node_setup.sh", "--rank", str(rank), *common, "--", *options.program])
             script = f'IFS= read -r given && eval "export $given" && exec {script}'
             script = f"cd {shlex.quote(str(options.dir))} && {script}"
-            # A shell of its own reads it, whichever the login shell is.
+            # bash reads the script, whatever the login shell is.
             command = [*os.environ.get("SSH", SSH).split(), host, f"bash -c {shlex.quote(script)}"]
             node = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
             nodes.append(node)
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
                 node.stdin.write(f"{exports}\n".encode())
         head = nodes[0]
         launcher.wait_until(lambda: any(node.poll() is not None for node in nodes))
-        # A node that is lost once the run is under way is the head's business; one that never came is seen here.
+        # The head notices a node that is lost during the run; a node that never joined is noticed here.
         if not launcher.wait_until(lambda: head.poll() is not None, HEAD_NOTICES_S):
             status = next(launcher.exit_status(node.returncode) for node in nodes if node.returncode is not None)
             what = f"a machine ended with status {status} while the head went on; its message is above."

@@ -54,7 +54,7 @@ class Cell:
         return self.folder.with_name(f"{self.folder.name}.log")
 
     def summary(self) -> dict[str, Any] | None:
-        """What the finished run wrote; None where there is none."""
+        """The summary that the run wrote at its end; None if it has not finished."""
         try:
             summary = json.loads((self.folder / "summary.json").read_text())
         except (FileNotFoundError, ValueError):
@@ -62,7 +62,7 @@ class Cell:
         return summary if isinstance(summary, dict) else None
 
     def last_step(self) -> dict[str, Any]:
-        """The metrics of the last training step; empty where there are none."""
+        """The metrics of the last training step; empty if no step has finished."""
         try:
             rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         except (FileNotFoundError, ValueError):
@@ -102,7 +102,9 @@ def cells(axes: Sequence[tuple[str, list[str]]], output: Path) -> list[Cell]:
         folder = re.sub(r"[^\w.,=+-]+", "_", name)
         grid.append(Cell(tuple(zip(keys, values, strict=True)), output / folder))
     if len({cell.folder for cell in grid}) < len(grid):
-        raise ValueError("--grid: two cells would have the same folder, for their values differ in signs alone.")
+        raise ValueError(
+            "--grid: two cells would have the same folder: their values differ only in characters that become `_`."
+        )
     return grid
 
 
@@ -116,7 +118,7 @@ def command(cell: Cell, module: str, arguments: Sequence[str]) -> list[str]:
 
 
 def run_cells(waiting: list[Cell], options: argparse.Namespace) -> list[Cell]:
-    """Run what has no result yet, `--jobs` at a time, a line each; returns the cells that failed."""
+    """Run the cells without a result, `--jobs` at a time; prints a line per cell and returns the cells that failed."""
     token = os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)
     waiting, total = list(waiting), len(waiting)
     running: list[tuple[Cell, subprocess.Popen[bytes], float]] = []
@@ -241,7 +243,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--module", default="rlhf.grpo", help="the program (default: rlhf.grpo)")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and stop")
-    parser.add_argument("--table", action="store_true", help="print the table of what is there and stop")
+    parser.add_argument("--table", action="store_true", help="print the table of the finished cells and stop")
     parser.add_argument("--config", action="append", metavar="FILE", help="goes to the program, as do the overrides")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_intermixed_args(argv)
