@@ -73,7 +73,7 @@ async def train_step(run: Run[PPOConfig], loop: RolloutLoop[PPOConfig], step: in
             LEARNER: learners.compute(lambda learner: learner.logprobs()),
             CRITIC: critics.compute(lambda critic: critic.values()),
         }
-        (old, ref), (values,) = await run.cluster.together(passes)
+        (old, ref), (values,) = await run.cluster.run_together(passes)
     assert values is not None
     non_finite = non_finite_rollouts(batch, batch.trained_rows, old_logprobs=old, ref_logprobs=ref, values=values)
     if non_finite:  # the updates are skipped, but logged values must be finite
@@ -94,7 +94,7 @@ async def train_step(run: Run[PPOConfig], loop: RolloutLoop[PPOConfig], step: in
         changes = {CRITIC: critics.skip_updates() if non_finite else critics.update(returns)}
         if policy_learns:
             changes[LEARNER] = learners.skip_updates() if non_finite else learners.update(targets)
-        updates = [update for of_module in await run.cluster.together(changes) for update in of_module]
+        updates = [update for of_module in await run.cluster.run_together(changes) for update in of_module]
     advantages = mean_over_responses(batch, credit.advantages)
     loop.warn_of_skipped_updates(step + 1, updates, non_finite)
 

@@ -123,7 +123,7 @@ class Sampling(FakeEngines):
     def replace_lost(self, check: Any) -> None:
         pass
 
-    async def replace_no_more(self) -> None:
+    async def stop_replacing(self) -> None:
         pass
 
     async def generate(

@@ -279,7 +279,7 @@ class Cluster:
             ranks: RankGroup[TrainedRank] = cast(RankGroup[Any], self.group(role))
             await ranks.call(lambda rank: rank.leave_gpu(offload))  # noqa: B023
 
-    async def together(self, calls: Mapping[str, Coroutine[Any, Any, Any]]) -> list[Any]:
+    async def run_together(self, calls: Mapping[str, Coroutine[Any, Any, Any]]) -> list[Any]:
         """Calls on trained roles, by role: at the same time, or on shared GPUs one after another."""
         if not self.shares_gpus:
             return list(await asyncio.gather(*calls.values()))

@@ -84,7 +84,7 @@ class Engines:
         return self
 
     async def __aexit__(self, *_failure: object) -> None:
-        await self.replace_no_more()
+        await self.stop_replacing()
 
     # --- sampling ---
 
@@ -228,7 +228,7 @@ class Engines:
             self.cluster.before_end = self._recovery.cancel
             self._recovery.begin(self._max_restarts)
 
-    async def replace_no_more(self) -> None:
+    async def stop_replacing(self) -> None:
         """Stop replacing engines, since nothing more is sampled."""
         await self._recovery.close()
 

@@ -166,13 +166,13 @@ def check_report(
     unexpected = {name for name in report.unexpected_keys.difference(exceeds) if not name.endswith(OLD_CONSTANT)}
     findings = []
     if missing:
-        findings.append(f"Of {needed} it lacks {len(missing)}, which would be random: {_named(missing)}.")
+        findings.append(f"Of {needed} it lacks {len(missing)}, which would be random: {_list_of(missing)}.")
     if unexpected:
-        findings.append(f"It has {len(unexpected)} that the model has no place for: {_named(unexpected)}.")
+        findings.append(f"It has {len(unexpected)} that the model has no place for: {_list_of(unexpected)}.")
     for name, stored, expected in sorted(report.mismatched_keys)[:SHOWN]:
         findings.append(f"{name} has the shape {[*stored]}, not {[*expected]}.")
     if report.conversion_errors:
-        findings.append(f"These cannot be put together from their parts: {_named(report.conversion_errors)}.")
+        findings.append(f"These cannot be put together from their parts: {_list_of(report.conversion_errors)}.")
     findings += [f"{' '.join(error.split())}." for error in report.error_msgs[:SHOWN]]
     if findings:
         names = [*missing, *unexpected, *(name for name, *_ in report.mismatched_keys)]
@@ -186,7 +186,7 @@ def check_report(
         )
 
 
-def _named(names: Collection[str]) -> str:
+def _list_of(names: Collection[str]) -> str:
     shown = sorted(names)
     return ", ".join(shown[:SHOWN]) + (f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else "")
 

@@ -160,7 +160,7 @@ def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, sc
         query, key, value = (x.view(len(block.positions), -1, *x.shape[1:]).transpose(1, 2) for x in parts)
         if q.device.type == "cpu" and query.shape[-2] <= SHORT_QUERIES:
             query, key, value = full_precision(query), full_precision(key), full_precision(value)
-        seen = block.seen(scoring.window)
+        seen = block.visible(scoring.window)
         if scoring.is_plain:
             grouped = q.shape[1] != k.shape[1]
             out = F.scaled_dot_product_attention(

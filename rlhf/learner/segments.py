@@ -36,7 +36,7 @@ class Block:
     keys: int
     whole: bool
 
-    def seen(self, window: int | None) -> Tensor | None:
+    def visible(self, window: int | None) -> Tensor | None:
         """[n, 1, queries, keys] bool, True where a query attends to a key; None where that is plainly causal."""
         window = None if window is None or window >= self.keys else window
         if self.whole and window is None:

@@ -56,7 +56,7 @@ class _Keep(_Mode):
             layer.places |= {storage: len(layer.outputs) for storage in _storages(kept)}
             layer.outputs.append((func, kept))
         elif func._schema.is_mutable:
-            for storage in _storages(_written(func, args, kwargs)):
+            for storage in _storages(_written_arguments(func, args, kwargs)):
                 if (place := layer.places.pop(storage, None)) is not None:
                     layer.outputs[place] = layer.outputs[place][0], None
         return out
@@ -82,7 +82,7 @@ def _detached(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+def _written_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """The arguments that an operation changes; of a list of tensors each."""
     arguments = func._schema.arguments
     written = {x.name for x in arguments if x.alias_info is not None and x.alias_info.is_write}

@@ -199,7 +199,7 @@ class RolloutLoop(Generic[C]):
 
     async def finish(self) -> None:
         """End the run after its last step. An engine that is lost from now on does not cancel the export."""
-        await self.engines.replace_no_more()
+        await self.engines.stop_replacing()
         await self._run.finish(self.buffer.account_metrics())
 
     async def publish(self, version: int) -> dict[str, float]:

@@ -107,7 +107,7 @@ class SharedGPU(Cluster):
     async def step(self, engines: Engines, version: int) -> None:
         await engines.sleep_if_colocated()
         roles = (CRITIC, LEARNER)
-        await self.together({role: self.ranks[role].call(lambda rank: rank.update(version)) for role in roles})
+        await self.run_together({role: self.ranks[role].call(lambda rank: rank.update(version)) for role in roles})
         await engines.send_weights(version)
 
 

@@ -104,7 +104,7 @@ async def look(config: Any) -> list[Seen]:
         engines.replace_lost(canary.check)
         ray.kill(engines.group.actors[0])
         seen.append(await sample(engines))  # of the engine in its place
-        await engines.replace_no_more()
+        await engines.stop_replacing()
 
         def set_scale(factor: float) -> Callable[[Any], None]:
             def on_rank(rank: Any) -> None:

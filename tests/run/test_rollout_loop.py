@@ -107,10 +107,10 @@ def test_with_a_lag_of_1_later_steps_train_rollouts_of_the_version_before(
 def test_no_engine_is_replaced_while_the_model_is_exported(config: GRPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     exported: list[bool] = []
 
-    async def replace_no_more(_: Sampling) -> None:
+    async def stop_replacing(_: Sampling) -> None:
         exported.append(any(Path(config.run.dir).glob("model*")))
 
-    monkeypatch.setattr(Sampling, "replace_no_more", replace_no_more)
+    monkeypatch.setattr(Sampling, "stop_replacing", stop_replacing)
     asyncio.run(drive(config, monkeypatch))
     assert exported == [False]
     assert (Path(config.run.dir) / "model").is_dir()
