@@ -295,8 +295,10 @@ def check_class(model: RunModel, of_policy: ModelConfig) -> None:
         ) from None
     else:
         if method := quantization_method(config):
-            what = f"config.json says that it is quantized ({method}), but its weights are not"
-            raise ValueError(f"{model.label}: {what}. Remove quantization_config from config.json.")
+            raise ValueError(
+                f"{model.label}: config.json says that it is quantized ({method}), but its weights are not. Remove "
+                "quantization_config from config.json."
+            )
 
 
 def _load_without_data(model: RunModel, loaded: ModelConfig) -> None:

@@ -9,9 +9,9 @@ Read in stored copies of config.json:
     mauer4/Attention-From-Scratch 381a295, weights/allenai/       OLMo 2 13B
     the hub itself                                                models that configs/ and docs/ name
 
-Others (Qwen2.5 72B, Math and Coder, Distill-Llama, OLMo 2 7B, Phi-4, Gemma 3 4B to 27B) are those of the package litgpt
-0.5.13, config.py, which names the config.json of each, compared with what public logs and tests print of them; and
-logs for DeepSeek-R1-Distill-Qwen and SmolLM3. The context of base models of Qwen3 is that of their cards.
+Qwen2.5 72B, Math and Coder, Distill-Llama, OLMo 2 7B, Phi-4 and Gemma 3 4B to 27B come from the package litgpt 0.5.13,
+config.py, which names the config.json of each; public logs and tests agree with it. DeepSeek-R1-Distill-Qwen and
+SmolLM3 come from public logs, the context of Qwen3's base models from their cards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ A3B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 76
 A22B = {**A3B, "moe_intermediate_size": 1536}
 MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
-# names, separated by blanks, each with @ and its context where that is another; the values of KEYS; and further keys
+# names, separated by blanks (name@N: its context is N instead); the values of KEYS; and further keys
 ROWS: tuple[tuple[str, tuple[str | int | bool, ...], dict[str, int]], ...] = (
     ("Qwen/Qwen2.5-0.5B Qwen/Qwen2.5-0.5B-Instruct Qwen/Qwen2.5-Coder-0.5B Qwen/Qwen2.5-Coder-0.5B-Instruct",
      ("qwen2", 896, 4864, 24, 14, 2, 151936, True, 32768), {}),

@@ -425,7 +425,7 @@ def planned_problems(config: GRPOConfig, estimates: Sequence[RoleMemory], shape:
 
 
 def check_shared_gpus(config: GRPOConfig, measured: Mapping[str, Sequence[GPUMemory]]) -> list[str]:
-    """Compare the memory that is free before the engines start with what all roles will need.
+    """Compare the free memory before the engines start with the needs of all roles.
 
     Args:
         measured: trained role -> the GPU memory that each of its ranks measured.

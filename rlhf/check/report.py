@@ -412,7 +412,7 @@ def _memory(config: TrainingProgramConfig, shape: ModelShape, estimates: Sequenc
         if estimate.parts:
             lines += _parts(f"{title}, {'one GPU' if cluster.device == 'cuda' else 'processes'}", estimate.parts)
         else:
-            lines.append(f"  {title}: no estimate, its config.json is not found or not supported")
+            lines.append(f"  {title}: no estimate, because its config.json is missing or not supported")
     if not isinstance(config, GRPOConfig):
         return lines
     per_token, tokens = kv_cache(shape, config)

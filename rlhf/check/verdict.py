@@ -1,4 +1,4 @@
-"""The first lines of --plan: whether the run fits, in what time, and if it does not, what would fit."""
+"""The first lines of --plan: whether the run fits and its hours; if it does not fit, layouts that do."""
 
 from __future__ import annotations
 

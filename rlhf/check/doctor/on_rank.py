@@ -83,7 +83,7 @@ def attention_error(rank: TrainedRank, heads: int, kv_heads: int, width: int, dt
 
 
 def head_error(rank: TrainedRank, vocabulary: int, hidden: int, dtype: str) -> float:
-    """The fused head's log-probs and gradients against those of whole logits in float32."""
+    """The relative error of the fused head's log-probs and gradients, compared with whole logits in float32."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (HEAD_TOKENS,), generator=generator).to(rank.device)
     scale, chosen = hidden**-0.5, getattr(torch, dtype)
