@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import sys
@@ -60,55 +61,44 @@ def python_tool(
         Returns:
             What the program printed, errors included.
         """
-        place = _Place(bounds)
+        folder = Path(tempfile.mkdtemp(prefix="python-tool-"))
         try:
-            place.begin(code)
-            return await _run(code, place, max_output_characters)
+            (folder / "main.py").write_bytes(code.encode("utf-8", "backslashreplace"))
+            with tempfile.TemporaryFile() as output:
+                status, over = await _run(folder, output.fileno(), bounds)
+                printed = os.pread(output.fileno(), 4 * max_output_characters + 1, 0)
         finally:
-            place.close()
+            remove(folder)
+        text = _without_folder(printed.decode("utf-8", "backslashreplace"), str(folder))
+        text = without_places(text, written=code)
+        if len(text) > max_output_characters:
+            text = f"{text[:max_output_characters]}\n[output cut after {max_output_characters} characters]"
+        if over or status < 0:
+            return f"{text}\n[{f'stopped {over}' if over else f'ended by signal {-status}'}]".lstrip("\n")
+        return text or (f"[exit status {status}]" if status else "")
 
     return python
 
 
-class _Place:
-    """The folder of a program, the file of its output, and the process that becomes its interpreter."""
-
-    def __init__(self, bounds: Bounds) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="python-tool-"))
-        self.output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the place
-        folder = str(self.folder)
-        variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-        variables |= {"HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
-        variables |= {"PYTHONIOENCODING": "utf-8:backslashreplace", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        how: dict[str, Any] = {"work": folder, "variables": variables, "bounds": bounds}
-        self.running = Command([sys.executable, "-s", "main.py"], self.folder, output=self.output.fileno(), **how)
-
-    def begin(self, code: str) -> None:
-        (self.folder / "main.py").write_bytes(code.encode("utf-8", "backslashreplace"))
-        self.running.begin()
-
-    def close(self) -> None:
-        self.running.close()
-        self.output.close()
-        remove(self.folder)
-
-
-async def _run(code: str, place: _Place, max_output_characters: int) -> str:
+async def _run(folder: Path, output: int, bounds: Bounds) -> tuple[int, str]:
+    """Run the program in a folder; its exit status, and the bound that it exceeded (an empty string if none)."""
+    variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    variables |= {"HOME": str(folder), "TMPDIR": str(folder), "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+    variables |= {"PYTHONIOENCODING": "utf-8:backslashreplace", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    how: dict[str, Any] = {"work": str(folder), "variables": variables, "bounds": bounds}
+    command = Command([sys.executable, "-s", "main.py"], folder, output=output, **how)
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(place.running.fileno(), ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(place.running.fileno())
-    status, over = place.running.ended()
-    printed = os.pread(place.output.fileno(), 4 * max_output_characters + 1, 0)
-    folder = str(place.folder)
-    text = printed.decode("utf-8", "backslashreplace")
+    with contextlib.closing(command):
+        command.begin()
+        loop.add_reader(command.fileno(), ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(command.fileno())
+        return command.ended()
+
+
+def _without_folder(text: str, folder: str) -> str:
     for path in (folder, os.path.realpath(folder)):
         text = text.replace(f"{path}/", "").replace(path, ".")
-    text = without_places(text, written=code)
-    if len(text) > max_output_characters:
-        text = f"{text[:max_output_characters]}\n[output cut after {max_output_characters} characters]"
-    if over or status < 0:
-        return f"{text}\n[{f'stopped {over}' if over else f'ended by signal {-status}'}]".lstrip("\n")
-    return text or (f"[exit status {status}]" if status else "")
+    return text
