@@ -83,9 +83,7 @@ class DatasetConfig(Section):
 class SourceConfig(DatasetConfig):
     """One data set of prompts."""
 
-    source: str | None = key(
-        None, "label in ids and metrics; null: the file's stem or end of the name", pattern=r"^[^/\s]+$"
-    )
+    source: str | None = key(None, "label in ids and metrics; null: stem or end of the path", pattern=r"^[^/\s]+$")
     weight: PositiveFloat | None = key(None, "relative share of an epoch, drawn anew for each; the scarcest is used up")
     rows: PositiveInt | None = key(None, "drawn anew for each epoch (data.eval: the first ones); null: all")
     prompt_column: str | None = key(None, "its own data.prompt_column; null: the section's")
@@ -130,14 +128,10 @@ S = TypeVar("S", bound=DatasetConfig)
 class DatasetsConfig(Section, Generic[S]):
     """The data sets of any program that trains."""
 
-    train: tuple[S, ...] = key(
-        REQUIRED, "training data: a path or hub name, a mapping with `path`, or a list", resume="free"
-    )
+    train: tuple[S, ...] = key(REQUIRED, "a path or hub name, a mapping with `path`, or a list of them", resume="free")
     eval: tuple[S, ...] = key((), "held-out data: as data.train; null: none", resume="free")
     on_bad_row: Literal["fail", "skip"] = key("fail", "a row that cannot be used ends the program, or is left out")
-    date: datetime.date | None = key(
-        None, "YYYY-MM-DD, for a chat template that writes the day; null: the first start's"
-    )
+    date: datetime.date | None = key(None, "YYYY-MM-DD, for a chat template that writes the day; null: first start")
 
     @property
     def clock(self) -> dict[str, Any]:

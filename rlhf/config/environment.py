@@ -51,22 +51,14 @@ class _Driven(Section):
     """The keys of one environment, except its name."""
 
     options: dict[str, Any] = key({}, "keyword arguments of the class")
-    command: tuple[str, ...] = key(
-        (), "of name: program: what is started for each rollout, such as [venv/bin/python, agent.py]", strict=False
-    )
+    command: tuple[str, ...] = key((), "of name: program: its command, [venv/bin/python, agent.py]", strict=False)
     returned_files: tuple[str, ...] = key(
         (), "of name: program: patterns of files in its folder that rewards get, such as [answer.txt, 'src/*.py']",
         strict=False,
     )  # fmt: skip
-    gives_answer: bool = key(
-        False, "rows have their answers, also where the code of the environment does not name their columns"
-    )
-    url: str | None = key(
-        None, "of name: service: where a rollout is asked for", pattern="^https?://[^/]", resume="free"
-    )
-    key_variable_name: str | None = key(
-        None, "of name: service: environment variable of the run that holds the service's key", resume="free"
-    )
+    gives_answer: bool = key(False, "rows have their answers, even if the environment does not name their columns")
+    url: str | None = key(None, "of name: service: its address", pattern="^https?://[^/]", resume="free")
+    key_variable_name: str | None = key(None, "of name: service: variable with its key", resume="free")
     timeout_s: PositiveFloat | None = key(
         None, "of a program or service: seconds that a rollout may take by the clock; null: 600", resume="free"
     )
@@ -130,14 +122,10 @@ class EnvironmentConfig(_Driven):
         "processes for environments on each node, rollouts at once of a service; others wait for a free one",
         resume="free",
     )
-    python: FilePath | None = key(
-        None, "interpreter that runs them, such as venv/bin/python; null: that of the run", resume="free"
-    )
+    python: FilePath | None = key(None, "interpreter that runs them, venv/bin/python; null: the run's", resume="free")
     env: tuple[str, ...] = key((), "environment variables that they get", strict=False, resume="free")
     network: bool = key(False, "let them open network connections", resume="free")
-    files: tuple[FilePath, ...] = key(
-        (), "what else than their code they may read and write", strict=False, resume="free"
-    )
+    files: tuple[FilePath, ...] = key((), "other files that they may read and write", strict=False, resume="free")
     endpoint_host: str = key(
         LOOPBACK,
         "IPv4 address of the driver's node at which programs and services reach the model; with 127.0.0.1 they and all "
@@ -151,9 +139,7 @@ class EnvironmentConfig(_Driven):
     wall_seconds: PositiveFloat = key(120.0, "seconds that one call may take by the clock", resume="free")
     memory_mb: int = key(1024, "memory that a process may add to what it starts with, MiB", ge=64, resume="free")
     failed_reward: float = key(0.0, "reward of a rollout whose tool call went over a limit; it is trained on")
-    max_failed_fraction: Fraction = key(
-        0.5, "share of a step's rollouts that may fail before the run ends", resume="free"
-    )
+    max_failed_fraction: Fraction = key(0.5, "share of a step's rollouts that may fail", resume="free")
 
     @model_validator(mode="before")
     @classmethod

@@ -18,9 +18,7 @@ from rlhf.config.sections import AlgoConfig, KLEstimator, TrainedConfig
 class PPOAlgoConfig(AlgoConfig):
     """The policy loss as in GRPO; advantages by GAE, and by default the KL in the reward."""
 
-    advantage: Literal["gae"] = key(
-        "gae", "generalized advantage estimation with the critic's values; for the others use rlhf.grpo"
-    )
+    advantage: Literal["gae"] = key("gae", "generalized advantage estimation; for the others use rlhf.grpo")
     kl_estimator: KLEstimator = key("k1", "estimator of KL(policy || reference)")
     kl_place: Literal["loss", "reward"] = key("reward", "where the KL penalty goes; in the reward it is per token")
     gamma: Fraction = key(1.0, "discount per token")

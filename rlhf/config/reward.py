@@ -44,9 +44,7 @@ class MathOptions(Section):
     """A math answer, found in the response and compared with the gold answer."""
 
     mode: Literal["strict", "lenient"] = key("strict", "strict takes a boxed answer only, lenient any stated answer")
-    extract: tuple[ExtractionStep, ...] | None = key(
-        None, "where to look, in order; null: as the mode says", strict=False
-    )
+    extract: tuple[ExtractionStep, ...] | None = key(None, "where to look, in order; null: by mode", strict=False)
     tolerance: Tolerance | None = key(None, "{relative, absolute} distance of a right number; null: none")
     evaluated: bool | None = key(None, "whether an answer must be worked out: 7, not 3+4; null: in strict mode")
 
@@ -157,9 +155,7 @@ class RubricOptions(Section):
     requests_at_once: PositiveInt = key(32, "requests at the same time")
     max_new_tokens: PositiveInt = key(512, "longest answer of the grader, tokens")
     max_requests: PositiveInt | None = key(None, "requests of the program, after which it ends; null: no bound")
-    max_tokens: PositiveInt | None = key(
-        None, "prompt and answer tokens of the program, after which it ends; null: no bound"
-    )
+    max_tokens: PositiveInt | None = key(None, "prompt and answer tokens of the program until it ends; null: no bound")
 
     @model_validator(mode="after")
     def _one_kind_of_criteria(self) -> Self:
@@ -240,20 +236,12 @@ class RewardConfig(Section):
     by_source: dict[str, tuple[RewardPart, ...]] = key({}, "other parts for the prompts of the named data sources")
     workers: PositiveInt | None = key(None, "grading processes; null: the cores, at most 8", resume="free")
     cpu_seconds: PositiveFloat = key(2.0, "CPU seconds that one part may take for one response", resume="free")
-    wall_seconds: PositiveFloat = key(
-        10.0, "seconds that it may take by the clock, without waiting for a core", resume="free"
-    )
-    memory_mb: int = key(
-        1024, "memory that a grading process may add to what it starts with, MiB", ge=64, resume="free"
-    )
+    wall_seconds: PositiveFloat = key(10.0, "seconds by the clock, without waiting for a core", resume="free")
+    memory_mb: int = key(1024, "memory that a grading process may add, MiB", ge=64, resume="free")
     bound: float = key(1e4, "largest absolute value of a reward; a larger one is a failure", gt=0, le=FLOAT32_MAX)
     bad_gold: Literal["fail", "skip"] = key("fail", "if a gold answer cannot be graded: stop, or leave its row out")
-    failure_fraction: Fraction = key(
-        0.02, "share of the calls of a user function or rubric that may fail before the run stops", resume="free"
-    )
-    failures_always_allowed: NonNegativeInt = key(
-        10, "failures of a user function or rubric that never stop the run", resume="free"
-    )
+    failure_fraction: Fraction = key(0.02, "share of calls of a function or rubric that may fail", resume="free")
+    failures_always_allowed: NonNegativeInt = key(10, "failures that never stop the run", resume="free")
 
     @model_validator(mode="before")
     @classmethod

@@ -29,9 +29,7 @@ class RewardModelConfig(Section):
     weight: float = key(1.0, "factor in the sum with the parts of `reward`")
     mean: float | None = key(None, "subtracted from scores; null: as recorded with the model, else 0")
     std: PositiveFloat | None = key(None, "then divides scores; null: as recorded with the model, else 1")
-    reference_samples: int | None = key(
-        None, "responses of the start policy over which scores get mean 0 and variance 1; null: as above", ge=2
-    )
+    reference_samples: int | None = key(None, "responses of the start policy that set both; null: as above", ge=2)
     template: NamedTemplate | None = key(None, "of its input, as data.template; null: as recorded, else model")
     dtype: ModelDType = key("bfloat16", "type of its weights")
     replicas: PositiveInt = key(1, "copies of the model, a GPU each; or concurrent requests", resume="free")

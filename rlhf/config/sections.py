@@ -94,10 +94,7 @@ class RolloutConfig(Section):
     max_turns: PositiveInt | None = key(None, "responses of one rollout with tools or an environment; null: no limit")
     max_rollout_s: PositiveFloat | None = key(None, "seconds after which a rollout gets no further turn; null: never")
     temperature: PositiveFloat = key(1.0, "sampling temperature; the learner divides its logits by it too")
-    top_p: float = key(
-        1.0, "nucleus sampling: the most probable tokens up to this total; the learner normalizes over them; 1: off",
-        gt=0, le=1,
-    )  # fmt: skip
+    top_p: float = key(1.0, "nucleus sampling; the learner normalizes over the same tokens; 1: all", gt=0, le=1)
     top_k: int | None = key(None, "sample from this many most probable tokens, at least 2; null: all", ge=2)
     min_p: float = key(0.0, "sample from tokens of at least this share of the highest probability; 0: all", ge=0, lt=1)
     stop: tuple[str, ...] = key((), "strings that end a response, in addition to the model's eos ids")
@@ -114,17 +111,13 @@ class RolloutConfig(Section):
     dynamic_sampling_part: str | None = key(None, "part of the reward, such as math, that is compared; null: the sum")
     max_replacements: NonNegativeInt = key(64, "groups that it may replace for one step; then it trains on equal ones")
     max_policy_lag: NonNegativeInt = key(0, "largest age of a rollout's oldest token, training steps; 0 is synchronous")
-    on_stale: Literal["wait", "drop"] = key(
-        "wait", "wait for groups that get too old, or discard them, often the slow ones"
-    )
+    on_stale: Literal["wait", "drop"] = key("wait", "wait for groups that get too old, or drop them, often slow ones")
     on_weight_update: Literal["recompute", "keep_kv"] = key("recompute", "KV cache of running requests")
     gpu_memory_utilization: Fraction = key(0.85, "share of a GPU that an engine takes", resume="free")
     kv_cache_gib: PositiveFloat = key(1.0, "KV cache of an engine on CPU, GiB", resume="free")
     max_concurrent_sequences: PositiveInt = key(256, "sequences that an engine runs at once", resume="free")
     enforce_eager: bool = key(False, "no CUDA graphs in the engines; CPU never has them", resume="rounding")
-    engine: dict[str, Any] = key(
-        {}, "further arguments of vLLM's engine, such as {max_num_batched_tokens: 8192}", resume="rounding"
-    )
+    engine: dict[str, Any] = key({}, "further arguments of vLLM's engine: {block_size: 32}", resume="rounding")
 
     @field_validator("engine")
     @classmethod
@@ -162,26 +155,18 @@ class AlgoConfig(Section):
         "responses", "what mean and std of reinforce_pp and reinforce_pp_baseline count once: a response, or a token"
     )
     policy_loss: PolicyLoss = key("ppo", "surrogate objective; or a function of yours, your.module:function")
-    clip_low: NonNegative = key(
-        0.2, "the ratio is clipped below at 1 - clip_low; dppo_tv: how far a probability may fall"
-    )
+    clip_low: NonNegative = key(0.2, "the ratio is clipped below at 1 - clip_low; dppo_tv: most a probability may fall")
     clip_high: NonNegative = key(
         0.2, "the ratio is clipped above at 1 + clip_high; dppo_tv: how far a probability may rise"
     )
-    sapo_tau_positive: PositiveFloat = key(
-        1.0, "temperature of sapo's gate for advantages above 0; a larger one narrows it"
-    )
+    sapo_tau_positive: PositiveFloat = key(1.0, "temperature of sapo's gate for positive advantages; larger: narrower")
     sapo_tau_negative: PositiveFloat = key(1.05, "the same for the other advantages")
     dual_clip: float | None = key(None, "bound of the loss for negative advantages; null is off", gt=1.0)
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = key(
         "token_mean", "mean over all tokens; mean over rollouts of their token means; or sum divided by a fixed length"
     )
-    constant_length: PositiveInt | None = key(
-        None, "tokens, of loss_aggregation=constant; null: the most after a prompt"
-    )
-    kl_estimator: KLEstimator = key(
-        "k3", "estimator of KL(policy || reference); in the reward k1 alone is exact, in the loss k1 holds nothing"
-    )
+    constant_length: PositiveInt | None = key(None, "tokens, of loss_aggregation=constant; null: most after a prompt")
+    kl_estimator: KLEstimator = key("k3", "estimator of KL(policy || reference); k1 in the reward, k3 in the loss")
     kl_place: Literal["loss", "reward"] = key("loss", "where the KL penalty goes")
     kl_coef: NonNegative = key(0.0, "beta; 0 needs no reference model")
     kl_ratio_weighted: bool | None = key(
@@ -265,15 +250,11 @@ class TrainedConfig(Section):
 
     zero_stage: Literal[0, 1, 2, 3] = key(2, "DeepSpeed ZeRO stage", resume="rounding")
     offload_optimizer: bool = key(False, "keep the optimizer state in host memory", resume="rounding")
-    reduce_dtype: ModelDType = key(
-        "bfloat16", "of gradients on their way between learners of a bfloat16 model; float32 sends twice the bytes"
-    )
+    reduce_dtype: ModelDType = key("bfloat16", "of gradients between learners; float32 sends twice the bytes")
     max_grad_norm: PositiveFloat | None = key(1.0, "global gradient norm is clipped to it; null is off")
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-    deepspeed: dict[str, Any] = key(
-        {}, "further settings of DeepSpeed, such as {zero_optimization: {...}}", resume="rounding"
-    )
+    deepspeed: dict[str, Any] = key({}, "further settings of DeepSpeed: {zero_optimization: {}}", resume="rounding")
 
     @field_validator("deepspeed")
     @classmethod
@@ -316,12 +297,8 @@ class CheckpointConfig(Section):
         "auto", "training steps between checkpoints; auto is a tenth of run.steps, rounded up; null saves none"
     )
     keep: PositiveInt = key(2, "newest complete checkpoints that are kept")
-    best: str | None = key(
-        None, "metric of an evaluation, such as eval/math/avg@8, whose best checkpoint is kept too; null: none"
-    )
-    mirror: FilePath | None = key(
-        None, "address of a copy, such as s3://bucket/run, for --resume; null: none", min_length=1
-    )
+    best: str | None = key(None, "metric of an evaluation, eval/math/avg@8; its best checkpoint is kept; null: none")
+    mirror: FilePath | None = key(None, "address of a copy for --resume, s3://bucket/run; null: none", min_length=1)
 
     @field_validator("every", mode="before")
     @classmethod
@@ -358,9 +335,7 @@ class EvaluationConfig(AnyEvaluationConfig):
     )
     samples_per_prompt: PositiveInt = key(1, "responses per prompt: the k of avg@k and pass@k")
     temperature: NonNegative = key(1.0, "sampling temperature; 0 is greedy")
-    top_p: float = key(
-        1.0, "nucleus sampling: the most probable tokens up to this total probability; 1: off", gt=0, le=1
-    )
+    top_p: float = key(1.0, "nucleus sampling: most probable tokens up to this total probability; 1: all", gt=0, le=1)
     top_k: PositiveInt | None = key(None, "sample from this many most probable tokens; null: all")
     min_p: float = key(0.0, "sample from tokens of at least this share of the highest probability; 0: all", ge=0, lt=1)
     max_response_tokens: PositiveInt | None = key(None, "tokens; null is rollout.max_response_tokens")
@@ -401,17 +376,13 @@ class AnyLoggingConfig(Section):
     wandb: WandbConfig = WandbConfig()
     tensorboard: bool = key(False, "write event files for TensorBoard to tensorboard/ in the run folder")
     trackio: TrackioConfig = TrackioConfig()
-    profile_steps: tuple[PositiveInt, ...] = key(
-        (), "training steps that learner 0 profiles, into profile/ of the folder"
-    )
+    profile_steps: tuple[PositiveInt, ...] = key((), "training steps that learner 0 profiles, into profile/")
     level: Literal["debug", "info", "warning"] = key("warning", "log level of the libraries")
 
 
 class LoggingConfig(AnyLoggingConfig):
     rollouts: bool = key(True, "write every trained rollout, with text, reward parts and advantage")
-    token_values: bool = key(
-        False, "write their tokens with advantage and log-prob difference, for the report; takes several times the disk"
-    )
+    token_values: bool = key(False, "write their tokens with advantage and log-prob difference; several times the disk")
 
 
 class LearnersConfig(Section):
@@ -428,9 +399,7 @@ class LearnersConfig(Section):
     gpus_per_node: PositiveInt = key(8, "for --plan, which takes this machine's if it is not set; a run asks Ray")
     gpu: CardName | None = key(None, "card that --plan assumes, such as H100; null: this machine's, or by its memory")
     gpu_memory_gib: PositiveFloat = key(79.0, "memory of a GPU, GiB, for --plan; if not set, the card's")
-    peak_tflops: PositiveFloat | None = key(
-        None, "bf16 TFLOP/s of a learner's GPU, for --plan and learner/mfu; null: by its name"
-    )
+    peak_tflops: PositiveFloat | None = key(None, "bf16 TFLOP/s of a GPU, for --plan and learner/mfu; null: the card's")
     ray_address: str | None = key(None, "address of a running Ray cluster; null starts one here")
     cpus_per_learner: PositiveFloat = key(0.5, "CPU cores reserved for each learner")
     start_deadline_s: PositiveFloat = key(900.0, "seconds that start-up may take before the run fails")
@@ -451,11 +420,7 @@ class PlanConfig(Section):
 
     resume: ClassVar[Resume | None] = "free"
     engine_tokens_per_second: PositiveFloat | None = key(None, "rollout/tokens_per_second / cluster.engines")
-    learner_tokens_per_second: PositiveFloat | None = key(
-        None, "learner/tokens_per_second / cluster.learners, of a run without offload_optimizer"
-    )
-    network_gbit_per_second: PositiveFloat = key(
-        100.0, "of the network between learners and engines, for transfers alone"
-    )
+    learner_tokens_per_second: PositiveFloat | None = key(None, "learner/tokens_per_second / cluster.learners")
+    network_gbit_per_second: PositiveFloat = key(100.0, "between learners and engines, for transfers")
     prompt_tokens: PositiveInt | None = key(None, "mean prompt length, tokens; null: data.max_prompt_tokens")
     response_tokens: PositiveInt | None = key(None, "mean tokens after the prompt; null: the most that may follow it")

@@ -13,9 +13,7 @@ from rlhf.config.base import FilePath, NonNegativeInt, Section, key, suggest
 class TeacherModel(Section):
     """One teacher: exactly one of `path`, `endpoint` and `own`; none where each source names its own."""
 
-    path: FilePath | None = key(
-        None, "folder or hub name of a model, kept by the learners next to the policy", resume="free"
-    )
+    path: FilePath | None = key(None, "folder or hub name of a model, kept by the learners", resume="free")
     endpoint: str | None = key(
         None, "address of an OpenAI-compatible server with prompt log-probs, http://host:8000/v1", resume="free"
     )
