@@ -1,4 +1,4 @@
-"""The curriculum: prompts that the policy nearly always or never solves are drawn less.
+"""The curriculum: draws prompts less often if the policy nearly always or never solves them.
 
 The order of the data proposes a row for each position of the stream. With r, the pass rate of its last group, it is
 kept with a probability of 4 r (1 - r): 1 for a rate of a half, 0 outside of the bounds, but at least KEPT_FRACTION, so
@@ -15,9 +15,9 @@ import numpy as np
 
 from rlhf.config.data import CurriculumConfig
 
-KEPT_FRACTION = 0.25  # of the draws of a row, at least
-DRAWS_PER_EPOCH = 8  # of one row at most: where few are useful, a step must not consist of them
-CHOICE_SEED = 1  # the generators of choices are others than those of the orders of epochs
+KEPT_FRACTION = 0.25  # smallest probability of keeping a proposed row
+DRAWS_PER_EPOCH = 8  # most replacements by one row; few useful rows must not fill a step
+CHOICE_SEED = 1  # tells the generators of choices from those of the orders of epochs
 
 
 class Curriculum:
@@ -30,10 +30,10 @@ class Curriculum:
 
     def __init__(self, config: CurriculumConfig, *, rows: int, epoch_size: int, seed: int) -> None:
         self._config, self._epoch_size, self._seed = config, epoch_size, seed
-        self._rates = np.full(rows, np.nan)  # of the last group; NaN: none yet
-        self._measured = np.full(rows, -1)  # its position
+        self._rates = np.full(rows, np.nan)  # pass rate of the last group; NaN: no group yet
+        self._measured = np.full(rows, -1)  # position of that group
         self._last = np.full(rows, -epoch_size)  # position of the last draw
-        self._times = np.zeros(rows, np.int64)  # draws
+        self._times = np.zeros(rows, np.int64)  # number of draws
         self._chosen: dict[int, tuple[int, int]] = {}  # position -> row, and how often it was drawn before
         self._replaced = 0
 
@@ -65,19 +65,19 @@ class Curriculum:
         return source.start + int(np.searchsorted(upper, pick * upper[-1], side="right"))
 
     def record(self, position: int, pass_rate: float) -> None:
-        """The pass rate of the group that was drawn at a position."""
+        """Store the pass rate of the group that was drawn at a position."""
         row, _ = self._chosen[position]
         if position >= self._measured[row]:  # groups end in any order
             self._rates[row], self._measured[row] = pass_rate, position
 
     def _usefulness(self, rows: slice) -> np.ndarray:
-        """Of each row, from 0 to 1: how far the responses of its next group may differ. 1 if it has had none yet."""
+        """Usefulness of each row from 0 to 1: how far the responses of its next group may differ; 1 without a group."""
         rates = self._rates[rows]
         outside = (rates <= self._config.min_pass_rate) | (rates >= self._config.max_pass_rate)
         return np.where(outside, 0.0, np.where(np.isnan(rates), 1.0, 4 * rates * (1 - rates)))
 
     def metrics(self) -> dict[str, float]:
-        """Shares of the prompts with a pass rate that are outside of the bounds, and draws that were replaced."""
+        """Fractions of prompts with a pass rate at or beyond each bound, and the number of replaced draws."""
         measured = int(np.count_nonzero(self._measured >= 0)) or 1
         return {
             "data/curriculum/too_hard_fraction": np.count_nonzero(self._rates <= self._config.min_pass_rate) / measured,
@@ -86,7 +86,7 @@ class Curriculum:
         }
 
     def state(self, outstanding: Collection[int]) -> dict[str, Any]:
-        """JSON values for `restore`; the choices at these positions are kept, all others are forgotten."""
+        """JSON values for `restore`. Only choices at the `outstanding` positions are kept."""
         self._chosen = {position: self._chosen[position] for position in outstanding if position in self._chosen}
         drawn = np.flatnonzero(self._times)
         columns = (drawn, self._times[drawn], self._last[drawn], self._measured[drawn])
@@ -98,7 +98,7 @@ class Curriculum:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken."""
+        """Continue from a saved `state`."""
         drawn, *columns, rates = state["rows"]
         for kept, column in zip((self._times, self._last, self._measured), columns, strict=True):
             kept[drawn] = column
