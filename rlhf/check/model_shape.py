@@ -58,9 +58,7 @@ class ModelShape:
     active_experts: int
     head_parameters: int  # 0 if the head is the input embedding, or if the files hold none
     qk_norm: bool
-    latent_dim: (
-        int  # cached numbers per token and layer of latent attention, for all heads; 0: keys and values are cached
-    )
+    latent_dim: int  # numbers that latent attention caches per token and layer; 0: keys and values are cached
     expert_intermediate: int = 0
     sparse_layers: int = 0  # of the families that the formula counts
     parameters: int = 0
