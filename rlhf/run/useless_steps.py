@@ -14,6 +14,7 @@ from rlhf.log.reductions import UpdateOutcome
 from rlhf.types import RolloutGroup, rewards_differ
 
 MAX_SHOWN = 5  # rollouts in a warning
+SKIPPED = "every optimizer step was skipped"
 
 
 def skipped_updates_warning(
@@ -60,7 +61,7 @@ class UselessSteps:
         if not trained:
             self._useless.append("no rollout was trained on")
         elif not any(update.taken for update in policy or updates):  # a critic may learn alone
-            self._useless.append("every optimizer step was skipped")
+            self._useless.append(SKIPPED)
         elif not self._loss_teaches and not (advantages.any() and (self._teachers or _rewards_differ(groups))):
             self._useless.append("no group had a signal")
         else:
@@ -72,6 +73,8 @@ class UselessSteps:
             return
         reasons = ", ".join(f"{reason} ({count})" for reason, count in Counter(self._useless).most_common())
         advice = [finding.text for finding in self._diagnosis.now()]
+        if SKIPPED in self._useless:
+            advice.append("Lower learner.optimizer.lr, or go back to an earlier checkpoint (--resume-from).")
         which = (
             f"the last {self._allowed} steps"
             if self._budget == self._allowed
