@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -145,6 +146,14 @@ def test_one_criterion_needs_no_list(said: str) -> None:
 def test_an_answer_without_a_number_for_each_criterion_is_no_score(said: Any) -> None:
     with pytest.raises(ValueError, match="the grader said"):
         scores_in(said, 2)
+
+
+def test_a_long_text_for_a_score_costs_the_trainer_milliseconds() -> None:
+    said = f'{{"scores": "{"1" * 50_000}{" " * 50_000}x"}}'
+    started = time.process_time()
+    with pytest.raises(ValueError, match="no finite number"):
+        scores_in(said, 1)
+    assert time.process_time() - started < 1
 
 
 def test_the_judge_reads_the_characters_of_the_response(endpoint: Endpoint) -> None:
