@@ -67,11 +67,17 @@ kv_cache_metrics kv_cache_metrics_sample custom_histogram_buckets cudagraph_metr
 enable_mfu_metrics enable_logging_iteration_details jit_monitor_mode jit_monitor_verbose profiler_config
 ray_workers_use_nsight shutdown_timeout fail_on_environ_validation
 """
-# All others are refused. Reasons that are not obvious: keys and values of old weights outlive an update in other caches
-# (kv_transfer_config, kv_offloading_size; vLLM issue 57970), and no check would see it. Speculation: with n-grams on
-# vLLM 0.32's CPU engine a log-prob of 7 in 128 responses was not finite. kv_sharing_fast_prefill: no log-probs of
-# prompts. enable_eplb: new weights of experts would be loaded where they were at the start. hf_token: the config.yaml
-# of the run would hold it; set the environment variable HF_TOKEN.
+# All others are refused; these for a reason of their own.
+_OLD_KEYS = "keys and values of old weights could outlive an update there, and no check would see it"
+REFUSED = {
+    "kv_transfer_config": _OLD_KEYS,
+    "kv_offloading_size": _OLD_KEYS,
+    "speculative_config": "its log-probs were not always finite (n-grams on the CPU engine of vLLM 0.32)",
+    "kv_sharing_fast_prefill": "it gives no log-probs of prompts",
+    "enable_eplb": "new weights of experts would be loaded where they were at the start",
+    "override_generation_config": "it could change what is sampled, and the learner would not know of it",
+    "hf_token": "config.yaml would hold it; set the environment variable HF_TOKEN",
+}
 # Sections and switches of DeepSpeed's config, and the fields of its zero_optimization.
 DEEPSPEED = ("zero_optimization", "aio", "comms_logger", "flops_profiler", "memory_breakdown", "wall_clock_breakdown")
 ZERO = (
@@ -100,8 +106,9 @@ def check_engine_options(options: dict[str, Any]) -> dict[str, Any]:
         if name in OWN_KEYS:
             raise ValueError(f"{given}: the run sets it by {OWN_KEYS[name]}. Set that instead.")
         if name not in known:
-            reason = "not an option of vLLM that is known to leave the samples to the learner's weights and keys"
-            raise ValueError(f"{given}: {reason}. {suggest(name, known, 'rollout.engine.', cutoff=0.8)}")
+            unknown = "not an option of vLLM that is known to leave the samples to the learner's weights and keys"
+            remedy = "Remove it." if name in REFUSED else suggest(name, known, "rollout.engine.", cutoff=0.8)
+            raise ValueError(f"{given}: {REFUSED.get(name, unknown)}. {remedy}")
     if options.get("load_format") == "dummy":
         raise ValueError("rollout.engine.load_format=dummy: the weights would be random. Remove it.")
     return options
