@@ -52,7 +52,7 @@ from rlhf.data.templates import (
     tokenize,
     unread_arguments,
 )
-from rlhf.data.turns import TurnEnds, turn_ends, unnamed_end
+from rlhf.data.turns import TurnEnds, tag_warnings, turn_ends, unnamed_end
 from rlhf.types import PackedTokens
 
 KEY = "data.template"
@@ -242,7 +242,7 @@ class SFTEncoder:
         return turn_ends(self.tokenizer, self.template or "model", self.arguments, stops)
 
     def warnings(self, tokens: PackedTokens) -> Iterator[str]:
-        """Warnings about unwritten parts of rows, rows without a trained end of turn, ends where no engine stops."""
+        """Warnings: unwritten parts of rows, ends of turns (untrained, or where no engine stops), misplaced tags."""
         yield from (f"data: in {rows} rows {note}." for note, rows in self.notes.items())
         template, trained = self.template or "model", np.where(tokens.response_mask, tokens.token_ids, -1)
         ends = np.isin(trained, list(self.ends.ids))
@@ -254,6 +254,8 @@ class SFTEncoder:
             )
         if self.ends.unnamed in trained:
             yield from unnamed_end(self.ends, self.tokenizer, template)
+        if template not in PLAIN and GENERATION_TAG.search(template_source(template, self.tokenizer)):
+            yield from tag_warnings(self.tokenizer, template, self.arguments)
 
     def shown(self, tokens: PackedTokens) -> str:
         """The first sequence as text, with trained parts between >>> and <<<."""

@@ -17,7 +17,7 @@ import numpy as np
 from rlhf.config.data import PLAIN, TemplateName
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.model_folder import local_model_folder, read_json
-from rlhf.data.templates import apply_template, template_source, tokenize
+from rlhf.data.templates import apply_template, tagged_ids, template_marks, template_source, tokenize
 
 KEY = "data.template"
 TALK = [
@@ -129,6 +129,31 @@ def rollout_warnings(config: GRPOConfig, tokenizer: Any) -> Iterator[str]:
     written = tokenizer.convert_ids_to_tokens(list(ends.written[-1:]))
     if written and written[0] not in (*rollout.stop, rollout.truncate_token):
         yield from unnamed_end(ends, tokenizer, data.template)
+
+
+def tag_warnings(tokenizer: Any, template: TemplateName, arguments: Mapping[str, Any] | None) -> Iterator[str]:
+    """Warnings about {% generation %} tags that cover part of the prompt, or only one of two turns."""
+    try:
+        ids, trained = tagged_ids(TALK, template, tokenizer, KEY, {"tools": None, **(arguments or {})})
+        text = _text(TALK[:1], template, tokenizer, arguments, add_generation_prompt=True)
+    except REFUSALS:
+        return
+    inside = [reply in tokenizer.decode(ids[trained].tolist()) for reply in ("Reply 1", "Reply 2")]
+    if any(inside) and not all(inside):
+        yield (
+            f"{KEY}={template}: the {{% generation %}} tags cover only one of two turns, so of several turns in a row "
+            "not all are trained. Put them around every turn of the assistant."
+        )
+    prompt = tokenize([text], template, tokenizer)[0][: len(ids)]
+    alike = np.append(ids[: len(prompt)] == prompt, False).argmin()  # a prompt may open a thought that a row lacks
+    covered = tokenizer.decode(prompt[:alike][trained[:alike]].tolist())
+    for mark in (mark for form in template_marks(template, tokenizer) for mark in form.begins + form.ends):
+        covered = covered.replace(mark.strip(), "")  # of a thought that the prompt opens, or leaves empty
+    if covered.strip():
+        yield (
+            f"{KEY}={template}: the {{% generation %}} tags begin too early: {covered!r} is trained, which is part of "
+            "the prompt. Begin them after it."
+        )
 
 
 def _text(messages: Any, template: TemplateName, tokenizer: Any, arguments: Any, **options: Any) -> str:

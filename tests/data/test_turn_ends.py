@@ -14,7 +14,7 @@ from worlds import make_config
 
 from rlhf.algo.packing import pack
 from rlhf.data.conversations import SFTEncoder
-from rlhf.data.turns import rollout_warnings, stop_token_ids, turn_ends
+from rlhf.data.turns import rollout_warnings, stop_token_ids, tag_warnings, turn_ends
 
 MARKS = ["<im>", "<end>", "<frame>", "<think>", "<return>", "<user>"]
 TALK = {"messages": [{"role": role, "content": text} for role, text in (("user", "1+1?"), ("assistant", "2"))]}
@@ -112,6 +112,43 @@ def test_the_template_says_with_which_control_tokens_a_turn_ends(
     assert turn_ends(tokenizer, "raw", None, stop_ids).written == ()
 
 
+@pytest.mark.parametrize(
+    ("turn", "before", "problem"),
+    [
+        ("{% generation %}{{ m.content }}<end>{% endgeneration %}", "<im>assistant\n", ""),
+        ("{% generation %}{{ m.content }}<end>{% endgeneration %}", "<im>assistant\n<think>\n", ""),
+        # what a prompt opens a thought with may be trained
+        ("{% generation %}<think>\n{{ m.content }}<end>{% endgeneration %}", "<im>assistant\n", ""),
+        ("{% generation %}{{ m.content }}<end>{% endgeneration %}", "", "begin too early: '<im>assistant\\n'"),
+        ("<im>{% generation %}assistant\n{{ m.content }}<end>{% endgeneration %}", "", "too early: 'assistant\\n'"),
+        (
+            "{% if loop.last %}" + TAGGED + "{% else %}{{ m.content }}{% endif %}<end>",
+            "<im>assistant\n",
+            "cover only one of two turns",
+        ),
+    ],
+)
+def test_tags_that_cover_the_header_or_leave_out_turns_cause_a_warning(turn: str, before: str, problem: str) -> None:
+    head = "" if before else "{% generation %}<im>assistant\n{% endgeneration %}" * turn.startswith("{% gen")
+    tokenizer = tokenizer_of(head + turn, before=before)
+    if not before:
+        tokenizer.chat_template = tokenizer.chat_template.replace(
+            "{% if add_generation_prompt %}", "{% if add_generation_prompt %}<im>assistant\n"
+        )
+    warnings = list(tag_warnings(tokenizer, "model", None))
+    assert [problem in warning for warning in warnings] == [True] * bool(problem)
+
+
+def test_a_header_in_the_tags_causes_a_warning_even_if_the_prompt_opens_a_thought_that_rows_lack() -> None:
+    """As TRL's training template of DeepSeek-R1's distilled models."""
+    tokenizer = tokenizer_of("{% generation %}<im>{{ m.content }}<end>{% endgeneration %}", before="")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% if add_generation_prompt %}", "{% if add_generation_prompt %}<im><think>\n"
+    )
+    (warning,) = tag_warnings(tokenizer, "model", None)
+    assert "too early: '<im>'" in warning
+
+
 def test_tags_around_no_turn_are_refused_and_so_is_an_empty_turn() -> None:
     tokenizer = tokenizer_of("{% generation %}{% endgeneration %}{{ m.content }}<end>")
     with pytest.raises(ValueError, match=r"generation %\} tags around nothing that the assistant says"):
@@ -152,6 +189,8 @@ def test_a_run_is_warned_if_its_engines_do_not_stop_where_the_template_ends_a_tu
 @pytest.mark.slow
 def test_templates_of_real_models_end_turns_with_one_token_and_their_training_forms_train_it() -> None:
     trl = pytest.importorskip("trl")
+    # their tags cover the header
+    own = {"gptoss_training", "muse_glimmer_training", "deepseek_r1_distill_training", "deepseekv3_training"}
     parts = {"idefics3", "llava_next", "smolvlm"}  # they write contents as lists of parts alone
     names = []
     for file in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja")):
@@ -169,7 +208,8 @@ def test_templates_of_real_models_end_turns_with_one_token_and_their_training_fo
         encoder = SFTEncoder(tokenizer, None, stop_ids=frozenset([*stops, ends.written[-1]]))
         ((ids, mask),) = encoder(TALK)
         assert ids[mask][np.isin(ids[mask], ends.written[-1:])].size, name
-        assert not list(encoder.warnings(pack([ids], [mask]))), name
+        warnings = list(encoder.warnings(pack([ids], [mask])))
+        assert ["begin too early" in warning for warning in warnings] == [True] * (name in own), (name, warnings)
     assert len(names) > 60
 
 
