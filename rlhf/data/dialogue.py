@@ -24,6 +24,7 @@ from rlhf.data.templates import (
     render,
     safe_messages,
     safe_tools,
+    template_source,
     tokenize,
 )
 
@@ -35,6 +36,10 @@ ASKED, THOUGHT, REPLIED, SAID = "Question 1", "Thought 1", "Reply 1", "Message" 
 TOKENS_SHOWN = 12
 MAX_CHARS_PER_TOKEN = 16
 LEFT_OUT = "\n[... {:,} characters left out: they do not fit ...]\n"
+REWRITES = (
+    "the template writes earlier turns of the assistant otherwise when more follows (it drops their thoughts). "
+    "Training keeps what was sampled; a server that renders the whole conversation at every turn will not"
+)
 
 
 class Fitted(NamedTuple):
@@ -134,13 +139,12 @@ class Dialogue:
             names = [tool.get("function", tool).get("name", "tool") for tool in tools]
             answers = [_answer(name, number) for number, name in enumerate([names[0], names[-1]], start=1)]
             kinds = {"a tool's answer": answers[:1], "answers of two tools": answers, **kinds}
-        for kind, messages in kinds.items():
-            self._check_kind(kind, messages, tools)
+        rewritten = [kind for kind, messages in kinds.items() if self._check_kind(kind, messages, tools)]
         self._check_control_tokens(tools)
-        return [f"{KEY}={self._template}: {note}." for note in notes]
+        return [f"{KEY}={self._template}: {note}." for note in ([REWRITES] if rewritten else []) + [*notes]]
 
-    def _check_kind(self, kind: str, messages: list[Message], tools: Tools) -> None:
-        """Raise ValueError unless the suffix is append-only."""
+    def _check_kind(self, kind: str, messages: list[Message], tools: Tools) -> bool:
+        """True if the template rewrites the turn before the messages; ValueError unless the suffix is append-only."""
         opening = _opening(messages)
         _, suffix = self._after_turn(opening, messages, tools)
         earlier = [*opening, *([_answer("tool", 0)] if opening[-1].get("tool_calls") else [_user("Go on")])]
@@ -151,10 +155,19 @@ class Dialogue:
         if lost := [message["content"] for message in messages if message["content"] not in written]:
             raise ValueError(f"{KEY}={self._template}: {kind} is not written: {lost[0]!r} is missing in {written!r}.")
         before, after = self._texts(opening, messages, tools)
-        head, new_head = before.partition(ASKED)[0], after.partition(ASKED)[0]
+        (head, _, turn), (new_head, _, new_turn) = before.partition(ASKED), after.partition(ASKED)
         if head != new_head:
             ids = (tokenize([text], self._template, self._tokenizer)[0] for text in (head, new_head))
             self._refuse(f"the beginning of the conversation is written otherwise when {kind} follows", *ids)
+        return not new_turn.startswith(turn.rstrip()) or self._drops_thoughts(opening, messages, tools)
+
+    def _drops_thoughts(self, opening: list[Message], messages: list[Message], tools: Tools) -> bool:
+        """True if the thought of the turn is gone when more follows, in any form that the template may know."""
+        question, turn = opening
+        forms = [turn] if "reasoning_content" in template_source(self._template, self._tokenizer) else []
+        if "tool_calls" not in turn:
+            forms.append({"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{REPLIED}"})
+        return any(THOUGHT not in self._texts([question, form], messages, tools)[1] for form in forms)
 
     def _check_control_tokens(self, tools: Tools) -> None:
         """Raise ValueError if the text of a stop token in a content becomes that token, or is not kept."""

@@ -70,8 +70,10 @@ def test_prompt_turn_and_suffix_are_the_tokens_of_the_whole_conversation() -> No
     assert joined == whole["input_ids"]
 
 
-def test_a_template_may_drop_thoughts_of_earlier_turns() -> None:
-    assert dialogue().check(TOOLS) == dialogue(TEMPLATE.replace("and loop.index0 > ns.last ", "")).check(TOOLS) == []
+def test_a_template_that_drops_earlier_thoughts_is_taken_with_a_warning() -> None:
+    (warning,) = dialogue().check(TOOLS)
+    assert "drops their thoughts" in warning
+    assert dialogue(TEMPLATE.replace("and loop.index0 > ns.last ", "")).check(TOOLS) == []
 
 
 NUMBERED = TEMPLATE.replace("{{ m.content | trim }}", "{{ m.content | trim }} ({{ loop.index }})")
