@@ -15,7 +15,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from rlhf.check.report import print_plan
 from rlhf.check.start_checks import run_problems
@@ -23,27 +22,7 @@ from rlhf.config import cli
 from rlhf.config.printing import say, waiting
 from rlhf.config.reward_model import RewardTrainingConfig
 
-if TYPE_CHECKING:
-    from rlhf.data.conversations import TrainEval
-    from rlhf.run.run import Run
-
 DESCRIPTION = "Train a reward model from preference pairs (Bradley-Terry)."
-
-
-async def train(run: Run[RewardTrainingConfig], data: TrainEval) -> None:
-    """The run: evaluate, take the steps, evaluate, export.
-
-    The learners hold all pairs. Each step they draw its minibatch by seed and step, and take one optimizer step on it.
-    """
-    from rlhf.run.supervised_loop import supervised_loop
-
-    async with supervised_loop(run, data) as loop:
-        await loop.evaluate_if_due(run.first_step)
-        for step in range(run.first_step, run.config.steps):
-            await loop.train(step)
-            await loop.evaluate_if_due(step + 1)
-            await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
-        await run.finish({})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -55,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from rlhf.data.model_files import embedding_rows, load_tokenizer
         from rlhf.run.folder import with_date
         from rlhf.run.restarts import train_with_restarts
+        from rlhf.run.supervised_loop import train_on_examples
 
     config = with_date(config)
     notes = Counter[str]()
@@ -63,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         data = read_examples(config.data, encoder, vocab_size=embedding_rows(config.model.path))
     for note, sides in notes.items():
         say(f"warning: data: in {sides} sides of pairs {note}.", file=sys.stderr)
-    train_with_restarts(config.with_steps(data.train.rows), arguments, partial(train, data=data))
+    train_with_restarts(config.with_steps(data.train.rows), arguments, partial(train_on_examples, data=data))
 
 
 if __name__ == "__main__":

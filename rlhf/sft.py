@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from rlhf.check.report import print_plan
 from rlhf.check.start_checks import run_problems
@@ -19,27 +18,7 @@ from rlhf.config import cli
 from rlhf.config.printing import say, waiting
 from rlhf.config.supervised import SFTConfig
 
-if TYPE_CHECKING:
-    from rlhf.data.conversations import TrainEval
-    from rlhf.run.run import Run
-
 DESCRIPTION = "Supervised fine-tuning on conversations, or on prompts and completions."
-
-
-async def train(run: Run[SFTConfig], data: TrainEval) -> None:
-    """The run: evaluate, take the steps, evaluate, export.
-
-    The learners hold all rows. Each step they draw its minibatch by seed and step, and take one optimizer step on it.
-    """
-    from rlhf.run.supervised_loop import supervised_loop
-
-    async with supervised_loop(run, data) as loop:
-        await loop.evaluate_if_due(run.first_step)
-        for step in range(run.first_step, run.config.steps):
-            await loop.train(step)
-            await loop.evaluate_if_due(step + 1)
-            await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
-        await run.finish({})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -52,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from rlhf.data.turns import stop_token_ids
         from rlhf.run.folder import with_date
         from rlhf.run.restarts import train_with_restarts
+        from rlhf.run.supervised_loop import train_on_examples
 
     config = with_date(config)
     with waiting("starting: reading the data"):
@@ -62,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for warning in encoder.warnings(data.train.tokens):
         say(f"warning: {warning}", file=sys.stderr)
     say(f"first row, of which the model learns what is between >>> and <<<:\n{encoder.shown(data.train.tokens)}")
-    train_with_restarts(config.with_steps(data.train.rows), arguments, partial(train, data=data))
+    train_with_restarts(config.with_steps(data.train.rows), arguments, partial(train_on_examples, data=data))
 
 
 if __name__ == "__main__":

@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rlhf.check.start_checks import dtype_warnings, rate_warnings
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.cluster import Cluster
-from rlhf.cluster.rank_group import RankGroup, RoleCheckpoints
 from rlhf.config.base import error_text
 from rlhf.config.load import flat_keys
 from rlhf.config.model_folder import full_name
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.data.model_files import load_tokenizer
 from rlhf.data.read import count_trained_rows
-from rlhf.environments.nodes import Spread
 from rlhf.log.clock import Clock
 from rlhf.log.diagnosis import Diagnosis
 from rlhf.log.panels import metric_title
@@ -35,37 +32,10 @@ from rlhf.run.run_log import RunLog
 from rlhf.run.state import RunState, code_state
 from rlhf.run.stop import Stop
 
-if TYPE_CHECKING:
-    from rlhf.learner.critic import Critic
-    from rlhf.learner.policy import Learner
-
 SAVE_S = 60.0  # a failed run waits this long for the checkpoint that is being written
 LOST_SAVE_S = 15.0  # the same if Ray has ended: learners that are still alive may complete it
 
 C = TypeVar("C", bound=TrainingProgramConfig)
-
-
-class RunCluster(Protocol):
-    """The cluster as a run uses it. Tests drive a run with a cluster that starts nothing."""
-
-    checkpoints: RoleCheckpoints
-    lost: str
-
-    @property
-    def learners(self) -> RankGroup[Learner]: ...
-
-    @property
-    def critics(self) -> RankGroup[Critic]: ...
-
-    async def run_together(self, calls: Mapping[str, Coroutine[Any, Any, Any]]) -> list[Any]: ...
-
-    async def load(self, folder: Path) -> None: ...
-
-    async def host_environments(self, spread: Spread) -> None: ...
-
-    async def __aenter__(self) -> Any: ...
-
-    async def __aexit__(self, *failure: Any) -> None: ...
 
 
 class Run(Generic[C]):
@@ -76,7 +46,7 @@ class Run(Generic[C]):
     Args:
         resume: go on from the checkpoint with the name `start_at`, or the newest.
         restarted: the run resumes by itself after a process was lost, so its user cannot have changed it on purpose.
-        make_cluster: a Cluster, or in tests another RunCluster.
+        make_cluster: the class of the cluster; tests give one that starts nothing.
 
     Raises:
         ValueError: the folder cannot be used, or its checkpoint does not fit the config.
@@ -95,7 +65,7 @@ class Run(Generic[C]):
         resume: bool,
         start_at: str | None = None,
         restarted: bool = False,
-        make_cluster: Callable[..., RunCluster] = Cluster,
+        make_cluster: Callable[..., Cluster] = Cluster,
     ) -> None:
         self.config, self.restarted = config, restarted
         if resume and start_at is None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from rlhf.config.supervised import SupervisedConfig
 from rlhf.data.conversations import TrainEval
 from rlhf.data.read import left_out_text
-from rlhf.log.reductions import StepMetrics, UpdateOutcome, merge_metrics, to_values
+from rlhf.log.reductions import StepMetrics, merge_metrics, to_values
 from rlhf.run.run import Run
 from rlhf.run.useless_steps import skipped_updates_warning
 
@@ -24,9 +23,12 @@ COLUMNS = (
 MAX_SKIPPED = 20  # updates in a row, after which a training that diverged ends
 
 
-@contextlib.asynccontextmanager
-async def supervised_loop(run: Run[Any], data: TrainEval) -> AsyncIterator[SupervisedLoop]:
-    """Start a run whose learners hold all examples; ValueError if it began with other examples."""
+async def train_on_examples(run: Run[Any], data: TrainEval) -> None:
+    """The run of a supervised program: start, evaluate, take the steps, evaluate, export.
+
+    The learners hold all examples. Each step they draw its minibatch by seed and step, and take one optimizer step on
+    it. ValueError if the run began with other examples.
+    """
     async with contextlib.AsyncExitStack() as exit_stack:
         with run.clock.phase("start"):
             exit_stack.enter_context(run.live_output())
@@ -37,11 +39,16 @@ async def supervised_loop(run: Run[Any], data: TrainEval) -> AsyncIterator[Super
                 if run.restored is not None:
                     await run.cluster.load(run.restored)
         run.end_start_up()
-        yield loop
+        await loop.evaluate_if_due(run.first_step)
+        for step in range(run.first_step, run.config.steps):
+            await loop.train(step)
+            await loop.evaluate_if_due(step + 1)
+            await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
+        await run.finish({})
 
 
 class SupervisedLoop:
-    """The parts of a run that trains on examples: its data, steps and evaluation; made by `supervised_loop`."""
+    """The parts of a run that trains on examples: its data, steps and evaluation."""
 
     def __init__(self, run: Run[SupervisedConfig], data: TrainEval) -> None:
         self._run, self._data = run, data
@@ -54,8 +61,7 @@ class SupervisedLoop:
                 run.log.print(f"data {name}: {examples.rows} examples, {count:,} tokens{left_out}")
         if data.held_out is not None:
             run.check_held_out(data.train.row_keys, {"eval": [*data.held_out.row_keys]})
-        now: dict[str, Any] = {"rows": data.train.rows, "fingerprint": data.train.fingerprint}
-        stream: Mapping[str, Any] = {"sources": {"train": now}}
+        stream = {"sources": {"train": {"rows": data.train.rows, "fingerprint": data.train.fingerprint}}}
         if run.state.stream not in ({}, stream):
             raise ValueError(
                 f"data.train: the run began with {run.state.stream['sources']} and would go on with "
@@ -66,17 +72,17 @@ class SupervisedLoop:
         run.progress = lambda: {"stream": stream, "example": example}
 
     async def train(self, step: int) -> None:
-        """Take the optimizer step with this number, from 0, and log its metrics; the learners draw the minibatch."""
+        """Take the optimizer step with this number, from 0, and log its metrics; the learners draw the minibatch.
+
+        Raises:
+            RuntimeError: too many updates in a row were skipped.
+        """
         run = self._run
         run.clock.start_step()
         async with run.profiled(step + 1):
             with run.clock.phase("update"):
                 outcome = await run.cluster.learners.train(step)
-        self._log_step(step + 1, outcome)
-
-    def _log_step(self, step: int, outcome: UpdateOutcome) -> None:
-        """Write the metrics of a finished step; RuntimeError after too many skipped updates in a row."""
-        run, values = self._run, to_values(outcome.metrics)
+        step, values = step + 1, to_values(outcome.metrics)
         values["time/step"] = run.clock.step_seconds()
         phases, _ = run.clock.take()
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}

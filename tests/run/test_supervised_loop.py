@@ -12,13 +12,12 @@ from byte_tokenizer import byte_tokenizer
 from documented import check_documented
 from fake_run import FakeCluster, FakeLearners
 
-from rlhf import reward_model, sft
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.supervised import SFTConfig, SupervisedConfig
 from rlhf.data.conversations import SFTEncoder, TrainEval, pair_encoder, read_examples
 from rlhf.log.reductions import Last, Mean, StepMetrics, Sum, UpdateOutcome
 from rlhf.run.run import Run
-from rlhf.run.supervised_loop import MAX_SKIPPED
+from rlhf.run.supervised_loop import MAX_SKIPPED, train_on_examples
 
 ROWS, STEPS = 10, 6  # two epochs of ceil(10 / 4) steps
 TOKENS, TRAINED = 40, 30
@@ -81,10 +80,6 @@ def prepared(schema: type[SupervisedConfig], model: Path, folder: Path, **sectio
     return config.with_steps(data.train.rows), data
 
 
-def program(config: SupervisedConfig) -> Any:
-    return sft if isinstance(config, SFTConfig) else reward_model
-
-
 def drive(config: Any, data: TrainEval, *, resume: bool = False, until: int | None = None) -> Run[Any]:
     """The whole of a run; a signal comes in training step `until`."""
     run = Run(config, resume=resume, make_cluster=Cluster)
@@ -98,7 +93,7 @@ def drive(config: Any, data: TrainEval, *, resume: bool = False, until: int | No
 
     learners.train = step_until
     try:
-        asyncio.run(program(config).train(run, data))
+        asyncio.run(train_on_examples(run, data))
     except asyncio.CancelledError:
         assert until is not None
     run.folder.unlock()
@@ -164,7 +159,7 @@ def test_a_signal_ends_an_evaluation_between_two_of_its_parts_and_the_resumed_ru
 
     learners.evaluate = evaluate_until_the_signal
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(program(config).train(run, data))
+        asyncio.run(train_on_examples(run, data))
     run.folder.unlock()
     parts = [arguments[0] for method, *arguments in learners.calls if method == "evaluate"]
     assert parts == [0, 1, 2, 0]  # of the evaluation at the start, and of that of step 2
