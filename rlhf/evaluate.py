@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.check.start_checks import evaluation_problems, input_problems
+from rlhf.check.start_checks import input_problems, start_problems
 from rlhf.config import cli
 from rlhf.config.base import with_home
 from rlhf.config.grpo import GRPOConfig
@@ -109,7 +109,7 @@ def problems(config: GRPOConfig) -> Iterator[str]:
         yield "reward=[]: evaluation cannot use a reward model. Name a reward, such as reward=[{name: math}]."
     elif MODEL_PART in config.metrics.values():
         yield "evaluation.metric=reward_model: rlhf evaluate starts no reward model. Name a part of reward."
-    yield from evaluation_problems(config)
+    yield from start_problems(config, trains=False)
 
 
 def complete(values: dict[str, Any]) -> dict[str, Any]:

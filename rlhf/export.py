@@ -168,11 +168,7 @@ def _check_start(model: ModelConfig, start: Mapping[str, str], why: str, *, reme
 
 
 def _write_merged(folder: Path, checkpoint: Path, model: ModelConfig, start: Mapping[str, str]) -> str:
-    """Write start model + adapter, and print how much of the change is lost by rounding.
-
-    Args:
-        start: the fingerprint of the start model when the run began.
-    """
+    """Write start model + adapter, and print how much of the change is lost by rounding."""
     from rlhf.algo.lora import A, B
     from rlhf.learner.hub_format import load_whole, model_tensors, write_model
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from rlhf.check.report import print_plan
-from rlhf.check.start_checks import run_problems
+from rlhf.check.start_checks import start_problems
 from rlhf.config import cli
 from rlhf.config.printing import say, waiting
 from rlhf.config.reward_model import RewardTrainingConfig
@@ -26,7 +26,7 @@ DESCRIPTION = "Train a reward model from preference pairs (Bradley-Terry)."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config, arguments = cli.parse("rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv, check=run_problems)
+    config, arguments = cli.parse("rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv, check=start_problems)
     if print_plan(config, arguments):
         return
     with waiting("starting: importing torch and Ray"):

@@ -141,18 +141,12 @@ def _reward_config(options: argparse.Namespace) -> RewardConfig:
 
 @dataclass
 class Totals:
-    """Totals of the rows that were graded so far.
-
-    Attributes:
-        statuses, ungraded: rows by status; all of them, and those without a grade.
-        first_ungraded: number of the first row without a grade, counted from 1; 0 if there is none.
-        score, lowest, highest: sum and range of the grades.
-    """
+    """Totals of the rows that were graded so far."""
 
     statuses: Counter[str] = field(default_factory=Counter)
-    ungraded: Counter[str] = field(default_factory=Counter)
-    first_ungraded: int = 0
-    score: float = 0.0
+    ungraded: Counter[str] = field(default_factory=Counter)  # statuses of the rows without a grade
+    first_ungraded: int = 0  # number of the first row without a grade, counted from 1; 0 if there is none
+    score: float = 0.0  # sum of the grades
     lowest: float = math.inf
     highest: float = -math.inf
 

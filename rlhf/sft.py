@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from rlhf.check.report import print_plan
-from rlhf.check.start_checks import run_problems
+from rlhf.check.start_checks import start_problems
 from rlhf.config import cli
 from rlhf.config.printing import say, waiting
 from rlhf.config.supervised import SFTConfig
@@ -22,7 +22,7 @@ DESCRIPTION = "Supervised fine-tuning on conversations, or on prompts and comple
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config, arguments = cli.parse("rlhf.sft", DESCRIPTION, SFTConfig, argv, check=run_problems)
+    config, arguments = cli.parse("rlhf.sft", DESCRIPTION, SFTConfig, argv, check=start_problems)
     if print_plan(config, arguments):
         return
     with waiting("starting: importing torch and Ray"):

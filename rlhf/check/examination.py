@@ -48,22 +48,14 @@ DEQUANTIZED = ("compressed-tensors", "fp8", "mxfp4")  # methods whose config in 
 
 @dataclass(frozen=True)
 class RunModel:
-    """A model that a run loads.
+    """A model that a run loads."""
 
-    Attributes:
-        key, path: the key that names the model, and the value of that key.
-        scalar: the model gives one number, not logits.
-        template: the template of the texts that it reads; None if it gets the policy's token ids.
-        is_trained: the model is not frozen.
-        is_served: only engines load the model.
-    """
-
-    key: str
+    key: str  # the key that names the model; `path` is its value
     path: str
-    scalar: bool = False
-    template: str | None = None
-    is_trained: bool = False
-    is_served: bool = False
+    scalar: bool = False  # the model gives one number, not logits
+    template: str | None = None  # of the texts that it reads; None if it gets the policy's token ids
+    is_trained: bool = False  # not frozen
+    is_served: bool = False  # only engines load the model
 
     @property
     def label(self) -> str:

@@ -35,24 +35,16 @@ class Scale:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one training step, by part, and the tokens per second of one engine and one learner.
-
-    Attributes:
-        sending: gradients and weights between learners, only the part that does not overlap with computing.
-        host: the optimizer, if it is in host memory.
-        tail: the part of `sampling` in which the longest response is alone.
-        turns: swapping engines and learners on shared GPUs.
-        overlaps: sampling and training run at the same time.
-    """
+    """Seconds of one training step, by part, and the tokens per second of one engine and one learner."""
 
     update: float
-    sending: float
-    host: float
+    sending: float  # gradients and weights between learners, only the part that does not overlap with computing
+    host: float  # the optimizer, if it is in host memory
     logprobs: float = 0.0
     sampling: float = 0.0
-    tail: float = 0.0
-    turns: float = 0.0
-    overlaps: bool = False
+    tail: float = 0.0  # the part of `sampling` in which the longest response is alone
+    turns: float = 0.0  # swapping engines and learners on shared GPUs
+    overlaps: bool = False  # sampling and training run at the same time
     engine_speed: float = 0.0
     learner_speed: float = 0.0
 
@@ -125,11 +117,7 @@ def _communication_s(
 ) -> float:
     """Seconds per step in which the learners of one role wait for data from each other.
 
-    At stages 2 and 3 it overlaps with the computation of all but the last microbatch.
-
-    Args:
-        microbatches: of an update.
-        computing_s: seconds of all updates of a step.
+    At stages 2 and 3 it overlaps with the `computing_s` of all but the last of an update's microbatches.
     """
     seconds = speed.communicated_bytes(role, training, config, shape, microbatches)
     seconds /= speed.link_bytes_per_second(config)

@@ -55,16 +55,13 @@ ASLEEP_BYTES = 2 * GIB
 
 HEAD = "head: tiles of logits, gradients"
 
+# `state` and `movable` are held between updates; `movable` can be in host memory while engines sample
 Use = Literal["work", "state", "movable"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One row of the estimate, in bytes.
-
-    Attributes:
-        use: `state` and `movable` are held between updates; `movable` can be in host memory while engines sample.
-    """
+    """One row of the estimate, in bytes."""
 
     name: str
     size: float
@@ -425,16 +422,10 @@ def planned_problems(config: GRPOConfig, estimates: Sequence[RoleMemory], shape:
 
 
 def check_shared_gpus(config: GRPOConfig, measured: Mapping[str, Sequence[GPUMemory]]) -> list[str]:
-    """Compare the free memory before the engines start with the needs of all roles.
+    """Compare the memory that the ranks of each trained role measured before the engines start with all needs.
 
-    Args:
-        measured: trained role -> the GPU memory that each of its ranks measured.
-
-    Returns:
-        Warnings from an estimate, since activations are not measured yet.
-
-    Raises:
-        ValueError: an engine does not fit next to the memory that the learners keep on its GPU.
+    Returns warnings from an estimate, since activations are not measured yet. ValueError if an engine does not fit next
+    to the memory that the learners keep on its GPU.
     """
     shape = shape_at(config.model.path)
     ranks = [rank for role in measured.values() for rank in role]

@@ -104,11 +104,7 @@ def shape_at(path: str) -> ModelShape | None:
 
 
 def read_shape(path: str) -> ModelShape:
-    """The shape of a model.
-
-    Raises:
-        ValueError: config.json is not on this machine, or the parameters cannot be counted.
-    """
+    """The shape of a model; ValueError if config.json is not on this machine or the parameters cannot be counted."""
     config = config_at(path)
     if config is None:
         alike = difflib.get_close_matches(path, KNOWN_MODELS, n=1) or ["Qwen/Qwen2.5-7B"]
@@ -127,8 +123,7 @@ def read_shape(path: str) -> ModelShape:
 def stored_tensors(path: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes in the weight files of a local or cached model, from their headers; empty if a file is missing.
 
-    Raises:
-        ValueError: a file is not a safetensors file but, for example, a pointer of git-lfs.
+    ValueError if a file is not a safetensors file but, for example, a pointer of git-lfs.
     """
     files = weight_files(local_model_folder(path))
     if not all(file.is_file() for file in files):
@@ -139,8 +134,7 @@ def stored_tensors(path: str) -> dict[str, tuple[int, ...]]:
 def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> ModelShape:
     """The shape that a config.json describes; parameters are counted in `stored`, else by a formula.
 
-    Raises:
-        ValueError: an architecture that no formula knows, without weight files, or a size that is missing.
+    ValueError for an architecture that no formula knows, without weight files, and for a missing size.
     """
     config = text_config(dict(config))
     kind = str(config.get("model_type"))

@@ -60,11 +60,7 @@ class Plan(NamedTuple):
 
 
 def print_plan(config: TrainingProgramConfig, flags: Namespace) -> bool:
-    """Print the plan and the config, if --plan and --print-config are given; an early closed pipe is no error.
-
-    Raises:
-        ValueError: --plan is given, and the run would not start or does not fit.
-    """
+    """Print the plan and the config, if the flags ask for them. ValueError if a planned run would not start or fit."""
     problems: list[str] = []
     prompt = ""
     if flags.plan:
@@ -102,10 +98,9 @@ def _problems_and_prompt(config: TrainingProgramConfig) -> tuple[list[str], str]
 
 
 def first_prompt_text(config: GRPOConfig) -> str:
-    """The first prompt as the model gets it; an empty string if its model or data is not on this machine.
+    """The first prompt as the model gets it; ValueError or RuntimeError if it cannot be made.
 
-    Raises:
-        ValueError, RuntimeError: the first prompt cannot be made.
+    Returns an empty string if the model or the data is not on this machine.
     """
     first, path = config.data.train[0], local_path(config.data.train[0])
     is_here = first.is_environment or (path is not None and path.exists())
@@ -126,11 +121,7 @@ def first_prompt_text(config: GRPOConfig) -> str:
 
 
 def make_plan(config: GRPOConfig | SupervisedConfig, refusals: Sequence[str] | None = None) -> Plan:
-    """All sections of the plan, and the reasons to refuse the run.
-
-    Args:
-        refusals: the result of `plan_problems`, if it is known.
-    """
+    """All sections of the plan, and the reasons to refuse the run; `refusals`: `plan_problems`, if they are known."""
     problems = list(plan_problems(config) if refusals is None else refusals)
     config, gpu_memory = with_gpus_here(config) if config.cluster.device == "cuda" else (config, "")
     prompts: int | str = "see the first line"
@@ -244,11 +235,7 @@ def wrapped(first: str, text: str) -> list[str]:
 
 
 def _train_sources(data: DatasetsConfig[S]) -> Iterator[tuple[S, int | None]]:
-    """Each source of data.train with its number of rows, None if it is not a local file.
-
-    Raises:
-        ValueError: a file cannot be read.
-    """
+    """Each source of data.train with its number of rows, None if it is no local file. ValueError if it is unreadable."""
     for key, source in config_sources(data, "train").items():
         check_source(source, key)
         try:
@@ -268,17 +255,11 @@ def prompts_per_epoch(config: DataConfig) -> int | str:
 
 
 class Examples(NamedTuple):
-    """The examples of a supervised program, from the size of its files.
+    """The examples of a supervised program, from the size of its files."""
 
-    Attributes:
-        rows: number of examples per pass; None if data.train is not on this machine.
-        tokens: mean length of a sequence.
-        how: the source of `tokens`.
-    """
-
-    rows: int | None
-    tokens: int
-    how: str
+    rows: int | None  # per pass; None if data.train is not on this machine
+    tokens: int  # mean length of a sequence
+    how: str  # the source of `tokens`
 
     @classmethod
     def of(cls, config: SupervisedConfig) -> Examples:

@@ -150,11 +150,10 @@ def communicated_bytes(
 ) -> float:
     """Bytes that one rank sends per training step, for gradients and weights; 0 if the model's shape is not known.
 
-    `microbatches`: of one update.
-
     With P parameters, an all-reduce sends 2 P (n - 1) / n numbers, a gather or a reduce-scatter half of that. DeepSpeed
     reduces once per update at stage 1 and after every microbatch at stages 2 (all-reduce) and 3 (reduce-scatter).
     Stages 1 and 2 gather the weights after an update, stage 3 in each forward and backward pass.
+    `microbatches` is their number per update.
     """
     stage = training.section.zero_stage
     count, n = role_parameters(role, config, policy), role.count

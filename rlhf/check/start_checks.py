@@ -39,18 +39,22 @@ PRETRAINED = 100e6  # parameters; smaller models are made for tests
 SHARED_MEMORY_MIB = 256
 
 
-def start_problems(config: GRPOConfig) -> list[str]:
-    """Reasons to refuse a training run with rollouts: as `run_problems`, and the user's rewards and environments.
+def start_problems(config: TrainingProgramConfig, *, trains: bool = True) -> list[str]:
+    """Reasons to refuse a run: data, models, run folder and its disk, CPUs and GPUs, the user's functions.
 
     If the user's functions fail, the classes of the models are not tried, which takes seconds.
+
+    Args:
+        trains: False for an evaluation, which starts only engines.
     """
-    own = own_function_problems(config) + _rollout_problems(config)
-    return run_problems(config, with_classes=not own) + own
-
-
-def _rollout_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
-    """Problems of the user's rewards and environments, without duplicates, since both checks start the environment."""
-    return list(dict.fromkeys(reward_problems(config, trains=trains) + environment_problems(config)))
+    own: list[str] = []
+    if isinstance(config, GRPOConfig):
+        own = own_function_problems(config) if trains else []
+        own += reward_problems(config, trains=trains) + environment_problems(config)
+        own = list(dict.fromkeys(own))  # the last two checks both start the environment
+    inputs = input_problems(config, trains=trains, with_classes=not own)
+    folder = run_folder_problems(config) if trains else ()
+    return [*inputs, *folder, *_machine_problems(config, trains=trains), *own]
 
 
 def plan_problems(config: TrainingProgramConfig) -> list[str]:
@@ -110,19 +114,6 @@ def _without_hub_data(config: GRPOConfig) -> GRPOConfig:
         for which in ("train", "eval")
     }
     return config.model_copy(update={"data": config.data.model_copy(update=files)})
-
-
-def run_problems(config: TrainingProgramConfig, *, with_classes: bool = True) -> list[str]:
-    """Reasons to refuse a training run: data, models, run folder and its disk, CPUs and GPUs."""
-    inputs = input_problems(config, with_classes=with_classes)
-    return [*inputs, *run_folder_problems(config), *_machine_problems(config)]
-
-
-def evaluation_problems(config: GRPOConfig) -> list[str]:
-    """Reasons to refuse an evaluation, which starts only engines."""
-    machine = _machine_problems(config, trains=False)
-    own = _rollout_problems(config, trains=False)
-    return input_problems(config, trains=False, with_classes=not own) + machine + own
 
 
 def input_problems(

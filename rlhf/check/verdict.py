@@ -26,17 +26,11 @@ C = TypeVar("C", bound=GRPOConfig | SupervisedConfig)
 
 
 class Verdict(NamedTuple, Generic[C]):
-    """Whether a config fits.
-
-    Attributes:
-        sentences: [(a sentence, the keys that it announces as one line to paste; empty if none)].
-        config: the layout whose hours the plan shows: the config itself if it fits, else the best layout that fits;
-            None if no layout fits.
-    """
+    """Whether a config fits."""
 
     fits: bool
-    sentences: list[tuple[str, str]]
-    config: C | None
+    sentences: list[tuple[str, str]]  # a sentence, and the keys that it announces as one line to paste, if any
+    config: C | None  # the config itself if it fits, else the best layout that fits; the plan shows its hours
 
     @property
     def text(self) -> str:

@@ -36,18 +36,12 @@ FAILING_CALLS = 0.9  # of the calls
 
 
 class View(NamedTuple):
-    """The part of a run that a rule looks at.
+    """The part of a run that a rule looks at."""
 
-    Attributes:
-        last: rows of the last STEPS steps. before: the row before them, or the first of them.
-        first: rows of the first STEPS steps.
-        config: every key of the run's config, with dots, and its value.
-    """
-
-    last: Sequence[Row]
-    before: Row
-    first: Sequence[Row]
-    config: Mapping[str, Any]
+    last: Sequence[Row]  # rows of the last STEPS steps
+    before: Row  # the row before them, or the first of them
+    first: Sequence[Row]  # rows of the first STEPS steps
+    config: Mapping[str, Any]  # every key of the run's config, with dots, and its value
 
     def mean(self, name: str, rows: Sequence[Row] | None = None) -> float:
         """Mean of a metric over `rows`, by default the last steps. NaN, which exceeds no bound, if a row lacks it."""
@@ -241,11 +235,7 @@ class Finding:
 
 
 class Diagnosis:
-    """Applies the rules after every training step, in order.
-
-    Attributes:
-        findings: one by title for each rule that found a problem.
-    """
+    """Applies the rules after every training step, in order; `findings` has one by title for each problem."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.findings: dict[str, Finding] = {}

@@ -11,16 +11,12 @@ from rlhf.log.sinks import BOUNDS
 
 
 class Panel(NamedTuple):
-    """One chart.
-
-    Attributes:
-        metrics: patterns of metric names. log: whether the y-axis is logarithmic.
-    """
+    """One chart."""
 
     title: str
-    metrics: tuple[str, ...]
+    metrics: tuple[str, ...]  # patterns of names
     unit: str = ""
-    log: bool = False
+    log: bool = False  # of the y-axis
 
 
 METRIC = "Metric of the evaluation"  # the report replaces this title by the name of the metric
@@ -123,11 +119,7 @@ def matching(panel: Panel, names: Iterable[str]) -> list[str]:
 
 
 def metric_titles(metrics: Mapping[str, str], evaluations: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """The title of the metric of each data set: "accuracy (NAME)" if all its values are from 0 to 1, else its name.
-
-    Args:
-        metrics: name of the metric by data set. evaluations: the logged values.
-    """
+    """The title of the metric of each data set: "accuracy (NAME)" if all logged values are from 0 to 1, else its name."""
     logged = set[str]().union(*evaluations)
     unbounded = {source for source in metrics if f"eval/{source}/outside_fraction" in logged}
     return {

@@ -16,11 +16,7 @@ NEW = ".new"  # suffix of a file that is being written
 
 
 class PatientFiles:
-    """Appends to files and replaces files, in the order of the calls.
-
-    Args:
-        warn: called once when writing fails, and once when it works again.
-    """
+    """Appends to files and replaces files, in order; warns once when writing fails, and once when it works again."""
 
     def __init__(self, warn: Callable[[str], None], *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
         self.warn, self._max_waiting_bytes = warn, max_waiting_bytes
@@ -36,11 +32,7 @@ class PatientFiles:
         self._add(_replace, path, text)
 
     def check(self) -> None:
-        """Write the waiting text.
-
-        Raises:
-            OSError: some text still waits. The message names the path, the bytes needed and the bytes free.
-        """
+        """Write the waiting text; if some still waits, an OSError names the path and the bytes needed and free."""
         self._write()
         if self._waiting:
             raise OSError(self._failure)

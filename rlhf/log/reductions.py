@@ -162,15 +162,10 @@ StepMetrics = dict[str, Metric]
 
 @dataclass(frozen=True)
 class UpdateOutcome:
-    """One optimizer step.
+    """One optimizer step."""
 
-    Attributes:
-        module: `critic`, or `learner` for the policy and for a reward model.
-        taken: False if it was skipped because a number was not finite.
-    """
-
-    module: str
-    taken: bool
+    module: str  # `critic`, or `learner` for the policy and for a reward model
+    taken: bool  # False if it was skipped because a number was not finite
     metrics: StepMetrics
 
 

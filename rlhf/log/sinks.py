@@ -38,14 +38,10 @@ COLUMNS = ("step", "prompt", "answer", "text", "extracted", "reward", "advantage
 
 @dataclass(frozen=True)
 class Details:
-    """Data of a step other than numbers, for the sinks that can show it.
-
-    Attributes:
-        responses: sampled responses, rows as in rollouts/; empty in most steps.
-    """
+    """Data of a step other than numbers, for the sinks that can show it."""
 
     histograms: Mapping[str, Counts] = field(default_factory=dict)
-    responses: Sequence[Mapping[str, Any]] = ()
+    responses: Sequence[Mapping[str, Any]] = ()  # sampled responses, rows as in rollouts/; empty in most steps
 
 
 NO_DETAILS = Details()
@@ -97,8 +93,7 @@ class JsonlSink:
 def keep_lines_up_to(path: Path, step: int) -> int:
     """Remove the lines of later steps and unreadable lines. The new file is renamed, so that a crash loses no line.
 
-    Returns:
-        Number of unreadable lines, without an incomplete last line, which a kill leaves.
+    Returns the number of unreadable lines, without an incomplete last line, which a kill leaves.
     """
     if not path.exists():
         return 0
@@ -128,11 +123,7 @@ def read_rows(file: Path) -> Iterator[Row]:
 
 
 def read_summary(run: Path) -> Row:
-    """The summary in the folder of a finished run; empty if the run has not finished.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
+    """The summary in the folder of a finished run; empty if it has not finished. ValueError for an unreadable file."""
     file = run / SUMMARY
     try:
         summary = json.loads(file.read_bytes().decode())
@@ -164,9 +155,7 @@ class TensorBoardSink:
 class TrackioSink:
     """A run of a Trackio project, opened with the first row; Trackio sends rows in its own thread and tries again.
 
-    Args:
-        name: unique in the project. A run with this name is continued; steps that are repeated appear twice.
-        resolved: the config of the run.
+    A run of the project with the same name is continued; steps that are repeated appear twice.
     """
 
     def __init__(self, config: TrackioConfig, name: str, resolved: Mapping[str, Any]) -> None:
@@ -194,11 +183,7 @@ class TrackioSink:
 
 
 class OptionalTracker:
-    """Keeps a run going when a tracker fails: one warning, and no more rows for this tracker.
-
-    Args:
-        key: the key of the config that asks for the tracker, for the warning.
-    """
+    """Keeps a run going when a tracker fails: one warning, which names `key`, and no more rows for this tracker."""
 
     def __init__(self, tracker: Tracker, key: str, warn: Callable[[str], None]) -> None:
         self._tracker, self._key, self._warn = tracker, key, warn
@@ -231,11 +216,7 @@ def shown_reward(reward: float | None) -> tuple[str, str]:
 
 
 def training_data_note(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A note for the title of a run that has a whole evaluation set in its training data; else empty.
-
-    Args:
-        rows: the metrics of the run.
-    """
+    """A note for the title of a run that has a whole evaluation set in its training data; else empty."""
     trained = (name for row in rows for name, share in row.items() if name.endswith(TRAINED_SHARE) and share == 1)
     names = [name.removesuffix(TRAINED_SHARE).removeprefix("eval").strip("/") for name in dict.fromkeys(trained)]
     sets = f" ({', '.join(names)})" if any(names) else ""

@@ -132,8 +132,7 @@ def _healthy(metrics: Sequence[str]) -> dict[str, dict[str, Any]]:
 def _setting(runs: Sequence[RunFiles], names: Sequence[str], numbers: Sequence[int]) -> dict[str, Any]:
     """A line of every chart: a run, or the mean of several runs, with the bounds of its interval in `bands`.
 
-    Args:
-        runs: the runs of this setting. names: the names of all runs. numbers: the indices of `runs` among all runs.
+    `names` has the names of all runs of the page, and `numbers` the indices of `runs` among them.
     """
     several = len(runs) > 1
     steps = sorted({row["step"] for run in runs for row in run.rows})

@@ -19,17 +19,12 @@ from rlhf.rewards.grade import NO_ANSWER
 
 @dataclass(frozen=True)
 class RunFiles:
-    """One run folder.
-
-    Attributes:
-        config_file: the config that the run was last started with. values: its content.
-        rows: metrics, one row per training step with the evaluation at that step. Step 0 is before training.
-    """
+    """One run folder."""
 
     path: Path
-    config_file: Path
+    config_file: Path  # the config that the run was last started with; `values` is its content
     values: dict[str, Any]
-    rows: list[Row]
+    rows: list[Row]  # metrics, one row per training step with the evaluation at that step; step 0: before training
 
     @property
     def name(self) -> str:
@@ -70,11 +65,7 @@ class RunFiles:
 
 
 def read_run(folder: str | Path) -> RunFiles:
-    """Read a run folder, without an incomplete last line of a running program.
-
-    Raises:
-        ValueError: the folder is not a run folder.
-    """
+    """Read a run folder, without an incomplete last line of a running program; ValueError for another folder."""
     path = Path(folder)
     resumed = path / "config.resumed.yaml"
     config_file = resumed if resumed.is_file() else path / "config.yaml"

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from worlds import make_config, make_ppo_config
 
 from rlhf.check.examination import RunModel, check_class, check_files, model_problems
-from rlhf.check.start_checks import evaluation_problems, input_problems, run_problems, start_problems
+from rlhf.check.start_checks import input_problems, start_problems
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.sections import ModelConfig
 from rlhf.config.supervised import SFTConfig
@@ -166,10 +166,10 @@ def problems_of(program: str, folder: Path) -> list[str]:
             "data": {"train": str(folder.parent / "train.jsonl")},
             "cluster": {"device": "cpu"},
         }
-        return run_problems(schema.model_validate_json(json.dumps(sections)))
+        return start_problems(schema.model_validate_json(json.dumps(sections)))
     if program == "evaluate":
         data = {"eval": str(folder.parent / "train.jsonl")}
-        return evaluation_problems(make_config(folder, data=data))
+        return start_problems(make_config(folder, data=data), trains=False)
     return start_problems((make_ppo_config if program == "ppo" else make_config)(folder))
 
 

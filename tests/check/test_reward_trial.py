@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from worlds import make_config
 
-from rlhf.check.start_checks import evaluation_problems, reward_problems, start_problems
+from rlhf.check.start_checks import reward_problems, start_problems
 from rlhf.config.grpo import GRPOConfig
 
 CODE = """
@@ -98,7 +98,7 @@ def test_a_function_that_fails_is_named_with_the_row_and_its_own_line(
     (told,) = start_problems(run)
     assert told.startswith(f"reward name='{file}:{function}': ")
     assert f"row 1 of data.train={tiny_model_dir}/train.jsonl: {problem.format(file=file)}" in told
-    (told,) = evaluation_problems(run)
+    (told,) = start_problems(run, trains=False)
     assert "row 1 of data.eval=" in told
 
 

@@ -87,12 +87,7 @@ async def check_responses(patient: Patient) -> Finding:
 def judge_responses(
     config: GRPOConfig, groups: Sequence[RolloutGroup], statuses: dict[str, float], *, tiny: bool = False
 ) -> Finding:
-    """The diagnosis that a run would print after this step.
-
-    Args:
-        statuses: counters of the grading.
-        tiny: the model is the doctor's own, which knows no answer.
-    """
+    """The diagnosis that a run would print after this step; the doctor's own `tiny` model knows no answer."""
     samples = [sample for group in groups for sample in group.samples]
     metrics = rollout_metrics(groups, np.zeros(len(samples)), version=0, asynchronous=False)
     values = to_values(metrics)

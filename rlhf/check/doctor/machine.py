@@ -76,10 +76,7 @@ def _package_problem(requirement: Requirement) -> str:
 
 
 async def check_config(patient: Patient) -> Finding:
-    """The checks of a run's start: data, models, functions of the user, run folder and disk, cores and GPUs.
-
-    Sets the first prompts for later checks.
-    """
+    """The checks of a run's start; sets the first prompts for later checks."""
     config = patient.config
     problems = await in_thread(start_problems, config)
     try:

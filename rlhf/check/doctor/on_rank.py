@@ -173,17 +173,12 @@ def old_logprobs(rank: Learner) -> tuple[np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateReport:
-    """The report of one rank about an update.
-
-    Attributes:
-        moved: names of the tensors that changed. tensors: number of all tensors.
-        peak_bytes: the most memory that torch held on the GPU; on CPU, the largest size of the process.
-    """
+    """The report of one rank about an update."""
 
     metrics: StepMetrics
-    moved: tuple[str, ...]
-    tensors: int
-    peak_bytes: int
+    moved: tuple[str, ...]  # names of the tensors that changed
+    tensors: int  # number of all tensors
+    peak_bytes: int  # the most memory that torch held on the GPU; on CPU, the largest size of the process
 
 
 def update(rank: Learner, targets: PolicyTargets, lr: float) -> UpdateReport:

@@ -24,17 +24,12 @@ Status = Literal["ok", "warn", "fail", "skip"]  # skip: not possible on this mac
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check.
-
-    Attributes:
-        remedy: what to do about a warning or a failure.
-        name, seconds: of the check; its runner sets them.
-    """
+    """The result of a check."""
 
     status: Status
     text: str
-    remedy: str = ""
-    name: str = ""
+    remedy: str = ""  # what to do about a warning or a failure
+    name: str = ""  # of the check; the runner sets it, and the seconds
     seconds: float = 0.0
 
 
@@ -74,17 +69,12 @@ MISSING = {
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the doctor's report.
-
-    Attributes:
-        run: examines the patient; an exception is a failure, with its message.
-        remedy: what to do if it raises an exception or exceeds its deadline.
-    """
+    """One line of the doctor's report."""
 
     name: str
-    run: Callable[[Patient], Awaitable[Finding]]
+    run: Callable[[Patient], Awaitable[Finding]]  # an exception is a failure, with its message
     deadline_s: float
-    remedy: str
+    remedy: str  # what to do if it raises an exception or exceeds its deadline
 
 
 async def examine(check: Check, patient: Patient) -> Finding:

@@ -207,11 +207,7 @@ async def check_cycle(patient: Patient) -> Finding:
 
 
 def _full_microbatches(config: GRPOConfig, ids: np.ndarray) -> tuple[GRPOConfig, list[Rollout]]:
-    """Full microbatches of the longest sequences for every learner, with tokens drawn from `ids`.
-
-    Returns:
-        The config with microbatches of that size, all in one minibatch; and the rollouts.
-    """
+    """A config with one minibatch, and its rollouts: full microbatches of the longest sequences, drawn from `ids`."""
     budget, longest = config.learner.max_tokens_per_microbatch, config.max_sequence_tokens
     if config.cluster.device == "cpu":
         budget, longest = min(budget, BUDGET_ON_CPU), min(longest, LONGEST_ON_CPU)
