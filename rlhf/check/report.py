@@ -235,7 +235,7 @@ def wrapped(first: str, text: str) -> list[str]:
 
 
 def _train_sources(data: DatasetsConfig[S]) -> Iterator[tuple[S, int | None]]:
-    """Each source of data.train with its number of rows, None if it is no local file. ValueError if it is unreadable."""
+    """Each source of data.train with its number of rows, None if it is no local file. ValueError if unreadable."""
     for key, source in config_sources(data, "train").items():
         check_source(source, key)
         try:

@@ -119,7 +119,7 @@ def matching(panel: Panel, names: Iterable[str]) -> list[str]:
 
 
 def metric_titles(metrics: Mapping[str, str], evaluations: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """The title of the metric of each data set: "accuracy (NAME)" if all logged values are from 0 to 1, else its name."""
+    """The title of the metric of each data set: "accuracy (NAME)" if all values are from 0 to 1, else its name."""
     logged = set[str]().union(*evaluations)
     unbounded = {source for source in metrics if f"eval/{source}/outside_fraction" in logged}
     return {
