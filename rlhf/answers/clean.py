@@ -14,17 +14,12 @@ from rlhf.answers.chinese import in_digits
 from rlhf.answers.tokens import FUNCTIONS
 from rlhf.answers.words import MONTHS, as_latex, unwrapped, with_words_marked
 
-SIGNS = {
-    "\u2212": "-", "\u2013": "-", "\u2014": "-", "\u2010": "-", "\u2011": "-", "\u00d7": r"\times ",
-    "\u00b7": r"\cdot ",
-    "\u22c5": r"\cdot ", "\u2217": "*", "\u00f7": "/", "\u2215": "/", "\u2044": "/", "\u2236": ":", "\u221a": r"\sqrt ",
-    "\u221e": r"\infty ", "\u2264": r"\le ", "\u2a7d": r"\le ", "\u2265": r"\ge ", "\u2a7e": r"\ge ", "\u2260": r"\ne ",
-    "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u2205": r"\emptyset ", "\u00b0": r"^\circ ",
-    "\u00b1": r"\pm ", "\u2213": r"\mp ", "\u2032": "'", "\u2019": "'", "\u2248": r"\approx ", "\u211d": r"\mathbb{R}",
-    "\u00a2": r"\text{ cents}",
-    "\u2026": r"\ldots ", "\u20ac": r"\$", "\u00a3": r"\$", "\u00a5": r"\$", "\u20b9": r"\$",
-    "\uff0c": ",", "\u3001": ",", "\u2713": "", "\u2714": "", "\u2705": "",
-    "\u27e8": r"\langle ", "\u27e9": r"\rangle ", "\u2220": r"\angle ", "\u2192": r"\to ",
+SIGNS = {  # the spelling in LaTeX of one or more characters
+    "-": "−–—‐‑", r"\times ": "×", r"\cdot ": "·⋅", "*": "∗", "/": "÷∕⁄", ":": "∶", r"\sqrt ": "√", r"\infty ": "∞",
+    r"\le ": "≤⩽", r"\ge ": "≥⩾", r"\ne ": "≠", r"\cup ": "∪", r"\cap ": "∩", r"\in ": "∈", r"\emptyset ": "∅",
+    r"^\circ ": "°", r"\pm ": "±", r"\mp ": "∓", "'": "′’", r"\approx ": "≈", r"\mathbb{R}": "ℝ",
+    r"\text{ cents}": "¢", r"\ldots ": "…", r"\$": "€£¥₹", ",": "，、", "": "✓✔✅", r"\langle ": "⟨", r"\rangle ": "⟩",
+    r"\angle ": "∠", r"\to ": "→",
 }  # fmt: skip
 GREEK = {
     "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon", "θ": "theta", "λ": "lambda", "μ": "mu",
@@ -33,7 +28,7 @@ GREEK = {
 SPELLED = {  # a character and its spelling in LaTeX
     **{char: f"^{{{plain}}}" for char, plain in zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni", strict=True)},
     **{char: f"_{{{plain}}}" for char, plain in zip("₀₁₂₃₄₅₆₇₈₉ₙₖ", "0123456789nk", strict=True)},
-    **SIGNS,
+    **{char: latex for latex, chars in SIGNS.items() for char in chars},
     **{char: f"\\{name} " for char, name in GREEK.items()},
 }
 

@@ -38,7 +38,7 @@ def value_without_label(node: Node, same: Same, *, of_gold: bool) -> Node | None
     if len(before) == 1 and last.kind == "sym" and not free_symbols(before[0]):  # 5 = x
         return before[0]
     for side in before:
-        if not is_label(side, kinds=kinds) and not (_is_stated_value(side) and _agrees(same, side, last)):
+        if not is_label(side, kinds=kinds) and (side.kind in ("sym", "text") or not _agrees(same, side, last)):
             return None
         constant_label = is_label(side, kinds=kinds) and not free_symbols(side) and not _names_a_function(side)
         if constant_label and not _agrees(same, side, last):
@@ -70,10 +70,6 @@ def _rough_value(side: Node) -> complex | None:
 
 def _names_a_function(node: Node) -> bool:
     return node.kind in ("text", "worded", "unit") or (node.kind == "call" and node.name.startswith("?"))
-
-
-def _is_stated_value(node: Node) -> bool:
-    return node.kind not in ("sym", "text")
 
 
 def _agrees(same: Same, side: Node, last: Node) -> bool:

@@ -50,11 +50,8 @@ def _distributed(node: Node) -> Node:
         return Node("div", tuple(side if side.value == 1 else Node("pow", (side, exponent)) for side in base.args))
     if node.kind == "mul" and all(arg.kind == "call" and arg.name == "root" and free_symbols(arg) for arg in node.args):
         (left, degree), (right, other) = (root.args for root in node.args)
-        return (
-            Node("call", (Node("mul", (left, right)), degree), "root")
-            if canonical(degree) == canonical(other)
-            else node
-        )
+        if canonical(degree) == canonical(other):
+            return Node("call", (Node("mul", (left, right)), degree), "root")
     return node
 
 
@@ -203,11 +200,8 @@ def _divisors(node: Node, *, in_roots: bool = False) -> Counter[Node]:
     for factors, is_below in zip(factors_of(node), (False, True), strict=True):
         for factor in factors:
             base, exponent = factor.args if factor.kind == "pow" else (factor, number(1))
-            if (
-                is_below != (exponent.kind == "neg")
-                and free_symbols(base)
-                and (base.kind != "call" or base.name == "root")
-            ):
+            is_divisor = is_below != (exponent.kind == "neg") and (base.kind != "call" or base.name == "root")
+            if is_divisor and free_symbols(base):
                 times = terms_of(exponent)[0]
                 powers[canonical(base)] += int(times.value) if is_numeral(times) else 1
             if len(terms_of(base)) > 1:
@@ -300,17 +294,15 @@ def factors_of(node: Node) -> tuple[list[Node], list[Node]]:
 
 
 def _is_worked_out(term: Node, *, sums: bool) -> bool:
-    r"""Whether a term is a rational number times irrational ones: `\frac{2\sqrt{3}}{\pi}`.
-
-    Args:
-        sums: whether one factor above the fraction line may be a sum.
-    """
+    r"""Whether a term is rational times irrational numbers, one a sum if `sums`: `\frac{2\sqrt{3}}{\pi}`."""
     if reduces(term):
         return False
     irrational = []
     for factors, is_below in zip(factors_of(term), (False, True), strict=True):
         rational = [factor for factor in factors if is_rational(factor)]
-        scientific = len(rational) == 2 and not is_below and _is_power_of_ten(rational[1])
+        scientific = (
+            len(rational) == 2 and not is_below and rational[1].kind == "pow" and rational[1].args[0].value == 10
+        )
         is_power = any(part.kind == "pow" for part in rational) and factors != [term]  # 7^2 pi
         if (len(rational) > 1 or is_power) and not scientific:
             return False
@@ -401,10 +393,6 @@ def is_signed_numeral(node: Node) -> bool:
 def _is_fraction(node: Node) -> bool:
     above, below = factors_of(node)
     return len(above) == 1 >= len(below) and all(map(is_numeral, above + below))
-
-
-def _is_power_of_ten(node: Node) -> bool:
-    return node.kind == "pow" and node.args[0].kind == "num" and node.args[0].value == 10
 
 
 def is_numeral(node: Node) -> bool:

@@ -190,7 +190,7 @@ def boxes(text: str) -> list[Span]:
     """Every outermost box with balanced braces, in order."""
     closing: dict[int, int] = {}
     stack: list[int] = []
-    for brace in BRACES.finditer(text) if "boxed" in text or "box" in text else ():
+    for brace in BRACES.finditer(text) if "box" in text else ():
         if brace[0] == "{":
             stack.append(brace.start())
         elif brace[0] == "}" and stack:

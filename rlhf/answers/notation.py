@@ -166,10 +166,6 @@ def _root(p: Parser) -> Node:
     return Node("call", (radicand, degree), "root")
 
 
-def _binomial(p: Parser) -> Node:
-    return Node("call", (_argument(p), _argument(p)), "binomial")
-
-
 def _delimited(closing: str, name: str) -> Callable[[Parser], Node]:
     def read(p: Parser) -> Node:
         inner = p.nested()
@@ -182,16 +178,13 @@ def _delimited(closing: str, name: str) -> Callable[[Parser], Node]:
 
 
 def _number_set(p: Parser) -> Node:
-    name = _raw(p)
-    if name not in NUMBER_SETS:
-        p.fail()
-    return Node("numbers", name=NUMBER_SETS[name])
+    return Node("numbers", name=NUMBER_SETS.get(_raw(p)) or p.fail())
 
 
 COMMANDS: dict[str, Callable[[Parser], Node]] = {
     "frac": lambda p: Node("div", (_argument(p), _argument(p))),
     "sqrt": _root,
-    **dict.fromkeys(("binom", "dbinom", "tbinom"), _binomial),
+    **dict.fromkeys(("binom", "dbinom", "tbinom"), lambda p: Node("call", (_argument(p), _argument(p)), "binomial")),
     "{": _braced,
     "langle": _delimited("rangle", "angle"),
     "lfloor": _delimited("rfloor", "floor"),
@@ -199,8 +192,7 @@ COMMANDS: dict[str, Callable[[Parser], Node]] = {
     "lvert": _delimited("rvert", "abs"),
     "vert": lambda p: bars(p, "cmd", "vert"),
     "mathbb": _number_set,
-    "emptyset": lambda p: Node("set"),
-    "varnothing": lambda p: Node("set"),
+    **dict.fromkeys(("emptyset", "varnothing"), lambda p: Node("set")),
     "infty": lambda p: INFINITY,
     "pi": lambda p: PI,
     "sum": lambda p: _summation(p, "sum"),

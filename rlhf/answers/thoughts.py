@@ -121,15 +121,14 @@ CODE_OR_NO_ANSWER = re.compile(  # <s>...</s> in a line is struck out
 
 
 def split_thoughts(text: str, marks: Marks = OF_MODELS, *, in_thought: bool = False) -> tuple[str, str | None]:
-    """The thoughts and the answer of a response, by the rule above.
+    """Split a response by the rule above.
 
     Args:
         marks: the marks of the model (`data.thoughts.marks_of`); `TAGS` always count.
         in_thought: True if the prompt has opened a thought.
 
     Returns:
-        The text before the answer without its outer marks, an empty string without a thought; and the answer as it was
-        written, None if a thought has not ended.
+        (thoughts without their outer marks, perhaps empty; the answer as written, None if a thought has not ended)
     """
     forms = _forms(marks)
     inside = ANY_FORM if in_thought else _first_form(text, forms)  # the form of the thought that is open
@@ -190,17 +189,11 @@ def _up_to_end_of_turn(answer: str) -> str:
 
 
 def after_one_thought(text: str, marks: Marks = OF_MODELS, *, in_thought: bool = False) -> str | None:
-    """The answer of a response that consists of one thought, in <think> or a form of `marks`, and then text.
-
-    Returns:
-        None if the response has another form or another mark, or if one of the two parts is empty.
-    """
+    """The answer of a response that is one thought, in <think> or a form of `marks`, and then text; None for others."""
     thought, answer = split_thoughts(text, marks, in_thought=in_thought)
     is_opened = in_thought or _without_begin(text, (THINK, *marks)) != text
-    parts = (thought, answer or "")
-    return (
-        answer if is_opened and all(part.strip() and split_thoughts(part, marks)[1] == part for part in parts) else None
-    )
+    are_plain = all(part.strip() and split_thoughts(part, marks)[1] == part for part in (thought, answer or ""))
+    return answer if is_opened and are_plain else None
 
 
 def opens_thought(prompt: str, marks: Marks = OF_MODELS) -> bool:

@@ -59,13 +59,9 @@ class Token(NamedTuple):
 
 
 def tokenize(text: str, *, thousands: bool = True) -> list[Token]:
-    """Tokens of a cleaned answer.
+    """Tokens of a cleaned answer. With `thousands`, `1,234` outside of brackets is one number.
 
-    Args:
-        thousands: read `1,234` outside of brackets as one number.
-
-    Raises:
-        UnsupportedError: too long, or with an unfinished matrix.
+    Raises UnsupportedError if the answer is too long, or has an unfinished matrix.
     """
     tokens: list[Token] = []
     position, depth, spaced = 0, 0, False

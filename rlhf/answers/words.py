@@ -8,7 +8,7 @@ from fractions import Fraction
 from rlhf.answers.units import unit_of
 
 ARTICLE = re.compile(r"\b(?:an?|the)\s")
-MATHEMATICAL = frozenset("sin cos tan log ln exp abs sqrt frac pi infinity inf mod max min gcd lcm".split())  # noqa: SIM905
+MATHEMATICAL = frozenset("sin cos tan log ln exp abs sqrt frac pi infinity inf mod max min gcd lcm and or".split())  # noqa: SIM905
 PROSE = re.compile(r"[A-Za-z][A-Za-z\s,.;:'!?&()-]*")
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 MEANINGS = {
@@ -82,7 +82,7 @@ EXPONENT = re.compile(r"\^\s?\{?-?\d\}?")
 MODULUS = re.compile(r"\(?\s?mod(?:ulo)?\.?\s?\d+\s?\)?", re.IGNORECASE)
 DATE = re.compile(rf"(?:\d{{1,4}}[\s,./-]*)?\b(?:{MONTHS})\b(?:[\s,.]*\d{{1,4}}){{0,2}}", re.IGNORECASE)
 CLOCK = re.compile(r"(\d{1,2})(?:\s?:\s?(\d\d))?\s*(?:([ap])\.?\s?m\.?|o'clock)?", re.IGNORECASE)
-NOON = re.compile(r"^(?:12(?::00)?\s*)?(noon|midnight)$", re.IGNORECASE)
+NOON = re.compile(r"^(?:12(?::00)?\s*)?(?:(noon)|midnight)$", re.IGNORECASE)
 AMOUNT = (
     r"(?:\\?\$)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s?/\s?\d+|\s?\\frac\s*\{\d+\}\s*\{\d+\}|\s\d+/\d+)?"
     r"(?:\s?(?:\\times|\\cdot)\s?10\s?\^\s?(?:\{-?\d+\}|\d))?|\\frac\s*\{\d+\}\s*\{\d+\}"
@@ -173,13 +173,9 @@ def with_words_marked(text: str) -> str:
         return text  # 2x, 5 ab
     if before and ("=" in before or not re.search(r"[A-Za-z]{2}", before)):
         return text  # x = 5
-    if (
-        is_unit
-        and (len(after) == 1 or after == "nm")
-        and not (quantity["after"] or "").startswith(" ")
-        and "\\text" not in text
-    ):
-        return text  # 5m may be a product
+    may_be_product = (len(after) == 1 or after == "nm") and "\\text" not in text  # 5m
+    if is_unit and may_be_product and not (quantity["after"] or "").startswith(" "):
+        return text
     words = re.findall(r"[A-Za-z]+", COUNTING.sub("", after, count=1))
     if (before and not may_stand_before(before)) or (not is_unit and any(map(changes_a_number, words))):
         return f"\\text{{{plain}}}"
@@ -204,13 +200,10 @@ def _sum_of_amounts(two: re.Match[str]) -> str | None:
     return f"{as_latex(value)}\\text{{ {two[2]}}}"
 
 
-def _noon_as_time(time: re.Match[str]) -> str:
-    return "12:00 pm" if time[1].lower() == "noon" else "12:00 am"
-
-
 def same_clock_time(a: str, b: str) -> bool | None:
     """Whether two texts are the same time of day; None if they are not both times, or neither says a.m. or p.m."""
-    first, second = (CLOCK.fullmatch(NOON.sub(_noon_as_time, " ".join(unwrapped(text).split()))) for text in (a, b))
+    texts = (" ".join(unwrapped(text).split()) for text in (a, b))
+    first, second = (CLOCK.fullmatch(NOON.sub(lambda noon: "12 pm" if noon[1] else "12 am", text)) for text in texts)
     if first is None or second is None or not (first[3] or second[3]):
         return None
     if not first[3]:
@@ -230,14 +223,9 @@ def unwrapped(text: str) -> str:
 def is_prose(text: str) -> bool:
     """Whether the text consists of words, at least one of which is not mathematical."""
     plain = unwrapped(text)
-    if not PROSE.fullmatch(plain):
-        return False
-    words = re.findall(r"[A-Za-z]{2,}", plain)
-    if not words and "\\text" not in text:
-        return False
-    longest = max((len(word) for word in words), default=1)
-    known = all(word.lower() in MATHEMATICAL or word.lower() in ("and", "or") for word in words)
-    return not known and (longest >= 3 or "\\text" in text)
+    words = re.findall(r"[a-z]{2,}", plain.lower())
+    is_long = "\\text" in text or any(len(word) >= 3 for word in words)
+    return is_long and PROSE.fullmatch(plain) is not None and not MATHEMATICAL.issuperset(words)
 
 
 def as_words(text: str) -> tuple[str, ...]:
