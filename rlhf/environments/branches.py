@@ -58,16 +58,11 @@ Play = Callable[["Branches"], Awaitable[Outcome]]
 
 @dataclass(frozen=True)
 class Turn:
-    """The answer to a request.
-
-    Attributes:
-        completion: None for a turn past a limit, which is empty.
-        prompt_ids: [P] int32, the tokens before the turn.
-    """
+    """The answer to a request."""
 
     message: Message
-    completion: Completion | None
-    prompt_ids: np.ndarray
+    completion: Completion | None  # None for a turn past a limit, which is empty
+    prompt_ids: np.ndarray  # [P] int32, the tokens before the turn
 
 
 @dataclass
@@ -88,19 +83,14 @@ class _Context:
 
 @dataclass
 class Branches:
-    """The contexts and turns of one rollout.
-
-    Attributes:
-        trained: kinds of requests whose sequences are trained.
-        logs: the logs of these sequences.
-    """
+    """The contexts and turns of one rollout."""
 
     generate: NextTurn
     templates: Dialogue
     limits: Limits
-    trained: Collection[str]
+    trained: Collection[str]  # kinds of requests whose sequences are trained
     progress: Progress = field(default_factory=lambda: Progress(offers_tools=False))
-    logs: list[TokenLog] = field(default_factory=list)
+    logs: list[TokenLog] = field(default_factory=list)  # of these sequences
     contexts: list[_Context] = field(default_factory=list)
     sampled: int = 0  # tokens of all turns
     promised: int = 0  # tokens that the turns in progress may still get
@@ -116,10 +106,9 @@ class Branches:
     async def answer(self, request: Mapping[str, Any]) -> Message:
         """The turn for a coroutine: a message with finish_reason and token_ids."""
         turn = await self.turn(request)
-        if turn.completion is None:
-            return {**turn.message, "finish_reason": "length", "token_ids": []}
-        token_ids = turn.completion.token_ids.tolist()
-        return {**turn.message, "finish_reason": turn.completion.finish_reason, "token_ids": token_ids}
+        sampled = turn.completion
+        reason, token_ids = ("length", []) if sampled is None else (sampled.finish_reason, sampled.token_ids.tolist())
+        return {**turn.message, "finish_reason": reason, "token_ids": token_ids}
 
     async def turn(self, request: Mapping[str, Any]) -> Turn:
         """The turn for a request; `all_answered` waits for it."""
@@ -240,13 +229,9 @@ class Branches:
         return Turn({"role": "assistant", "content": ""}, None, np.empty(0, np.int32))
 
     def _log_of(self, request: Mapping[str, Any], units: Sequence[tuple[str, int]]) -> TokenLog | None:
-        """The log that the engine continues for this request, with the request's ids appended.
+        """The log that the engine continues for this request, with the request's ids; None if no token has room.
 
-        Returns:
-            None if there is no room for another token.
-
-        Raises:
-            FailedError: the engine would refuse the ids.
+        Raises FailedError if the engine would refuse the ids.
         """
         texts = tuple(text for text, _ in units)
         known = [context for context in self.contexts if context.is_continued_by(request, texts)]
@@ -321,7 +306,10 @@ class Branches:
     def _call(self, call: Mapping[str, Any]) -> Any:
         if (id_ := call.get("id")) in self.calls:
             return self.calls[id_]
-        return {"name": call["function"]["name"], "arguments": _parsed(call["function"].get("arguments"))}
+        arguments = call["function"].get("arguments")
+        with contextlib.suppress(ValueError, TypeError):  # no JSON, or no text
+            arguments = json.loads(arguments)
+        return {"name": call["function"]["name"], "arguments": arguments}
 
 
 async def play_coroutine(
@@ -336,9 +324,7 @@ async def play_coroutine(
 ) -> Rollout:
     """Run a coroutine or program to its end. A failure is the rollout's outcome; it is never raised.
 
-    Args:
-        trained: kinds of requests. The rollout leaves out sequences that requests of other kinds started; its reward
-            does not change.
+    The rollout leaves out sequences that requests of other kinds than `trained` started; its reward does not change.
     """
     branches = Branches(generate, templates, limits, trained)
     progress = branches.progress
@@ -392,10 +378,3 @@ def _said_after(
 def _opening(texts: tuple[str, ...]) -> str | None:
     """The first unit that is no system prompt, since some agents rewrite the system prompt at every call."""
     return next((text for text in texts if not text.startswith('["system"')), None)
-
-
-def _parsed(arguments: Any) -> Any:
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return arguments

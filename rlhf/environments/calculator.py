@@ -40,8 +40,7 @@ async def calculator(expression: str) -> str:
 def compute(expression: str) -> str:
     """The value of an expression as text: whole numbers and finite decimals exactly, others to 15 digits.
 
-    Raises:
-        ValueError: the expression is not arithmetic, divides by zero, or is too large.
+    Raises ValueError if the expression is not arithmetic, divides by zero, or is too large.
     """
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(f"The expression has over {MAX_CHARACTERS} characters.")
@@ -97,11 +96,8 @@ def _check_size(value: Fraction) -> Fraction:
 def _format_value(value: Fraction) -> str:
     if value.denominator == 1:
         return str(value.numerator)
-    rest, places = value.denominator, 0
-    while places < MAX_DECIMAL_PLACES and rest != 1:
-        rest //= math.gcd(rest, 10)
-        places += 1
-    if rest == 1:
-        digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
-        return f"{'-' * (value < 0)}{digits[:-places]}.{digits[-places:]}"
-    return f"{float(value):.{SIGNIFICANT_DIGITS}g}"
+    places = next((n for n in range(MAX_DECIMAL_PLACES + 1) if 10**n % value.denominator == 0), None)
+    if places is None:
+        return f"{float(value):.{SIGNIFICANT_DIGITS}g}"
+    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
+    return f"{'-' * (value < 0)}{digits[:-places]}.{digits[-places:]}"

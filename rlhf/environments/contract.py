@@ -51,17 +51,14 @@ class Environment:
         blocking: names of functions and methods that are not coroutines. Only an environment without them can share its
             process with other rollouts.
         coroutines: names of the coroutines. An environment without them needs no event loop.
+        idle: instances that wait for another rollout.
         column_names: names of columns that the code may read, in lower case (see `column_names`).
     """
 
     _methods: tuple[str, ...] = ()
 
     def __init__(
-        self,
-        name: str | None = None,
-        *,
-        options: Mapping[str, Any] | None = None,
-        tools: Sequence[str] = (),
+        self, name: str | None = None, *, options: Mapping[str, Any] | None = None, tools: Sequence[str] = ()
     ) -> None:
         """Import everything and check it.
 
@@ -79,7 +76,7 @@ class Environment:
         """
         self._functions: dict[str, Callable[..., Any]] = {}
         self._factory: Callable[[], Any] | None = None
-        self._idle: list[Any] = []
+        self.idle: list[Any] = []
         for tool in tools:
             self._add(tool, {}, f"tools: {tool!r}")
         label = f"environment name={name!r}"
@@ -135,7 +132,7 @@ class Environment:
         """A new rollout with an instance of its own. Raises any exception of the class's constructor."""
         instance = None
         if self._factory is not None:
-            instance = self._idle.pop() if self._idle else self._factory()
+            instance = self.idle.pop() if self.idle else self._factory()
         methods = [getattr(instance, name) for name in self._methods]
         return Episode(self, instance, {**self._functions, **{method.__name__: method for method in methods}})
 
@@ -146,17 +143,10 @@ class Environment:
         done = instance.done
         return bool(done() if callable(done) else done)
 
-    async def give_back(self, instance: Any, *, broken: bool) -> None:
-        """Keep an instance for another rollout, or drop it."""
-        if not broken:
-            self._idle.append(instance)
-        else:
-            await _close(instance)
-
     async def close(self) -> None:
         """Call `close()` of the instances that have one, before the process ends."""
-        while self._idle:
-            await _close(self._idle.pop())
+        while self.idle:
+            await _close(self.idle.pop())
 
 
 class _Call(NamedTuple):
@@ -176,15 +166,12 @@ class Episode:
         self._calls = 0
 
     async def reset(self, row: Mapping[str, Any], seeds: Mapping[str, int] | None = None) -> dict[str, Any]:
-        """Start the rollout.
+        """Start the rollout. Raises exceptions of `reset`, and TypeError if it returned a value of another type.
 
         Args:
             row: all columns of the row, without the one that chose the environment.
             seeds: {"group": number of the group, "sample": number in the group}; None: nothing is seeded. All members
                 of a group start in the same random state, and have a state of their own in later calls.
-
-        Raises:
-            TypeError: `reset` returned a value of another type. Exceptions of `reset` are raised too.
         """
         self._seeds = seeds
         nothing = {"messages": None, "text": None}
@@ -227,9 +214,8 @@ class Episode:
         Raises:
             MemoryError: any other exception of a tool becomes its answer.
         """
-        answers: list[tuple[str, Any]] = []
+        outcomes: list[tuple[_Call, Any]] = []  # contents of answers, and exceptions
         waiting: list[tuple[_Call, Any, Any]] = []
-        errors: list[tuple[_Call, BaseException]] = []
         for call in calls:
             state = self._state(self._seeds and self._seeds["sample"], self._calls)
             self._calls += 1
@@ -245,40 +231,37 @@ class Episode:
                 with state:
                     result = self._functions[asked.tool](**asked.arguments)
                     if not inspect.isawaitable(result):
-                        answers.append((asked.tool, self._content(result, asked.written)))
+                        outcomes.append((asked, self._content(result, asked.written)))
                         continue
                 waiting.append((asked, result, state))
             except MemoryError:
                 raise
             except BaseException as error:  # the model must see SystemExit and errors of the confinement too
-                errors.append((asked, error))
-                answers.append((asked.tool, self._error(error, asked.written)))
+                outcomes.append((asked, error))
         together = (self._await_answer(result, state, asked.written) for asked, result, state in waiting)
         # where nothing waits there may be no event loop; a coroutine that cancels itself is an exception like any other
-        outcomes = await asyncio.gather(*together, return_exceptions=True) if waiting else []
-        for (asked, *_), outcome in zip(waiting, outcomes, strict=True):
+        awaited = await asyncio.gather(*together, return_exceptions=True) if waiting else []
+        outcomes += [(asked, outcome) for (asked, *_), outcome in zip(waiting, awaited, strict=True)]
+        answers, faults, errors = [], list[str](), 0
+        for asked, outcome in outcomes:
             if isinstance(outcome, MemoryError):
                 raise outcome
             if isinstance(outcome, BaseException):
-                errors.append((asked, outcome))
+                errors += 1
+                fault = fault_of(outcome, asked.arguments)
+                faults += [] if fault is None else [f"{asked.tool}: {fault}"]
                 outcome = self._error(outcome, asked.written)
-            answers.append((asked.tool, outcome))
-        messages = [{"role": "tool", "name": name, "content": content} for name, content in answers]
-        faults = [(asked.tool, fault_of(error, asked.arguments)) for asked, error in errors]
+            answers.append({"role": "tool", "name": asked.tool, "content": outcome})
         done = self._environment.is_done(self._instance)
-        named = [f"{tool}: {fault}" for tool, fault in faults if fault is not None]
-        return {"answers": messages, "done": done, "errors": len(errors), "faults": named}
+        return {"answers": answers, "done": done, "errors": errors, "faults": faults}
 
     async def finish(self) -> dict[str, Any]:
-        """Judge the rollout.
+        """Judge the rollout. Raises what `get_reward` raises, and ValueError or TypeError without a finite number.
 
         Returns:
             {"reward": of get_reward, None if it is missing or returned None, "parts": its further numbers, "facts":
             its further values, and the facts of the class, "attributes": for an `EnvironmentView`, None without a
             class}
-
-        Raises:
-            ValueError, TypeError: `get_reward` returned no finite number. Its own exceptions are raised too.
         """
         if self._instance is None:
             return {"reward": None, "parts": {}, "facts": {}, "attributes": None}
@@ -299,8 +282,10 @@ class Episode:
     async def close(self, *, broken: bool = False) -> None:
         """End the rollout. The instance serves another rollout unless it is `broken`: an exception interrupted it."""
         instance, self._instance = self._instance, None
-        if instance is not None:
-            await self._environment.give_back(instance, broken=broken)
+        if broken:
+            await _close(instance)
+        elif instance is not None:
+            self._environment.idle.append(instance)
 
     def _state(self, *parts: Any) -> contextlib.AbstractContextManager[Any]:
         if self._seeds is None:

@@ -38,24 +38,15 @@ Run = Callable[[Mapping[str, str]], Awaitable[Outcome]]
 
 
 class Endpoint:
-    """The address at which programs and agents of services reach the model.
+    """The address at which programs and agents of services reach the model; `say` receives warnings.
 
-    Args:
-        say: receives warnings.
-
-    Raises:
-        ValueError: this node does not have the configured address.
+    Raises ValueError if this node does not have the configured address.
     """
 
     def __init__(self, config: GRPOConfig, say: Callable[[str], None]) -> None:
-        model = config.model
-        self._plan = {
-            "model": {
-                "model": model.path,
-                "dtype": model.dtype,
-                "trust_remote_code": model.trust_remote_code,
-                "max_model_len": config.max_sequence_tokens,
-            }
+        self._model = config.model.model_dump(include={"dtype", "trust_remote_code"}) | {
+            "model": config.model.path,
+            "max_model_len": config.max_sequence_tokens,
         }
         self._say, self._start_s = say, config.cluster.start_deadline_s
         self._printed = PrintedLines("endpoint", [""], say)
@@ -109,7 +100,7 @@ class Endpoint:
         asyncio.get_running_loop().add_reader(output, output.read)
         assert self._process.stdin is not None
         with self._process.stdin as stdin, contextlib.suppress(BrokenPipeError):
-            stdin.write(json.dumps(self._plan).encode())
+            stdin.write(json.dumps(self._model).encode())
         reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_BYTES)
         end = partial(self._end, self._process, self._writer, output)
         ready = b""

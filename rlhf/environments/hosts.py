@@ -63,8 +63,7 @@ def _home(folder: Path) -> Path:
 def readable_folders(commands: Sequence[Sequence[str]], python: str) -> list[str]:
     """The folders that programs need to read: those of their interpreters and of the files in their commands.
 
-    Raises:
-        ValueError: a program or script does not exist, or stands in /.
+    Raises ValueError if a program or script does not exist, or stands in /.
     """
     readable: set[Path] = set()
     for command in filter(None, commands):
@@ -115,12 +114,6 @@ class Hosts(Workers, Sessions):
     ) -> None:
         Sessions.__init__(self, config, {})
         self.tools, self.port = tools, port
-        # without the address of a service, which may hold a password
-        fields = {"name", "options", "gives_answer"}
-        parts = {value: part.model_dump(include=fields) for value, part in config.parts.items()}
-        parts = parts or {"": {"name": None, "options": {}, "gives_answer": False}}
-        hello = {"environments": parts, "tools": list(tools), "wall_seconds": config.wall_seconds, "answers": answers}
-        names = [*(part["name"] or "" for part in parts.values()), *tools]
         self._waiting: deque[_Seat] = deque()
         self._seats: dict[int, _Seat] = {}
         self._request_numbers = itertools.count(1)
@@ -132,8 +125,12 @@ class Hosts(Workers, Sessions):
             )
         readable = readable_folders([part.command for part in config.parts.values()], python)
         reach = {"env": config.env, "readable": [*readable, *config.files], "files": config.files}
-        for value, part in config.parts.items():
-            parts[value]["program"] = part.model_dump(include={"command", "timeout_s", "returned_files"}) | reach
+        parts = {} if config.parts else {"": {"name": None, "options": {}, "gives_answer": False}}
+        for value, part in config.parts.items():  # without the address of a service, which may hold a password
+            program = part.model_dump(include={"command", "timeout_s", "returned_files"}) | reach
+            parts[value] = part.model_dump(include={"name", "options", "gives_answer"}) | {"program": program}
+        hello = {"environments": parts, "tools": list(tools), "wall_seconds": config.wall_seconds, "answers": answers}
+        names = [*(part["name"] or "" for part in parts.values()), *tools]
         Workers.__init__(
             self,
             "environment",

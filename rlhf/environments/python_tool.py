@@ -25,24 +25,16 @@ MAX_FOLDER_MB, MAX_FILES, MAX_PROCESSES = 256, 4096, 32  # of a program
 def python_tool(
     *, seconds: float = 10.0, memory_mb: int = 1024, max_output_characters: int = 10_000
 ) -> Callable[..., Any]:
-    """The tool with its limits.
+    """The tool with its limits. Raises ValueError if one is not above 0.
 
     Args:
         seconds: of the clock, and of CPU, for one program.
         memory_mb: of address space for one program.
         max_output_characters: longer output is cut, and the answer says so.
-
-    Raises:
-        ValueError: a limit is not above 0.
     """
-    for name, limit in {
-        "seconds": seconds,
-        "memory_mb": memory_mb,
-        "max_output_characters": max_output_characters,
-    }.items():
-        if not limit > 0:
-            raise ValueError(f"{name}={limit}: the limit must be above 0.")
-
+    given = {"seconds": seconds, "memory_mb": memory_mb, "max_output_characters": max_output_characters}
+    if wrong := next((f"{name}={limit}" for name, limit in given.items() if not limit > 0), None):
+        raise ValueError(f"{wrong}: the limit must be above 0.")
     limits = [
         (resource.RLIMIT_AS, memory_mb * MIB),
         (resource.RLIMIT_CPU, int(seconds) + 1),
@@ -69,7 +61,9 @@ def python_tool(
                 printed = os.pread(output.fileno(), 4 * max_output_characters + 1, 0)
         finally:
             remove(folder)
-        text = _without_folder(printed.decode("utf-8", "backslashreplace"), str(folder))
+        text = printed.decode("utf-8", "backslashreplace")
+        for path in (str(folder), os.path.realpath(folder)):
+            text = text.replace(f"{path}/", "").replace(path, ".")
         text = without_places(text, written=code)
         if len(text) > max_output_characters:
             text = f"{text[:max_output_characters]}\n[output cut after {max_output_characters} characters]"
@@ -96,9 +90,3 @@ async def _run(folder: Path, output: int, bounds: Bounds) -> tuple[int, str]:
         finally:
             loop.remove_reader(command.fileno())
         return command.ended()
-
-
-def _without_folder(text: str, folder: str) -> str:
-    for path in (folder, os.path.realpath(folder)):
-        text = text.replace(f"{path}/", "").replace(path, ".")
-    return text

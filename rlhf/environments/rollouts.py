@@ -155,8 +155,7 @@ async def rollout_with_answer(
 ) -> tuple[Prompt, Rollout] | None:
     """The prompt after reset, and the rollout of a model that answers with this text and calls no tool.
 
-    Returns:
-        None for coroutines and programs, which need a model, and if the environment fails.
+    None for coroutines and programs, which need a model, and if the environment fails.
     """
     progress = Progress(messages=[{"role": "assistant", "content": text}], turns=1)
     try:
@@ -176,11 +175,7 @@ async def rollout_with_answer(
 def messages_after_reset(
     prompt: Prompt, opening: Sequence[Message] | None, text: str, config: GRPOConfig
 ) -> list[Message]:
-    """The messages of the prompt after reset.
-
-    Raises:
-        FailedError: neither the row nor reset has a prompt.
-    """
+    """The messages of the prompt after reset. Raises FailedError if neither the row nor reset has a prompt."""
     messages = [dict(message) for message in (prompt.messages if opening is None else opening)]
     if text and messages and messages[-1]["role"] == "user":
         messages[-1]["content"] += text
@@ -225,11 +220,7 @@ class FailedEnvironments:
         self._warned = set[str]()
 
     def check(self, rollouts: Sequence[Rollout]) -> tuple[list[str], str]:
-        """Judge the rollouts of a step.
-
-        Returns:
-            Warnings about new errors of environments and tools; and the reason to end the run, or an empty string.
-        """
+        """Warnings about new errors in the rollouts of a step; and the reason to end the run, or an empty string."""
         outcomes = [rollout.outcome for rollout in rollouts if rollout.outcome is not None]
         errors = Counter(" ".join(outcome.error.split()) for outcome in outcomes if outcome.status == FAILED)
         faults = Counter[str]()

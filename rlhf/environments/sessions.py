@@ -60,8 +60,7 @@ class Sessions:
     async def open(self, row: Mapping[str, Any], seeds: Mapping[str, int]) -> HostedSession:
         """Reset the environment of this row; wait for a process, and for room at the environment's server.
 
-        Raises:
-            FailedError: the row chooses no environment, or its reset failed.
+        Raises FailedError if the row chooses no environment, or its reset failed.
         """
         columns = dict(row)
         value = "" if "" in self.about else columns.pop("environment", None)

@@ -64,9 +64,7 @@ class StartedEnvironments(Environments, contextlib.AbstractContextManager["Start
             stops = stop_token_ids(config.model.path, tokenizer)
             dialogue = Dialogue(tokenizer, data.template, data.template_arguments, stop_ids=stops)
             tool_parser = None
-            with (
-                contextlib.nullcontext() if self.tools else contextlib.suppress(ValueError)
-            ):  # coroutines may have none
+            with contextlib.suppress(*[] if self.tools else [ValueError]):  # coroutines may have none
                 tool_parser = tool_parser_of(template_source(data.template, tokenizer), config.rollout.tool_parser)
             self.warnings = (*dialogue.check(self.tools), *self.hosts.warnings)
             opened.pop_all()
@@ -94,11 +92,7 @@ class StartedEnvironments(Environments, contextlib.AbstractContextManager["Start
                 )
 
     async def first_prompt(self, prompt: Prompt) -> Prompt:
-        """The prompt as the model will get it. A session is opened for that, and closed.
-
-        Raises:
-            ValueError: `reset` failed, or made a prompt that cannot be used.
-        """
+        """The prompt as the model will get it, from a session. Raises ValueError if it cannot be made or used."""
         try:
             session = await self.hosts.open(row_for_reset(prompt), self.seeds(prompt, 0))
             try:

@@ -468,15 +468,11 @@ def _fail_fast(schema: Any) -> None:
             _fail_fast(part)
 
 
-async def make_app(plan: Mapping[str, Any], driver: Driver) -> Guard:
-    """vLLM's app for this model, with the driver in place of its engine.
-
-    Args:
-        plan: {"model": vLLM's arguments for the model}
-    """
-    flags = ["--model", plan["model"]["model"], "--served-model-name", NAME, "--enable-auto-tool-choice"]
+async def make_app(model: Mapping[str, Any], driver: Driver) -> Guard:
+    """vLLM's app for the model of these arguments of vLLM, with the driver in place of its engine."""
+    flags = ["--model", model["model"], "--served-model-name", NAME, "--enable-auto-tool-choice"]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
-    model_config = AsyncEngineArgs(**plan["model"]).create_model_config()
+    model_config = AsyncEngineArgs(**model).create_model_config()
     model_config.quantization = None  # nothing is computed here
     hf_config: Any = model_config.hf_config
     hf_config.model_type = NAME  # for gpt_oss the app would write prompts itself, with today's date
@@ -493,22 +489,15 @@ async def make_app(plan: Mapping[str, Any], driver: Driver) -> Guard:
     return Guard(app, driver)
 
 
-class _Server(uvicorn.Server):
-    """A server that ignores signals; it ends with the driver."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
-
-
-async def _serve(plan: Mapping[str, Any], control: socket.socket, listening: socket.socket) -> None:
+async def _serve(model: Mapping[str, Any], control: socket.socket, listening: socket.socket) -> None:
     driver = Driver(*await asyncio.open_unix_connection(sock=control, limit=MAX_BYTES))
-    guard: Any = await make_app(plan, driver)
+    guard: Any = await make_app(model, driver)
     config = uvicorn.Config(
         guard, http=_Connection, ws="none", log_level="critical", access_log=False, proxy_headers=False,
         lifespan="off", backlog=ACCEPTED, timeout_keep_alive=int(KEEP_ALIVE_S),
     )  # fmt: skip
-    server = _Server(config)
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]  # the server ends with the driver
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
@@ -522,7 +511,7 @@ def main() -> None:
     """Serve until the driver disconnects.
 
     The arguments are the descriptors of the socket to the driver and of the listening socket; standard input has the
-    plan of `make_app`.
+    model of `make_app`.
     """
     die_with_parent(9)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
