@@ -125,10 +125,11 @@ class Hosts(Workers, Sessions):
             )
         readable = readable_folders([part.command for part in config.parts.values()], python)
         reach = {"env": config.env, "readable": [*readable, *config.files], "files": config.files}
-        parts = {} if config.parts else {"": {"name": None, "options": {}, "gives_answer": False}}
+        parts: dict[str, dict[str, Any]] = {}
         for value, part in config.parts.items():  # without the address of a service, which may hold a password
             program = part.model_dump(include={"command", "timeout_s", "returned_files"}) | reach
             parts[value] = part.model_dump(include={"name", "options", "gives_answer"}) | {"program": program}
+        parts = parts or {"": {"name": None, "options": {}, "gives_answer": False}}
         hello = {"environments": parts, "tools": list(tools), "wall_seconds": config.wall_seconds, "answers": answers}
         names = [*(part["name"] or "" for part in parts.values()), *tools]
         Workers.__init__(

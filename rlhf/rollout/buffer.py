@@ -107,9 +107,8 @@ class RolloutBuffer:
     """Keeps engines busy in the background and gives whole groups to the loop.
 
     Args:
-        sample: one prompt -> its graded group, on the engine with the fewest requests.
+        sample: one prompt -> its graded group.
         next_ticket: draws the next prompt of the stream.
-        groups_per_step: groups that one training step takes.
         total_steps: training steps of the run; no group is dispatched beyond them.
         ended: is called with each group as it ends, before any further prompt is drawn.
         replacements: groups that were already replaced for the current step before the run was resumed.
@@ -172,19 +171,18 @@ class RolloutBuffer:
             self._running[asyncio.ensure_future(self._run(ticket))] = ticket, self._step
 
     async def _run(self, ticket: Ticket) -> None:
-        failure: Exception | None = None
         task = asyncio.current_task()
         assert task is not None
+        group: RolloutGroup | None = None
         try:
             group = await self._sample(ticket.prompt)
         except Exception as error:
-            failure = error
+            self._failure = self._failure or error  # the first one; `take` raises it
         except asyncio.CancelledError:  # by `close`, or because a task that the group waited for was cancelled
-            failure = RuntimeError(f"the sampling of prompt {ticket.prompt.id} was cancelled.")
+            cancelled = RuntimeError(f"the sampling of prompt {ticket.prompt.id} was cancelled.")
+            self._failure = self._failure or cancelled
         del self._running[task]  # before waiters wake up, so that no group counts as both running and ready
-        if failure is not None:
-            self._failure = self._failure or failure  # the first one; `take` raises it
-        else:
+        if group is not None:
             self.account.sampled += len(group.samples)
             self._ended(ticket, group)
             self._ready.append((ticket, group))
@@ -221,8 +219,7 @@ class RolloutBuffer:
     async def take(self) -> list[RolloutGroup]:
         """Wait for the groups of the next training step, the oldest ones; in the order of their prompts.
 
-        Raises:
-            TimeoutError: no group ended within `deadline_s`; the message names the oldest prompts.
+        Raises TimeoutError, which names the oldest prompts, if no group ended within `deadline_s`.
         """
         while True:
             self._changed.clear()

@@ -497,7 +497,7 @@ async def _serve(model: Mapping[str, Any], control: socket.socket, listening: so
         lifespan="off", backlog=ACCEPTED, timeout_keep_alive=int(KEEP_ALIVE_S),
     )  # fmt: skip
     server = uvicorn.Server(config)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]  # the server ends with the driver
+    server.capture_signals = contextlib.nullcontext  # type: ignore  # signals are ignored: it ends with the driver
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)

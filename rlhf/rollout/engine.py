@@ -33,7 +33,6 @@ from rlhf.rollout import vllm_process
 from rlhf.rollout.messages import MessageReader
 from rlhf.rollout.requests import (
     Completion,
-    Parsing,
     SamplingSettings,
     check_experts,
     engine_arguments,
@@ -141,19 +140,15 @@ class RolloutEngine:
         assert len(completions) == samples, f"asked for {samples} samples, the engine returned {len(completions)}"
         if settings.parsing is None:
             return completions
-        reader = self._message_reader(settings.parsing)
+        reader = next((reader for reader in self._readers if reader.parsing == settings.parsing), None)
+        if reader is None:
+            reader = MessageReader(settings.parsing, self._engine.get_tokenizer(), self._engine.model_config)
+            self._readers = [reader, *self._readers][:MAX_READERS]
         return [
             # a stop string belongs to the text; an id that stopped the response does not
             replace(each, message=reader.message(each, token_ids, keep_last=isinstance(output.stop_reason, str)))
             for each, output in zip(completions, final.outputs, strict=True)
         ]
-
-    def _message_reader(self, parsing: Parsing) -> MessageReader:
-        reader = next((reader for reader in self._readers if reader.parsing == parsing), None)
-        if reader is None:
-            reader = MessageReader(parsing, self._engine.get_tokenizer(), self._engine.model_config)
-            self._readers = [reader, *self._readers][:MAX_READERS]
-        return reader
 
     async def _run(self, token_ids: np.ndarray, params: SamplingParams, *, priority: int) -> Any:
         prompt: Any = {"prompt_token_ids": token_ids.tolist()}
@@ -198,17 +193,15 @@ class RolloutEngine:
 
     async def loaded_weights(self) -> list[Loaded]:
         """The weights that each worker has loaded since the update started."""
-        loaded: list[Loaded] = await self._engine.collective_rpc("loaded_weights")
-        return loaded
+        return await self._engine.collective_rpc("loaded_weights")
 
     async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of `LoadedWeights` on each worker."""
         try:
-            answers: list[Any] = await self._engine.collective_rpc(method, args=arguments)
+            return await self._engine.collective_rpc(method, args=arguments)
         except Exception as error:
             self._failed_update = error
             raise
-        return answers
 
     async def finish_weight_update(self, version: str) -> None:
         await self._engine.finish_weight_update(version)
@@ -289,16 +282,14 @@ def _start_engine(config: GRPOConfig, world: World, adapted_layers: Sequence[str
 
 
 def _completion(output: CompletionOutput, engine: int, supported: int | None, routed: int | None) -> Completion:
-    """The completion in the engine's output for one sample.
+    """The completion of one sample. Raises RuntimeError if a token lacks its own log-prob, support or experts.
 
     Args:
         supported: as in `SamplingSettings.request_arguments`; if given, every token has a support.
         routed: number of context tokens whose experts were requested; None: no experts were requested.
-
-    Raises:
-        RuntimeError: a token lacks its own log-prob, support or experts.
     """
     logprobs: Any = output.logprobs
+    kept_ids = None if output.sampling_mask is None else output.sampling_mask.token_ids
     token_ids, starts = np.asarray(output.token_ids, np.int32), np.asarray(logprobs.start_indices, np.int64)
     # flat_logprobs holds the sampled token first at every position
     firsts = starts[starts < np.asarray(logprobs.end_indices, np.int64)]
@@ -307,6 +298,9 @@ def _completion(output: CompletionOutput, engine: int, supported: int | None, ro
             f"the engine returned {len(token_ids)} tokens and log-probs of {len(firsts)} tokens, or of other tokens: "
             "a token would be trained with the log-prob of another one"
         )
+    experts = None
+    if routed is not None and len(token_ids):  # the engine has not computed the last token
+        experts = check_experts(output.routed_experts, routed + len(token_ids) - 1)
     # the label "default" means weights that no learner has sent
     versions = [(s, int(s.version) if s.version.lstrip("-").isdigit() else -1) for s in output.weight_versions or ()]
     return Completion(
@@ -315,13 +309,6 @@ def _completion(output: CompletionOutput, engine: int, supported: int | None, ro
         finish_reason=output.finish_reason or "abort",
         version_spans=tuple(VersionSpan(span.start, span.end, version) for span, version in versions),
         engine=engine,
-        support=None if supported is None else support_of(token_ids, _kept_ids(output), supported),
-        experts=None
-        if routed is None or not len(token_ids)
-        # the engine has not computed the last token
-        else check_experts(output.routed_experts, routed + len(token_ids) - 1),
+        support=None if supported is None else support_of(token_ids, kept_ids, supported),
+        experts=experts,
     )
-
-
-def _kept_ids(output: CompletionOutput) -> list[list[int]] | None:
-    return None if output.sampling_mask is None else output.sampling_mask.token_ids

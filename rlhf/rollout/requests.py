@@ -112,13 +112,9 @@ class SamplingSettings:
 
 
 def support_of(token_ids: np.ndarray, kept_ids: Sequence[Sequence[int]] | None, vocabulary: int) -> Support | None:
-    """The support of sampled tokens [R], from the ids that an engine kept for each token.
+    """The support of sampled tokens [R], from the ids that an engine kept for each; None if each kept all ids.
 
-    Returns:
-        None if every token kept the whole vocabulary.
-
-    Raises:
-        RuntimeError: the support of a token is missing, or does not contain the token.
+    Raises RuntimeError if the support of a token is missing, or does not contain the token.
     """
     kept_ids = kept_ids or ()
     sizes = np.array([len(ids) for ids in kept_ids], np.int64)

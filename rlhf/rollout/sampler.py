@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,12 +37,8 @@ class Grade(Protocol):
     ) -> Awaitable[tuple[ScoredRollout, ...]]: ...
 
 
-class Play(Protocol):
-    """Samples a group with an environment, which may change or make the prompt; see `environments.rollouts`."""
-
-    def __call__(
-        self, prompt: Prompt, samples: int, settings: SamplingSettings, generate: Generate
-    ) -> Awaitable[tuple[Prompt, list[Rollout]]]: ...
+# Samples a group with an environment, which may change or make the prompt; see `environments.rollouts`.
+Play = Callable[[Prompt, int, SamplingSettings, Generate], Awaitable[tuple[Prompt, list[Rollout]]]]
 
 
 class Sampler:
@@ -76,11 +72,7 @@ class Sampler:
         return RolloutGroup(prompt, await self._grade(prompt, rollouts, settings, trains=False))
 
     async def rollouts(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> tuple[Prompt, list[Rollout]]:
-        """Sample a group without grading it: in one request, or each rollout with its environment.
-
-        Returns:
-            The prompt, which an environment may have changed, and the rollouts.
-        """
+        """Sample a group in one request, or with environments, which may change the prompt; nothing is graded."""
         if self._play is not None:
             return await self._play(prompt, samples, settings, self._generate)
         seed = request_seed(self._config.noise_seed, prompt)
@@ -94,11 +86,9 @@ class Sampler:
         return dataclasses.replace(settings, experts_from=0) if self._config.learner.replays_experts else settings
 
     def _settings(self, temperature: float, max_tokens: int, restriction: dict[str, Any]) -> SamplingSettings:
-        rollout, token = self._config.rollout, self._truncate_token
-        whole = rollout.truncate == "graded_text"
-        return SamplingSettings(
-            temperature, max_tokens, rollout.stop, token, rollout.truncate_after, whole, **restriction
-        )
+        rollout, whole = self._config.rollout, self._config.rollout.truncate == "graded_text"
+        ends = rollout.stop, self._truncate_token, rollout.truncate_after, whole
+        return SamplingSettings(temperature, max_tokens, *ends, **restriction)
 
 
 def to_rollout(prompt: Prompt, sample: int, completion: Completion) -> Rollout:
