@@ -159,8 +159,7 @@ def gold_answer(gold: str, answer_format: str = "auto") -> str | None:
             box, with the boxes before it that only connectors separate), text or none (the whole column), or auto: the
             first of these that matches.
 
-    Returns:
-        The answer; None without such a marker, or with a last box that is not closed.
+    None without such a marker, or with a last box that is not closed.
     """
     if answer_format in ("text", "none"):
         return gold.strip()

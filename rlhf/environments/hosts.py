@@ -95,9 +95,7 @@ class Hosts(Workers, Sessions):
         port: the port of the endpoint, to which programs may connect.
         answers: columns that hold answers; see `serve.load`.
 
-    Raises:
-        ValueError: a class or function cannot be loaded or offered to a model.
-        RuntimeError: the processes did not start in time.
+    Raises ValueError if a class or function cannot be loaded or offered to a model, RuntimeError if no process starts.
     """
 
     shared_processes = (MAX_PROCESSES + 4) * SHARED  # so that calls of `python`, each in its bound, do not exceed it

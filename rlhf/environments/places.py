@@ -12,10 +12,7 @@ PATH = re.compile(r"(?:(?<![\w./-])|(?<=file://))/(?!/)[^\s'\"`,:;()<>\[\]{}|]+"
 def without_places(text: str, *, written: str) -> str:
     """The text with this process's folder for temporary files as `.`, and other paths of this machine by their names.
 
-    A path is one of this machine if its first folder is there.
-
-    Args:
-        written: the model's text; paths in it stay.
+    A path is one of this machine if its first folder is there. Paths in the model's text `written` stay.
     """
     own = tempfile.gettempdir()
 

@@ -140,13 +140,7 @@ class Program:
 
 
 def _returned_files(folder: Path, patterns: Sequence[str]) -> dict[str, str]:
-    """Relative name -> text (at most MAX_FILE_BYTES) of the regular files that match; links do not count.
-
-    Unreadable files are dropped.
-
-    Raises:
-        LimitError: there are over MAX_FILES files, or folders that cannot be searched.
-    """
+    """Relative name -> text (at most MAX_FILE_BYTES) of the readable regular files that match; links do not count."""
     texts: dict[str, str] = {}
     real = folder.parent.resolve() / folder.name  # the program may have put a link in place of the folder itself
     try:
@@ -184,8 +178,7 @@ def _read_reward_file(file: Path) -> dict[str, Any]:
 def read_reward(text: bytes, where: str) -> dict[str, Any]:
     """Read a reward in JSON: a number, null, or an object with `score`, further numbers and `facts`.
 
-    Raises:
-        ValueError: the text has another form, or over MAX_REWARD_BYTES.
+    Raises ValueError if the text has another form, or over MAX_REWARD_BYTES.
     """
     try:
         if len(text) > MAX_REWARD_BYTES:

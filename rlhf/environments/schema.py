@@ -34,14 +34,10 @@ CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The schema that a chat template gets for a tool.
+    """The schema that a chat template gets for a tool: a function or bound method.
 
-    Args:
-        function: a function or bound method, with a type hint for every argument and a Google-style docstring that
-            describes each of them.
-
-    Raises:
-        ValueError: the docstring or a hint is missing, a hint has no JSON schema, or `(choices: ...)` is not JSON.
+    Raises ValueError unless every argument has a type hint with a JSON schema, and a text in a Google-style docstring
+    with any `(choices: ...)` as JSON.
     """
     name = getattr(function, "__name__", "operation")
     docstring = (inspect.getdoc(function) or "").strip()

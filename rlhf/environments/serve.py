@@ -163,11 +163,7 @@ class Server:
             self._send(message, answered)
 
     async def run_together(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
-        """Answer messages concurrently until no session is left.
-
-        Returns:
-            The messages that came later, and whether the driver is still connected.
-        """
+        """Answer messages until no session is left. Returns later messages, and whether the driver is connected."""
         self._arrived, loop, is_open = asyncio.Event(), asyncio.get_running_loop(), True
         loop.add_reader(self._channel.socket, self._arrived.set)
         alive = asyncio.ensure_future(self._say_alive())

@@ -23,13 +23,9 @@ RETRIES = 5  # after a connection that was not made
 
 
 class Service:
-    """The client of one service.
+    """The client of one service, which runs `at_once` rollouts at the same time; others wait.
 
-    Args:
-        at_once: rollouts that it runs at the same time; others wait.
-
-    Raises:
-        ValueError: the environment variable with its key is not set.
+    Raises ValueError if the environment variable with its key is not set.
     """
 
     def __init__(self, part: EnvironmentPart, at_once: int) -> None:
@@ -43,9 +39,7 @@ class Service:
     async def play(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Have the service run a rollout; returns its reward.
 
-        Raises:
-            CallLimitError: the service did not answer in time.
-            FailedError: it was not reached, answered with an error or without a reward, or hung up.
+        Raises CallLimitError without an answer in time, and FailedError without a connection or without a reward.
         """
         endpoint = message["endpoint"]
         asked = {

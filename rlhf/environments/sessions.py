@@ -144,17 +144,14 @@ class Sessions:
 class HostedSession:
     """A rollout's environment in a process of a node. Every method raises CallLimitError or FailedError.
 
-    Attributes:
-        plays: True if a coroutine or program drives the rollout; otherwise the model's calls do.
-        opening: the messages of `reset`; None: the messages of the row.
-        text: the text of `reset`, which is added to the last user message.
+    `plays` is True if a coroutine or program drives the rollout; otherwise the model's calls do.
     """
 
     def __init__(self, hosts: Sessions, number: int, about: Mapping[str, Any], start: dict[str, Any]) -> None:
         self.number, self.plays, self.is_program = number, bool(about["plays"]), bool(about["program"])
         self.tools: list[dict[str, Any]] = list(about["tools"])
-        self.opening: list[Message] | None = None
-        self.text = ""
+        self.opening: list[Message] | None = None  # the messages of `reset`; None: the messages of the row
+        self.text = ""  # of `reset`, for the end of the last user message
         self._hosts, self._start, self._withheld = hosts, start, about["withheld"]
         self._broken = False
 

@@ -18,9 +18,7 @@ COUNT_TOKENS, MODELS = "/v1/messages/count_tokens", "/v1/models"
 ROUTES = {*(("POST", path) for path in (CHAT, RESPONSES, MESSAGES, COUNT_TOKENS)), ("GET", MODELS)}
 
 MAX_BODY_BYTES = 4 << 20  # 128,000 tokens of text are 0.5 MB, with every character escaped 3 MB
-MAX_OBJECTS = (
-    20_000  # in the text of a body: hundreds of thousands of tiny messages would block the process for seconds
-)
+MAX_OBJECTS = 20_000  # in the text of a body: hundreds of thousands of tiny messages would block the process
 MAX_VALUES, MAX_PARTS, MAX_DEPTH = 100_000, 8000, 100  # values, objects and lists, levels of a body after parsing
 MAX_SHOWN = 100  # characters of a client's text in a message
 NAME_OF_KEY = re.compile(r"[\w.-]{1,64}", re.ASCII)  # ignored keys with other names are not reported
@@ -62,19 +60,13 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class RequestContents:
-    """The contents of a request.
-
-    Attributes:
-        body: the part that the app gets.
-        may_call: True if calls in the turn are returned as calls, not as text.
-        ignored: names of keys without effect.
-    """
+    """The contents of a request."""
 
     path: str
-    body: dict[str, Any]
+    body: dict[str, Any]  # the part that the app gets
     max_tokens: int | None
-    may_call: bool
-    ignored: tuple[str, ...]
+    may_call: bool  # calls in the turn are returned as calls, not as text
+    ignored: tuple[str, ...]  # names of keys without effect
 
 
 def error_message(body: bytes) -> str:
@@ -110,13 +102,9 @@ def full_context(most: int) -> RefusedError:
 
 
 def read_request_body(path: str, body: bytes, model: str) -> RequestContents:
-    """Read the body of a request.
+    """Read the body of a request, with `model` in place of the model's name.
 
-    Args:
-        model: replaces the name of the model.
-
-    Raises:
-        RefusedError: the body is too large, is no JSON object, or asks for another distribution.
+    Raises RefusedError if the body is too large, is no JSON object, or asks for another distribution.
     """
     if path == MODELS:
         return RequestContents(path, {}, None, False, ())

@@ -104,35 +104,24 @@ class _Request:
 
 @dataclass(eq=False)
 class _Client:
-    """The owner of connections: a rollout, or all clients that have sent no key yet.
-
-    Attributes:
-        connections: the least recently used connection comes first.
-        reading: held while a body is read and parsed.
-    """
+    """The owner of connections: a rollout, or all clients that have sent no key yet."""
 
     most_tokens: int = 0
-    connections: dict[_Connection, None] = field(default_factory=dict)
-    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    connections: dict[_Connection, None] = field(default_factory=dict)  # the least recently used one first
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a body is read and parsed
 
 
 _current: ContextVar[_Request] = ContextVar("request")
 
 
 class Driver:
-    """The socket to the driver.
-
-    Attributes:
-        clients: open rollouts by key.
-        ended: keys of ended rollouts.
-        strangers: the owner of connections without a key; if there are too many, the oldest is closed.
-    """
+    """The socket to the driver."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self.clients: dict[str, _Client] = {}
-        self.ended: deque[str] = deque(maxlen=REMEMBERED)
-        self.strangers = _Client()
+        self.clients: dict[str, _Client] = {}  # open rollouts by key
+        self.ended: deque[str] = deque(maxlen=REMEMBERED)  # keys of ended rollouts
+        self.strangers = _Client()  # the owner of connections without a key; of too many, the oldest is closed
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
@@ -199,14 +188,10 @@ def _as_json(value: Any) -> Any:
 
 
 class _Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """A connection of uvicorn. Little of it is read at a time, so that it does not delay other connections.
-
-    Attributes:
-        timer: closes the connection if no key arrives.
-    """
+    """A connection of uvicorn. Little of it is read at a time, so that it does not delay other connections."""
 
     owner: _Client | None = None
-    timer: asyncio.TimerHandle | None = None
+    timer: asyncio.TimerHandle | None = None  # closes the connection if no key arrives
     _read = memoryview(bytearray(READ_BYTES))
     _left = MAX_HEADER_BYTES  # bytes that the rest of a header or body may have
 

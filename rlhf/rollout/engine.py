@@ -54,11 +54,7 @@ CANARY_PRIORITY, ROLLOUT_PRIORITY = -1, 0  # lower goes first
 
 
 class RolloutEngine:
-    """One vLLM engine; every method is a coroutine.
-
-    Args:
-        adapted_layers: names of the layers that the learner's adapter changes, with `model.lora`.
-    """
+    """One vLLM engine; every method is a coroutine. With `model.lora`, the adapter changes the `adapted_layers`."""
 
     def __init__(self, config: GRPOConfig, world: World, adapted_layers: Sequence[str] = ()) -> None:
         self._keep_kv = config.rollout.on_weight_update == "keep_kv"

@@ -13,7 +13,7 @@ import hashlib
 import logging
 import re
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -44,11 +44,7 @@ class _Call(NamedTuple):
 
 
 class MessageReader:
-    """Reads the responses of one model with vLLM's tokenizer and config.
-
-    Raises:
-        ValueError: the tokenizer lacks tokens that a parser needs.
-    """
+    """Reads the responses of one model. Raises ValueError if the tokenizer lacks tokens that a parser needs."""
 
     def __init__(self, parsing: Parsing, tokenizer: Any, model_config: Any) -> None:
         self.parsing = parsing
@@ -68,7 +64,7 @@ class MessageReader:
                 f"rollout.tool_parser: vLLM's parser {parsing.tool_parser} does not fit this model: {error}. "
                 "Name the parser of the model's own form of tool calls."
             ) from error
-        self._tokenizer, self._model_config, self._template_kwargs = tokenizer, model_config, parsing.template_kwargs
+        self._tokenizer, self._model_config = tokenizer, model_config
         self._calls_tools = parsing.tool_parser is not None
         self._request = ChatCompletionRequest(
             messages=[],
@@ -105,9 +101,8 @@ class MessageReader:
                     enable_auto_tools=self._calls_tools,
                     model_output_token_ids=token_ids,
                 )
-                calls = [
-                    _Call(call.name, as_utf8(call.arguments), call.id) for call in parsed or ()
-                ]  # JSON may hold \ud800
+                # JSON may hold \ud800
+                calls = [_Call(call.name, as_utf8(call.arguments), call.id) for call in parsed or ()]
                 if in_channels:
                     thoughts, said_after = in_channel, text.partition(in_channel)[2] if in_channel else text
         if self._calls_tools and completion.finish_reason == "stop":
@@ -171,13 +166,8 @@ class MessageReader:
     def _parser(self) -> Any:
         """A new parser, since parsers are stateful."""
         assert self._parser_class is not None
-        tools: Any = self._request.tools
-        return self._parser_class(
-            self._tokenizer,
-            tools,
-            chat_template_kwargs=dict(self._template_kwargs),
-            model_config=self._model_config,
-        )
+        tools, kwargs = cast(Any, self._request.tools), dict(self.parsing.template_kwargs)
+        return self._parser_class(self._tokenizer, tools, chat_template_kwargs=kwargs, model_config=self._model_config)
 
     def _copy(self) -> ChatCompletionRequest:
         """A copy of the request, since parsers may write into it."""

@@ -42,12 +42,7 @@ Play = Callable[[Prompt, int, SamplingSettings, Generate], Awaitable[tuple[Promp
 
 
 class Sampler:
-    """Samples and grades the groups of a run.
-
-    Args:
-        truncate_token: id of rollout.truncate_token, if there is one.
-        play: plays rollouts with an environment or tools; None: a response is one turn.
-    """
+    """Samples and grades the groups of a run. Without `play`, which plays environments, a response is one turn."""
 
     def __init__(
         self, config: GRPOConfig, truncate_token: int | None, generate: Generate, grade: Grade, play: Play | None = None
