@@ -47,7 +47,7 @@ class Environment:
     Attributes:
         name: the name of the class; an empty string without a class.
         tools: the schemas of the functions, then of the methods, as the prompt shows them.
-        has_reward: True if the class has `get_reward`.
+        has_reward, declares_done: True if the class has `get_reward`; if it ends rollouts by `done`.
         blocking: names of functions and methods that are not coroutines. Only an environment without them can share its
             process with other rollouts.
         coroutines: names of the coroutines. An environment without them needs no event loop.
@@ -82,7 +82,7 @@ class Environment:
         label = f"environment name={name!r}"
         if name in BUILT_IN:
             self._add(name, options or {}, label)
-        self.name, self.has_reward, self._declares_done, self.column_names = "", False, False, set[str]()
+        self.name, self.has_reward, self.declares_done, self.column_names = "", False, False, set[str]()
         self.tools = [_schema(function) for function in self._functions.values()]
         waits: dict[str, bool] = {}
         if name is not None and name not in BUILT_IN:
@@ -119,7 +119,7 @@ class Environment:
             n for n in methods if not n.startswith("_") and n not in NOT_TOOLS and not (n == "done" and done_method)
         )
         # an attribute that only `reset` sets does not count: published classes answer later calls with "game over"
-        self._declares_done = done_method or ("done" not in methods and hasattr(cls, "done"))
+        self.declares_done = done_method or ("done" not in methods and hasattr(cls, "done"))
         self.name, self.has_reward = cls.__name__, "get_reward" in methods
         self.column_names = column_names(methods["reset"], cls, options, *methods.values())
         for name in self._methods:
@@ -135,13 +135,6 @@ class Environment:
             instance = self.idle.pop() if self.idle else self._factory()
         methods = [getattr(instance, name) for name in self._methods]
         return Episode(self, instance, {**self._functions, **{method.__name__: method for method in methods}})
-
-    def is_done(self, instance: Any) -> bool:
-        """Whether the class ends the rollout by `done`."""
-        if not self._declares_done:
-            return False
-        done = instance.done
-        return bool(done() if callable(done) else done)
 
     async def close(self) -> None:
         """Call `close()` of the instances that have one, before the process ends."""
@@ -252,7 +245,8 @@ class Episode:
                 faults += [] if fault is None else [f"{asked.tool}: {fault}"]
                 outcome = self._error(outcome, asked.written)
             answers.append({"role": "tool", "name": asked.tool, "content": outcome})
-        done = self._environment.is_done(self._instance)
+        done = self._environment.declares_done and self._instance.done
+        done = bool(done() if callable(done) else done)
         return {"answers": answers, "done": done, "errors": errors, "faults": faults}
 
     async def finish(self) -> dict[str, Any]:

@@ -67,8 +67,7 @@ class Environments:
         self, prompt: Prompt, samples: int, settings: SamplingSettings, generate: Generate
     ) -> tuple[Prompt, list[Rollout]]:
         """Play the rollouts of a group concurrently. The group's prompt is that of the first successful reset."""
-        played = [self._rollout(prompt, sample, settings, generate) for sample in range(samples)]
-        tasks = [asyncio.ensure_future(rollout) for rollout in played]
+        tasks = [asyncio.ensure_future(self._rollout(prompt, n, settings, generate)) for n in range(samples)]
         try:
             results = await asyncio.gather(*tasks)
         finally:
@@ -88,7 +87,15 @@ class Environments:
     ) -> tuple[Prompt | None, Rollout]:
         """The prompt after `reset`, None if it failed, and the rollout."""
         turns = next_turn(self._config, prompt, sample, replace(settings, parsing=self._parsing), generate)
-        limits = self._limits(settings)
+        rollout = self._config.rollout
+        limits = Limits(
+            max_response_tokens=settings.max_tokens,
+            max_rollout_tokens=rollout.longest,
+            max_turns=rollout.max_turns,
+            max_rollout_s=rollout.max_rollout_s,
+            max_sequence_tokens=self._config.max_sequence_tokens,
+            vocabulary=self._vocabulary,
+        )
         try:
             session = await self._hosts.open(row_for_reset(prompt), self.seeds(prompt, sample))
         except (CallLimitError, FailedError) as error:
@@ -132,17 +139,6 @@ class Environments:
         end = self._tokenizer.decode(token_ids[-END_TOKENS:].tolist(), skip_special_tokens=False)
         in_thought = opens_thought(end, self._parsing.marks)
         return replace(prompt, messages=tuple(messages), token_ids=token_ids, in_thought=in_thought)
-
-    def _limits(self, settings: SamplingSettings) -> Limits:
-        rollout = self._config.rollout
-        return Limits(
-            max_response_tokens=settings.max_tokens,
-            max_rollout_tokens=rollout.longest,
-            max_turns=rollout.max_turns,
-            max_rollout_s=rollout.max_rollout_s,
-            max_sequence_tokens=self._config.max_sequence_tokens,
-            vocabulary=self._vocabulary,
-        )
 
 
 def row_for_reset(prompt: Prompt) -> dict[str, Any]:
