@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(completion())
     else:
         sys.argv[1:] = rest
-        runpy.run_module(_module(program), run_name="__main__", alter_sys=True)
+        runpy.run_module(f"rlhf.{program.replace('-', '_')}", run_name="__main__", alter_sys=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,10 +69,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rlhf {version('rlhf')}")
     parser.add_argument("program", choices=(*PROGRAMS, *OTHERS), metavar="PROGRAM", help="one of the names above")
     return parser
-
-
-def _module(program: str) -> str:
-    return f"rlhf.{program.replace('-', '_')}"
 
 
 def _configs(argv: Sequence[str]) -> None:

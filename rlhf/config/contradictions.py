@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rlhf.config.base import suggest
-from rlhf.config.conditions import conflicts, unread_keys
+from rlhf.config.conditions import conflicts, unread_keys, value_at
 from rlhf.config.program import dtype_problems
 from rlhf.config.reward import ENVIRONMENT_PART, may_be_accuracy
 from rlhf.config.sections import CLIPPING_LOSSES
@@ -178,12 +178,8 @@ def training_problems(config: GRPOConfig) -> Iterator[str]:
         reason = "Both must be the same GPUs. Make the numbers equal."
         given = f"cluster.engines x cluster.tensor_parallel = {engine_gpus} GPUs, and {cluster.learners=}"
         yield f"{cluster.placement=!s}: {given}. {reason}"
-    for name, value in (
-        ("environment.failed_reward", config.environment.failed_reward),
-        ("rollout.non_stop_reward", rollout.non_stop_reward or 0.0),
-        ("rollout.missing_eos_penalty", rollout.missing_eos_penalty),
-    ):
-        if abs(value) > config.reward.bound:
+    for name in ("environment.failed_reward", "rollout.non_stop_reward", "rollout.missing_eos_penalty"):
+        if abs(value := value_at(config, name) or 0.0) > config.reward.bound:
             yield f"{name}={value:g}: over reward.bound={config.reward.bound:g}. Scale it down, or raise the bound."
 
 

@@ -16,10 +16,18 @@ import contextlib
 import os
 from ipaddress import IPv4Address
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from rlhf.config.base import USER_CODE, FilePath, Fraction, Section, key, short_value, suggest
 from rlhf.config.conditions import unread_keys
@@ -45,6 +53,9 @@ READS_IF = PART_READS_IF | {"options": "name", "gives_answer": "name", "trained_
 OF_PROCESSES = ("python", "env", "network", "files", "cpu_seconds", "wall_seconds", "memory_mb")  # of the run
 KINDS = ("first", "parallel", "retried", "branched", "rewritten", "separate")  # of requests that begin a sequence
 ALL = ("all",)
+EnvironmentName = Annotated[FilePath, AfterValidator(lambda name: checked_name(name, "environment.name"))]
+ToolNames = Annotated[tuple[str, ...], BeforeValidator(lambda value: tool_names(value))]
+NAMES = f"your.module:Class, your.module:coroutine, a/file.py:Class, or {' or '.join(BUILT_IN)}"
 
 
 class _Driven(Section):
@@ -67,14 +78,7 @@ class _Driven(Section):
 class EnvironmentPart(_Driven):
     """One environment: its class, coroutine or built-in tool, and the arguments with which it is made."""
 
-    name: FilePath = Field(
-        description=f"your.module:Class, your.module:coroutine, a/file.py:Class, or {' or '.join(BUILT_IN)}"
-    )
-
-    @field_validator("name")
-    @classmethod
-    def _names_something(cls, value: str) -> str:
-        return checked_name(value, "environment.name")
+    name: EnvironmentName = Field(description=NAMES)
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> Self:
@@ -112,9 +116,7 @@ class EnvironmentPart(_Driven):
 class EnvironmentConfig(_Driven):
     """The environment of a rollout, and the limits and permissions of its processes."""
 
-    name: FilePath | None = key(
-        None, f"your.module:Class, your.module:coroutine, a/file.py:Class, or {' or '.join(BUILT_IN)}; null: none"
-    )
+    name: EnvironmentName | None = key(None, f"{NAMES}; null: none")
     by_name: dict[str, EnvironmentPart] = key({}, "several environments; the row's column `environment` names its own")
     weight: float = key(1.0, "factor of the environment's own reward in the sum")
     processes: PositiveInt = key(
@@ -154,11 +156,6 @@ class EnvironmentConfig(_Driven):
             return {**value, "by_name": parts}
         return value
 
-    @field_validator("name")
-    @classmethod
-    def _names_something(cls, value: str | None) -> str | None:
-        return None if value is None else checked_name(value, "environment.name")
-
     @field_validator("trained_sequences", mode="before")
     @classmethod
     def _names_kinds(cls, value: Any) -> Any:
@@ -196,11 +193,9 @@ class EnvironmentConfig(_Driven):
     @property
     def parts(self) -> dict[str, EnvironmentPart]:
         """All environments by the value of the row's column `environment`. One for all rows has the key ""."""
-        if self.name is not None:
-            return {
-                "": EnvironmentPart(name=self.name, **{field: getattr(self, field) for field in _Driven.model_fields})
-            }
-        return self.by_name
+        if self.name is None:
+            return self.by_name
+        return {"": EnvironmentPart(name=self.name, **{field: getattr(self, field) for field in _Driven.model_fields})}
 
     @property
     def trained_kinds(self) -> tuple[str, ...]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from pydantic import field_validator
-
 from rlhf.config import contradictions, sections
 from rlhf.config.base import key
 from rlhf.config.conditions import conflicts
 from rlhf.config.data import ENVIRONMENT, DataConfig
-from rlhf.config.environment import TOOLS, EnvironmentConfig, tool_names
+from rlhf.config.environment import TOOLS, EnvironmentConfig, ToolNames
 from rlhf.config.library_options import changes_numbers
 from rlhf.config.program import PLAIN_TEXT_CONFLICTS, TrainingProgramConfig, dtype_problems
 from rlhf.config.reward import ENVIRONMENT_PART, MODEL_PART, RewardConfig
@@ -32,7 +30,7 @@ class GRPOConfig(TrainingProgramConfig):
     reward: RewardConfig = RewardConfig()
     reward_model: RewardModelConfig | None = key(None, "a learned reward, added to `reward`; null: none")
     environment: EnvironmentConfig = EnvironmentConfig()
-    tools: tuple[str, ...] = key((), "functions the model may call: your.module:function, calculator, python")
+    tools: ToolNames = key((), "functions the model may call: your.module:function, calculator, python")
     rollout: sections.RolloutConfig
     algo: sections.AlgoConfig = sections.AlgoConfig()
     learner: sections.LearnerConfig = sections.LearnerConfig()
@@ -50,11 +48,6 @@ class GRPOConfig(TrainingProgramConfig):
         if isinstance(data, dict) and not data.get("train") and _names_environments(values.get("environment")):
             return {**values, "data": {**data, "train": ENVIRONMENT}}
         return values
-
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _read_tools(cls, value: Any) -> Any:
-        return tool_names(value)
 
     @property
     def has_environment(self) -> bool:

@@ -40,8 +40,7 @@ def tool_parser_of(template: str, tool_parser: str) -> str:
     Raises:
         ValueError: the name is unknown, or `auto` knows no mark of a tool call in the template.
     """
-    check_tool_parser(tool_parser)
-    if tool_parser != "auto":
+    if check_tool_parser(tool_parser) != "auto":
         return tool_parser
     name = next((name for marks, name in TOOL_PARSERS if all(mark in template for mark in marks)), None)
     if name is None:
@@ -52,12 +51,11 @@ def tool_parser_of(template: str, tool_parser: str) -> str:
     return name
 
 
-def check_tool_parser(name: str) -> None:
-    """Raise ValueError if vLLM has no tool parser of this name. If vLLM is not installed, every name passes."""
+def check_tool_parser(name: str) -> str:
+    """Return the name. Raise ValueError if vLLM has no such tool parser; every name passes if it is not installed."""
     if name != "auto" and (known := vllm_parsers()) and name not in known:
-        raise ValueError(
-            f"rollout.tool_parser={name}: vLLM has no such parser. Use auto, or one of {', '.join(known)}."
-        )
+        raise ValueError(f"rollout.tool_parser={name}: vLLM has no such parser. Use auto or one of {', '.join(known)}.")
+    return name
 
 
 @cache

@@ -47,7 +47,6 @@ class MathOptions(Section):
     extract: tuple[ExtractionStep, ...] | None = key(None, "where to look, in order; null: by mode", strict=False)
     tolerance: Tolerance | None = key(None, "{relative, absolute} distance of a right number; null: none")
     evaluated: bool | None = key(None, "whether an answer must be worked out: 7, not 3+4; null: in strict mode")
-
     decimal_comma: bool = key(False, "read 3,5 and 1.234 in an answer as 3.5 and 1234, as in many languages")
 
     @property
@@ -257,7 +256,7 @@ class RewardConfig(Section):
         return value | read | ({"parts": _parts(value["parts"], "reward.parts")} if "parts" in value else {})
 
     @model_validator(mode="after")
-    def _names_differ_in_metrics(self) -> Self:
+    def _is_consistent(self) -> Self:
         names: dict[str, str] = {}
         for part in self.all_parts:
             if (other := names.setdefault(logged_name(part.name), part.name)) != part.name:
@@ -265,10 +264,6 @@ class RewardConfig(Section):
                     f"reward: {other} and {part.name} would both be logged as {logged_name(part.name)}. Write one as a "
                     "relative path, or rename its file."
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _right_answers_are_within_the_bound(self) -> Self:
         for parts in (self.parts, *self.by_source.values()):
             most = sum(abs(part.weight) for part in parts if not part.is_user_function)
             if most > self.bound:
@@ -276,10 +271,6 @@ class RewardConfig(Section):
                     f"reward.bound={self.bound:g}: the weights of built-in rewards add up to {most:g}. Lower them, or "
                     "raise the bound."
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _late_code_is_graded(self) -> Self:
         for options in (CodeOptions(**part.options) for part in self.all_parts if part.name == "code"):
             if (seconds := WALL_PER_CPU * options.cpu_seconds) >= self.wall_seconds:
                 raise ValueError(

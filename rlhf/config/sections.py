@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, field_validator
 
 from rlhf.config.base import REQUIRED, FilePath, Fraction, NonNegative, NonNegativeInt, OwnOr, Resume, Section, key
 from rlhf.config.cards import CardName
@@ -20,6 +20,10 @@ Advantage = Annotated[str, OwnOr("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM
 ModelDType = Literal["bfloat16", "float32"]
 Checkpointing = bool | Literal["selective"]
+EngineOptions = Annotated[dict[str, Any], AfterValidator(check_engine_options)]
+DeepSpeedOptions = Annotated[dict[str, Any], AfterValidator(check_deepspeed_options)]
+ToolParser = Annotated[str, Field(min_length=1), AfterValidator(check_tool_parser)]
+UNRESTRICTED: dict[str, Any] = {"top_p": 1.0, "top_k": None, "min_p": 0.0}  # sampling from all tokens
 
 
 class LoraConfig(Section):
@@ -84,7 +88,16 @@ class RunConfig(AnyRunConfig):
     )
 
 
-class RolloutConfig(Section):
+class SamplingConfig(Section):
+    """A section with keys for sampling."""
+
+    @property
+    def restriction(self) -> dict[str, Any]:
+        """The keys that restrict sampling to a part of the vocabulary, with their values."""
+        return {name: getattr(self, name) for name, all_ in UNRESTRICTED.items() if getattr(self, name) != all_}
+
+
+class RolloutConfig(SamplingConfig):
     prompts_per_step: PositiveInt = Field(description="prompts of one training step, over all engines")
     samples_per_prompt: PositiveInt = Field(description="responses sampled for each prompt, the group size G")
     max_response_tokens: PositiveInt = Field(description="longest response, or turn of a rollout with several, tokens")
@@ -104,7 +117,7 @@ class RolloutConfig(Section):
         "response",
         "what ends at truncate_token: the response, or (if it goes on to the longest length) the text that is graded",
     )
-    tool_parser: str = key("auto", "vLLM's parser of tool calls; auto: by the chat template", min_length=1)
+    tool_parser: ToolParser = key("auto", "vLLM's parser of tool calls; auto: by the chat template")
     non_stop_reward: float | None = key(None, "replaces the reward of a response that did not stop; null: nothing does")
     missing_eos_penalty: NonNegative = key(0.0, "subtracted from the reward of a response that did not stop")
     dynamic_sampling: bool = key(False, "replace groups whose rewards are all equal by groups of other prompts (DAPO)")
@@ -117,23 +130,7 @@ class RolloutConfig(Section):
     kv_cache_gib: PositiveFloat = key(1.0, "KV cache of an engine on CPU, GiB", resume="free")
     max_concurrent_sequences: PositiveInt = key(256, "sequences that an engine runs at once", resume="free")
     enforce_eager: bool = key(False, "no CUDA graphs in the engines; CPU never has them", resume="rounding")
-    engine: dict[str, Any] = key({}, "further arguments of vLLM's engine: {block_size: 32}", resume="rounding")
-
-    @field_validator("engine")
-    @classmethod
-    def _are_engine_options(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return check_engine_options(value)
-
-    @field_validator("tool_parser")
-    @classmethod
-    def _is_a_parser(cls, value: str) -> str:
-        check_tool_parser(value)
-        return value
-
-    @property
-    def restriction(self) -> dict[str, Any]:
-        """The keys that restrict sampling to a part of the vocabulary, with their values."""
-        return _restriction(self)
+    engine: EngineOptions = key({}, "further arguments of vLLM's engine: {block_size: 32}", resume="rounding")
 
     @property
     def longest(self) -> int:
@@ -254,12 +251,7 @@ class TrainedConfig(Section):
     max_grad_norm: PositiveFloat | None = key(1.0, "global gradient norm is clipped to it; null is off")
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-    deepspeed: dict[str, Any] = key({}, "further settings of DeepSpeed: {zero_optimization: {}}", resume="rounding")
-
-    @field_validator("deepspeed")
-    @classmethod
-    def _are_deepspeed_options(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return check_deepspeed_options(value)
+    deepspeed: DeepSpeedOptions = key({}, "further settings of DeepSpeed: {zero_optimization: {}}", resume="rounding")
 
 
 class AnyLearnerConfig(TrainedConfig):
@@ -327,7 +319,7 @@ class AnyEvaluationConfig(Section):
     at_end: bool = key(True, "evaluate after the last step")
 
 
-class EvaluationConfig(AnyEvaluationConfig):
+class EvaluationConfig(AnyEvaluationConfig, SamplingConfig):
     metric: FilePath | None = key(
         None,
         "what avg@k averages, a set of data.eval may have its own: the name of a reward, environment, or reward_model; "
@@ -339,18 +331,6 @@ class EvaluationConfig(AnyEvaluationConfig):
     top_k: PositiveInt | None = key(None, "sample from this many most probable tokens; null: all")
     min_p: float = key(0.0, "sample from tokens of at least this share of the highest probability; 0: all", ge=0, lt=1)
     max_response_tokens: PositiveInt | None = key(None, "tokens; null is rollout.max_response_tokens")
-
-    @property
-    def restriction(self) -> dict[str, Any]:
-        """The keys that restrict sampling to a part of the vocabulary, with their values."""
-        return _restriction(self)
-
-
-UNRESTRICTED: dict[str, Any] = {"top_p": 1.0, "top_k": None, "min_p": 0.0}  # sampling from all tokens
-
-
-def _restriction(section: RolloutConfig | EvaluationConfig) -> dict[str, Any]:
-    return {name: getattr(section, name) for name, all_ in UNRESTRICTED.items() if getattr(section, name) != all_}
 
 
 class WandbConfig(Section):
