@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 MARK = "\ufdd0"  # a noncharacter of Unicode; if a text already has it, it is doubled
@@ -42,20 +42,10 @@ class ControlTokens:
         """
         if isinstance(value, str):
             return self._marked(value, self._special if special_only else self._any)
-        if isinstance(value, dict):
-            return {
-                self._name(name, special_only): self.as_text(each, special_only=special_only)
-                for name, each in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self.as_text(each, special_only=special_only) for each in value]
-        return value
-
-    def _name(self, name: Any, special_only: bool) -> Any:
-        """Mark a name in a dict, such as a tool's parameter. Identifiers stay, since templates look them up."""
-        return (
-            name if not isinstance(name, str) or name.isidentifier() else self.as_text(name, special_only=special_only)
-        )
+        marked = partial(self.as_text, special_only=special_only)
+        if isinstance(value, dict):  # names that are identifiers stay, since templates look them up
+            return {name if str(name).isidentifier() else marked(name): marked(each) for name, each in value.items()}
+        return [marked(each) for each in value] if isinstance(value, list | tuple) else value
 
     def _marked(self, text: str, pattern: re.Pattern[str]) -> str:
         if MARK in text:

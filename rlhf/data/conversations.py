@@ -40,6 +40,7 @@ from rlhf.data.templates import (
     check_whole,
     conversation,
     conversation_ids,
+    first_difference,
     form_for,
     render,
     render_in_form,
@@ -57,7 +58,6 @@ from rlhf.types import PackedTokens
 
 KEY = "data.template"
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
-TOKENS_SHOWN = 8
 CONVERSATION_COLUMNS = ("messages", "conversations")  # the second one: ShareGPT
 WEIGHTS = ("weight", "train", "training", "loss")  # keys of a message; 0 or false: it is not to be trained
 # (reason, remedy) if the text of a conversation does not begin with the text of its beginning
@@ -378,13 +378,10 @@ class SFTEncoder:
         trained = np.zeros(len(whole), bool)
         for number, (shorter, longer) in enumerate(pairwise(beginnings)):
             if not np.array_equal(shorter, longer[: len(shorter)]):
-                overlap = min(len(shorter), len(longer))
-                different = np.flatnonzero(shorter[:overlap] != longer[:overlap])
-                at = int(different[0]) if len(different) else overlap
-                was, now = (self.tokenizer.decode(ids[at : at + TOKENS_SHOWN].tolist()) for ids in (shorter, longer))
+                difference = first_difference(shorter, longer, self.tokenizer)
                 chat = NOT_BEHIND if len(beginnings) == 2 else REWRITTEN
                 reason, remedy = JOINED if template in PLAIN else chat
-                raise ValueError(f"{KEY}={template}: {reason}: {was!r} becomes {now!r}. {remedy}")
+                raise ValueError(f"{KEY}={template}: {reason}: {difference}. {remedy}")
             trained[len(shorter) : len(longer)] = number % 2 == 0
         return MaskedTokens(whole, trained)
 

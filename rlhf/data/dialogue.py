@@ -21,6 +21,7 @@ from rlhf.config.data import PLAIN, TemplateName
 from rlhf.data.templates import (
     apply_template,
     check_has_template,
+    first_difference,
     render,
     safe_messages,
     safe_tools,
@@ -33,7 +34,6 @@ Tools = Sequence[dict[str, Any]] | None
 
 KEY = "data.template"
 ASKED, THOUGHT, REPLIED, SAID = "Question 1", "Thought 1", "Reply 1", "Message"  # contents of the openings
-TOKENS_SHOWN = 12
 MAX_CHARS_PER_TOKEN = 16
 LEFT_OUT = "\n[... {:,} characters left out: they do not fit ...]\n"
 REWRITES = (
@@ -182,13 +182,9 @@ class Dialogue:
             )
 
     def _refuse(self, problem: str, was: np.ndarray, now: np.ndarray) -> None:
-        overlap = min(len(was), len(now))
-        different = np.flatnonzero(was[:overlap] != now[:overlap])
-        at = int(different[0]) if len(different) else overlap
-        texts = (self._tokenizer.decode(ids[at : at + TOKENS_SHOWN].tolist()) for ids in (was, now))
         raise ValueError(
-            f"{KEY}={self._template}: {problem}: {' becomes '.join(map(repr, texts))}. What follows a turn could not "
-            "be appended to it. Name a template that only appends: data.template=FILE.jinja."
+            f"{KEY}={self._template}: {problem}: {first_difference(was, now, self._tokenizer)}. What follows a turn "
+            "could not be appended to it. Name a template that only appends: data.template=FILE.jinja."
         )
 
     def _text(self, messages: Sequence[Message], tools: Tools, *, last: bool = False) -> str:

@@ -308,12 +308,12 @@ def _content(content: Any, column: str) -> tuple[str | list[str], list[str]]:
 
 
 def _calls(calls: Any, column: str, *, of_model: bool) -> list[dict[str, Any]]:
-    if isinstance(calls, str):
-        calls = _json(calls, f"`{column}` holds `tool_calls`")
-    calls = [calls] if isinstance(calls, Mapping) else calls
-    if not isinstance(calls, list | tuple):
-        raise ValueError(f"`{column}` holds `tool_calls` that are {calls!r:.80}, not a list of calls. {WRITE_CALLS}")
-    said = ((without_nulls(call), call) for call in calls)
+    read = _json_or_text(calls) if isinstance(calls, str) else calls
+    listed = [read] if isinstance(read, Mapping) else read
+    if not isinstance(listed, list | tuple):
+        reason = "which is not JSON" if isinstance(read, str) else "not a list of calls"
+        raise ValueError(f"`{column}` holds `tool_calls` that are {calls!r:.80}, {reason}. {WRITE_CALLS}")
+    said = ((without_nulls(call), call) for call in listed)
     return [_call(call, given, column, of_model=of_model) for call, given in said if call]
 
 
@@ -325,13 +325,8 @@ def _call(call: Any, given: Any, column: str, *, of_model: bool) -> dict[str, An
         raise ValueError(f"`{column}` holds {given!r:.80}, not a call. {WRITE_CALLS}")
     own = given.get("function") or given
     written: Any = next((own[key] for key in ("arguments", "parameters", "input") if own.get(key) is not None), {})
-    arguments = written
-    if isinstance(written, str):
-        try:
-            arguments = json.loads(written) if written.strip() else {}
-        except (ValueError, RecursionError):
-            arguments = None
-        arguments = {} if arguments is None and written.strip() == "null" else arguments
+    arguments = _json_or_text(written) if isinstance(written, str) else written
+    arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict) and not (of_model and isinstance(written, str)):
         raise ValueError(
             f"`{column}` holds a call of {name} whose arguments are {written!r:.80}, not a JSON object. {WRITE_CALLS}"
@@ -339,10 +334,3 @@ def _call(call: Any, given: Any, column: str, *, of_model: bool) -> dict[str, An
     arguments = arguments if isinstance(arguments, dict) else written
     number = {"id": str(call["id"])} if call.get("id") else {}
     return {**number, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _json(text: str, what: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{what} that are {text!r:.80}, which is not JSON. {WRITE_CALLS}") from None

@@ -159,9 +159,7 @@ def load_tokenizer(model: ModelConfig, *, key: str = "model.path") -> Any:
             f"{key}={model.path}: its tokenizer cannot be loaded ({first_line(error)}). Give a folder in "
             "Hugging Face format or the name of a hub model that this machine can reach."
         ) from None
-    if problem := class_problem(
-        model.path, key, generates=False
-    ):  # the config.json of a hub model has just been fetched
+    if problem := class_problem(model.path, key, generates=False):  # of a hub model's config.json, now fetched
         raise ValueError(problem)
     if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder) + 1:  # transformers makes an empty one
         raise ValueError(

@@ -82,11 +82,7 @@ class PromptStream:
     def state(self, outstanding: Collection[int] = ()) -> dict[str, Any]:
         """JSON values from which `restore` continues, or draws the `outstanding` positions as they were."""
         chosen = {} if self.curriculum is None else {"curriculum": self.curriculum.state(outstanding)}
-        return chosen | {
-            "drawn": self.drawn,
-            "seed": self._seed,
-            "sources": self._sources,
-        }
+        return chosen | {"drawn": self.drawn, "seed": self._seed, "sources": self._sources}
 
     @property
     def _sources(self) -> dict[str, dict[str, Any]]:
@@ -140,10 +136,10 @@ class PromptStream:
         """[epoch_size] indices into all prompts, in the order of the epoch."""
         if self._order_epoch != epoch:
             bits = np.random.PCG64([self._seed, epoch])
-            drawn_rows, offset = [], 0
-            for source, prompts in self._prompts.items():
-                drawn_rows.append(offset + _permutation(bits, len(prompts))[: self._rows_per_epoch[source]])
-                offset += len(prompts)
+            drawn_rows = [
+                rows.start + _permutation(bits, len(rows))[: self._rows_per_epoch[source]]
+                for source, rows in self._spans.items()
+            ]
             all_rows = np.concatenate(drawn_rows)
             self._order = all_rows[_permutation(bits, len(all_rows))]
             self._order_epoch = epoch

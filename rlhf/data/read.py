@@ -265,12 +265,8 @@ def _table_row(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _are_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and isinstance(value[0], dict)
-        and bool({"role", "from"} & value[0].keys())
-    )
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and bool({"role", "from"} & first.keys())
 
 
 def _json_list(path: Path) -> bytes | None:

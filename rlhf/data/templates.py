@@ -38,6 +38,7 @@ from rlhf.types import Prompt
 STAND_IN = "Zq0x"  # in place of the assistant's text, to find what a template writes around it
 MAX_TEXT = 2**26  # characters of a rendered conversation; no real row has as many
 MAX_SOURCE_BYTES = 2**22  # largest template file; the longest of a published model has 50 kB
+TOKENS_SHOWN = 8  # from the first difference of two sequences on
 ROWS_PER_BATCH = 1024  # enough to keep the tokenizer's threads busy
 
 CHATML = (
@@ -415,6 +416,14 @@ def tokenize(texts: Sequence[str], template: TemplateName, tokenizer: Any) -> li
             ]
         token_ids += [np.array([bos] * begins_with_bos + ids, dtype=np.int32) for ids in rows]
     return token_ids
+
+
+def first_difference(was: np.ndarray, now: np.ndarray, tokenizer: Any) -> str:
+    """`'TEXT' becomes 'TEXT'`: the first tokens at which two sequences of ids differ."""
+    overlap = min(len(was), len(now))
+    different = np.flatnonzero(was[:overlap] != now[:overlap])
+    at = int(different[0]) if len(different) else overlap
+    return " becomes ".join(repr(tokenizer.decode(ids[at : at + TOKENS_SHOWN].tolist())) for ids in (was, now))
 
 
 def _encode_pieces(text: str, tokenizer: Any, *, with_places: bool = False) -> tuple[list[int], list[int]]:
