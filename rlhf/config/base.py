@@ -22,7 +22,6 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 # `package.module:name` or `path/to/file.py:name`: a function or class of the user
 USER_CODE = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
 
-
 Resume = Literal["fixed", "free", "rounding"]
 REQUIRED: Any = ...  # the default of a key that must be set
 
@@ -51,11 +50,7 @@ def key(default: T, description: str, *, resume: Resume | None = None, **constra
 
 
 def with_home(path: str) -> str:
-    """The path with a leading `~` or `~user` replaced by the home folder, as in a shell.
-
-    Raises:
-        ValueError: no home folder is known.
-    """
+    """The path with a leading `~` or `~user` replaced by the home folder; ValueError if that is not known."""
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         raise ValueError(f"{path}: the home folder of {path.split('/')[0]} is not known. Write the whole path.")
@@ -63,7 +58,6 @@ def with_home(path: str) -> str:
 
 
 FilePath = Annotated[str, AfterValidator(with_home)]  # of a file or folder, the name of a repository, or an address
-
 
 MAX_LISTED = 50  # names in a message
 

@@ -63,10 +63,7 @@ EQUAL_MEMORY = 0.99  # a sheet's 141 GB is 140.4 GiB
 
 
 def card_named(device_name: str) -> str | None:
-    """The entry of CARDS for a driver's name, such as `NVIDIA H100 80GB HBM3`, or None.
-
-    The driver's name has all words of the entry; if several entries fit, the longest is right.
-    """
+    """The longest entry of CARDS whose words are all in a driver's name, such as `NVIDIA H100 80GB HBM3`, or None."""
     words = _words(device_name)
     matches = [name for name in CARDS if words >= _words(name)]
     return max(matches, key=len, default=None) if "laptop" not in words else None

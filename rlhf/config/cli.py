@@ -137,12 +137,9 @@ def parse(
     check: Callable[[C], Iterable[str]] = lambda config: (),
     complete: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values,
 ) -> tuple[C, argparse.Namespace]:
-    """Arguments -> the config and the flags; --help lists every key of the schema.
+    """Arguments -> the config and the flags of `add_flags`; --help lists every key. The others as for `load_config`.
 
-    Args:
-        add_flags: adds the program's own flags.
-        contradictions, complete: as for `load_config`.
-        check: returns problems of this machine, such as a missing file. Not called with --plan and --print-config.
+    `check` is not called with --plan and --print-config.
     """
     parser = parser_of(
         program,
@@ -228,13 +225,8 @@ def run_async(
 ) -> R:
     """Run a coroutine as asyncio.run does. SIGTERM, SIGINT and SIGHUP cancel it, so that its `finally` clauses run.
 
-    Inside a running event loop, as in the cell of a notebook, that loop waits until the coroutine has ended.
-
-    Args:
-        on_signal: called at the first signal instead, with its name and a function that cancels the task.
-
-    Raises:
-        ValueError: called in another thread than the main one, where no signal arrives.
+    At the first signal `on_signal` is called instead, with its name and a function that cancels the task. Inside a
+    running event loop, as in a notebook, that loop waits. ValueError outside of the main thread, which gets signals.
     """
     if threading.current_thread() is not threading.main_thread():
         main.close()

@@ -241,8 +241,7 @@ def environment_problems(config: GRPOConfig) -> Iterator[str]:
 def metric_problems(config: GRPOConfig, *, environment_judges: bool | None = None) -> Iterator[str]:
     """Problems of data sources without a metric, or with one that no part of their reward has.
 
-    Args:
-        environment_judges: whether the environment gives a reward, next to those of `reward`; None: not known.
+    `environment_judges`: whether the environment gives a reward, next to those of `reward`; None: not known.
     """
     data, undecided = config.data, dict[tuple[str, ...], list[str]]()
     for which, sources in (("eval", data.eval), ("train", data.train if data.curriculum else ())):

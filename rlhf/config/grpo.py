@@ -105,11 +105,8 @@ class GRPOConfig(TrainingProgramConfig):
     def metric_of(self, source: str, *, trains: bool = False) -> str:
         """The name of the metric of a data source: a part of its reward, or a further number that a part returns.
 
-        By default it is the only part that compares with an answer, or the only part. Order and weights do not matter.
-        Empty if several parts could be the metric (an evaluation refuses that), or if nothing grades the source.
-
-        Args:
-            trains: for the curriculum of data.train, which may have a source of the same name as data.eval.
+        By default it is the only part that compares with an answer, or the only part. Empty if several parts could be
+        it (an evaluation refuses that), or if nothing grades the source. `trains`: of data.train, for the curriculum.
         """
         sources = self.data.train if trains else self.data.eval
         named = (each.metric for each in sources if each.label == source and each.metric)
@@ -134,10 +131,9 @@ class GRPOConfig(TrainingProgramConfig):
 
     @property
     def engine_sleep_level(self) -> int:
-        """vLLM's sleep level.
+        """vLLM's sleep level: 2 keeps no weights, since all are sent before an engine samples again.
 
-        2 keeps no weights: all are sent before an engine samples again. 1 keeps them in host memory, for adapters,
-        whose base is not sent, and for options with scales that are not sent.
+        1 keeps them in host memory: the base of an adapter, and the scales of some options, are not sent.
         """
         return 1 if self.model.lora is not None or changes_numbers(self.rollout.engine) else 2
 

@@ -59,7 +59,6 @@ NAMES_ELSEWHERE = {
     "report_to": "logging.wandb.mode",
 }
 
-
 # Short forms: at these places a plain value stands for {key: value}. As an entry of a list it replaces the whole entry;
 # as a section it replaces only the value of its key.
 SHORT_SECTIONS: dict[tuple[str, ...], str] = {
@@ -83,10 +82,8 @@ def load_config(
 ) -> C:
     """Read the YAML files in order (later ones win), then the overrides (`section.key=value`), and validate.
 
-    Args:
-        contradictions: between keys that the program reads.
-        check: further problems of a config, such as a missing file.
-        complete: adds values for keys that the schema requires and the program does not read.
+    `contradictions` between keys and the problems of `check`, such as a missing file, are refused. `complete` adds
+    values for keys that the schema requires and the program does not read.
     """
     written = read_values(files, overrides)
     values = resolved(written, f"--config {' '.join(map(str, files))}")
@@ -119,11 +116,7 @@ def wrong_keys(schema: type[Section], values: dict[str, Any]) -> set[str]:
 
 
 def resolved(values: dict[str, Any], source: str) -> dict[str, Any]:
-    """The values with each `${...}` replaced by the key or environment variable that it names.
-
-    Args:
-        source: the files or the flag that hold the values, for messages.
-    """
+    """The values with each `${...}` replaced by the key or variable that it names; `source` is for messages."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -154,11 +147,7 @@ def as_yaml(values: dict[str, Any]) -> str:
 
 
 def stored_values(file: Path) -> dict[str, Any]:
-    """The values of a file that `resolved_yaml` wrote. References to variables stay: they may not be set now.
-
-    Raises:
-        ValueError: the file holds no config.
-    """
+    """The values of a file that `resolved_yaml` wrote, with its references to variables; ValueError if it has none."""
     return _read(str(file), name=str(file))
 
 
@@ -234,13 +223,8 @@ def parse_override(override: str) -> dict[str, Any]:
 def merged(base: Any, overlay: Any, path: tuple[str, ...] = ()) -> Any:
     """Merge mappings key by key, and `{"1": value}` into the second entry of a list; replace anything else as a whole.
 
-    A short form counts as the mapping that it stands for, so a key of the long form joins it.
-
-    Args:
-        path: the keys that lead to both.
-
-    Raises:
-        ValueError: the overlay names an entry that is not in the list, or does not say which data set a key is of.
+    A short form counts as the mapping that it stands for. `path`: the keys that lead to both. ValueError for an entry
+    that is not in the list, or a key that does not say which data set it is of.
     """
     base, overlay = _in_long_form(base, overlay, path)
     if isinstance(base, list) and _names_entries(overlay):
@@ -310,12 +294,7 @@ def validated(schema: type[S], values: dict[str, Any], *, section: str = "") -> 
 
 
 def _messages(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> Iterator[str]:
-    """The messages about one problem.
-
-    Args:
-        keys: all keys of the schema by name.
-        section: the name of what was validated; "" if it was the whole config.
-    """
+    """The messages about one problem; `keys` are all keys of the schema by name, `section` as in `validated`."""
     key = ".".join(map(str, (section, *problem["loc"]) if section else problem["loc"]))
     given, described = f"{key}={short_value(problem['input'])}", keys.get(_key_pattern(key))
     message = problem["msg"].removeprefix("Value error, ")

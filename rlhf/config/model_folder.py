@@ -59,10 +59,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def torch_files(folder: Path) -> list[Path]:
-    """The torch.save files of a model, which transformers reads if there are no safetensors. Some may be missing.
-
-    Empty if the folder has safetensors, as one file or with an index.
-    """
+    """The torch.save files of a model, some of which may be missing. Empty if it has safetensors, which come first."""
     if any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return []
     if (folder / TORCH_SINGLE).is_file():

@@ -32,10 +32,7 @@ TOOL_PARSERS = (
 
 
 def tool_parser_of(template: str, tool_parser: str) -> str:
-    """The parser of a model with this chat template, which is the text of the Jinja template.
-
-    Args:
-        tool_parser: rollout.tool_parser: a name, or `auto` to choose by the template.
+    """`tool_parser`, or if that is `auto`, the parser for a model with this chat template (the Jinja text).
 
     Raises:
         ValueError: the name is unknown, or `auto` knows no mark of a tool call in the template.

@@ -53,11 +53,7 @@ class SupervisedConfig(TrainingProgramConfig):
         return math.ceil(examples / self.examples_per_update)
 
     def with_steps(self, examples: int) -> Self:
-        """A copy of this config with `run.steps` set for this number of training examples.
-
-        Raises:
-            ValueError: the warm-up is not shorter than the run, or a step is to be profiled after its end.
-        """
+        """A copy with `run.steps` set for this number of training examples. ValueError for a `step_problems`."""
         steps = self.run.steps or self.run.epochs * self.updates_per_epoch(examples)
         counted_as = "run.steps" if self.run.steps else f"run.epochs x {examples} examples by minibatches"
         config = self.model_copy(update={"run": self.run.model_copy(update={"steps": steps})})

@@ -37,8 +37,7 @@ class ControlTokens:
     def as_text(self, value: Any, *, special_only: bool = False) -> Any:
         """The value (text, or lists and dicts with text) with marks, after which `split` finds no control token.
 
-        Args:
-            special_only: mark special tokens alone; a message of the model may contain <think>.
+        `special_only`: mark special tokens alone, since a message of the model may contain <think>.
         """
         if isinstance(value, str):
             return self._marked(value, self._special if special_only else self._any)

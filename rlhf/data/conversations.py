@@ -148,9 +148,7 @@ def _side(columns: dict[str, Any], column: str) -> list[Message]:
     """The messages of one side, after the messages of `prompt`."""
     messages = _messages(columns, column, "assistant")
     if messages[0]["role"] == "assistant":
-        _check_columns(
-            columns, ("prompt",), f"`prompt`, or `{column}` as a list of messages that begins with the prompt"
-        )
+        _check_columns(columns, ("prompt",), f"`prompt`, or `{column}` as messages that begin with the prompt")
         return _messages(columns, "prompt", "user") + messages
     if columns.get("prompt") is not None:
         prompt = _messages(columns, "prompt", "user")
@@ -167,11 +165,7 @@ def _side(columns: dict[str, Any], column: str) -> list[Message]:
 
 
 def trained_conversation(columns: dict[str, Any]) -> tuple[list[Message], list[int], int, bool]:
-    """Messages of an SFT row, indices of its trained turns, number of prompt messages, and if both columns are texts.
-
-    Raises:
-        ValueError: the row has no such columns, or no turn to train on.
-    """
+    """Messages of an SFT row, indices of its trained turns, number of prompt messages, and if it is of two texts."""
     given: list[Message] = []
     are_texts = False
     column = next((name for name in CONVERSATION_COLUMNS if columns.get(name) is not None), None)
@@ -229,9 +223,7 @@ class SFTEncoder:
         ids, trained = self._plain(row) if template in PLAIN else self._chat(row)
         trained[:1] = False  # nothing predicts the first token
         if not trained.any():
-            raise ValueError(
-                "no token of it is trained: the assistant's messages are empty. Correct or remove the row."
-            )
+            raise ValueError("no token of it is trained: the assistant's messages are empty. Correct or remove it.")
         end = int(trained.nonzero()[0][-1]) + 1
         return [MaskedTokens(ids[:end], trained[:end])]
 
@@ -369,10 +361,9 @@ class SFTEncoder:
         return self._trained_differences(tokenize([opened, written], row.template, self.tokenizer), row.template)
 
     def _trained_differences(self, beginnings: list[np.ndarray], template: TemplateName) -> MaskedTokens:
-        """The last of these token sequences, where every second difference between neighbours is trained.
+        """The last of these sequences of ids, each of which must begin with the previous one.
 
-        Raises:
-            ValueError: a sequence does not begin with the previous one.
+        Every second difference between neighbours is trained.
         """
         whole = beginnings[-1]
         trained = np.zeros(len(whole), bool)
@@ -454,11 +445,7 @@ def read_examples(config: SupervisedDataConfig, encode: Encode, *, vocab_size: f
 def load_examples(
     config: SupervisedDataConfig, which: Literal["train", "eval"], encode: Encode, *, vocab_size: float = math.inf
 ) -> Examples:
-    """Read and tokenize all sources; ValueError if a source or row is unusable, or no row is left.
-
-    Args:
-        vocab_size: vocabulary of the model; a row with a higher token id is unusable.
-    """
+    """Read and tokenize all sources; ValueError if a source, or a row (id >= vocab_size) is unusable, or none left."""
     examples: list[Sequence[MaskedTokens]] = []
     too_long, bad_rows = 0, list[str]()
     for key, settings in config_sources(config, which).items():

@@ -38,11 +38,7 @@ class Curriculum:
         self._replaced = 0
 
     def choose(self, position: int, row: int, source: range) -> tuple[int, int]:
-        """The row that is drawn at a position, and how often it was drawn before.
-
-        Args:
-            row: that the order proposes; one of `source`, the rows of its source.
-        """
+        """The row that is drawn in place of `row`, one of its `source`, and how often it was drawn before."""
         if position not in self._chosen:  # else a resumed run repeats it
             if position >= self._config.warmup_epochs * self._epoch_size:
                 row = self._kept_or_replaced(position, row, source)

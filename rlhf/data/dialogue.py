@@ -198,11 +198,7 @@ class Dialogue:
         return text
 
     def _texts(self, opening: list[Message], messages: Sequence[Message], tools: Tools) -> tuple[str, str]:
-        """The text of an opening alone, and of the opening with the new messages and the start of the assistant's turn.
-
-        Raises:
-            ValueError: the template refuses them.
-        """
+        """The text of an opening, and of it with the new messages and the start of the assistant's next turn."""
         messages, errors = _with_call_ids(messages), list[Exception]()
         for variant in _variants(opening):
             try:
@@ -253,9 +249,9 @@ def _answer(name: str, number: int) -> Message:
 
 
 def _opening(messages: Sequence[Message]) -> list[Message]:
-    """A question, and a turn of the assistant with one call for each answer of a tool among the new messages.
+    """A question, and a turn of the assistant: with a call for each answer of a tool among the new messages, or text.
 
-    A turn with calls has no content: Gemma 4 would write it after the answers.
+    It has not both: Gemma 4 would write the text after the answers.
     """
     turn: Message = {"role": "assistant", "content": REPLIED}
     answers = [message for message in _with_call_ids(messages) if message["role"] == "tool"]
@@ -273,10 +269,7 @@ def _opening(messages: Sequence[Message]) -> list[Message]:
 
 
 def _variants(opening: list[Message]) -> Iterator[list[Message]]:
-    """The opening, and its calls in other forms: one per turn (Llama 3.1), arguments as text (DeepSeek V3).
-
-    The text after a turn does not depend on the form of its calls.
-    """
+    """The opening, and its calls in other forms: one per turn (Llama 3.1), arguments as text (DeepSeek V3)."""
     for count, arguments in ((None, {}), (1, {}), (None, "{}"), (1, "{}")):
         yield [
             {

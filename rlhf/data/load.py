@@ -97,29 +97,20 @@ def load_prompts(
 
 
 def first_usable(config: DataConfig, which: Literal["train", "eval"]) -> Iterator[tuple[str, Prompt]]:
-    """(row, as messages name it; its prompt, without tokens) of the first usable row of each source.
-
-    A source without one is skipped: loading it reports the reason.
-    """
+    """(row, as messages name it; its prompt, without tokens) of the first usable row of each source that has one."""
     for key, settings in config_sources(config, which).items():
         if settings.is_environment:
             continue
         with contextlib.suppress(ValueError, IndexError):
             source = Source(key, settings, which, skip=True)
             row, messages, answer, is_text = usable_rows(config, source, [*islice(source.stream(), FIRST_ROWS)])[0]
-            no_tokens, label = np.empty(0, np.int32), settings.label
-            prompt = Prompt(
-                f"{label}/{row.number}", 0, no_tokens, messages, answer, label, row.columns, is_text=is_text
-            )
+            name, no_tokens, label = f"{settings.label}/{row.number}", np.empty(0, np.int32), settings.label
+            prompt = Prompt(name, 0, no_tokens, messages, answer, label, row.columns, is_text=is_text)
             yield f"row {row.number} of {key}={settings.path}", prompt
 
 
 def read_first_prompt(config: DataConfig, tokenizer: Any, *, has_environment: bool = False) -> Prompt:
-    """The first prompt of data.train, of whose rows only the first are read; `has_environment` as in `load_prompts`.
-
-    Raises:
-        ValueError: none of them can be used.
-    """
+    """The first prompt of data.train. Only its first rows are read; ValueError if none of them can be used."""
     key, settings = next(iter(config_sources(config, "train").items()))
     if settings.is_environment:
         return _made_prompts(config, "train", settings)[0]
@@ -209,11 +200,7 @@ def _make_prompts(
 def usable_rows(
     config: DataConfig, source: Source[SourceConfig], rows: list[Row], *, has_environment: bool = False
 ) -> list[tuple[Row, Messages, str, bool]]:
-    """Each readable row with its messages, its answer, and True if the prompt is a text.
-
-    Raises:
-        ValueError: a row cannot be read and is not dropped.
-    """
+    """Each readable row with its messages, its answer, and True if the prompt is a text."""
     columns = list({name: None for row in rows for name in row.columns})  # in the order of the file
     nested = [name for names in USUAL_COLUMNS.values() for name in names if "." in name]
     columns += [name for name in nested if any(_column_value(row.columns, name) is not None for row in rows)]
@@ -240,10 +227,7 @@ def usable_rows(
 def _pick_column(
     setting: str, config: DataConfig, source: Source[SourceConfig], columns: list[str], *, optional: bool = False
 ) -> str:
-    """The column that the config names, or the first usual one that exists, in any case.
-
-    Returns an empty string if there is none and it is `optional`.
-    """
+    """The column that the config names, or the first usual one in any case; empty if it is `optional` and missing."""
     if explicit := getattr(source.settings, setting) or getattr(config, setting):
         if explicit in columns or explicit.split(".")[0] in columns:
             return str(explicit)
@@ -302,7 +286,5 @@ def _read_prompt(config: DataConfig, row: Row, column: str) -> Messages:
         if messages[0]["role"] not in ("system", "developer"):
             messages.insert(0, {"role": "system", "content": config.system_prompt})
     if (length := sum(len(message["content"]) for message in messages)) > MAX_PROMPT_CHARS:
-        raise ValueError(
-            f"`{column}` has {length:,} characters, and a prompt may have {MAX_PROMPT_CHARS:,}. Correct or remove it."
-        )
+        raise ValueError(f"`{column}` has {length:,} characters, over {MAX_PROMPT_CHARS:,}. Correct or remove the row.")
     return tuple(messages)

@@ -40,10 +40,7 @@ WRITE_CALLS = 'Write calls as {"type": "function", "function": {"name": ..., "ar
 def read_messages(value: Any, column: str, role: str) -> list[Message]:
     """The messages of a column that holds messages, their JSON text, or another text: one message of this role.
 
-    Null values in a message are dropped.
-
-    Raises:
-        ValueError: the value is none of these, or a message cannot be read. Names the column, message and remedy.
+    Null values in a message are dropped. ValueError if the value is none of these, or a message cannot be read.
     """
     if isinstance(value, str):
         value = messages_in(value, column) or [{"role": role, "content": value}]
@@ -52,9 +49,7 @@ def read_messages(value: Any, column: str, role: str) -> list[Message]:
     elif hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, list | tuple) or not value:
-        raise ValueError(
-            f"`{column}` is {value!r:.80}, neither text nor messages. Correct the row, or name another column."
-        )
+        raise ValueError(f"`{column}` is {value!r:.80}, neither text nor messages. Correct it, or name another column.")
     messages = [_read(message, column) for message in value]
     for message in messages:
         content = message["content"]
@@ -66,11 +61,7 @@ def read_messages(value: Any, column: str, role: str) -> list[Message]:
 
 
 def with_system(messages: list[Message], columns: Mapping[str, Any]) -> list[Message]:
-    """The messages of a row after the system message of its column `system` or `system_prompt`, if it has one.
-
-    Raises:
-        ValueError: the messages have a different system message.
-    """
+    """The messages of a row after the text of its column `system` or `system_prompt`; ValueError if they differ."""
     column = next((name for name in SYSTEM_COLUMNS if isinstance(columns.get(name), str)), "")
     text = columns[column] if column else ""
     if not text.strip():
@@ -91,10 +82,7 @@ def with_system(messages: list[Message], columns: Mapping[str, Any]) -> list[Mes
 def read_request(messages: Iterable[Any]) -> list[Message]:
     """The messages of a request to the model, without keys that no template reads; `developer` becomes `system`.
 
-    A user's content in several parts stays a list of texts.
-
-    Raises:
-        ValueError: a message cannot be read.
+    A user's content in several parts stays a list of texts. ValueError if a message cannot be read.
     """
     read = []
     for message in map(read_message, messages):
@@ -145,12 +133,9 @@ def check_text(text: str, column: str) -> None:
 
 
 def read_tools(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The tool schemas in the column `tools` of a row, JSON text or a list; None if there is none.
+    """The tool schemas in the column `tools` of a row, None without it. ValueError unless it is a list or its JSON.
 
     Null values in a list are dropped: a Parquet column gives every schema the keys of all schemas.
-
-    Raises:
-        ValueError: it is neither.
     """
     value = columns.get("tools")
     tools: Any = _json_or_text(value) if isinstance(value, str) else without_nulls(value)
@@ -166,11 +151,7 @@ def read_tools(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def read_arguments(columns: dict[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a chat template for a row: those of the run, then its column `chat_template_kwargs`.
-
-    Raises:
-        ValueError: the column is no object, or has an argument that rlhf sets itself.
-    """
+    """The arguments of a chat template for a row: those of the run, then its column `chat_template_kwargs`."""
     value: Any = columns.get("chat_template_kwargs")
     own: Any = without_nulls(_json_or_text(value) if isinstance(value, str) else value) or {}
     if not isinstance(own, dict):

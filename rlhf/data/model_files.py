@@ -49,11 +49,7 @@ USUAL_MODEL_TYPES = (  # known without a look
 
 
 def local_model_config(path: str) -> dict[str, Any] | None:
-    """config.json of a local model, or of one in the hub's cache; None if there is none.
-
-    Raises:
-        ValueError: the file is damaged, or a size in it is not a whole number.
-    """
+    """config.json of a local or cached model, or None; ValueError if it is damaged, or a size is no whole number."""
     file = local_model_folder(path) / "config.json"
     if not file.exists():
         return None

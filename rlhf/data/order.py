@@ -96,11 +96,7 @@ class PromptStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken.
-
-        Raises:
-            ValueError: the prompts, the mix or the seed differ from those of the saved state.
-        """
+        """Continue where `state` was taken. ValueError if the prompts, the mix or the seed are not the same."""
         if state["seed"] != self._seed:
             raise ValueError(
                 f"run.seed={self._seed}: the run was started with {state['seed']}, and the seed sets the order of the "

@@ -124,8 +124,7 @@ def local_path(source: DatasetConfig) -> Path | None:
 def is_same_data(held_out: DatasetConfig, trained: DatasetConfig, started_in: Path) -> bool:
     """True if a source of data.eval is one of data.train: a file with the same bytes, or the same split.
 
-    Args:
-        started_in: the folder that relative paths in `trained` start from.
+    `started_in`: the folder that relative paths in `trained` start from.
     """
     here, there = local_path(held_out), local_path(trained)
     splits = [source.split or DEFAULT_SPLIT[w] for source, w in ((held_out, "eval"), (trained, "train"))]
@@ -228,9 +227,7 @@ class Source(Generic[S]):
             rows = chain.from_iterable(batch.to_pylist() for batch in batches)
             yield from starmap(Row, enumerate(map(_table_row, rows), start=1))
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"{self.key}={self.path}: it cannot be read as Parquet ({error}). Write the file anew."
-            ) from error
+            raise ValueError(f"{self.key}={self.path}: not readable as Parquet ({error}). Write it anew.") from error
 
     def _from_dataset(self, folder: Path | None) -> Iterator[Row]:
         """A hub data set, a folder of data files, or a folder that `datasets` saved."""

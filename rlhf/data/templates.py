@@ -138,11 +138,7 @@ def form_for(
     *,
     strict: Collection[int] = (),
 ) -> Form:
-    """The form in which a template writes such a conversation completely; cached by its structure.
-
-    Raises:
-        ValueError: there is no such form.
-    """
+    """The form in which a template writes such a conversation completely, cached; ValueError if there is none."""
     source = template_source(template, tokenizer)
     known = _known_forms(tokenizer, source)
     others = {name: value for name, value in options.items() if name != "tools"}
@@ -219,10 +215,8 @@ def safe_messages(
 ) -> list[dict[str, Any]]:
     """The messages with control tokens in their contents as text (see `control_tokens`).
 
-    The assistant's messages may contain marks of thoughts and calls, which are not special tokens.
-
-    Args:
-        keep_assistant: leave the assistant's messages unchanged, since the model is to learn them.
+    The assistant's may contain marks of thoughts and calls, which are not special tokens. `keep_assistant`: they stay
+    unchanged, since the model is to learn them.
     """
     control = control_tokens(tokenizer, template_source(template, tokenizer))
 
@@ -262,11 +256,7 @@ def unread_arguments(arguments: Mapping[str, Any], template: TemplateName, token
 
 
 def chat_template(template: TemplateName) -> str | None:
-    """The source of a chat template that is named, or in a file; None for the tokenizer's own.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
+    """The source of a named template or of a file, None for the tokenizer's own; ValueError for a bad file."""
     if not is_template_file(template):
         return CHAT_TEMPLATES.get(template)
     try:

@@ -10,11 +10,7 @@ from rlhf.data.templates import template_source
 
 
 def marks_of(tokenizer: Any, template: TemplateName) -> Marks:
-    """The marks of a model's thoughts, for `split_thoughts` and `answer_of`; () if it has none, then tags still count.
-
-    Args:
-        template: data.template.
-    """
+    """The marks of a model's thoughts, for `split_thoughts` and `answer_of`; () if it has none: tags still count."""
     return marks_in(template_source(template, tokenizer), [token.content for token in _added(tokenizer).values()])
 
 

@@ -29,10 +29,7 @@ REFUSALS = (ValueError, TypeError, LookupError, AttributeError)  # raised by tem
 
 
 def stop_token_ids(path: str, tokenizer: Any) -> frozenset[int]:
-    """The ids that end a response in vLLM: the tokenizer's eos, and those of the model's generation config.
-
-    A model without the file has the generation config that its config.json gives.
-    """
+    """The ids that end a response in vLLM: the tokenizer's eos, and those of generation_config.json or config.json."""
     folder = local_model_folder(path)
     file = folder / "generation_config.json"
     values = read_json(file if file.is_file() else folder / "config.json")
@@ -70,10 +67,7 @@ class TurnEnds:
         return " or ".join(map(repr, tokenizer.convert_ids_to_tokens(list(self.written[-1:] or sorted(self.stop_ids)))))
 
     def with_end(self, ids: np.ndarray, trained: np.ndarray, tokenizer: Any) -> np.ndarray:
-        """The mask [L] bool, extended by the end of each turn that follows trained tokens.
-
-        In between there may be spaces, and control tokens that the template writes before the end.
-        """
+        """The mask [L] bool, extended by the end of each turn that follows trained tokens, and what is in between."""
         with_end = trained.copy()
         for start in np.flatnonzero(trained[:-1] & ~trained[1:]) + 1:
             stop = start
