@@ -132,8 +132,9 @@ class Terminal:
             self._evaluation = "  ".join(filter(None, [f"eval at step {step}", source, *shown]))
             self.print(self._evaluation, style="bold")
 
-    def warn(self, message: str) -> None:
-        self.print(f"warning: {message}", style="yellow", styled=len("warning: "))
+    def warn(self, *messages: str) -> None:
+        for message in messages:
+            self.print(f"warning: {message}", style="yellow", styled=len("warning: "))
 
     def print(self, text: str, *, style: str = "", styled: int | None = None, wrap: bool = True) -> None:
         """Print lines. The style is for the first `styled` characters, or for all of them."""

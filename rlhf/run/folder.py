@@ -248,11 +248,7 @@ class RunFolder:
         return damage and f"{mirror.url}: {damage}"
 
     def begin_checkpoint(self, step: int) -> Path:
-        """Make the folder that `finish_checkpoint` renames.
-
-        Raises:
-            OSError: the disk is full, or a folder that is not of this run has the name of the checkpoint.
-        """
+        """Make the folder that `finish_checkpoint` renames; OSError if another run's folder has its final name."""
         folder = self.checkpoints / f"step-{step:06d}{PARTIAL}"
         final = folder.with_suffix("")
         if final.exists() and not belongs_to_run(final, self.id):
@@ -340,10 +336,9 @@ class RunFolder:
 def best_step(
     evaluations: Mapping[int, Mapping[str, float]], metric: str, *, among: Collection[int] | None = None
 ) -> int | None:
-    """The step with the highest value of a metric; ties go to the first. None if no step has the metric.
+    """The step `among` these with the highest value of a metric; ties go to the first. None if no step has it.
 
-    Args:
-        among: steps to choose from; None: all except step 0, which has no checkpoint.
+    If `among` is None, all steps count except step 0, which has no checkpoint.
     """
     steps = evaluations.keys() - {0} if among is None else evaluations.keys() & among
     scored = {step: value for step in sorted(steps) if not math.isnan(value := evaluations[step].get(metric, math.nan))}
@@ -390,7 +385,8 @@ def with_date(config: C, models: Iterable[str] = (), *, today: datetime.date | N
     The date is that of the config, else of the run that is continued, else today. For an evaluation it is the date of
     the run of the first of the `models` that lies in the folder of a run.
     """
-    dates = map(_date_of_model, models) if models else map(_date_of_run, [config])
+    runs = (run for path in models for run in _runs_around(path))
+    dates = map(_stored_date, runs) if models else map(_date_of_run, [config])
     date = config.data.date or next(filter(None, dates), today or datetime.date.today())
     return config.model_copy(update={"data": config.data.model_copy(update={"date": date})})
 
@@ -405,10 +401,6 @@ def _date_of_run(config: TrainingProgramConfig) -> datetime.date | None:
     return None
 
 
-def _date_of_model(path: str) -> datetime.date | None:
-    return next(filter(None, map(_stored_date, _runs_around(path))), None)
-
-
 def _runs_around(path: str) -> Iterator[Path]:
     """The run folders that contain a model. A checkpoint has a run id too, but no config."""
     folders = dict.fromkeys((*Path(path).absolute().parents, *Path(path).resolve().parents))
@@ -416,11 +408,7 @@ def _runs_around(path: str) -> Iterator[Path]:
 
 
 def config_that_trained_on(source: DatasetConfig, path: str) -> Path | None:
-    """The config of the run that made a model, or its start model, if data.train of that run names this source.
-
-    Args:
-        path: of the model.
-    """
+    """The config of the run that made the model `path`, or its start model, if data.train there names this source."""
     seen: set[Path] = set()
     while (folder := next(_runs_around(path), None)) is not None and folder not in seen:
         seen.add(folder)

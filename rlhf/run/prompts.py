@@ -128,6 +128,9 @@ class PromptTickets:
 
     Args:
         metric_of: source -> the metric that tells the curriculum which responses are right.
+
+    Attributes:
+        waiting: the restored prompts that are not dispatched again yet.
     """
 
     def __init__(
@@ -142,17 +145,17 @@ class PromptTickets:
         rows = loaded.rows_per_epoch
         self.stream = PromptStream(loaded.prompts, rows_per_epoch=rows, seed=seed, curriculum=curriculum)
         self._metric_of = metric_of
-        self._outstanding = deque[Ticket]()
+        self.waiting = deque[Ticket]()
         if restored is not None:
             self.stream.restore(restored.stream)
             drawn = self.stream.drawn
             for position in restored.outstanding:
                 self.stream.drawn = position
-                self._outstanding.append(self._draw())
+                self.waiting.append(self._draw())
             self.stream.drawn = drawn
 
     def next(self) -> Ticket:
-        return self._outstanding.popleft() if self._outstanding else self._draw()
+        return self.waiting.popleft() if self.waiting else self._draw()
 
     def record(self, ticket: Ticket, group: RolloutGroup) -> None:
         """Tell the curriculum, if there is one, how many of a group's graded samples are right."""
@@ -161,10 +164,6 @@ class PromptTickets:
         values = [metric_value(sample, self._metric_of(group.prompt.source)) for sample in group.samples]
         if right := [value > RIGHT for value in values if value is not None]:
             self.stream.curriculum.record(ticket.position, sum(right) / len(right))
-
-    def waiting_positions(self) -> list[int]:
-        """Stream positions of the restored prompts that are not dispatched again yet."""
-        return [ticket.position for ticket in self._outstanding]
 
     def _draw(self) -> Ticket:
         position = self.stream.drawn

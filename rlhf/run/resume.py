@@ -89,11 +89,7 @@ def check_not_finished(config: TrainingProgramConfig) -> None:
 
 
 def check_resumed_state(config: TrainingProgramConfig, path: Path, state: RunState) -> None:
-    """Refuse to resume a run, in the folder `path`, that has changed.
-
-    Raises:
-        ValueError: the checkpoint is of a later step, of the other program, of another config or of other models.
-    """
+    """ValueError if the run in the folder `path` is past run.steps, or has another program, config or start models."""
     steps = config.steps
     if state.step > steps:
         raise ValueError(
@@ -163,10 +159,6 @@ def _other_metrics(config: GRPOConfig, state: RunState) -> Iterator[str]:
 
 def code_warnings(noun: str, before: Sources, now: Sources, *, restarted: bool) -> list[str]:
     """A warning for each user function, class or tool whose code has changed since the run began.
-
-    Args:
-        noun: reward or environment.
-        restarted: the run restarts itself. It must not change to other code then.
 
     Raises:
         ValueError: the code of a run that restarts itself has changed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,18 +22,17 @@ def rollout_metrics(
 ) -> StepMetrics:
     """Metrics of the rollouts of a step, before any update.
 
-    Args:
-        version: the version of the weights that the step trains. The lag of a token is the difference to its version.
-        asynchronous: whether rollouts may lag; if not, the lag is not logged.
+    `version` is that of the weights that the step trains; a token lags by the difference to its own. Only an
+    `asynchronous` run, in which rollouts may lag, logs the lag.
     """
     samples = [sample for group in groups for sample in group.samples]
     several = [group for group in groups if len(group.samples) > 1]
     metrics: StepMetrics = {
         "reward": Histogram(tuple(s.reward for s in samples if s.reward is not None)),
-        "reward/equal_group_fraction": _share([not rewards_differ(group.rewards()) for group in several]),
+        "reward/equal_group_fraction": _mean([not rewards_differ(group.rewards()) for group in several]),
         "reward/answered_fraction": Mean(*count_answers(samples)),
         "rollout/response_length": Histogram(tuple(float(s.rollout.response_length) for s in samples)),
-        "rollout/stopped_fraction": _share([s.rollout.finish_reason == "stop" for s in samples]),
+        "rollout/stopped_fraction": _mean([s.rollout.finish_reason == "stop" for s in samples]),
         "policy/advantage/histogram": Binned(*counts_of(advantages)),
         "policy/advantage_abs": Mean(float(np.abs(advantages).sum()), float(len(advantages))),
     }
@@ -48,7 +47,7 @@ def rollout_metrics(
     metrics |= environment_metrics([sample.rollout for sample in samples if sample.rollout.outcome is not None])
     for name in dict.fromkeys(name for sample in samples for name in sample.reward_parts):
         known = [value for s in samples if (value := s.reward_parts.get(name)) is not None]
-        metrics[f"reward/part/{logged_name(name)}"] = Mean(float(sum(known)), float(len(known)))
+        metrics[f"reward/part/{logged_name(name)}"] = _mean(known)
     return metrics
 
 
@@ -66,18 +65,15 @@ def environment_metrics(rollouts: Sequence[Rollout]) -> StepMetrics:
     if offered := [rollout.facts for rollout in rollouts if "tool_calls" in rollout.facts]:
         metrics["environment/tool_calls"] = _mean([facts["tool_calls"] for facts in offered])
         metrics["environment/tool_errors"] = _mean([facts["tool_errors"] for facts in offered])
-        metrics["environment/used_fraction"] = _share([facts["tool_calls"] > 0 for facts in offered])
+        metrics["environment/used_fraction"] = _mean([facts["tool_calls"] > 0 for facts in offered])
     for ended_by, count in sorted(Counter(rollout.facts["ended_by"] for rollout in rollouts).items()):
         metrics[f"environment/ended_by/{ended_by}"] = Mean(float(count), float(len(rollouts)))
     return metrics
 
 
 def _mean(values: Sequence[float]) -> Mean:
+    """The mean of values, or the share of flags that are True."""
     return Mean(float(sum(values)), float(len(values)))
-
-
-def _share(flags: Collection[bool]) -> Mean:
-    return Mean(float(sum(flags)), float(len(flags)))
 
 
 def rollout_rows(step: int, groups: Sequence[RolloutGroup], advantages: Sequence[float]) -> list[dict[str, Any]]:

@@ -54,9 +54,7 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
         with run.clock.phase("start"):
             exit_stack.enter_context(run.live_output())
             with run.log.terminal.stage("data"):
-                warnings: list[str] = await in_thread(list, check_vocabularies(config, run.tokenizer))
-                for warning in warnings:
-                    run.log.warn(warning)
+                run.log.warn(*await in_thread(list, check_vocabularies(config, run.tokenizer)))
                 data = await in_thread(read_data, config, run.tokenizer)
                 run.check_held_out(*data.row_keys(config))
                 teachers = await in_thread(Teachers, config, data.train.prompts, run.tokenizer)
@@ -64,11 +62,13 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
             environments = None
             if config.has_environment:
                 with run.log.terminal.stage("environment"):
-                    environments = await in_thread(_start_environments, run)
-                    exit_stack.callback(environments.close)
+                    start = partial(StartedEnvironments, say=partial(say, wrap=False))
+                    environments = exit_stack.enter_context(await in_thread(start, config, run.tokenizer))
+                    now = environments.hosts.sources
+                    changed = code_warnings("environment", run.state.environments, now, restarted=run.restarted)
+                    run.log.warn(*environments.warnings, *changed)
                     first = await environments.first_prompt(first)
-            for warning in rollout_warnings(config, run.tokenizer):
-                run.log.warn(warning)
+            run.log.warn(*rollout_warnings(config, run.tokenizer))
             for line in source_lines("data.eval", data.evaluation, config.data.max_prompt_tokens):
                 say(line)
             show_data(say, data.train, first, run.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
@@ -77,8 +77,7 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
                 exit_stack.callback(scorer.close)
                 scorer.restore(run.state.reward_status)
                 changed = code_warnings("reward", run.state.rewards, scorer.sources, restarted=run.restarted)
-                for warning in (*scorer.warnings, *changed):
-                    run.log.warn(warning)
+                run.log.warn(*scorer.warnings, *changed)
                 # takes minutes for a large data set; SIGTERM must still be handled
                 data = await in_thread(without_bad_gold, data, config, scorer, say)
             # a resumed run whose prompts have changed is refused here, before its folder is touched
@@ -104,27 +103,10 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
         yield loop
 
 
-def _start_environments(run: Run[C]) -> StartedEnvironments:
-    """Start the environments, and show their warnings; ValueError if a run that restarts itself finds other code."""
-    say = partial(run.log.print, wrap=False)
-    environments = StartedEnvironments(run.config, run.tokenizer, say=say)
-    try:
-        began_with, sources = run.state.environments, environments.hosts.sources
-        changed = code_warnings("environment", began_with, sources, restarted=run.restarted)
-        for warning in (*environments.warnings, *changed):
-            run.log.warn(warning)
-    except BaseException:
-        environments.close()
-        raise
-    return environments
-
-
 class RolloutLoop(Generic[C]):
     """The parts of a run that need engines; made by `rollout_loop`, when everything has started.
 
-    Args:
-        first: the first prompt, as the model gets it; the canary begins with it.
-        environments: the environments of the rollouts; None: a rollout is one response.
+    `first` is the first prompt, as the model gets it. Without `environments` a rollout is one response.
     """
 
     def __init__(
@@ -203,10 +185,7 @@ class RolloutLoop(Generic[C]):
         await self._run.finish(self.buffer.account_metrics())
 
     async def publish(self, version: int) -> dict[str, float]:
-        """Send the weights to the engines as `version` and let the canary compare them; returns metrics of both.
-
-        Raises as `Canary.check`.
-        """
+        """Send the weights to the engines as `version`; metrics of that and of `Canary.check`, which may raise."""
         learners = self._run.cluster.learners
         async with learners.weights_lock:
             with self._run.clock.phase("transfer"):
@@ -219,7 +198,7 @@ class RolloutLoop(Generic[C]):
     def progress(self) -> dict[str, Any]:
         """The rollout side's fields of the state in a checkpoint."""
         account, buffer, outstanding = self.buffer.account, self.buffer, self.buffer.outstanding()
-        positions = sorted([*(ticket.position for ticket in outstanding), *self.tickets.waiting_positions()])
+        positions = sorted(ticket.position for ticket in (*outstanding, *self.tickets.waiting))
         return {
             "rewards": self.scorer.sources,
             "environments": self._environments.hosts.sources if self._environments else {},
@@ -281,12 +260,9 @@ class RolloutLoop(Generic[C]):
         updates: Sequence[UpdateOutcome],
         measured: dict[str, float],
     ) -> None:
-        """Write the metrics and the rollouts of a finished step.
+        """Write the metrics and the rollouts of a finished step; `measured` are further metrics, logged unchanged.
 
-        Args:
-            advantages: [R], one per rollout.
-            epochs: minibatches of the policy; empty while a critic warms up.
-            measured: further metrics, logged unchanged.
+        `advantages` has shape [R]. `epochs` are minibatches of the policy; empty while a critic warms up.
         """
         run, config, rollout = self._run, self._run.config, self._run.config.rollout
         learned = mean_over_updates(updates)
@@ -321,12 +297,10 @@ class RolloutLoop(Generic[C]):
             run.folder.write_rollouts(step, rows, run.log.files)
         rollouts = [sample.rollout for group in groups for sample in group.samples]
         failed, run.failure = self.failed_environments.check(rollouts)
-        for error in (*self.scorer.new_errors(), *failed):
-            run.log.warn(error)
+        run.log.warn(*self.scorer.new_errors(), *failed)
         if step == run.first_step + 1:
             silent, notes = silent_rewards(config, self.scorer, groups, step=step)
-            for warning in silent:
-                run.log.warn(warning)
+            run.log.warn(*silent)
             for note in notes:
                 run.log.print(note)
         self.useless_steps.after_step(groups, advantages, updates, trained=int(batch.trained.sum()))
@@ -344,8 +318,7 @@ class RolloutLoop(Generic[C]):
             evaluation = evaluate(prompts, self.sampler.for_evaluation, at_once=at_once, count=count)
             groups = await run.stop.unless_requested(evaluation)
         if groups is not None:  # else a resumed run does this evaluation
-            for error in self.failed_environments.check(rollouts_of(groups))[0]:
-                run.log.warn(error)
+            run.log.warn(*self.failed_environments.check(rollouts_of(groups))[0])
             metrics = run.config.metrics
             for source, source_groups in groups.items():
                 warning = ungraded_warning(source, source_groups, metrics[source])

@@ -45,7 +45,7 @@ class Run(Generic[C]):
 
     Args:
         resume: go on from the checkpoint with the name `start_at`, or the newest.
-        restarted: the run resumes by itself after a process was lost, so its user cannot have changed it on purpose.
+        restarted: the run resumes by itself, so its user cannot have changed it on purpose.
         make_cluster: the class of the cluster; tests give one that starts nothing.
 
     Raises:
@@ -93,9 +93,8 @@ class Run(Generic[C]):
     def check_held_out(self, train: Iterable[Hashable], held_out: Mapping[str, Sequence[Hashable]]) -> None:
         """Warn of rows of data.eval that are also in data.train. Every evaluation then logs their share.
 
-        Args:
-            train: a key of each row; equal rows have equal keys.
-            held_out: the same for each evaluation set, by the beginning of its metrics: `eval` or `eval/<data set>`.
+        Equal rows have equal keys. `held_out` has those of each evaluation set, by the beginning of its metrics: `eval`
+        or `eval/<data set>`.
         """
         for name, count in count_trained_rows(train, held_out).items():
             total = len(held_out[name])
@@ -116,8 +115,7 @@ class Run(Generic[C]):
         """A context with the run's output and live view; it begins with warnings about config and checkpoint."""
         with self.log.terminal.live():
             warnings = (*self.config.warnings(), *rate_warnings(self.config), *dtype_warnings(self.config))
-            for warning in (*warnings, *self.folder.warnings, *resume_warnings(self.config, self.state)):
-                self.log.warn(warning)
+            self.log.warn(*warnings, *self.folder.warnings, *resume_warnings(self.config, self.state))
             if self.restored is not None:
                 self.log.print(f"resuming from {self.restored}")
             yield
@@ -186,10 +184,7 @@ class Run(Generic[C]):
     # --- checkpoints ---
 
     def checkpoint_is_due(self, step: int) -> bool:
-        """Whether to save: every `checkpoint_every` steps, after the last and the best step, and if the run ends now.
-
-        Never if checkpoint.every is null.
-        """
+        """Whether to save: every `checkpoint_every` steps, unless null, after the last and the best, and at an end."""
         every, best = self.config.checkpoint_every, self.config.checkpoint.best
         is_best = best is not None and best_step(self.state.evaluations, best) == step
         is_last = step == self.config.steps
@@ -233,7 +228,6 @@ class Run(Generic[C]):
             await self.saver.save(state)
 
     async def _state_after(self, step: int) -> RunState:
-        """The state of the run after a step, for a checkpoint."""
         counts = await self.cluster.learners.call(lambda learner: learner.update_counts())
         self.state.updates_taken, self.state.updates_skipped = counts[0]
         if not self.state.models:
@@ -285,11 +279,7 @@ class Run(Generic[C]):
             raise RuntimeError(f"{self.saver.failure} Remove the cause, and repeat the last steps with --resume.")
 
     async def _export(self, steps: int) -> None:
-        """Write run.dir/model.
-
-        Raises:
-            RuntimeError: it could not be written; names the checkpoint that has the weights, which is made if needed.
-        """
+        """Write run.dir/model, or raise a RuntimeError that names the checkpoint of the weights, made if needed."""
         exported = self.folder.model.with_suffix(PARTIAL)
         shutil.rmtree(exported, ignore_errors=True)
         try:
@@ -297,13 +287,10 @@ class Run(Generic[C]):
                 lambda learner: learner.try_export(str(exported.resolve()), self.config.model.path)
             )
             why = next((failure for failure, _ in results if failure), "")
-            for warning in filter(None, (warning for _, warning in results)):
-                self.log.warn(f"{self.folder.model}: {warning}")
+            self.log.warn(*(f"{self.folder.model}: {warning}" for _, warning in results if warning))
             if not why:
                 (exported / "README.md").write_text(model_card(await self._state_after(steps)))
-                shutil.rmtree(
-                    self.folder.model, ignore_errors=True
-                )  # exported at an earlier end, before run.steps grew
+                shutil.rmtree(self.folder.model, ignore_errors=True)  # from an earlier end, before run.steps grew
                 exported.rename(self.folder.model)
         except ClusterError:
             raise

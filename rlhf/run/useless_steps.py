@@ -40,9 +40,8 @@ def skipped_updates_warning(
 class UselessSteps:
     """Counts steps in a row that taught the policy nothing; the diagnosis says what to change.
 
-    Args:
-        teachers: whether teachers give a signal besides the rewards.
-        loss_teaches: whether a loss of the user, or a teacher in the loss, may teach where advantages are 0.
+    `teachers` give a signal besides the rewards. `loss_teaches`: a loss of the user, or a teacher in the loss, may
+    teach where advantages are 0.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class UselessSteps:
     ) -> None:
         self._allowed, self._diagnosis = config.max_useless_steps, diagnosis
         self._teachers, self._loss_teaches = teachers, loss_teaches
-        self._budget = None if self._allowed is None else min(self._allowed, config.steps)
+        self._budget = min(self._allowed or config.steps, config.steps)
         self._useless: list[str] = []  # the reason of each
 
     def after_step(
@@ -58,34 +57,29 @@ class UselessSteps:
     ) -> None:
         """Count a finished step; `trained` is the number of its rollouts in the loss."""
         policy = [update for update in updates if update.module == LEARNER]
+        # advantages alone are no signal: they also depend on the critic, and with a KL in the reward on that KL
+        has_signal = self._teachers or rewards_differ(reward for group in groups for reward in group.rewards())
         if not trained:
             self._useless.append("no rollout was trained on")
         elif not any(update.taken for update in policy or updates):  # a critic may learn alone
             self._useless.append(SKIPPED)
-        elif not self._loss_teaches and not (advantages.any() and (self._teachers or _rewards_differ(groups))):
+        elif not self._loss_teaches and not (advantages.any() and has_signal):
             self._useless.append("no group had a signal")
         else:
             self._useless.clear()
 
     def check(self) -> None:
         """Raise a RuntimeError if the last `run.max_useless_steps` steps taught the policy nothing."""
-        if self._budget is None or len(self._useless) < self._budget:
+        if self._allowed is None or len(self._useless) < self._budget:
             return
         reasons = ", ".join(f"{reason} ({count})" for reason, count in Counter(self._useless).most_common())
         advice = [finding.text for finding in self._diagnosis.now()]
         if SKIPPED in self._useless:
             advice.append("Lower learner.optimizer.lr, or go back to an earlier checkpoint (--resume-from).")
         which = (
-            f"the last {self._allowed} steps"
-            if self._budget == self._allowed
-            else f"all {self._budget} steps of the run"
+            f"all {self._budget} steps of the run" if self._budget < self._allowed else f"the last {self._budget} steps"
         )
         raise RuntimeError(
             f"run.max_useless_steps={self._allowed}: {which} taught the policy nothing: "
             f"{reasons}. {' '.join(advice) or 'rollouts/ in the run folder has the responses.'}"
         )
-
-
-def _rewards_differ(groups: Sequence[RolloutGroup]) -> bool:
-    """Advantages are no signal: in PPO they also depend on the critic, and with a KL in the reward on that KL."""
-    return rewards_differ(reward for group in groups for reward in group.rewards())

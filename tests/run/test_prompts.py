@@ -32,9 +32,9 @@ def test_a_resumed_run_repeats_outstanding_prompts_and_then_continues_the_order(
     drawn(first, 7)
     state = RunState(step=2, stream=first.stream.state(), outstanding=[4, 6])
     resumed = PromptTickets(loaded, seed=3, restored=state)
-    assert resumed.waiting_positions() == [4, 6]  # a checkpoint that is written now has them too
+    assert [ticket.position for ticket in resumed.waiting] == [4, 6]  # a checkpoint that is written now has them too
     assert drawn(resumed, 7) == [order[4], order[6], *order[7:]]
-    assert resumed.waiting_positions() == []
+    assert not resumed.waiting
     assert resumed.stream.drawn == 12
 
 
