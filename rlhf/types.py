@@ -48,9 +48,8 @@ class VersionSpan(NamedTuple):
 class Support:
     """The part of the vocabulary that each of T tokens was sampled from, where sampling was restricted.
 
-    Attributes:
-        ids: [K] int32; token t was sampled from ids[offsets[t]:offsets[t+1]]. An empty slice is the whole vocabulary.
-        offsets: [T+1] int64.
+    Token t was sampled from ids[offsets[t]:offsets[t+1]], with `ids` [K] int32 and `offsets` [T+1] int64. An empty
+    slice is the whole vocabulary.
     """
 
     ids: np.ndarray
@@ -195,8 +194,8 @@ class ScoredRollout:
         text: the decoded response, as it was graded.
         extracted: the answer that was graded; empty if the response has none.
         vote: in an evaluation, the first answer of the group that is equal to `extracted`.
-        reward_parts: the value of every part of the reward by name, before its weight.
-        status: the status of the grading; `ok` if nothing went wrong.
+        reward_parts: by name, before their weights.
+        status: `ok` if nothing went wrong in grading.
     """
 
     rollout: Rollout
@@ -244,9 +243,6 @@ def rewards_differ(rewards: Iterable[float]) -> bool:
 @dataclass(frozen=True)
 class PackedTokens:
     """Sequences one after another without padding: all of a step, or one microbatch of a learner.
-
-    A microbatch computes tokens once that a sequence shares with the beginning of the previous one, so the order of the
-    sequences matters for speed.
 
     Attributes:
         token_ids, response_mask, rollout_logprobs: [T], as in `TokenSequence`.
@@ -299,8 +295,6 @@ def _ranges(bounds: np.ndarray, chosen: np.ndarray) -> np.ndarray:
 class StepBatch:
     """All rollouts of a training step, flat: a sequence is a row, and the rows of a rollout are adjacent.
 
-    The learners return their results as further columns of the same tokens.
-
     Attributes:
         tokens: columns [N] of all rows.
         rollouts: [B] int64, the rollout of each row, ascending.
@@ -349,11 +343,9 @@ class Denominators:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One optimizer step: the microbatches of each rank, and the global denominators.
+    """One optimizer step: `microbatches` [rank][microbatch] -> [S] int64 rows of the step, and global denominators.
 
-    Attributes:
-        microbatches: [rank][microbatch] -> [S] int64 rows of the step. All ranks have the same number of microbatches,
-            so some may be empty: a filler is computed in their place, and all ranks make the same calls.
+    All ranks have the same number of microbatches, so some may be empty: a filler is computed in their place.
     """
 
     microbatches: tuple[tuple[np.ndarray, ...], ...]
@@ -361,10 +353,7 @@ class Minibatch:
 
 
 class Targets:
-    """Inputs of a loss in addition to the tokens: columns [N] of a step, or [T] of a microbatch, float32.
-
-    Values outside the response mask do not matter.
-    """
+    """Inputs of a loss besides the tokens: float32 columns [N] of a step or [T] of a microbatch, read in the mask."""
 
     def take(self, index: np.ndarray) -> Self:
         """The columns at these tokens."""

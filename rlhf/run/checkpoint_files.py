@@ -67,11 +67,7 @@ def belongs_to_run(checkpoint: Path, run_id: str) -> bool:
 def write_manifest(folder: Path, written: Mapping[str, WrittenFile]) -> None:
     """Write the size and checksum of every file of a finished checkpoint, and sync all of it to the disk.
 
-    Args:
-        written: the files that other processes have written and synced, by path in the folder.
-
-    Raises:
-        OSError: a file of `written` is missing here, or has another size.
+    Other processes have written and synced the files of `written`, by path; OSError if one is missing or differs here.
     """
     files = dict(written)
     for path in sorted(folder.rglob("*")):
@@ -170,11 +166,8 @@ def replace_synced(file: Path, text: str) -> None:
 
 
 def remove(checkpoint: Path) -> str:
-    """Remove a checkpoint; returns why it is still there, or an empty string.
-
-    It is renamed first, so that a remainder does not count as a checkpoint.
-    """
-    try:
+    """Remove a checkpoint; returns why it is still there, or an empty string."""
+    try:  # renamed first, so that a remainder does not count as a checkpoint
         shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(PARTIAL)))
     except OSError as error:
         return error_text(error)

@@ -77,8 +77,7 @@ class Mirror:
     def claim(self, run_id: str, *, anew: bool = False) -> None:
         """Write the id of this run into the mirror; OSError if the mirror belongs to another run.
 
-        Args:
-            anew: take it from a run that has no checkpoint there, such as one that ended in start-up.
+        `anew` takes it from a run that has no checkpoint there, such as one that ended in start-up.
         """
         owner = self._line(RUN_ID)
         if not owner or (anew and owner != run_id and not self.checkpoints()):
@@ -93,9 +92,6 @@ class Mirror:
 
         If `pointer` is `latest`, older checkpoints beyond `keep` and older incomplete copies are then removed, except
         the one that `best` names.
-
-        Raises:
-            OSError: the mirror does not take the files, or belongs to another run.
         """
         self.claim(run_id)
         manifest = (checkpoint / MANIFEST).read_bytes()
@@ -120,11 +116,7 @@ class Mirror:
         self._remove(name for name in self._folders(run_id) if checkpoint_step(name) > step)
 
     def fetch(self, name: str, checkpoints: Path, run_id: str) -> str:
-        """Copy a checkpoint into a folder; returns what is wrong with it, or an empty string.
-
-        Args:
-            run_id: the run that the checkpoint must belong to; empty: any run.
-        """
+        """Copy a checkpoint of the run `run_id` (empty: any) into a folder; returns the problem, or an empty string."""
         partial, final = checkpoints / f"{name}{PARTIAL}", checkpoints / name
         owner = self._line(f"{name}/{RUN_ID}")
         if run_id and owner and owner != run_id:
@@ -193,13 +185,9 @@ class Mirror:
                 self._request(self._fs.rm, f"{self._root}/{name}", True)
 
     def _request(self, request: Callable[..., Any], *arguments: Any, size: int = 0) -> Any:
-        """The answer to a request; a failed one is tried again after growing waits. Clients raise many types of error.
+        """The answer to a request that moves `size` bytes; a failed one is tried again after growing waits.
 
-        Args:
-            size: bytes that the request moves.
-
-        Raises:
-            OSError: after the last try, or FileNotFoundError at once.
+        OSError after the last try, FileNotFoundError at once. Clients raise many types of error.
         """
         seconds = self._answer_s + size / SLOWEST  # not every client has a limit of its own
         for wait_s in (*self._waits_s, None):

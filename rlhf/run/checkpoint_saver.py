@@ -36,10 +36,7 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
 
 
 class CheckpointSaver:
-    """Saves one checkpoint at a time.
-
-    Args:
-        write_log: writes the rows that wait for room on the disk; raises OSError if there is none.
+    """Saves one checkpoint at a time; first `write_log` writes the rows that wait for room on the disk, or OSError.
 
     Attributes:
         failure: why the newest checkpoint could not be written; empty if it was. The run goes on and tries again after
@@ -117,7 +114,6 @@ class CheckpointSaver:
             await self._send_named(mirror, LATEST)
 
     async def _send_named(self, mirror: Mirror, pointer: str) -> None:
-        """Copy the checkpoint that the file `pointer` names, unless the mirror has it."""
         async with self._removing:
             name = read_line(self._folder.checkpoints / pointer)
             checkpoint = self._folder.checkpoints / name

@@ -39,8 +39,7 @@ async def evaluate(
 ) -> dict[str, list[RolloutGroup]]:
     """Sample and grade all prompts of each data set, in their order; `count` is called after each group.
 
-    Args:
-        at_once: groups in progress at the same time. The deadline of a group must not run while it waits in a queue.
+    `at_once` groups are in progress: the deadline of a group must not run while it waits in a queue.
     """
     slots = asyncio.Semaphore(at_once)
 
@@ -50,9 +49,7 @@ async def evaluate(
         count()
         return group
 
-    return {
-        source: await asyncio.gather(*(sample_in_slot(prompt) for prompt in rows)) for source, rows in prompts.items()
-    }
+    return {source: await asyncio.gather(*map(sample_in_slot, rows)) for source, rows in prompts.items()}
 
 
 def rollouts_of(groups: Mapping[str, Sequence[RolloutGroup]]) -> list[Rollout]:
@@ -214,9 +211,7 @@ def graded_responses(groups: Mapping[str, Sequence[RolloutGroup]], metrics: Mapp
 def read_responses(file: Path, *, samples_per_prompt: Collection[int], metrics: Collection[str]) -> Rows:
     """Rows of `graded_responses`, one per line.
 
-    Raises:
-        ValueError: the file has no such rows, another number of responses per problem than `samples_per_prompt`, or
-            values of other metrics.
+    ValueError if the file has other rows, numbers of responses per problem or metrics.
     """
     try:
         rows: Rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -243,11 +238,7 @@ def read_responses(file: Path, *, samples_per_prompt: Collection[int], metrics: 
 
 
 def compare(earlier: Rows, later: Rows) -> Comparison:
-    """Compare the graded responses of two evaluations, problem by problem.
-
-    Raises:
-        ValueError: the evaluations differ in their problems or in the number of responses per problem.
-    """
+    """Compare two evaluations problem by problem; ValueError if these, or their numbers of responses, differ."""
     before, after = _values_by_problem(earlier), _values_by_problem(later)
     if not before or {key: len(v) for key, v in before.items()} != {key: len(v) for key, v in after.items()}:
         raise ValueError(

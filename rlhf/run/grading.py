@@ -48,9 +48,8 @@ class Grading:
         metric = None if trains else self._config.metric_of(prompt.source)
         graded = await self._scorer.score_group(prompt, ended, texts, self._marks, metric=metric) if ended else ()
         if ended and self.reward_model is not None:
-            graded = tuple(
-                map(self._check_model_score, (await self.reward_model.add_to(RolloutGroup(prompt, graded))).samples)
-            )
+            scored = await self.reward_model.add_to(RolloutGroup(prompt, graded))
+            graded = tuple(map(self._check_model_score, scored.samples))
         if not self._config.has_environment:
             return graded
         by_sample = {sample.rollout.sample: sample for sample in graded}
@@ -97,10 +96,9 @@ class Grading:
         return problem
 
     def text(self, rollout: Rollout, settings: SamplingSettings) -> str:
-        """The text of a rollout that is graded, shown and logged.
+        """The text of a rollout that is graded, shown and logged: with an environment, the assistant's last message.
 
-        It is the sampled text with the marks of thoughts and without other special tokens; or, with an environment, the
-        last message of the assistant.
+        Without one, it is the sampled text with the marks of thoughts and without other special tokens.
         """
         if rollout.outcome is not None:
             return last_assistant_text(rollout)
@@ -114,9 +112,8 @@ def silent_rewards(
 ) -> tuple[list[str], list[str]]:
     """Find parts of the reward that gave no response of a step a value, for each list of parts (`reward.by_source`).
 
-    Returns:
-        Warnings (every reward was None, or every call of a built-in part failed), and notes (one part gave no value,
-        but other parts did).
+    Returns warnings (every reward was None, or every call of a built-in part failed), and notes (one part gave no
+    value, but other parts did).
     """
     warnings, notes = [], []
     by_source: dict[str, list[ScoredRollout]] = {}

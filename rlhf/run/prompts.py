@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from rlhf.config.data import CurriculumConfig
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.sections import ModelConfig
-from rlhf.data.load import LoadedPrompts, leave_out, load_prompts, show_prompt
+from rlhf.data.load import LoadedPrompts, leave_out, load_prompts
 from rlhf.data.model_files import check_ids, embedding_rows, load_tokenizer, truncate_token_id
 from rlhf.data.order import PromptStream
 from rlhf.data.read import left_out_text, too_few_prompts
@@ -78,16 +78,6 @@ def _check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:
         raise ValueError(problem)
 
 
-def show_data(
-    say: Callable[..., None], prompts: LoadedPrompts, first: Prompt, tokenizer: Any, *, max_prompt_tokens: int
-) -> None:
-    """Print how many prompts each source has, and the first prompt as the model receives it."""
-    for line in source_lines("data", prompts, max_prompt_tokens):
-        say(line)
-    say("first prompt, as the model is given it:")
-    say(show_prompt(first, tokenizer), wrap=False)
-
-
 def source_lines(key: str, prompts: LoadedPrompts, max_prompt_tokens: int) -> Iterator[str]:
     """Lines with the number of prompts of each source, of rows that were left out, and notes about the template."""
     for source, rows in prompts.prompts.items():
@@ -100,8 +90,7 @@ def source_lines(key: str, prompts: LoadedPrompts, max_prompt_tokens: int) -> It
 def without_bad_gold(data: RunData, config: GRPOConfig, scorer: Scorer, say: Callable[[str], None]) -> RunData:
     """Grade every gold answer against itself, and leave out the rows whose answer cannot be graded.
 
-    Raises:
-        ValueError: there are such rows, and reward.bad_gold is `fail`; or too few are left.
+    ValueError if there are such rows and reward.bad_gold is `fail`, or if too few are left.
     """
 
     def with_gradable_gold(which: Literal["train", "eval"], loaded: LoadedPrompts) -> LoadedPrompts:

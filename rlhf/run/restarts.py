@@ -23,8 +23,7 @@ def train_with_restarts(
 ) -> None:
     """Train, and restart after a LostError: at most `run.max_restarts` times in a row without a new checkpoint.
 
-    Args:
-        flags: the flags of the program, of which `resume` and `resume_from` are read.
+    Of the program's flags, `resume` and `resume_from` are read.
 
     Raises:
         LostError: the last failure, if no checkpoint was complete, the first start failed, a signal had asked the run

@@ -16,7 +16,7 @@ from rlhf.cluster.engines import Engines
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.library_options import changes_numbers
 from rlhf.config.reward import logged_name
-from rlhf.data.load import first_prompt
+from rlhf.data.load import first_prompt, show_prompt
 from rlhf.data.model_files import truncate_token_id
 from rlhf.data.turns import rollout_warnings
 from rlhf.data.vocabulary import check_vocabularies
@@ -30,7 +30,7 @@ from rlhf.rollout.buffer import RolloutBuffer, Staleness, groups_at_engines
 from rlhf.rollout.sampler import Sampler
 from rlhf.run.evaluation import evaluate, evaluation_metrics, rollouts_of, ungraded_warning
 from rlhf.run.grading import Grading, normalize_scores, reward_model_client, silent_rewards
-from rlhf.run.prompts import PromptTickets, RunData, read_data, show_data, source_lines, without_bad_gold
+from rlhf.run.prompts import PromptTickets, RunData, read_data, source_lines, without_bad_gold
 from rlhf.run.resume import code_warnings
 from rlhf.run.rollout_log import rollout_metrics, rollout_rows, token_values
 from rlhf.run.run import Run
@@ -69,9 +69,11 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
                     run.log.warn(*environments.warnings, *changed)
                     first = await environments.first_prompt(first)
             run.log.warn(*rollout_warnings(config, run.tokenizer))
-            for line in source_lines("data.eval", data.evaluation, config.data.max_prompt_tokens):
-                say(line)
-            show_data(say, data.train, first, run.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
+            for key, loaded in (("data.eval", data.evaluation), ("data", data.train)):
+                for line in source_lines(key, loaded, config.data.max_prompt_tokens):
+                    say(line)
+            say("first prompt, as the model is given it:")
+            say(show_prompt(first, run.tokenizer), wrap=False)
             with run.log.terminal.stage("grader"):
                 scorer = Scorer(config.reward, say=partial(say, wrap=False))
                 exit_stack.callback(scorer.close)

@@ -21,10 +21,7 @@ from rlhf.run.state import RunState, code_state
 
 
 class RunLog:
-    """All sinks of a run.
-
-    Raises:
-        ValueError: the config asks for one whose package is not installed.
+    """All sinks of a run; ValueError if the config asks for one whose package is not installed.
 
     Attributes:
         files: writes metrics.jsonl and the rollouts.
@@ -94,7 +91,6 @@ class RunLog:
 
 
 def _check_packages(config: TrainingProgramConfig) -> None:
-    """Raise a ValueError if a package of a sink that the config asks for is not installed."""
     used = {"tensorboard": config.logging.tensorboard, "trackio": config.logging.trackio.project is not None}
     for package, is_used in used.items():
         if is_used and find_spec(package) is None:

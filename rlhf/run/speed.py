@@ -14,8 +14,6 @@ from rlhf.types import Minibatch, StepBatch
 
 
 class LearnerSpeed:
-    """Metrics of the policy's updates."""
-
     def __init__(self, config: GRPOConfig, device_name: str) -> None:
         self._budget, self._learners = config.learner.max_tokens_per_microbatch, config.cluster.learners
         self._peak_tflops = config.cluster.peak_tflops or peak_tflops(device_name)
@@ -24,7 +22,7 @@ class LearnerSpeed:
     def step_metrics(
         self, batch: StepBatch, epochs: Sequence[Sequence[Minibatch]], shared: np.ndarray, update_s: float
     ) -> dict[str, float]:
-        """Metrics of the updates of one step; empty without updates, for example while a critic warms up.
+        """Metrics of the policy's updates in one step; empty without updates, for example while a critic warms up.
 
         learner/mfu: forward and backward FLOPs of the computed tokens, divided by the peak of the learners. Not logged
             if the peak or the shape of the model is unknown. A critic is not counted.

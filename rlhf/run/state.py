@@ -24,21 +24,17 @@ class RunState:
 
     Attributes:
         step: completed training steps.
-        program: the program that wrote it, such as grpo.
         config: the stored form of the config (see `references`).
         models: fingerprints of the parts of each start model, by role.
-        rewards: fingerprints of the files of the code of each user function, by the function's name.
-        environments: the same for environments and tools.
+        rewards, environments: fingerprints of the code files of each user function, environment and tool, by its name.
         code: version and git state of the program.
         updates: the config keys that set the number of optimizer steps; a resumed run must have the same values.
         stream: the position in the order of the prompts, and a fingerprint of the data.
         outstanding: positions of prompts that were dispatched and not trained on; a resumed run samples them again.
         replacements: groups that dynamic sampling has replaced for the next training step.
         updates_skipped: optimizer steps with a non-finite gradient.
-        tokens: trained tokens, of prompts and of responses.
         reward_status: how often each part of the reward ended with each status.
         evaluations: metrics by training step.
-        seconds: time spent, by phase of the run.
         kl_controller: `coef`, the coefficient of the KL in PPO; empty in GRPO.
         reward_scale: mean and std of the reward model's scores over responses of the start policy, if it was measured.
         base: the start model, by its name on the hub or its whole path; empty if an environment variable names it.

@@ -13,11 +13,8 @@ R = TypeVar("R")
 class Stop:
     """A request to end the run, made by its first signal; a second one is not handled here and ends the run at once.
 
-    Before `can_save` is set, in start-up, there is nothing to save, and the first signal ends the run.
-
-    Args:
-        grace_s: seconds from the signal to the step boundary. After them the run is cancelled; a save that has begun
-            may still finish.
+    Before `can_save` is set, in start-up, the first signal ends the run. `grace_s` seconds after a signal the run is
+    cancelled; a save that has begun may still finish.
     """
 
     def __init__(self, grace_s: float, say: Callable[[str], None]) -> None:

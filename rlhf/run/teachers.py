@@ -39,8 +39,7 @@ def hinted_prompts(
 ) -> dict[str, np.ndarray]:
     """Prompt id -> the token ids that a teacher reads: the prompt, with the row's hint after the last message.
 
-    Raises:
-        ValueError: a row has no hint, or is too long with it.
+    ValueError if a row has no hint, or is too long with it.
     """
     column, data, texts = teacher.hint_column or "", config.data, []
     for prompt in prompts:
@@ -70,11 +69,7 @@ def hinted_prompts(
 class Teachers:
     """The teachers of a run; nothing is started for them yet.
 
-    Args:
-        prompts: the prompts of data.train, by source.
-
-    Raises:
-        ValueError: a server has a different vocabulary, or a row has no hint.
+    `prompts` are those of data.train, by source. ValueError if a server has a different vocabulary, or a row no hint.
     """
 
     def __init__(self, config: GRPOConfig, prompts: Mapping[str, Sequence[Prompt]], tokenizer: Any) -> None:
@@ -98,8 +93,7 @@ class Teachers:
     ) -> TeacherLogprobs | None:
         """Log-probs of the sampled tokens of these rows [B] bool by their teachers; None without teachers.
 
-        Args:
-            learners: the ranks of the policy. They hold other microbatches afterwards: call `start_step` again.
+        The ranks of the policy, `learners`, hold other microbatches afterwards: call `start_step` again.
         """
         if not self._by_source:
             return None
@@ -171,9 +165,7 @@ class Server:
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of these tokens at temperature 1; the first one is 0.
 
-        Raises:
-            RequestError: no try succeeded.
-            ValueError: the server reads the ids as other tokens.
+        RequestError if no try succeeded; ValueError if the server reads the ids as other tokens.
         """
         self._model = self._model or await self._client.ask(
             None, lambda reply: str(json.loads(reply)["data"][0]["id"]), path="models"

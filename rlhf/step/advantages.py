@@ -103,7 +103,7 @@ def add_teacher_advantages(
 
 @dataclass(frozen=True)
 class Credit:
-    """Targets of a step's updates, both [N] float32 and 0 outside trained responses, and metrics to log."""
+    """Targets of a step's updates, [N] float32 and 0 outside trained responses, and metrics to log."""
 
     advantages: np.ndarray
     returns: np.ndarray
