@@ -55,6 +55,7 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
     # imported here, so that --help and --plan need neither torch nor ray
     import numpy as np
 
+    from rlhf.run.useless_steps import skipped_updates_warnings
     from rlhf.step.advantages import add_teacher_advantages, mean_over_responses, penalize_kl, step_advantages
     from rlhf.step.batch import broadcast_to_tokens, make_batch, non_finite_rollouts
     from rlhf.step.minibatches import plan_epochs, rows_with_gradient
@@ -100,7 +101,7 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
         targets = PolicyTargets(token_advantages, old, ref)
         # one NaN would reach every weight
         updates = await (learners.skip_updates() if non_finite else learners.update(targets))
-    loop.warn_of_skipped_updates(step + 1, updates, non_finite)
+    run.log.warn(*skipped_updates_warnings(step + 1, updates, non_finite))
 
     loop.count(batch)
     await loop.update_reference(step + 1)

@@ -51,6 +51,7 @@ async def train_step(run: Run[PPOConfig], loop: RolloutLoop[PPOConfig], step: in
     """One training step: all rollouts of the step, epochs_per_step x minibatches_per_epoch optimizer updates."""
     import numpy as np
 
+    from rlhf.run.useless_steps import skipped_updates_warnings
     from rlhf.step.advantages import assign_credit, mean_over_responses, response_kl
     from rlhf.step.batch import make_batch, non_finite_rollouts
     from rlhf.step.minibatches import plan_epochs
@@ -96,7 +97,7 @@ async def train_step(run: Run[PPOConfig], loop: RolloutLoop[PPOConfig], step: in
             changes[LEARNER] = learners.skip_updates() if non_finite else learners.update(targets)
         updates = [update for of_module in await run.cluster.run_together(changes) for update in of_module]
     advantages = mean_over_responses(batch, credit.advantages)
-    loop.warn_of_skipped_updates(step + 1, updates, non_finite)
+    run.log.warn(*skipped_updates_warnings(step + 1, updates, non_finite))
 
     loop.count(batch)
     await loop.update_reference(step + 1)

@@ -50,8 +50,11 @@ class RunData(NamedTuple):
 def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
     """Read and tokenize all prompts; ValueError if a row, the tokenizer or the reward model's template does not fit."""
     truncate_token_id(config.rollout, tokenizer)  # must be one token
-    vocab_size = embedding_rows(config.model.path)
-    train = load_prompts(config.data, "train", tokenizer, vocab_size=vocab_size, has_environment=config.has_environment)
+    settings: dict[str, Any] = {
+        "vocab_size": embedding_rows(config.model.path),
+        "has_environment": config.has_environment,
+    }
+    train = load_prompts(config.data, "train", tokenizer, **settings)
     _check_prompts_suffice(config, train)
     if config.reward_model is not None and config.reward_model.path is not None:
         token_ids = reward_input(config)
@@ -67,10 +70,7 @@ def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
                 check_ids(ids, embedding_rows(path))
             except ValueError as error:
                 raise ValueError(f"reward_model.path={path}: {rows[0].id}: {error}") from None
-    return RunData(
-        train,
-        load_prompts(config.data, "eval", tokenizer, vocab_size=vocab_size, has_environment=config.has_environment),
-    )
+    return RunData(train, load_prompts(config.data, "eval", tokenizer, **settings))
 
 
 def _check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -37,7 +37,7 @@ from rlhf.run.run import Run
 from rlhf.run.speed import LearnerSpeed
 from rlhf.run.teachers import Teachers
 from rlhf.run.threads import in_thread
-from rlhf.run.useless_steps import UselessSteps, skipped_updates_warning
+from rlhf.run.useless_steps import UselessSteps
 from rlhf.types import Minibatch, PolicyTargets, Prompt, RolloutGroup, StepBatch
 
 SAY_FRACTION = 0.1  # of cluster.step_deadline_s; a step that waits longer says for which groups
@@ -235,13 +235,6 @@ class RolloutLoop(Generic[C]):
         response_tokens, tokens = int(batch.response_lengths.sum()), self._run.state.tokens
         tokens["prompt"] += len(batch.tokens.token_ids) - response_tokens
         tokens["response"] += response_tokens
-
-    def warn_of_skipped_updates(
-        self, step: int, updates: Sequence[UpdateOutcome], non_finite: Mapping[str, np.ndarray]
-    ) -> None:
-        """Warn of skipped optimizer steps, if there are any. `non_finite` comes from `non_finite_rollouts`."""
-        if warning := skipped_updates_warning(step, updates, non_finite):
-            self._run.log.warn(warning)
 
     async def update_reference(self, done: int) -> None:
         """After `done` training steps: replace the reference by the policy if due, or average the policy into it."""

@@ -10,7 +10,7 @@ from rlhf.data.conversations import TrainEval
 from rlhf.data.read import left_out_text
 from rlhf.log.reductions import StepMetrics, merge_metrics, to_values
 from rlhf.run.run import Run
-from rlhf.run.useless_steps import skipped_updates_warning
+from rlhf.run.useless_steps import skipped_updates_warnings
 
 COLUMNS = (
     ("loss", "train/loss", "{:.4f}"),
@@ -92,8 +92,7 @@ class SupervisedLoop:
         run.state.tokens["prompt"] += values["train/tokens"] - trained
         run.state.tokens["response"] += trained
         run.log_step(step, values)
-        if warning := skipped_updates_warning(step, [outcome], {}):
-            run.log.warn(warning)
+        run.log.warn(*skipped_updates_warnings(step, [outcome], {}))
         self._skipped = 0 if outcome.taken else self._skipped + 1
         if self._skipped >= MAX_SKIPPED:
             raise RuntimeError(

@@ -17,10 +17,10 @@ MAX_SHOWN = 5  # rollouts in a warning
 SKIPPED = "every optimizer step was skipped"
 
 
-def skipped_updates_warning(
+def skipped_updates_warnings(
     step: int, updates: Sequence[UpdateOutcome], non_finite: Mapping[str, np.ndarray]
-) -> str | None:
-    """A warning with the number of skipped optimizer steps of a step and the reason; None if all were taken.
+) -> list[str]:
+    """A warning with the number of skipped optimizer steps of a step and the reason; none if all were taken.
 
     Args:
         non_finite: column -> the rollouts with NaN or inf in it, numbered as in rollouts/, if the whole step was
@@ -28,13 +28,13 @@ def skipped_updates_warning(
     """
     skipped = sum(not update.taken for update in updates)
     if not skipped:
-        return None
+        return []
     reasons = []
     for name, rollouts in non_finite.items():
         shown = ", ".join([*map(str, rollouts[:MAX_SHOWN])] + ["..."] * (len(rollouts) > MAX_SHOWN))
         reasons.append(f"{name} of {len(rollouts)} rollouts ({shown})")
     cause = " and ".join(reasons) or "a gradient"
-    return f"step {step}: {skipped} of {len(updates)} optimizer steps were skipped: NaN or inf in {cause}"
+    return [f"step {step}: {skipped} of {len(updates)} optimizer steps were skipped: NaN or inf in {cause}"]
 
 
 class UselessSteps:

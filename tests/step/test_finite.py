@@ -9,7 +9,7 @@ import pytest
 from worlds import make_groups, random_column
 
 from rlhf.log.reductions import UpdateOutcome
-from rlhf.run.useless_steps import skipped_updates_warning
+from rlhf.run.useless_steps import skipped_updates_warnings
 from rlhf.step.batch import make_batch, non_finite_rollouts
 from rlhf.types import StepBatch
 
@@ -43,9 +43,8 @@ def test_a_nan_of_an_engine_is_found_too(batch: StepBatch) -> None:
 
 def test_a_warning_counts_the_skipped_updates_and_names_the_rollouts() -> None:
     taken, skipped = UpdateOutcome("learner", True, {}), UpdateOutcome("learner", False, {})
-    assert skipped_updates_warning(1, [UpdateOutcome("critic", True, {}), taken], {}) is None
-    many = skipped_updates_warning(2, [taken, skipped], {})
+    assert skipped_updates_warnings(1, [UpdateOutcome("critic", True, {}), taken], {}) == []
+    (many,) = skipped_updates_warnings(2, [taken, skipped], {})
     assert many == "step 2: 1 of 2 optimizer steps were skipped: NaN or inf in a gradient"
-    named = skipped_updates_warning(3, [skipped], {"values": np.arange(7), "ref_logprobs": np.array([4])})
-    assert named is not None
+    (named,) = skipped_updates_warnings(3, [skipped], {"values": np.arange(7), "ref_logprobs": np.array([4])})
     assert named.endswith("NaN or inf in values of 7 rollouts (0, 1, 2, 3, 4, ...) and ref_logprobs of 1 rollouts (4)")
