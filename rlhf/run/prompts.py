@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -50,11 +51,9 @@ class RunData(NamedTuple):
 def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
     """Read and tokenize all prompts; ValueError if a row, the tokenizer or the reward model's template does not fit."""
     truncate_token_id(config.rollout, tokenizer)  # must be one token
-    settings: dict[str, Any] = {
-        "vocab_size": embedding_rows(config.model.path),
-        "has_environment": config.has_environment,
-    }
-    train = load_prompts(config.data, "train", tokenizer, **settings)
+    vocab_size = embedding_rows(config.model.path)
+    load = partial(load_prompts, vocab_size=vocab_size, has_environment=config.has_environment)
+    train = load(config.data, "train", tokenizer)
     _check_prompts_suffice(config, train)
     if config.reward_model is not None and config.reward_model.path is not None:
         token_ids = reward_input(config)
@@ -70,7 +69,7 @@ def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
                 check_ids(ids, embedding_rows(path))
             except ValueError as error:
                 raise ValueError(f"reward_model.path={path}: {rows[0].id}: {error}") from None
-    return RunData(train, load_prompts(config.data, "eval", tokenizer, **settings))
+    return RunData(train, load(config.data, "eval", tokenizer))
 
 
 def _check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:
@@ -115,11 +114,8 @@ def without_bad_gold(data: RunData, config: GRPOConfig, scorer: Scorer, say: Cal
 class PromptTickets:
     """Draws prompts in order; a resumed run first repeats the prompts that were dispatched and not trained on.
 
-    Args:
-        metric_of: source -> the metric that tells the curriculum which responses are right.
-
-    Attributes:
-        waiting: the restored prompts that are not dispatched again yet.
+    `metric_of`: source -> the metric that tells the curriculum which responses are right. `waiting` has the restored
+    prompts that are not dispatched again yet.
     """
 
     def __init__(

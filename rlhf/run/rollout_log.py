@@ -83,10 +83,9 @@ def rollout_rows(step: int, groups: Sequence[RolloutGroup], advantages: Sequence
 
 
 def rollout_row(group: RolloutGroup, sample: ScoredRollout) -> dict[str, Any]:
-    """A graded rollout as a row of a JSON file.
+    """A graded rollout as a row of a JSON file; `turns`, `facts` and `in_thought` are left out if empty or False.
 
-    `prompt` is the last message of the prompt and `context` the messages before it. A row has `turns` and `facts` only
-    if the rollout has some, and `in_thought` only if the prompt opened a thought.
+    `prompt` is the last message of the prompt and `context` the messages before it.
     """
     rollout = sample.rollout
     messages = group.prompt.messages if rollout.opening is None else rollout.opening
