@@ -1,6 +1,7 @@
 """The examination of every model of a run, before anything starts.
 
-`model_problems` makes the checks that need no class of the model; it imports no torch, and --plan makes them too.
+`model_problems` makes the checks that need no class of the model; --plan makes them too. They import no torch,
+except where only transformers can tell which tokens it loads (`stored_vocabulary`).
 `examine_models` adds the checks that need the class: transformers loads each model without its data. A hub model whose
 files are not in the cache is examined when it is loaded.
 """
@@ -33,13 +34,15 @@ from rlhf.data.model_files import (
     embedding_rows,
     hub_silence,
     lacks_chat_template,
+    load_tokenizer,
     local_model_config,
     reward_template,
     text_config,
 )
-from rlhf.data.vocabulary import lacks_tokenizer
+from rlhf.data.vocabulary import check_vocabulary, lacks_tokenizer
 
 WITH_TORCHVISION = "qwen3_5"  # the beginning of model types (Qwen 3.5 to 3.8) whose class in vLLM imports it
+TOKENIZER = "tokenizer.json"
 NAMED_TOKENS = ("bos_token", "eos_token")  # in tokenizer_config.json; config.json has their ids
 PADDING = "pad_token"  # a row of the embedding by config.json; tokenizers may have another, since rows are not padded
 QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
@@ -128,7 +131,7 @@ def collect_problems(*checks: Callable[[], object]) -> list[str]:
 
 
 def model_problems(config: TrainingProgramConfig, *, trains: bool = True) -> list[str]:
-    """Check the files of the models without their classes. Returns the reasons to refuse the run. Imports no torch."""
+    """Check the files of the models without their classes. Returns the reasons to refuse the run."""
     models = run_models(config, trains=trains)
     problems = collect_problems(*(partial(check_files, model) for model in models))
     if not problems:
@@ -244,7 +247,7 @@ def needed_tokens(folder: Path, template: str) -> dict[str, int]:
 def added_tokens(folder: Path) -> dict[str, int]:
     """Content and id of each token that was added to the vocabulary, special or not, from the tokenizer's files."""
     settings, added = read_json(folder / "tokenizer_config.json"), read_json(folder / "added_tokens.json")
-    file = folder / "tokenizer.json"
+    file = folder / TOKENIZER
     try:
         decoder = settings.get("added_tokens_decoder") or {}
         added = {token["content"]: int(number) for number, token in decoder.items()} | added
@@ -375,9 +378,45 @@ def _mismatches(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]
                 f"model.path={config.model.path}, whose token ids it reads. Start it from a model with the same "
                 "tokenizer."
             )
+        yield from collect_problems(partial(check_stored_vocabulary, config.model, key, path))
     for role in config.roles(trains=trains):
         if role.name == REWARD_MODEL:
             yield from _template_problem(role, config)
+
+
+def check_stored_vocabulary(policy: ModelConfig, key: str, path: str) -> None:
+    """`check_vocabulary` of a model that is fed the policy's ids, if both have a tokenizer.json on this machine.
+
+    Tokenizers in another form are compared when the run starts.
+    """
+    paths = {"model.path": policy.path, key: path}
+    if all((local_model_folder(each) / TOKENIZER).is_file() for each in paths.values()):
+        own, other = (stored_vocabulary(policy.model_copy(update={"path": p}), k) for k, p in paths.items())
+        check_vocabulary(own, other, f"{key}={path}")
+
+
+def stored_vocabulary(model: ModelConfig, key: str) -> dict[int, str]:
+    """The tokens by id that transformers loads from a tokenizer.json.
+
+    If tokenizer_config.json has an added_tokens_decoder without some of the added tokens, some classes of transformers
+    drop these and number the others anew, so the tokenizer is loaded.
+    """
+    folder = local_model_folder(model.path)
+    settings, added = read_json(folder / "tokenizer_config.json"), added_tokens(folder)
+    try:
+        kept = settings.get("added_tokens_decoder")
+        if kept is not None and added.keys() - {token["content"] for token in kept.values()}:
+            vocabulary = load_tokenizer(model.model_copy(update={"path": str(folder)}), key=key).get_vocab()
+        else:
+            words = read_json(folder / TOKENIZER)["model"]["vocab"]
+            ids = words if isinstance(words, dict) else {word[0]: number for number, word in enumerate(words)}
+            vocabulary = {**ids, **added}
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{key}={model.path}: its {TOKENIZER} is not a tokenizer of Hugging Face ({error!r}). Download or save it "
+            "again."
+        ) from None
+    return {number: token for token, number in vocabulary.items()}
 
 
 def _context_tokens(config: Mapping[str, Any]) -> float:

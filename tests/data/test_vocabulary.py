@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from worlds import make_config, make_ppo_config
 
-from rlhf.check.start_checks import start_problems
+from rlhf.check.examination import stored_vocabulary
+from rlhf.check.start_checks import plan_problems, start_problems
 from rlhf.config.grpo import GRPOConfig
 from rlhf.data.model_files import load_tokenizer
 from rlhf.data.vocabulary import check_vocabularies, check_vocabulary
@@ -70,6 +71,7 @@ def test_another_word_at_an_id_is_refused_before_anything_starts_with_both_texts
     with pytest.raises(ValueError, match=rf"^{role}\.path={other}: different vocabulary: token ") as refusal:
         list(check_vocabularies(config, load_tokenizer(config.model)))
     assert token in str(refusal.value)
+    assert [each for each in plan_problems(config) if "vocabulary" in each] == [str(refusal.value)]
 
 
 @pytest.mark.parametrize("change", [larger, same_words])
@@ -79,6 +81,21 @@ def test_further_words_and_other_special_tokens_are_accepted(
     other = other_model(tiny_model_dir, tmp_path, change)
     config = fed(tiny_model_dir / "model", other, tmp_path / "run", "critic")
     assert list(check_vocabularies(config, load_tokenizer(config.model))) == []
+    assert not [each for each in plan_problems(config) if "vocabulary" in each]
+
+
+@pytest.mark.parametrize("settings", [{}, {"added_tokens_decoder": {}}])
+@pytest.mark.parametrize("change", [swapped, larger, same_words])
+def test_the_stored_vocabulary_is_the_one_that_transformers_loads(
+    tiny_model_dir: Path, tmp_path: Path, change: Change, settings: dict[str, Any]
+) -> None:
+    other = other_model(tiny_model_dir, tmp_path, change)
+    file = other / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    model = make_config(other).model
+    loaded = load_tokenizer(model).get_vocab()
+    assert ("<more>" in loaded) == (change is larger and not settings)  # transformers drops it
+    assert stored_vocabulary(model, "critic.path") == {number: token for token, number in loaded.items()}
 
 
 def test_a_word_that_is_not_there_at_all_is_named() -> None:
