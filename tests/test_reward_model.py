@@ -309,6 +309,9 @@ def test_a_score_that_is_no_number_makes_its_response_unscorable_and_no_other(sc
 # --- the endpoint ---
 
 
+NO_NUMBERS = {"text": "1.0", "true": True, "object": {"score": False}}  # content of a response -> its score
+
+
 class Endpoint(BaseHTTPRequestHandler):
     failures = 0
     seen: list[Any] = []  # noqa: RUF012
@@ -328,7 +331,7 @@ class Endpoint(BaseHTTPRequestHandler):
         Endpoint.seen.append(body)
         Endpoint.authorization = self.headers["Authorization"]
         contents = [c[-1]["content"] for c in body["conversations"]]
-        reply = json.dumps({"scores": ["1.0" if content == "text" else len(content) for content in contents]}).encode()
+        reply = json.dumps({"scores": [NO_NUMBERS.get(content, len(content)) for content in contents]}).encode()
         self.send_response(200)
         self.end_headers()
         self.wfile.write(reply)
@@ -371,8 +374,9 @@ def test_an_endpoint_that_never_answers_is_an_error_with_address_and_reason(endp
         asyncio.run(score([[{"role": "assistant", "content": "x"}]]))
 
 
-def test_a_score_that_is_text_is_no_number(endpoint: str) -> None:
+@pytest.mark.parametrize("content", NO_NUMBERS)
+def test_a_score_that_is_text_or_a_truth_value_is_no_number(endpoint: str, content: str) -> None:
     Endpoint.failures = 0
     score = endpoint_scorer(RewardModelConfig(endpoint=endpoint, retries=1))
     with pytest.raises(RuntimeError, match=r"\b2 tries\b.*\bno finite number\b"):
-        asyncio.run(score([[{"role": "assistant", "content": "text"}]]))
+        asyncio.run(score([[{"role": "assistant", "content": content}]]))

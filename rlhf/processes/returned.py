@@ -43,14 +43,19 @@ def read_returned(value: Any, *, finite: bool = False) -> Returned:
     return Returned(score, numbers, others)
 
 
-def read_scores(values: Any, count: int, *, finite: bool = True) -> list[float | None]:
+def read_scores(values: Any, count: int, *, finite: bool = True, booleans: bool = True) -> list[float | None]:
     """Read a list of `count` scores, each as `read_returned` does; NaN is None, as in TRL.
+
+    Args:
+        booleans: True and False are the numbers 1 and 0; otherwise they are refused.
 
     Raises:
         TypeError, ValueError: as `read_returned`, and if it is no list or has another length.
     """
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
         raise TypeError(f"returned {type(values).__name__}, not a list of {count} scores")
+    if not booleans and any(isinstance(v.get("score") if isinstance(v, Mapping) else v, bool) for v in values):
+        raise TypeError("returned true or false for a score, no finite number")
     scores = [
         None if math.isnan(as_number(value) or 0.0) else read_returned(value, finite=finite).score for value in values
     ]
@@ -87,7 +92,7 @@ def _checked(value: Any, key: str, finite: bool) -> Any:
 
 
 def as_number(value: Any) -> float | None:
-    """The value as a float; None if it is no number. Text is not a number, even if it looks like one."""
+    """The value as a float; None if it is no number. Numbers are all values that `float` takes, but no text."""
     try:
         return None if isinstance(value, str | bytes) else float(value)
     except OverflowError:

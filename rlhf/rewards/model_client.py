@@ -115,7 +115,8 @@ def endpoint_scorer(config: RewardModelConfig) -> Score:
 
     async def score(conversations: list[Conversation]) -> list[float | None]:
         def read(reply: bytes) -> list[float | None]:
-            scores = read_scores(json.loads(reply)["scores"], len(conversations), finite=False)
+            values = json.loads(reply)["scores"]
+            scores = read_scores(values, len(conversations), finite=False, booleans=False)
             usable = (s if s is not None and abs(s) <= FLOAT32_MAX else None for s in scores)
             return [None if score is None else (score - mean) / std for score in usable]
 

@@ -196,8 +196,9 @@ def scores_in(said: Any, count: int) -> tuple[float, ...]:
         values, _ = json.JSONDecoder().raw_decode(text, keys[-1].end())
     except (ValueError, RecursionError):
         raise ValueError(f"{shown}, whose scores are no JSON") from None
+    as_list = values if isinstance(values, list) else [values]
     try:
-        scores = read_scores([*map(_as_number, values if isinstance(values, list) else [values])], count)
+        scores = read_scores([_as_number(each) for each in as_list], count, booleans=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{shown}: it {error}") from None
     if not all(score is not None and 0 <= score <= 1 for score in scores):
@@ -206,11 +207,11 @@ def scores_in(said: Any, count: int) -> tuple[float, ...]:
 
 
 def _as_number(score: Any) -> Any:
-    """A score with the number that its text says; a truth value is none."""
+    """A score with the number that its text says."""
     if isinstance(score, dict):
         score = score.get("score")
     if isinstance(score, str) and (written := WRITTEN_SCORE.fullmatch(score)):
         number, highest, percent = written.groups()
         highest = float(100 if percent else highest or 1)
         return float(number) / highest if highest else None
-    return None if isinstance(score, bool) else score
+    return score
