@@ -41,10 +41,8 @@ def _known_template(template: str) -> str:
     if is_template_file(template):
         return with_home(template)
     if template not in get_args(NamedTemplate):
-        raise ValueError(
-            f"{template!r} is no template. Use {', '.join(get_args(NamedTemplate))}, or the path of a file that ends "
-            f"with {TEMPLATE_SUFFIX}."
-        )
+        file = f"the path of a file that ends with {TEMPLATE_SUFFIX}"
+        raise ValueError(f"{template!r} is no template. Use {', '.join(get_args(NamedTemplate))}, or {file}.")
     return template
 
 

@@ -27,7 +27,8 @@ def editor_schema(config: type[BaseModel]) -> Schema:
         section.pop("required", None)
         section["properties"] = {name: _as_written(field) for name, field in section["properties"].items()}
     if "RewardConfig" in sections:
-        sections["RewardConfig"] = {"anyOf": [sections["RewardConfig"], _list_of("RewardPart")]}
+        parts = {"type": "array", "items": {"$ref": "#/$defs/RewardPart"}}
+        sections["RewardConfig"] = {"anyOf": [sections["RewardConfig"], parts]}
     for name, short in {
         "SourceConfig": [TEXT], "DatasetConfig": [TEXT], "RewardPart": [TEXT], "EnvironmentPart": [TEXT],
         "EnvironmentConfig": [TEXT, NOTHING],
@@ -50,7 +51,3 @@ def _as_written(field: Schema) -> Schema:
     if any(choice.get("type") == "string" and "enum" not in choice for choice in choices):
         return field
     return {**described, "anyOf": [*({k: v for k, v in c.items() if k not in described} for c in choices), REFERENCE]}
-
-
-def _list_of(section: str) -> Schema:
-    return {"type": "array", "items": {"$ref": f"#/$defs/{section}"}}

@@ -44,8 +44,10 @@ class GRPOConfig(TrainingProgramConfig):
     @classmethod
     def completed(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Without data.train the environment makes the prompts, if there is one."""
-        data = values.get("data") or {}
-        if isinstance(data, dict) and not data.get("train") and _names_environments(values.get("environment")):
+        data, environment = values.get("data") or {}, values.get("environment")
+        if isinstance(environment, dict):
+            environment = environment.get("name") or environment.get("by_name")
+        if environment and isinstance(data, dict) and not data.get("train"):
             return {**values, "data": {**data, "train": ENVIRONMENT}}
         return values
 
@@ -195,10 +197,3 @@ class GRPOConfig(TrainingProgramConfig):
         yield from contradictions.best_problems(self)
         yield from super().contradictions()
         yield from self.step_problems()
-
-
-def _names_environments(environment: Any) -> bool:
-    """True if this value of `environment`, before validation, names an environment."""
-    if isinstance(environment, dict):
-        return bool(environment.get("name") or environment.get("by_name"))
-    return isinstance(environment, str)

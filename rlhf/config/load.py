@@ -128,10 +128,8 @@ def resolved(values: dict[str, Any], source: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{source}: a value has too many ${{...}} within another. Write values in place.") from None
     except OmegaConfBaseException as error:
-        raise ValueError(
-            f"{error.full_key}: {first_line(error)}. In a value, ${{...}} stands for another key; write \\${{...}} "
-            "where it is text."
-        ) from None
+        remedy = "In a value, ${...} stands for another key; write \\${...} where it is text."
+        raise ValueError(f"{error.full_key}: {first_line(error)}. {remedy}") from None
 
 
 def resolved_yaml(config: Section) -> str:

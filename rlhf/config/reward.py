@@ -260,17 +260,14 @@ class RewardConfig(Section):
         names: dict[str, str] = {}
         for part in self.all_parts:
             if (other := names.setdefault(logged_name(part.name), part.name)) != part.name:
-                raise ValueError(
-                    f"reward: {other} and {part.name} would both be logged as {logged_name(part.name)}. Write one as a "
-                    "relative path, or rename its file."
-                )
+                reason = f"would both be logged as {logged_name(part.name)}"
+                remedy = "Write one as a relative path, or rename its file."
+                raise ValueError(f"reward: {other} and {part.name} {reason}. {remedy}")
         for parts in (self.parts, *self.by_source.values()):
             most = sum(abs(part.weight) for part in parts if not part.is_user_function)
             if most > self.bound:
-                raise ValueError(
-                    f"reward.bound={self.bound:g}: the weights of built-in rewards add up to {most:g}. Lower them, or "
-                    "raise the bound."
-                )
+                reason = f"the weights of built-in rewards add up to {most:g}. Lower them, or raise the bound."
+                raise ValueError(f"reward.bound={self.bound:g}: {reason}")
         for options in (CodeOptions(**part.options) for part in self.all_parts if part.name == "code"):
             if (seconds := WALL_PER_CPU * options.cpu_seconds) >= self.wall_seconds:
                 raise ValueError(

@@ -12,7 +12,7 @@ their thoughts); the log of a rollout keeps the sampled tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +35,8 @@ Tools = Sequence[dict[str, Any]] | None
 KEY = "data.template"
 ASKED, THOUGHT, REPLIED, SAID = "Question 1", "Thought 1", "Reply 1", "Message"  # contents of the openings
 MAX_CHARS_PER_TOKEN = 16
+# Calls that a template accepts, and their arguments: all of a turn, one (Llama 3.1), arguments as text (DeepSeek V3)
+CALL_FORMS: tuple[tuple[int | None, Any], ...] = ((None, {}), (1, {}), (None, "{}"), (1, "{}"))
 LEFT_OUT = "\n[... {:,} characters left out: they do not fit ...]\n"
 REWRITES = (
     "the template writes earlier turns of the assistant otherwise when more follows (it drops their thoughts). "
@@ -87,9 +89,6 @@ class Dialogue:
         Args:
             messages: messages of other roles than the assistant. Tool messages answer its calls in order.
             after: the sampled stop id; None for the template's own.
-
-        Raises:
-            ValueError: the template refuses the messages, or writes no stop token before them.
         """
         stop, ids = self._after_turn(_opening(messages), messages, tools)
         if after not in (None, stop) and stop != self._closing(tools, of_tools=messages[0]["role"] != "tool"):
@@ -117,19 +116,14 @@ class Dialogue:
         return best
 
     def check(self, tools: Tools = None) -> list[str]:
-        """Check that suffixes are append-only with this template and tokenizer; returns warnings.
+        """Returns warnings; ValueError if the template writes no tools, or a suffix is not append-only.
 
         It tries a user's message and, with tools, one and two answers of tools, each after a short and after a longer
         conversation.
-
-        Raises:
-            ValueError: a suffix is not append-only (with the difference), or the template writes no tools.
         """
         if self._template in PLAIN:
-            raise ValueError(
-                f"{KEY}={self._template}: plain text has no turns that could be told apart. Use a chat template "
-                "for rollouts of several turns."
-            )
+            remedy = "Use a chat template for rollouts of several turns."
+            raise ValueError(f"{KEY}={self._template}: plain text has no turns that could be told apart. {remedy}")
         check_has_template(self._template, self._tokenizer, KEY)
         notes = Counter[str]()
         how: dict[str, Any] = {"tools": tools, "arguments": self._arguments, "notes": notes}
@@ -200,7 +194,8 @@ class Dialogue:
     def _texts(self, opening: list[Message], messages: Sequence[Message], tools: Tools) -> tuple[str, str]:
         """The text of an opening, and of it with the new messages and the start of the assistant's next turn."""
         messages, errors = _with_call_ids(messages), list[Exception]()
-        for variant in _variants(opening):
+        for count, arguments in CALL_FORMS:
+            variant = [_with_calls(message, count, arguments) for message in opening]
             try:
                 return self._text(variant, tools), self._text([*variant, *messages], tools, last=True)
             except (ValueError, TypeError) as error:  # the latter: of operators in a template
@@ -268,21 +263,12 @@ def _opening(messages: Sequence[Message]) -> list[Message]:
     return [_user(ASKED), {**turn, "reasoning_content": THOUGHT}]
 
 
-def _variants(opening: list[Message]) -> Iterator[list[Message]]:
-    """The opening, and its calls in other forms: one per turn (Llama 3.1), arguments as text (DeepSeek V3)."""
-    for count, arguments in ((None, {}), (1, {}), (None, "{}"), (1, "{}")):
-        yield [
-            {
-                **message,
-                "tool_calls": [
-                    {**call, "function": {**call["function"], "arguments": arguments}}
-                    for call in message["tool_calls"][:count]
-                ],
-            }
-            if "tool_calls" in message
-            else message
-            for message in opening
-        ]
+def _with_calls(message: Message, count: int | None, arguments: Any) -> Message:
+    """The message with its first `count` calls, with these arguments."""
+    if "tool_calls" not in message:
+        return message
+    calls = [call | {"function": call["function"] | {"arguments": arguments}} for call in message["tool_calls"][:count]]
+    return {**message, "tool_calls": calls}
 
 
 def _with_call_ids(messages: Sequence[Message]) -> list[Message]:

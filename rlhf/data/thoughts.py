@@ -11,7 +11,9 @@ from rlhf.data.templates import template_source
 
 def marks_of(tokenizer: Any, template: TemplateName) -> Marks:
     """The marks of a model's thoughts, for `split_thoughts` and `answer_of`; () if it has none: tags still count."""
-    return marks_in(template_source(template, tokenizer), [token.content for token in _added(tokenizer).values()])
+    return marks_in(
+        template_source(template, tokenizer), [token.content for token in tokenizer.added_tokens_decoder.values()]
+    )
 
 
 def tokens_to_drop(tokenizer: Any, marks: Marks) -> frozenset[int]:
@@ -20,11 +22,6 @@ def tokens_to_drop(tokenizer: Any, marks: Marks) -> frozenset[int]:
     transformers lists only named tokens as special, but a tokenizer drops all that were added as special (gpt-oss).
     """
     written = "\n".join(mark for form in marks for mark in form.begins + form.ends)
-    special = {id: token.content for id, token in _added(tokenizer).items() if token.special}
+    special = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     return frozenset(id for id, text in special.items() if text not in written)
-
-
-def _added(tokenizer: Any) -> dict[int, Any]:
-    added: dict[int, Any] = tokenizer.added_tokens_decoder
-    return added
