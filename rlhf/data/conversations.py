@@ -125,10 +125,8 @@ def pair_conversations(columns: dict[str, Any]) -> tuple[list[Message], list[Mes
     chosen, rejected = (with_system(_side(columns, column), columns) for column in ("chosen", "rejected"))
     for column, side in (("chosen", chosen), ("rejected", rejected)):
         if side[-1]["role"] != "assistant":
-            raise ValueError(
-                f"`{column}` ends with a message of {side[-1]['role']}, and a pair compares answers of the assistant. "
-                "Remove that message, or the row."
-            )
+            reason = "a pair compares answers of the assistant. Remove that message, or the row."
+            raise ValueError(f"`{column}` ends with a message of {side[-1]['role']}, and {reason}")
         if not side[-1]["content"].strip() and not side[-1].get("tool_calls"):
             raise ValueError(f"the answer of `{column}` is empty. Correct or remove the row.")
     if chosen == rejected:
@@ -261,16 +259,12 @@ class SFTEncoder:
     def _plain(self, row: _Row) -> MaskedTokens:
         template = row.template
         if row.turns != [len(row.messages) - 1]:
-            raise ValueError(
-                f"as plain text ({KEY}={template}) a row has one answer, at its end. Use a chat template, or columns "
-                "prompt and completion."
-            )
+            remedy = "Use a chat template, or columns prompt and completion."
+            raise ValueError(f"as plain text ({KEY}={template}) a row has one answer, at its end. {remedy}")
         end = self.tokenizer.eos_token
         if end is None:
-            raise ValueError(
-                f"{KEY}={template}: the tokenizer has no eos token, with which an answer ends. Set "
-                "eos_token in its tokenizer_config.json, or use a chat template."
-            )
+            remedy = "Set eos_token in its tokenizer_config.json, or use a chat template."
+            raise ValueError(f"{KEY}={template}: the tokenizer has no eos token, with which an answer ends. {remedy}")
         render_whole(row.messages, template, self.tokenizer, KEY, {"tools": row.tools}, strict=row.turns)
         prompt = render(row.messages[:-1], template, self.tokenizer)
         texts = [prompt, prompt + row.messages[-1]["content"].removesuffix(end) + end]

@@ -198,15 +198,12 @@ def split_message(message: Message, marks: Marks) -> tuple[str | None, str]:
 def find_form(
     said: Conversation, source: str, marks: Marks, render: Callable[[list[Message], Any], str], strict: Collection[int]
 ) -> Form:
-    """The first form in which a template writes all texts of a conversation.
+    """The first form in which a template writes all texts of a conversation. ValueError if there is none.
 
     Args:
         render: messages and tools of the stand-in -> text.
         strict: indices of messages whose thoughts must be written. Other thoughts, and descriptions of tools, may be
             dropped, as some templates do by design (see `dropped_notes`).
-
-    Raises:
-        ValueError: the template refuses every form, or leaves out texts in each.
     """
     errors, left_out, dropping = list[ValueError](), list[list[str]](), list[Form]()
     for form in _candidates(said, source):

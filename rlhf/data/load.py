@@ -76,9 +76,8 @@ def load_prompts(
         source = Source(key, settings, which, skip=config.on_bad_row == "skip")
         rows = source.read()
         if settings.rows is not None and settings.rows > len(rows):
-            raise ValueError(
-                f"{key}: rows={settings.rows}: {settings.path} has only {len(rows)}. Use at most {len(rows)}, or null."
-            )
+            given = f"{key}: rows={settings.rows}: {settings.path} has only {len(rows)}"
+            raise ValueError(f"{given}. Use at most {len(rows)}, or null.")
         if which == "eval":
             rows = rows[: settings.rows or config.eval_rows]
         prompts = _make_prompts(config, source, rows, tokenizer, has_environment=has_environment, vocab_size=vocab_size)
@@ -185,10 +184,8 @@ def _make_prompts(
     for (row, messages, answer, is_text), text, ids in zip(rendered, texts, token_ids, strict=True):
         with source.leave_out(row):
             if not len(ids) and messages:
-                raise ValueError(
-                    "it has no token: the tokenizer knows none of its characters. Remove the row, or use a tokenizer "
-                    "for this data."
-                )
+                reason = "the tokenizer knows none of its characters. Remove the row, or use a tokenizer for this data."
+                raise ValueError(f"it has no token: {reason}")
             check_ids(ids, vocab_size)
             fields = (answer, label, row.columns, opens_thought(text, marks), is_text)
             prompts.append(Prompt(f"{label}/{row.number}", 0, ids, messages, *fields))

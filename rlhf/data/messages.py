@@ -72,10 +72,8 @@ def with_system(messages: list[Message], columns: Mapping[str, Any]) -> list[Mes
         others = [message for message in messages if message["role"] not in ("system", "developer")]
         return [{"role": "system", "content": text}, *others]
     if not any(text.strip() in content for content in own):
-        raise ValueError(
-            f"`{column}` is {text!r:.60}, and the messages have another system message: {own[0]!r:.60}. Remove one of "
-            "them."
-        )
+        reason = f"and the messages have another system message: {own[0]!r:.60}. Remove one of them."
+        raise ValueError(f"`{column}` is {text!r:.60}, {reason}")
     return messages
 
 
@@ -192,10 +190,8 @@ def messages_in(text: str, column: str) -> list[Any] | None:
     except (ValueError, RecursionError):
         if not TEXT_OF_MESSAGES.match(text):
             return None
-        raise ValueError(
-            f"`{column}` is {text!r:.80}, which looks like messages and is not JSON. Write a list of messages, or its "
-            "JSON text (json.dumps)."
-        ) from None
+        remedy = "Write a list of messages, or its JSON text (json.dumps)."
+        raise ValueError(f"`{column}` is {text!r:.80}, which looks like messages and is not JSON. {remedy}") from None
     names = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
     are_messages = all(isinstance(each, dict) and any(each.keys() >= pair for pair in names) for each in parsed)
     return parsed if are_messages else None
@@ -260,10 +256,8 @@ def _content(content: Any, column: str) -> tuple[str | list[str], list[str]]:
     if isinstance(content, str):
         return content, []
     if not isinstance(content, list | tuple):
-        raise ValueError(
-            f"`{column}` holds a message whose content is {content!r:.80}, not text. Write it as text, an "
-            "object as its JSON text."
-        )
+        remedy = "Write it as text, an object as its JSON text."
+        raise ValueError(f"`{column}` holds a message whose content is {content!r:.80}, not text. {remedy}")
     texts, thoughts = list[str](), list[str]()
     for part in content:
         if isinstance(part, str):

@@ -193,8 +193,7 @@ def truncate_token_id(rollout: RolloutConfig, tokenizer: Any) -> int | None:
 def model_fingerprint(path: str) -> dict[str, str]:
     """Digests of a model's config, tokenizer and weights; empty for files that are not on this machine.
 
-    Weights may have 100 GB and more, so only the size and SAMPLES parts of each file are read. This tells models apart,
-    but does not find damage.
+    Of weights only sizes and SAMPLES parts are read: this tells models apart, but does not find damage.
     """
     folder = local_model_folder(path)
     return {
@@ -238,10 +237,8 @@ def check_weights(path: str) -> None:
         more = f" and {len(absent) - 1} more tensors" if len(absent) > 1 else ""
         raise ValueError(f"{INDEX} names {absent[0]}{more}, which is not there. Download or save the model again.")
     if SINGLE not in headers and (folder / SINGLE).is_file():
-        raise ValueError(
-            f"it holds {SINGLE} and {INDEX}, which does not name it: transformers reads the one, vLLM the other. "
-            "Remove the one that is not the model."
-        )
+        reason = "transformers reads the one, vLLM the other. Remove the one that is not the model."
+        raise ValueError(f"it holds {SINGLE} and {INDEX}, which does not name it: {reason}")
     file_of: dict[str, str] = {}
     for file, names in headers.items():
         for name in names:

@@ -91,10 +91,8 @@ def check_source(source: DatasetConfig, key: str) -> None:
         where = f" under {Path.cwd()}" if problem == MISSING and not path.is_absolute() else ""
         raise ValueError(f"{key}={source.path}: {problem}{where}. Correct the path, or make the file.")
     if path.suffix not in FILE_SUFFIXES:
-        raise ValueError(
-            f"{key}={source.path}: cannot tell how to read a {path.suffix or 'nameless'} file. "
-            f"Convert it to one of {', '.join(FILE_SUFFIXES)}."
-        )
+        reason = f"cannot tell how to read a {path.suffix or 'nameless'} file"
+        raise ValueError(f"{key}={source.path}: {reason}. Convert it to one of {', '.join(FILE_SUFFIXES)}.")
     if path.stat().st_size == 0:
         raise ValueError(f"{key}={source.path}: the file is empty. Give it at least one row.")
 
@@ -173,12 +171,7 @@ class Source(Generic[S]):
         return rows
 
     def stream(self) -> Iterator[Row]:
-        """The rows, one after another. A .jsonl file is read line by line.
-
-        Raises:
-            ValueError: the file is missing or empty, a line is not JSON, a row is not an object, or the hub does not
-                answer.
-        """
+        """The rows, one after another; ValueError if the source or a row cannot be read."""
         check_source(self.settings, self.key)
         path = local_path(self.settings)
         if path is None or path.is_dir():
@@ -204,17 +197,17 @@ class Source(Generic[S]):
     def _parse_line(self, line: bytes, size: int, number: int) -> Any:
         where = self._name(number, "line")
         if size > MAX_ROW_BYTES:
-            raise ValueError(
-                f"{where} has {size:,} bytes, and a row may have {MAX_ROW_BYTES:,}. Is a line end missing? "
-                "Correct or remove it."
+            reason = (
+                f"{size:,} bytes, and a row may have {MAX_ROW_BYTES:,}. Is a line end missing? Correct or remove it."
             )
+            raise ValueError(f"{where} has {reason}")
         return _parse(line.removesuffix(b"\n").removeprefix(BYTE_ORDER_MARK), where, first_line=number)
 
     def _row(self, number: int, columns: Any) -> Row:
         if not isinstance(columns, dict):
+            remedy = 'Write each row as {"question": ..., "answer": ...}.'
             raise ValueError(
-                f"{self._name(number)} is a {type(columns).__name__}, not an object with columns. "
-                'Write each row as {"question": ..., "answer": ...}.'
+                f"{self._name(number)} is a {type(columns).__name__}, not an object with columns. {remedy}"
             )
         return Row(number, columns)
 

@@ -311,7 +311,6 @@ def conversation_ids(
 
     Args:
         key: key of the template in the config, for errors of `render_whole`.
-        arguments: arguments of a chat template.
         trained: the response comes from a row and must be written completely; else the model has sampled it.
         notes: counts parts of messages that the template does not write.
     """
@@ -328,11 +327,7 @@ def conversation_ids(
 def apply_template(
     messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, key: str, options: Mapping[str, Any]
 ) -> Any:
-    """The result of `apply_chat_template` for a conversation: its text, or whatever else `options` ask for.
-
-    Raises:
-        ValueError: the model has no chat template, or its template refuses these messages.
-    """
+    """The text of a conversation, or whatever else `options` ask for; ValueError without a template, or if refused."""
     check_has_template(template, tokenizer, key)
     options = {"chat_template": chat_template(template), "tokenize": False, **options}
     try:
