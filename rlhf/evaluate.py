@@ -30,6 +30,7 @@ from rlhf.config.base import with_home
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import merged
 from rlhf.config.printing import say, to_stderr, waiting
+from rlhf.config.program import with_values
 from rlhf.config.reward import MODEL_PART
 from rlhf.config.sections import UNRESTRICTED
 from rlhf.data.read import config_sources
@@ -143,12 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         contradictions=lambda config: config.sampling_contradictions(), check=problems, complete=complete,
     )  # fmt: skip
     # engines that train nothing need not return experts, nor the tokens that each was sampled from
-    config = config.model_copy(
-        update={
-            "learner": config.learner.model_copy(update={"router_replay": "none"}),
-            "rollout": config.rollout.model_copy(update=UNRESTRICTED),
-        }
-    )
+    config = with_values(config, learner={"router_replay": "none"}, rollout=UNRESTRICTED)
     with waiting("starting: importing torch and Ray"):
         from rich.console import Console
 
@@ -158,8 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from rlhf.run.folder import config_that_trained_on, with_date
 
     config = with_date(config, [config.model.path, *map(with_home, arguments.also or ())])
-    models = {path: config.model.model_copy(update={"path": with_home(path)}) for path in arguments.also or ()}
-    also = {path: config.model_copy(update={"model": model}) for path, model in models.items()}
+    also = {path: with_values(config, model={"path": with_home(path)}) for path in arguments.also or ()}
     with waiting("starting: checking the models of --also"):
         unfit = [input_problems(each, trains=False, with_data=False) for each in also.values()]
     if any(unfit):

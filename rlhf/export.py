@@ -79,6 +79,7 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool, merge: bo
     from rlhf.run.checkpoint_files import MANIFEST, manifest_files
     from rlhf.run.folder import RunFolder
     from rlhf.run.model_card import model_card
+    from rlhf.weights.adapter import write_adapter
 
     cli.check_new_folder(folder)
     state = RunFolder.read_state(checkpoint)
@@ -99,7 +100,7 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool, merge: bo
         elif merge:
             warning = _write_merged(partial, checkpoint, model, start)
         else:
-            warning = _write_adapter(partial, checkpoint, model)
+            warning = write_adapter(partial, _adapter(checkpoint, model), model.lora, base=full_name(model.path))
         if warning:
             say(f"warning: {folder}: {warning}", file=sys.stderr)
         for file in manifest_files((checkpoint / MANIFEST).read_bytes()):
@@ -146,13 +147,6 @@ def _adapter(checkpoint: Path, model: ModelConfig) -> dict[str, Tensor]:
     index = LearnerIndex.read(checkpoint)
     reader, dtype = SliceReader(checkpoint, WEIGHTS, ranks=range(index.ranks)), getattr(torch, model.dtype)
     return {n: reader.read(n, 0, math.prod(shape)).to(dtype).view(shape) for n, shape in index.shapes.items()}
-
-
-def _write_adapter(folder: Path, checkpoint: Path, model: ModelConfig) -> str:
-    from rlhf.weights.adapter import write_adapter
-
-    assert model.lora is not None
-    return write_adapter(folder, _adapter(checkpoint, model), model.lora, base=full_name(model.path))
 
 
 def _check_start(model: ModelConfig, start: Mapping[str, str], why: str, *, remedy: str = "Put that one back.") -> None:

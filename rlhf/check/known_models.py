@@ -110,13 +110,8 @@ ROWS: tuple[tuple[str, tuple[str | int | bool, ...], dict[str, int]], ...] = (
 )  # fmt: skip
 
 
-def _config_of(context: str, values: tuple[str | int | bool, ...], more: dict[str, int]) -> dict[str, Any]:
-    own_context = {"max_position_embeddings": int(context)} if context else {}
-    return dict(zip(KEYS, values, strict=True)) | more | own_context
-
-
 KNOWN_MODELS: dict[str, dict[str, Any]] = {
-    name: _config_of(context, values, more)
+    name: dict(zip(KEYS, values, strict=True)) | more | ({"max_position_embeddings": int(context)} if context else {})
     for names, values, more in ROWS
     for name, _, context in (each.partition("@") for each in names.split())
 }

@@ -17,7 +17,7 @@ from rlhf.check.model_shape import ModelShape
 from rlhf.check.resources import count_gpus, quantity
 from rlhf.config.base import Section
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.program import LOW_ADAPTER_RATE, TrainingProgramConfig
+from rlhf.config.program import LOW_ADAPTER_RATE, TrainingProgramConfig, with_values
 from rlhf.config.sections import LoraConfig
 
 C = TypeVar("C", bound=TrainingProgramConfig)
@@ -37,12 +37,6 @@ AS_SET = "this config"  # in place of keys where none has to change
 class Layout(NamedTuple):
     config: GRPOConfig
     seconds: float
-
-
-def with_values(config: C, **sections: dict[str, Any]) -> C:
-    """A copy of the config with some keys replaced, by section. Does not validate."""
-    update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    return config.model_copy(update=update)
 
 
 def with_trained_values(config: C, **values: Any) -> C:
@@ -106,19 +100,15 @@ def memory_savings(config: GRPOConfig, *, offload: bool) -> Iterator[GRPOConfig]
             yield with_values(with_trained_values(config, offload_optimizer=offload), model=model, cluster=cluster)
 
 
-def microbatch_budgets(config: GRPOConfig) -> dict[int, None]:
-    """Tokens of a microbatch: the configured number, and a smaller one."""
-    budget = config.learner.max_tokens_per_microbatch
-    return dict.fromkeys((budget, min(budget, max(SMALL_MICROBATCH, config.max_sequence_tokens))))
-
-
 def fastest_layout(config: GRPOConfig, shape: ModelShape, gpus: int, kind: str, scale: Scale) -> Layout | str:
     """The fastest layout of a kind that fits, or why the most economical one does not."""
     placement, lag = KINDS[kind]
     base = with_values(config, cluster={"placement": placement}, rollout={"max_policy_lag": lag})
     fitting: list[tuple[bool, Layout]] = []  # whether the layout preempts sequences
     reason = f"{quantity(gpus, 'GPU')} cannot hold whole engines and learners in this way"
-    for offload, tokens in product(dict.fromkeys((config.learner.offload_optimizer, True)), microbatch_budgets(config)):
+    budget = config.learner.max_tokens_per_microbatch
+    budgets = dict.fromkeys((budget, min(budget, max(SMALL_MICROBATCH, config.max_sequence_tokens))))
+    for offload, tokens in product(dict.fromkeys((config.learner.offload_optimizer, True)), budgets):
         if fitting:
             break
         budgeted = with_values(base, learner={"max_tokens_per_microbatch": tokens})

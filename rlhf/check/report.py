@@ -10,12 +10,12 @@ import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlhf.algo.schedules import learning_rate
 from rlhf.algo.sizes import BYTES_PER_CHANGE, MOST_CHANGED
 from rlhf.check.examination import run_models
-from rlhf.check.hours import step_time, time_rows
+from rlhf.check.hours import step_time, time_rows, update_time
 from rlhf.check.layouts import AS_SET, Layout, Search, changed_keys, search_until_fit
 from rlhf.check.memory import (
     BYTES,
@@ -33,7 +33,7 @@ from rlhf.check.model_shape import ModelShape, config_at, read_shape
 from rlhf.check.resources import count_gpus, count_nodes, quantity, with_gpus_here
 from rlhf.check.speed import card_description
 from rlhf.check.start_checks import class_problems, plan_problems, rate_warnings
-from rlhf.check.verdict import Verdict, fit_verdict, supervised_verdict
+from rlhf.check.verdict import fit_verdict
 from rlhf.config.data import ENVIRONMENT, DataConfig, DatasetsConfig, S
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import resolved_yaml
@@ -138,7 +138,8 @@ def make_plan(config: GRPOConfig | SupervisedConfig, refusals: Sequence[str] | N
     if isinstance(config, GRPOConfig):
         problems += arithmetic_problems(config, prompts)
         warnings += idle_warnings(config)
-    first = _problem_lines(problems)
+    label = "would not start: "
+    first = [line for n, text in enumerate(problems) for line in wrapped(" " * len(label) if n else label, text)]
     batches = _batches(config, prompts) if isinstance(config, GRPOConfig) else _example_batches(config, examples)
     sections = [("Batches", batches)]
     if config.run.steps:
@@ -168,30 +169,23 @@ def _memory_sections(
             sections = [("Time, expected", rows(*time_rows(config, time)))]
         return ([] if is_known else wrapped("memory is not known: ", str(error))), sections
     estimates = memory_of_roles(config, shape)
-    verdict: Verdict[Any]
     if isinstance(config, GRPOConfig):
         searched = search_until_fit(config, shape) if config.cluster.device == "cuda" else []
-        verdict = fit_verdict(config, shape, estimates, searched)
+        verdict = fit_verdict(config, shape, estimates, lambda each: step_time(each, shape), searched)
         if verdict.fits and (warning := preemption(config, shape)):
             warnings.append(warning)
-        if verdict.config and (time := step_time(verdict.config, shape)):
+        if isinstance(verdict.config, GRPOConfig) and (time := step_time(verdict.config, shape)):
             title = "Time, expected" if verdict.fits else "Time, expected, in the layout that fits"
             sections.append((title, rows(*time_rows(verdict.config, time))))
         sections.append(("Layouts, seconds per step", _layouts(config, searched)))
     else:
-        verdict = supervised_verdict(config, shape, examples.tokens)
+        verdict = fit_verdict(config, shape, estimates, lambda each: update_time(each, shape, examples.tokens))
     problems += [] if verdict.fits else [verdict.text]
     sections.append(("Memory, estimated", _memory(config, shape, estimates)))
     if isinstance(config, GRPOConfig):
         sections.append(("Weights to the engines, estimated", rows(*transfer_rows(config, shape))))
     lines = [line for text, keys in verdict.sentences for line in wrapped("", text) + [f"  {keys}"] * bool(keys)]
     return lines, sections
-
-
-def _problem_lines(problems: Sequence[str]) -> list[str]:
-    """The lines with the problems that prevent a start."""
-    label = "would not start: "
-    return [line for n, text in enumerate(problems) for line in wrapped(" " * len(label) if n else label, text)]
 
 
 def _hub_names(config: TrainingProgramConfig) -> Iterator[str]:

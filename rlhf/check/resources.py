@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from rlhf.config.cards import CARDS, card_named
-from rlhf.config.program import TrainingProgramConfig
+from rlhf.config.program import TrainingProgramConfig, with_values
 from rlhf.config.roles import Role
 from rlhf.config.sections import LearnersConfig
 
@@ -146,4 +146,4 @@ def with_gpus_here(config: C) -> tuple[C, str]:
         description = f"{description}; this machine: {names}"
         values |= {} if "gpus_per_node" in given else {"gpus_per_node": len(gpus)}
         values |= {"gpu": min(cards, key=lambda name: CARDS[name].tflops)} if cards else {}
-    return config.model_copy(update={"cluster": cluster.model_copy(update=values)}), description
+    return with_values(config, cluster=values), description

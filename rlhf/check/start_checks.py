@@ -21,7 +21,7 @@ from rlhf.config.contradictions import metric_problems
 from rlhf.config.environment import TOOLS
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.printing import to_stderr
-from rlhf.config.program import TrainingProgramConfig
+from rlhf.config.program import TrainingProgramConfig, with_values
 from rlhf.config.roles import LEARNER
 from rlhf.data.model_files import local_model_config
 from rlhf.data.read import Source, check_source, config_sources, local_path
@@ -113,7 +113,7 @@ def _without_hub_data(config: GRPOConfig) -> GRPOConfig:
         which: tuple(source for source in getattr(config.data, which) if source.is_environment or local_path(source))
         for which in ("train", "eval")
     }
-    return config.model_copy(update={"data": config.data.model_copy(update=files)})
+    return with_values(config, data=files)
 
 
 def input_problems(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-from rlhf.check.hours import StepTime, step_time, update_time
+from rlhf.check.hours import StepTime, step_time
 from rlhf.check.layouts import Search, changed_keys, economies, first_problem, search_layouts, with_adapters
 from rlhf.check.memory import (
     GIB,
     RoleMemory,
-    memory_of_roles,
     memory_problems,
     memory_share_on_cpu,
     total,
@@ -25,12 +24,14 @@ from rlhf.config.supervised import SupervisedConfig
 C = TypeVar("C", bound=GRPOConfig | SupervisedConfig)
 
 
-class Verdict(NamedTuple, Generic[C]):
+class Verdict(NamedTuple):
     """Whether a config fits."""
 
     fits: bool
     sentences: list[tuple[str, str]]  # a sentence, and the keys that it announces as one line to paste, if any
-    config: C | None  # the config itself if it fits, else the best layout that fits; the plan shows its hours
+    config: (
+        GRPOConfig | SupervisedConfig | None
+    )  # the config itself if it fits, else the best layout that fits; the plan shows its hours
 
     @property
     def text(self) -> str:
@@ -39,16 +40,24 @@ class Verdict(NamedTuple, Generic[C]):
 
 
 def fit_verdict(
-    config: GRPOConfig, shape: ModelShape, estimates: Sequence[RoleMemory], searched: Sequence[Search]
-) -> Verdict[GRPOConfig]:
-    """Judge the memory of a run. `searched`: the layouts of its GPUs; empty on CPU."""
+    config: C,
+    shape: ModelShape,
+    estimates: Sequence[RoleMemory],
+    time: Callable[[C], StepTime | None],
+    searched: Sequence[Search] = (),
+) -> Verdict:
+    """Judge the memory of a run; `searched` has the layouts of its GPUs, if it has engines and GPUs."""
     problems = list(memory_problems(config, estimates, shape))
     if not problems:
-        fits = f"fits{_needs(config, estimates)}{_hours(config, step_time(config, shape))}."
-        return Verdict(True, [(fits, "")], config)
+        return Verdict(True, [(f"fits{_needs(config, estimates)}{_hours(config, time(config))}.", "")], config)
     refusal = f"does not fit: {'; '.join(problems)}."
     if not searched:
-        return _savings_verdict(config, shape, refusal, lambda each: step_time(each, shape))
+        fitting = next((each for each in economies(config) if first_problem(each, shape) is None), None)
+        if fitting is None:
+            return Verdict(False, [(f"{refusal} {_remedy(config)}", "")], None)
+        sentence = f"{refusal} This fits{_hours(fitting, time(fitting))}:"
+        return Verdict(False, [(sentence, changed_keys(config, fitting))], fitting)
+    assert isinstance(config, GRPOConfig)
     ways = list(_fitting_layouts(config, shape, searched))
     says = [(f"{way}{_hours(layout, step_time(layout, shape))}:", changed_keys(config, layout)) for way, layout in ways]
     if searched[0].best(0):
@@ -59,26 +68,6 @@ def fit_verdict(
         tried = f"up to {searched[-1].gpus} GPUs{adapters}, smaller microbatches"
         return Verdict(False, [(f"{refusal} Also tried: {tried}. {_remedy(config)}", "")], None)
     return Verdict(False, [(f"{refusal} What would fit:", ""), *says], ways[0][1])
-
-
-def supervised_verdict(config: SupervisedConfig, shape: ModelShape, tokens: int) -> Verdict[SupervisedConfig]:
-    """Judge the memory of a run on fixed examples with sequences of `tokens` each on average."""
-    estimates = memory_of_roles(config, shape)
-    problem = next(memory_problems(config, estimates, shape), None)
-    if problem is None:
-        fits = f"fits{_needs(config, estimates)}{_hours(config, update_time(config, shape, tokens))}."
-        return Verdict(True, [(fits, "")], config)
-    refusal = f"does not fit: {problem}."
-    return _savings_verdict(config, shape, refusal, lambda each: update_time(each, shape, tokens))
-
-
-def _savings_verdict(config: C, shape: ModelShape, refusal: str, time: Callable[[C], StepTime | None]) -> Verdict[C]:
-    """The verdict on a config that does not fit, with the first savings that do."""
-    fitting = next((each for each in economies(config) if first_problem(each, shape) is None), None)
-    if fitting is None:
-        return Verdict(False, [(f"{refusal} {_remedy(config)}", "")], None)
-    says = f"{refusal} This fits{_hours(fitting, time(fitting))}:"
-    return Verdict(False, [(says, changed_keys(config, fitting))], fitting)
 
 
 def _remedy(config: TrainingProgramConfig) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from pydantic import ValidationInfo, model_validator
 
@@ -194,3 +194,12 @@ def dtype_problems(config: TrainingProgramConfig, key: str) -> Iterator[str]:
     """A problem if the attention for packed rows does not support the dtype on the device."""
     reason = f"flash attention on packed rows takes bfloat16. Set {key}=bfloat16 (master weights are float32)."
     yield from conflicts(config, {f"{key}=float32 and cluster.device=cuda": reason})
+
+
+C = TypeVar("C", bound=TrainingProgramConfig)
+
+
+def with_values(config: C, **sections: dict[str, Any]) -> C:
+    """A copy of the config with some keys replaced, by section. Does not validate."""
+    update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=update)

@@ -158,9 +158,9 @@ def _setting(runs: Sequence[RunFiles], names: Sequence[str], numbers: Sequence[i
         "shared": min((run.rows[-1]["step"] for run in runs if run.rows), default=0),
         "every": every,
         "steps": steps,
-        "seconds": _numbers(over_seeds(cells("time", began)).mean),
-        "series": {metric: _numbers(line.mean) for metric, line in lines.items()},
-        "bands": {metric: [_numbers(line.low), _numbers(line.high)] for metric, line in lines.items() if several},
+        "seconds": _numbers(over_seeds(cells("time", began))[0]),
+        "series": {metric: _numbers(mean) for metric, (mean, _, _) in lines.items()},
+        "bands": {metric: [_numbers(low), _numbers(high)] for metric, (_, low, high) in lines.items() if several},
     }
 
 

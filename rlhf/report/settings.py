@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,27 +37,21 @@ def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-class OverSeeds(NamedTuple):
-    """Mean over the seeds that have a value at a point, and its interval: [P] each; NaN if no seed has a value."""
-
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-
-
-def over_seeds(values: np.ndarray) -> OverSeeds:
-    """Mean and 95% bootstrap interval over seeds; for two or three seeds, from the lowest to the highest value.
+def over_seeds(values: np.ndarray) -> np.ndarray:
+    """Mean over seeds and its 95% bootstrap interval; for two or three seeds, from the lowest to the highest value.
 
     Args:
         values: [S, P], of S seeds at P points; NaN where a seed has no value.
+
+    Returns:
+        [3, P]: mean, low, high; NaN where no seed has a value.
     """
-    result = OverSeeds(*np.full((3, values.shape[1]), np.nan))
+    result = np.full((3, values.shape[1]), np.nan)
     present = ~np.isnan(values)
     for pattern in np.unique(present, axis=1).T:
         points = (present == pattern[:, None]).all(axis=0)
         seeds = values[np.ix_(pattern, points)]
         if len(seeds):
             interval = (seeds.min(axis=0), seeds.max(axis=0)) if len(seeds) <= FEW else bootstrap_interval(seeds)
-            for column, numbers in zip(result, (seeds.mean(axis=0), *interval), strict=True):
-                column[points] = numbers
+            result[:, points] = seeds.mean(axis=0), *interval
     return result

@@ -22,7 +22,7 @@ from rlhf.config.base import Section, error_text
 from rlhf.config.data import DatasetConfig
 from rlhf.config.load import resolved_yaml, stored_values
 from rlhf.config.printing import as_utf8
-from rlhf.config.program import TrainingProgramConfig
+from rlhf.config.program import TrainingProgramConfig, with_values
 from rlhf.config.references import from_environment
 from rlhf.data.read import is_same_data
 from rlhf.log.patient_files import NEW, PatientFiles
@@ -388,7 +388,7 @@ def with_date(config: C, models: Iterable[str] = (), *, today: datetime.date | N
     runs = (run for path in models for run in _runs_around(path))
     dates = map(_stored_date, runs) if models else map(_date_of_run, [config])
     date = config.data.date or next(filter(None, dates), today or datetime.date.today())
-    return config.model_copy(update={"data": config.data.model_copy(update={"date": date})})
+    return with_values(config, data={"date": date})
 
 
 def _date_of_run(config: TrainingProgramConfig) -> datetime.date | None:

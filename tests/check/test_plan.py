@@ -17,7 +17,6 @@ from byte_tokenizer import byte_tokenizer
 
 from rlhf import evaluate, grpo
 from rlhf.check import resources
-from rlhf.check.layouts import with_values
 from rlhf.check.memory import trained_parameters
 from rlhf.check.model_shape import model_shape
 from rlhf.check.report import first_prompt_text, make_plan
@@ -25,6 +24,7 @@ from rlhf.check.resources import check_resources, count_nodes, local_gpus
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
+from rlhf.config.program import with_values
 from rlhf.config.sections import LoraConfig
 
 ROOT = Path(__file__).parents[2]

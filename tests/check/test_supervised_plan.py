@@ -13,11 +13,11 @@ from rlhf import reward_model, sft
 from rlhf.check import speed
 from rlhf.check.hours import update_time
 from rlhf.check.layouts import first_problem
-from rlhf.check.memory import learner_memory, total
-from rlhf.check.model_shape import read_shape
+from rlhf.check.memory import learner_memory, memory_of_roles, total
+from rlhf.check.model_shape import ModelShape, read_shape
 from rlhf.check.report import Examples
 from rlhf.check.speed import Lengths
-from rlhf.check.verdict import supervised_verdict
+from rlhf.check.verdict import Verdict, fit_verdict
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.reward_model import RewardTrainingConfig
@@ -82,6 +82,9 @@ def test_an_update_takes_the_seconds_of_its_tokens(make: Any) -> None:
 
 
 def test_what_does_not_fit_names_keys_that_do(make: Any) -> None:
+    def supervised_verdict(config: SFTConfig, shape: ModelShape, tokens: int) -> Verdict:
+        return fit_verdict(config, shape, memory_of_roles(config, shape), lambda c: update_time(c, shape, tokens))
+
     shape, config = read_shape("Qwen/Qwen3-8B"), make(SFTConfig, "model.path=Qwen/Qwen3-8B", "run.steps=32")
     ((says, keys),) = supervised_verdict(config, shape, 100).sentences
     assert says.startswith("does not fit: a learner needs ")

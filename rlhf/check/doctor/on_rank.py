@@ -199,16 +199,10 @@ def update(rank: Learner, targets: PolicyTargets, lr: float) -> UpdateReport:
         rank.training, rank.updates_done = training, done
     after = tensor_hashes(rank)
     moved = tuple(name for name in after if after[name] != before[name])
-    return UpdateReport(metrics, moved, len(after), peak_bytes(rank))
-
-
-# --- memory ---
-
-
-def peak_bytes(rank: TrainedRank) -> int:
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if rank.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(rank.device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak_bytes = torch.cuda.max_memory_allocated(rank.device)
+    return UpdateReport(metrics, moved, len(after), peak_bytes)
 
 
 def free_bytes(rank: TrainedRank) -> int:

@@ -21,6 +21,7 @@ from rlhf.check.resources import quantity
 from rlhf.check.start_checks import existing_run_folder, run_folder_problems
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.library_options import changes_numbers
+from rlhf.config.program import with_values
 from rlhf.log.reductions import merge_metrics
 from rlhf.rollout.requests import SamplingSettings
 from rlhf.rollout.sampler import to_rollout
@@ -212,7 +213,6 @@ def _full_microbatches(config: GRPOConfig, ids: np.ndarray) -> tuple[GRPOConfig,
     if config.cluster.device == "cpu":
         budget, longest = min(budget, BUDGET_ON_CPU), min(longest, LONGEST_ON_CPU)
     longest = min(longest, budget)
-    learner = config.learner.model_copy(update={"max_tokens_per_microbatch": budget, "minibatches_per_epoch": 1})
     prompt = max(1, longest - config.rollout.longest)
     mask, zeros = np.arange(longest) >= prompt, np.zeros(longest, np.float32)
     rng, rollouts = np.random.default_rng(0), []
@@ -220,7 +220,8 @@ def _full_microbatches(config: GRPOConfig, ids: np.ndarray) -> tuple[GRPOConfig,
         tokens = rng.choice(ids, longest).astype(np.int32)
         sequence = TokenSequence(tokens, mask, zeros, (VersionSpan(prompt, longest, 0),))
         rollouts.append(Rollout("doctor", 0, sample, (sequence,), "stop"))
-    return config.model_copy(update={"learner": learner}), rollouts
+    learner = {"max_tokens_per_microbatch": budget, "minibatches_per_epoch": 1}
+    return with_values(config, learner=learner), rollouts
 
 
 async def check_microbatch(patient: Patient) -> Finding:
