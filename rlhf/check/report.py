@@ -225,9 +225,6 @@ def wrapped(first: str, text: str) -> list[str]:
     return lines or [first.rstrip()]
 
 
-# --- arithmetic ---
-
-
 def _train_sources(data: DatasetsConfig[S]) -> Iterator[tuple[S, int | None]]:
     """Each source of data.train with its number of rows, None if it is no local file. ValueError if unreadable."""
     for key, source in config_sources(data, "train").items():
@@ -348,9 +345,6 @@ def _learning_rate(config: TrainingProgramConfig) -> list[str]:
     return rows(*lines)
 
 
-# --- placement ---
-
-
 def _placement(config: TrainingProgramConfig, gpu_memory: str) -> list[str]:
     cluster, roles = config.cluster, config.roles()
     if cluster.device == "cpu":
@@ -366,9 +360,6 @@ def _placement(config: TrainingProgramConfig, gpu_memory: str) -> list[str]:
     if isinstance(config, GRPOConfig) and config.cluster.placement == "separate" and not config.rollout.max_policy_lag:
         kinds.append(("rollout.max_policy_lag=0", "engines and learners take turns, so one of the two is always idle"))
     return rows(*kinds)
-
-
-# --- memory ---
 
 
 def _memory(config: TrainingProgramConfig, shape: ModelShape, estimates: Sequence[RoleMemory]) -> list[str]:
@@ -413,9 +404,6 @@ def _parts(title: str, parts: tuple[Part, ...]) -> list[str]:
     return [f"  {title}", *(f"    {name:<40}{size / GIB:8.2f} GiB" for name, size in table)]
 
 
-# --- weight transfer ---
-
-
 def transfer_rows(config: GRPOConfig, shape: ModelShape) -> list[tuple[str, str]]:
     """Bytes and seconds of a weight transfer to the engines: of all weights, and of changes only.
 
@@ -443,9 +431,6 @@ def transfer_rows(config: GRPOConfig, shape: ModelShape) -> list[tuple[str, str]
         held = f"{size / GIB:.2f} GiB per node with engines, {size / config.cluster.learners / GIB:.2f} per learner"
         table.append(("host memory", held))
     return table
-
-
-# --- problems and warnings ---
 
 
 def arithmetic_problems(config: GRPOConfig, prompts: int | str) -> Iterator[str]:

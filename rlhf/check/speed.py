@@ -12,14 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf.check.memory import (
-    BYTES,
-    MASTER_BYTES,
-    MOMENTS_BYTES,
-    kv_cache,
-    layer_activation_bytes,
-    role_parameters,
-)
+from rlhf.check.memory import BYTES, MASTER_BYTES, MOMENTS_BYTES, kv_cache, layer_activation_bytes, role_parameters
 from rlhf.check.model_shape import ModelShape, shape_at
 from rlhf.check.resources import local_resources
 from rlhf.config.cards import CARDS, Card, card_with_memory
@@ -192,9 +185,6 @@ def link_bytes_per_second(config: TrainingProgramConfig) -> float:
     """Bytes/s between learners: the slower link if they are on several nodes."""
     on_one_node = config.cluster.learners <= config.cluster.gpus_per_node
     return NVLINK * relative_rates(config).link if on_one_node else NETWORK
-
-
-# --- host memory ---
 
 
 def host_optimizer_s(config: TrainingProgramConfig) -> float:

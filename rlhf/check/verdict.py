@@ -7,14 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from rlhf.check.hours import StepTime, step_time
 from rlhf.check.layouts import Search, changed_keys, economies, first_problem, search_layouts, with_adapters
-from rlhf.check.memory import (
-    GIB,
-    RoleMemory,
-    memory_problems,
-    memory_share_on_cpu,
-    total,
-    with_article,
-)
+from rlhf.check.memory import GIB, RoleMemory, memory_problems, memory_share_on_cpu, total, with_article
 from rlhf.check.model_shape import ModelShape
 from rlhf.check.resources import quantity
 from rlhf.config.grpo import GRPOConfig
@@ -51,10 +44,11 @@ def fit_verdict(
     if not problems:
         return Verdict(True, [(f"fits{_needs(config, estimates)}{_hours(config, time(config))}.", "")], config)
     refusal = f"does not fit: {'; '.join(problems)}."
+    remedy = f"Use a smaller model, or shorter sequences ({config.sequence_keys})."
     if not searched:
         fitting = next((each for each in economies(config) if first_problem(each, shape) is None), None)
         if fitting is None:
-            return Verdict(False, [(f"{refusal} {_remedy(config)}", "")], None)
+            return Verdict(False, [(f"{refusal} {remedy}", "")], None)
         sentence = f"{refusal} This fits{_hours(fitting, time(fitting))}:"
         return Verdict(False, [(sentence, changed_keys(config, fitting))], fitting)
     assert isinstance(config, GRPOConfig)
@@ -66,12 +60,8 @@ def fit_verdict(
     if not ways:
         adapters = ", adapters" * (config.model.lora is None)
         tried = f"up to {searched[-1].gpus} GPUs{adapters}, smaller microbatches"
-        return Verdict(False, [(f"{refusal} Also tried: {tried}. {_remedy(config)}", "")], None)
+        return Verdict(False, [(f"{refusal} Also tried: {tried}. {remedy}", "")], None)
     return Verdict(False, [(f"{refusal} What would fit:", ""), *says], ways[0][1])
-
-
-def _remedy(config: TrainingProgramConfig) -> str:
-    return f"Use a smaller model, or shorter sequences ({config.sequence_keys})."
 
 
 def _needs(config: TrainingProgramConfig, estimates: Sequence[RoleMemory]) -> str:

@@ -30,16 +30,9 @@ RESPONSE_LINES = 4  # shown of each of the two responses in the live view
 
 
 class Terminal:
-    """The lines of a run, and its live view.
+    """The lines of a run, and its live view; in the first `warmup_steps` only the critic is trained."""
 
-    Args:
-        warmup_steps: number of first steps, in which only the critic is trained.
-
-    Attributes:
-        columns: (title, metric, format) of the columns of a step's line; the last ones are dropped if they do not fit.
-        sampling_waits_for: returns what a step still needs while it is in the phase `sampling`.
-    """
-
+    # title, metric and format of each column of a step's line; the last columns are dropped if they do not fit
     ROLLOUT_COLUMNS = (
         ("reward", "reward/mean", "{:.3f}"),
         ("kl", "policy/kl_k3", "{:.4f}"),
@@ -62,7 +55,7 @@ class Terminal:
         self._running: dict[str, float] = {}  # stages and phases: name -> when it began
         self._began = 0.0  # when the first step did
         self._progress: tuple[str, int, int] | None = None
-        self.sampling_waits_for: Callable[[], str] | None = None
+        self.sampling_waits_for: Callable[[], str] | None = None  # what a step still needs in the phase `sampling`
         self._values: dict[str, Any] = {}
         self._evaluation = ""
         self._responses: Sequence[Row] = ()

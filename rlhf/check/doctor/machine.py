@@ -30,9 +30,6 @@ PROMPTS_PER_SOURCE = 8
 SET_UP = "make setup (make setup-gpu on GPUs), in a new environment if need be"
 
 
-# --- versions ---
-
-
 async def check_versions(_: Patient) -> Finding:
     """Compare installed versions with the ranges of pyproject.toml, as the metadata of the package holds them."""
     from packaging.requirements import Requirement
@@ -70,9 +67,6 @@ def _package_problem(requirement: Requirement) -> str:
     if not requirement.specifier.contains(version, prereleases=True):
         return f"{requirement.name} {version} is not in {requirement.specifier}"
     return ""
-
-
-# --- checks of a run's start ---
 
 
 async def check_config(patient: Patient) -> Finding:

@@ -51,9 +51,6 @@ PEAK_FACTOR = 1.25  # times --plan's estimate: a peak above it shows that the es
 LITTLE_MEMORY = 0.05  # of the host's memory
 
 
-# --- start and agreement ---
-
-
 async def check_start(patient: Patient) -> Finding:
     """Start Ray, engines and learners of the config; later checks use them."""
     from rlhf.cluster.cluster import Cluster
@@ -87,9 +84,6 @@ async def check_agreement(patient: Patient) -> Finding:
     )
 
 
-# --- kernels ---
-
-
 async def check_kernels(patient: Patient) -> Finding:
     """The kernels of every learner, forward and backward, against float32.
 
@@ -119,9 +113,6 @@ async def check_kernels(patient: Patient) -> Finding:
         remedy = "make setup-gpu; a kernel of another build or version computes something else here"
         return Finding("fail", text, remedy)
     return Finding("ok", text)
-
-
-# --- updates ---
 
 
 def _targets(batch: StepBatch, old: np.ndarray) -> PolicyTargets:
@@ -204,9 +195,6 @@ async def check_cycle(patient: Patient) -> Finding:
     return Finding("ok", text)
 
 
-# --- memory of a microbatch ---
-
-
 def _full_microbatches(config: GRPOConfig, ids: np.ndarray) -> tuple[GRPOConfig, list[Rollout]]:
     """A config with one minibatch, and its rollouts: full microbatches of the longest sequences, drawn from `ids`."""
     budget, longest = config.learner.max_tokens_per_microbatch, config.max_sequence_tokens
@@ -247,9 +235,6 @@ async def check_microbatch(patient: Patient) -> Finding:
     if peak > PEAK_FACTOR * planned:
         return Finding("warn", text, "--plan estimates too little here: report it, with this table")
     return Finding("ok", text)
-
-
-# --- disk and host memory ---
 
 
 async def check_checkpoint(patient: Patient) -> Finding:
