@@ -182,7 +182,7 @@ def _collections(gold: Node, answer: Node) -> bool | None:
         return False
     named = [_names_different_things(node) for node in (gold, answer)]
     if all(named):
-        return _in_any_order(gold.args, answer.args, _same_labelled)
+        return _in_any_order(gold.args, answer.args, lambda g, a: all(same(g.args[i], a.args[i]) for i in (0, -1)))
     if any(named):
         return _in_order(_values(gold), _values(answer))
     lists = [_values(gold), _values(answer)]
@@ -196,10 +196,6 @@ def _names_different_things(node: Node) -> bool:
     equations = [item.args[0] for item in node.args if item.kind == "relation" and item.name == "="]
     names = [label.name.partition("_")[0] if label.kind == "sym" else label for label in filter(is_label, equations)]
     return node.kind in ("set", "list") and 1 < len(names) == len(set(names)) == len(node.args)
-
-
-def _same_labelled(gold: Node, answer: Node) -> bool:
-    return same(gold.args[0], answer.args[0]) and same(gold.args[-1], answer.args[-1])
 
 
 def _values(node: Node) -> list[Node]:

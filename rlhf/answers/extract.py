@@ -139,10 +139,7 @@ def extract(text: str, steps: Sequence[str], prompt: str = "") -> str | None:
 
 
 def without_markdown(text: str) -> str:
-    """The text without the marks of bold, italics, code, quotes and lists, and without a remark after the answer.
-
-    Only the end of a very long text is kept.
-    """
+    """The text, or its end, without marks of bold, italics, code, quotes, lists, and a remark after the answer."""
     text = REMARK.sub("", text[-TAIL_CHARACTERS:])
     if bold := BOLD_ANSWER.search(text, max(0, len(text) - LAST_LINE)):
         unit = MEASURE.match(text, bold.end())

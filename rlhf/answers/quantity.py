@@ -15,10 +15,7 @@ MIN_ROUNDED_DIGITS = 6  # a decimal with at least this many significant digits m
 
 
 def same_quantity(gold: Node, answer: Node) -> bool:
-    """Whether two numbers or expressions are equal; a unit or per cent sign may be missing on one side.
-
-    Raises UnsupportedError when one of them is not an expression.
-    """
+    """Whether two expressions are equal; one may lack its unit or per cent sign. Raises UnsupportedError for others."""
     gold_value, gold_unit = _measured(gold)
     answer_value, answer_unit = _measured(answer)
     if gold_unit.startswith("mod ") and answer_unit.startswith("mod "):

@@ -67,7 +67,7 @@ class StartedEnvironments(Environments, contextlib.AbstractContextManager["Start
             with contextlib.suppress(*[] if self.tools else [ValueError]):  # coroutines may have none
                 tool_parser = tool_parser_of(template_source(data.template, tokenizer), config.rollout.tool_parser)
             self.warnings = (*dialogue.check(self.tools), *self.hosts.warnings)
-            opened.pop_all()
+            self.close = opened.pop_all().close  # ends every process
         marks = marks_of(tokenizer, data.template)
         parsing = Parsing(tool_parser, tuple(self.tools), data.chat_template_kwargs, marks)
         self.spread = Spread(self.hosts, say)
@@ -105,12 +105,6 @@ class StartedEnvironments(Environments, contextlib.AbstractContextManager["Start
         if len(prompt.token_ids):
             return prompt
         return replace(prompt, token_ids=self.dialogue.prompt([{"role": "user", "content": "Begin."}]).astype(np.int32))
-
-    def close(self) -> None:
-        """End every process."""
-        self.hosts.close()
-        if self._endpoint is not None:
-            self._endpoint.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
