@@ -139,9 +139,8 @@ class Server:
         """Whether the message belongs to a session with blocking calls."""
         if "environment" in message:
             environment = self._environments[message["environment"]]
-            return isinstance(environment, Program) or (
-                isinstance(environment, Environment) and bool(environment.blocking)
-            )
+            is_blocking = isinstance(environment, Environment) and bool(environment.blocking)
+            return isinstance(environment, Program) or is_blocking
         return not self._tasks
 
     def run_alone(self, message: Mapping[str, Any], loop: asyncio.AbstractEventLoop) -> None:
