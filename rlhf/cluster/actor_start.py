@@ -27,11 +27,8 @@ ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}  # torch's setting
 async def create(role: Role, cluster: LearnersConfig, *, guests: Sequence[Role] = ()) -> ActorGroup[Any]:
     """Reserve the resources of a role and create its actors; they have loaded nothing yet.
 
-    Args:
-        guests: for learners: the roles that will share their GPUs, and so need CPUs in their bundles.
-
-    Raises:
-        ClusterError: the resources were not free within the deadline. Nothing stays reserved.
+    `guests`: for learners: the roles that will share their GPUs, and so need CPUs in their bundles.
+    If the resources were not free within the deadline, a ClusterError is raised, and nothing stays reserved.
     """
     # Any learner may be the first of an engine, whose actor then joins that learner's bundle. So all bundles are equal.
     shared = sum(guest.cpus * guest.count / role.count for guest in guests)
@@ -106,8 +103,7 @@ def shared_cores(rank: Location, trained: Sequence[Location]) -> int:
 def environment_of(role: str, config: TrainingProgramConfig, *, sockets: str | None) -> dict[str, str]:
     """The environment variables of an actor, which libraries read when they are imported.
 
-    Args:
-        sockets: the folder for vLLM's sockets; None: its own choice.
+    `sockets`: the folder for vLLM's sockets; None: its own choice.
     """
     environment = {
         "VLLM_LOGGING_LEVEL": config.logging.level.upper(),

@@ -41,24 +41,15 @@ class LostError(ClusterError):
 
 @dataclass(frozen=True)
 class Location:
-    """Where an actor runs.
-
-    Attributes:
-        actor, node: their ids in Ray.
-        host: the address of the node.
-        process: its process id.
-        port: a port that is free on the node.
-        gpu_ids: the GPUs that Ray assigned to it.
-        cores: CPU cores of the node that the process may use, whatever it has reserved.
-    """
+    """Where an actor runs; `actor` and `node` are their ids in Ray."""
 
     actor: str
     node: str
-    host: str
+    host: str  # the address of the node
     process: int
-    port: int
-    gpu_ids: tuple[str, ...]
-    cores: int
+    port: int  # free on the node
+    gpu_ids: tuple[str, ...]  # assigned by Ray
+    cores: int  # of the node that the process may use, whatever it has reserved
 
 
 class HostedActor:
@@ -127,8 +118,7 @@ async def wait_for(
 
     A ValueError of the actor is raised unchanged: it is a message for the user.
 
-    Args:
-        homes: actor id -> the actor's name and node, for the message when it is gone; Ray often names neither.
+    `homes`: actor id -> the actor's name and node, for the message when it is gone; Ray often names neither.
     """
     try:
         # asyncio.wait_for of Python 3.11 swallows a cancellation that comes with the result, and leaves the error of a
@@ -159,8 +149,7 @@ class _Recorder:
 
 def record_call(ask: Callable[[Any], Any]) -> tuple[Any, ...]:
     """The name of the method that `ask` calls on its argument, then the arguments; they are positional."""
-    request: tuple[Any, ...] = ask(_Recorder())
-    return request
+    return ask(_Recorder())
 
 
 def put(value: T) -> T:
@@ -169,21 +158,14 @@ def put(value: T) -> T:
 
 
 class ActorGroup(Generic[Hosted]):
-    """Actors of one kind, called together; the order of `actors` is the order of ranks.
-
-    Attributes:
-        locations: the location of each actor; empty until they are located.
-        bundles: the bundle of each actor, by its number in a placement group of Ray.
-        reservation: that placement group; None if another group owns it.
-        absent: ranks whose actors are lost and not replaced yet.
-    """
+    """Actors of one kind, called together; the order of `actors` is the order of ranks."""
 
     def __init__(self, name: str, actors: list[Any], *, deadline_s: float) -> None:
         self.name, self.actors, self.deadline_s = name, actors, deadline_s
-        self.locations: list[Location] = []
-        self.bundles: list[int] = []
-        self.reservation: PlacementGroup | None = None
-        self.absent: set[int] = set()
+        self.locations: list[Location] = []  # of each actor; empty until they are located
+        self.bundles: list[int] = []  # of each actor, by its number in a placement group of Ray
+        self.reservation: PlacementGroup | None = None  # that placement group; None if another group owns it
+        self.absent: set[int] = set()  # ranks whose actors are lost and not replaced yet
         self.built = False
 
     @property
@@ -243,14 +225,11 @@ class ActorGroup(Generic[Hosted]):
     async def _gather(self, answers: list[Any], what: str, deadline_s: float | None) -> list[Any]:
         what, deadline_s = f"{self.name}.{what}", deadline_s or self.deadline_s
         try:
-            results: list[Any] = await wait_for(
-                asyncio.gather(*answers), what=what, deadline_s=deadline_s, homes=self.homes
-            )
+            return await wait_for(asyncio.gather(*answers), what=what, deadline_s=deadline_s, homes=self.homes)
         except ClusterError as error:
             if " is lost: " not in str(error) and (lost := await self._lost()):
                 raise LostError(f"{what} failed: {', '.join(lost)} is lost: {error}") from error
             raise
-        return results
 
     async def _lost(self) -> list[str]:
         """The names of dead actors: when a rank dies, a broken connection of another rank often fails first."""
@@ -266,8 +245,7 @@ class ActorGroup(Generic[Hosted]):
         """Let each actor close, then kill it; during start-up, kill it with its child processes."""
         with contextlib.suppress(ClusterError, ValueError):
             if self.built:
-                group: ActorGroup[Any] = self
-                await group.call(lambda hosted: hosted.close(), deadline_s=END_S)
+                await self._gather([a.call.remote("close") for a in self.present], "close", END_S)
             elif hasattr(self.actors[0], "end_children"):
                 await self._gather([a.end_children.remote() for a in self.actors], "end_children", END_S)
         for actor in self.actors:

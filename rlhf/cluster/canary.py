@@ -91,8 +91,7 @@ class Canary:
     async def measure_noise(self) -> None:
         """Sample the sequences, and measure the rounding error with the weights of model.path, which both sides have.
 
-        Raises:
-            ClusterError: learner and engine differ by more than rounding, or the run cannot be deterministic.
+        ClusterError if learner and engine differ by more than rounding, or the run cannot be deterministic.
         """
         sampled = await asyncio.gather(*(self._sample_response(prompt) for prompt in self._prompts))
         self.sequences = [np.concatenate([start, completion.token_ids]) for start, completion in sampled]
@@ -105,12 +104,9 @@ class Canary:
             self.tolerance = max(self.tolerance, LATER_FACTOR * measured)
 
     async def _judge(self, by_engine: Sequence[Logprobs], problem: str, *, limit: float = 0.0) -> float:
-        """The engines' difference from the learner's float32 pass; ClusterError if it exceeds the rounding error.
+        """The engines' difference from the learner's float32 pass; ClusterError if it exceeds rounding and `limit`.
 
         The bounds of later checks follow from this measurement.
-
-        Args:
-            limit: differences below it are allowed in any case.
         """
         exact, rounded = await self._exact_and_rounded()
         noise = max(_difference(exact, rounded)[0], self._engine_noise)

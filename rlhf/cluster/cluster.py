@@ -51,11 +51,6 @@ class Cluster:
         trains: False starts only the engines, for an evaluation.
         compare_nodes: False lets nodes with other versions take part.
         watch_stage: a context around each stage of the start.
-
-    Attributes:
-        before_end: called before the task that uses the cluster is cancelled, so that no other task keeps a lock.
-        lost: why Ray has ended; empty while it runs.
-        shares_gpus: engines and critics are on the GPUs of the learners, and take turns with them.
     """
 
     def __init__(
@@ -69,9 +64,11 @@ class Cluster:
     ) -> None:
         self.config, self.first_step, self.trains, self.watch_stage = config, first_step, trains, watch_stage
         self.roles = config.roles(trains=trains)
+        # engines and critics are on the GPUs of the learners, and take turns with them
         self.shares_gpus = trains and getattr(config.cluster, "placement", "separate") == "colocated"
         self.checkpoints = RoleCheckpoints(self.trained)
-        self.lost = ""
+        self.lost = ""  # why Ray has ended; empty while it runs
+        # called before the task that uses the cluster is cancelled, so that no other task keeps a lock
         self.before_end: Callable[[], object] = lambda: None
         self._compare_nodes = compare_nodes
         self._groups: dict[str, ActorGroup[Any]] = {}  # by role
@@ -234,8 +231,7 @@ class Cluster:
     async def start_another(self, role_name: str, rank: int, *, version: int) -> ActorGroup[Any]:
         """Start a replacement for an actor. Returns a group of one, which has the weights of model.path.
 
-        Args:
-            version: version of the weights that the other actors have.
+        `version`: version of the weights that the other actors have.
         """
         config, old = self.config.cluster, self.group(role_name)
         (role,) = (role for role in self.roles if role.name == role_name)

@@ -39,10 +39,6 @@ class EngineRecovery:
         join: puts a started engine at its rank, and sends it the current weights.
         fail: called with the error if an engine cannot be replaced.
         min_engines: sampling waits while fewer engines than this are ready (`cluster.min_engines`).
-
-    Attributes:
-        lost: number of engines lost since the last transfer.
-        unverified: ranks whose new engine has not been compared with the learner yet.
     """
 
     def __init__(
@@ -54,7 +50,8 @@ class EngineRecovery:
         fail: Callable[[Exception], None],
         min_engines: int,
     ) -> None:
-        self.lost, self.unverified = 0, set[int]()
+        self.lost = 0  # engines since the last transfer
+        self.unverified = set[int]()  # ranks whose new engine has not been compared with the learner yet
         self._engines, self._start, self._join, self._fail = engines, start, join, fail
         self._min_engines, self._allowed = min_engines, 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -101,8 +98,7 @@ class EngineRecovery:
     async def next_engine(self, in_flight: Sequence[int], prefer: int | None = None) -> int:
         """The ready engine with the fewest requests; waits while too few are ready.
 
-        Args:
-            prefer: chosen unless it has over twice as many requests; its cache then saves less than the queue costs.
+        `prefer`: chosen unless it has over twice as many requests; its cache then saves less than the queue costs.
         """
         while True:
             ready = set(range(len(in_flight))) - self._engines.absent - self.unverified

@@ -38,27 +38,22 @@ async def started_engines(
 
 
 class Engines:
-    """The engines of a cluster that has started; an async context, which connects learners and engines.
-
-    Attributes:
-        group: their actors.
-        meter: counts sampled tokens and busy seconds.
-        transfer_metrics: metrics of the last transfer; empty unless weights.transfer=delta.
-    """
+    """The engines of a cluster that has started; an async context, which connects learners and engines."""
 
     def __init__(self, cluster: Cluster, config: GRPOConfig) -> None:
-        self.cluster, self.meter = cluster, BusyMeter()
+        self.cluster = cluster
+        self.meter = BusyMeter()  # counts sampled tokens and busy seconds
         self.group: ActorGroup[RolloutEngine] = cluster.group(ENGINE)
         self._run_config, self._config = config, config.cluster
         self._max_restarts = config.run.max_restarts
-        self.transfer_metrics: dict[str, float] = {}
+        self.transfer_metrics: dict[str, float] = {}  # of the last transfer; empty unless weights.transfer=delta
         self._in_flight = [0] * len(self.group.actors)
         self._asleep = False
         self._version = cluster.first_step  # of the weights that they have
         self._connected: list[Any] = []  # the engines of the present transfer group
         self._recovery = EngineRecovery(
             self.group,
-            start=self._start_another,
+            start=lambda rank: cluster.start_another(ENGINE, rank, version=self._version),
             join=self._join,
             fail=cluster.end_with,
             min_engines=config.cluster.min_engines,
@@ -231,9 +226,6 @@ class Engines:
     async def stop_replacing(self) -> None:
         """Stop replacing engines, since nothing more is sampled."""
         await self._recovery.close()
-
-    async def _start_another(self, rank: int) -> ActorGroup[RolloutEngine]:
-        return await self.cluster.start_another(ENGINE, rank, version=self._version)
 
     async def _join(self, rank: int, new: ActorGroup[RolloutEngine]) -> None:
         """Send a new engine the weights that the others have, once the learners hold them; then it may sample."""

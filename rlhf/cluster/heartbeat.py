@@ -65,7 +65,6 @@ async def _look_at(node: str, actors: list[int], kill: list[int]) -> list[int]:
     if node == ray.get_runtime_context().get_node_id():
         return await asyncio.to_thread(stopped_processes, actors, kill)
     try:
-        stopped: list[int] = await call_on_node(node, stopped_processes, actors, kill, deadline_s=ANSWER_S)
+        return await call_on_node(node, stopped_processes, actors, kill, deadline_s=ANSWER_S)
     except (TimeoutError, ray.exceptions.RayError):
         return []
-    return stopped

@@ -27,21 +27,17 @@ FIRST_POLL_S, LAST_POLL_S = 0.05, 2.0  # seconds between two checks whether the 
 
 
 class RankGroup(ActorGroup[Hosted]):
-    """The ranks of one module. `start_step` comes first in every step; rows and tokens are numbered as in its batch.
+    """The ranks of one module. `start_step` comes first in every step; rows and tokens are numbered as in its batch."""
 
-    Attributes:
-        weights_lock: held while the weights change, and from a transfer to the end of its comparison with the engines.
-            Otherwise a new engine could be compared with other weights than it was sent.
-        updated_since_send: whether an update has begun since the last transfer to the engines.
-        shared: [S] int64, rank after rank: how many leading tokens each sequence shares with the previous one.
-    """
-
-    shared: np.ndarray
+    shared: np.ndarray  # [S] int64, rank after rank: leading tokens that each sequence shares with the previous one
     _tokens: PackedTokens
 
     def __init__(self, name: str, actors: list[Any], *, deadline_s: float) -> None:
         super().__init__(name, actors, deadline_s=deadline_s)
-        self.weights_lock, self.updated_since_send = asyncio.Condition(), False
+        # Held while the weights change, and from a transfer to the end of its comparison with the engines. Otherwise a
+        # new engine could be compared with other weights than it was sent.
+        self.weights_lock = asyncio.Condition()
+        self.updated_since_send = False  # whether an update has begun since the last transfer to the engines
         self._epochs: Sequence[Sequence[Minibatch]] = ()
 
     @property

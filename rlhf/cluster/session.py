@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import ray
@@ -58,14 +59,10 @@ def spare_loopback() -> None:
 
 
 class RaySession:
-    """Ray from `ray.init` until its processes and files are gone.
-
-    Attributes:
-        temp: Ray's folder if the cluster was started here; None if a running cluster was joined.
-    """
+    """Ray from `ray.init` until its processes and files are gone."""
 
     def __init__(self) -> None:
-        self.temp: str | None = None
+        self.temp: str | None = None  # Ray's folder if the cluster was started here, not joined
         self._guard: subprocess.Popen[bytes] | None = None
         self._watched: dict[str, psutil.Process] = {}  # of PARTS, those on this machine
         spare_loopback()  # before environments start: their processes get these variables too
@@ -195,8 +192,7 @@ class RaySession:
     def keep_logs(self, error: BaseException | None, run: Path, actors: Mapping[str, str]) -> None:
         """After a failure, copy the output of the actors into the run folder, and add notes with the cause to `error`.
 
-        Args:
-            actors: process id -> the name of the actor.
+        `actors`: process id -> the name of the actor.
         """
         if not (isinstance(error, ClusterError) and self.temp):
             return
@@ -247,15 +243,8 @@ def error_in_logs(texts: Mapping[str, str]) -> str:
     return ""
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """A context in which an attribute of a module has another value."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+def _do_nothing(_: Any, **__: Any) -> None:
+    """In place of a function of Ray."""
 
 
 @contextlib.contextmanager
@@ -263,14 +252,10 @@ def _own_sigterm_handler() -> Iterator[None]:
     """A context for ray.init, which sets handlers (Python, C++) that end the program before it can clean up."""
     ours = signal.getsignal(signal.SIGTERM)
     try:
-        with _replaced(ray._private.utils, "set_sigterm_handler", lambda _: None):
+        with mock.patch.object(ray._private.utils, "set_sigterm_handler", _do_nothing):
             yield
     finally:
         signal.signal(signal.SIGTERM, ours)
-
-
-def _starts_nothing(_self: Any, **_: Any) -> None:
-    """In place of a method that starts a process of Ray."""
 
 
 @contextlib.contextmanager
@@ -287,11 +272,11 @@ def _own_cluster(folder: str) -> Iterator[None]:
     os.environ.update(variables)
     try:
         with (
-            _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
-            _replaced(services, "ConsolePopen", new_session),
-            _replaced(Node, "start_api_server", _starts_nothing),
-            _replaced(Node, "start_log_monitor", _starts_nothing),
-            _replaced(Node, "start_monitor", _starts_nothing),
+            mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False),
+            mock.patch.object(services, "ConsolePopen", new_session),
+            mock.patch.multiple(
+                Node, start_api_server=_do_nothing, start_log_monitor=_do_nothing, start_monitor=_do_nothing
+            ),
         ):
             yield
     finally:
