@@ -90,8 +90,7 @@ class _Norm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[..., H] over the root of its mean square, rounded, times weight [H]; both of the same type."""
-    normed: Tensor = _Norm.apply(x, weight, eps)
-    return normed
+    return _Norm.apply(x, weight, eps)
 
 
 # --- rotary positions: (a, b) -> (a cos - b sin, b cos + a sin), with a and b the halves of a head ---
@@ -150,8 +149,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[1, heads, U, d] with each head turned by its token's angles; cos and sin [1, U, d], all of the same type."""
-    rotated: Tensor = _Rotary.apply(x, cos, sin)
-    return rotated
+    return _Rotary.apply(x, cos, sin)
 
 
 # --- the gated product of an MLP: silu(gate) up ---
@@ -201,8 +199,7 @@ class _Gated(torch.autograd.Function):
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate), rounded, times up; the same shape and type."""
-    product: Tensor = _Gated.apply(gate, up)
-    return product
+    return _Gated.apply(gate, up)
 
 
 # --- tiles of logits; y is a product of the head, z = y SLOPE or cap tanh(y SLOPE temperature / cap) / temperature ---

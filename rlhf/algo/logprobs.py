@@ -174,8 +174,7 @@ class Head:
             return torch.mm(a, b, out=out) if out is not None else a @ b
         if self.on_gpu:
             options: dict[str, Any] = {} if out is None else {"out": out}
-            product: Tensor = torch.mm(a, b, out_dtype=self.logits.dtype, **options)
-            return product
+            return torch.mm(a, b, out_dtype=self.logits.dtype, **options)
         if out is None:
             return a @ b
         return out.copy_(torch.mm(a, b, out=_view(self.product, (out.shape[0], out.shape[1]))))

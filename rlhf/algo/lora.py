@@ -24,9 +24,7 @@ A, B = "lora_A", "lora_B"  # the parameters of an adapter: names in the model, a
 class AdaptedLinear(nn.Linear):
     """A linear layer with an adapter: `lora_A` [r, in] and `lora_B` [out, r], of the type of the frozen weight.
 
-    Attributes:
-        scale: s, alpha / r.
-        adapts: False computes the layer as it was loaded, bit for bit.
+    `scale`: s, alpha / r. With `adapts` False, the layer computes as it was loaded, bit for bit.
     """
 
     def __init__(self, base: nn.Linear, *, rank: int, scale: float, seed: int) -> None:

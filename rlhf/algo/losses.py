@@ -27,20 +27,14 @@ DPPO_MAX_RATIO = 20.0  # as the implementation of dppo_tv in verl
 
 
 class PolicyLossTerms(NamedTuple):
-    """Per token, all [T] and 0 or False outside of the mask.
+    """Per token, all [T] and 0 or False outside of the mask."""
 
-    Attributes:
-        loss: to be minimized; carries the gradient.
-        ratio: pi / pi_old as the loss used it (gspo: one value per sequence), without gradient.
-        clipped: the token's loss is that of the clipped ratio: its gradient is zero (ppo, gspo), its weight was cut
-            (cispo), or it was left out (dppo_tv). Never for sapo.
-        dual_clipped: the token's loss is the bound of the dual clip; its gradient is zero.
-    """
-
-    loss: Tensor
-    ratio: Tensor
+    loss: Tensor  # to be minimized; carries the gradient
+    ratio: Tensor  # pi / pi_old as the loss used it (gspo: one value per sequence), without gradient
+    # The token's loss is that of the clipped ratio: its gradient is zero (ppo, gspo), its weight was cut (cispo), or it
+    # was left out (dppo_tv). Never for sapo.
     clipped: Tensor
-    dual_clipped: Tensor
+    dual_clipped: Tensor  # the token's loss is the bound of the dual clip; its gradient is zero
 
 
 def policy_loss(
@@ -158,19 +152,12 @@ def value_loss(
 
 
 class ImportanceWeights(NamedTuple):
-    """Correction for the difference between the learner's policy and the engine's.
+    """Correction for the difference between the learner's policy and the engine's."""
 
-    Attributes:
-        weights: [T], 0 outside of the mask; they multiply the per-token policy loss.
-        outside: [T] bool, the ratio is beyond a bound: it was cut (truncated) or the token left out (masked).
-        samples: number of ratios, of tokens or (level `sequence`) of responses.
-        ratio_sum, ratio_square_sum: scalars, of the ratios before any cap, for `EffectiveSampleFraction`.
-    """
-
-    weights: Tensor
-    outside: Tensor
-    samples: Tensor
-    ratio_sum: Tensor
+    weights: Tensor  # [T], 0 outside of the mask; they multiply the per-token policy loss
+    outside: Tensor  # [T] bool, the ratio is beyond a bound: it was cut (truncated) or the token left out (masked)
+    samples: Tensor  # number of ratios, of tokens or (level `sequence`) of responses
+    ratio_sum: Tensor  # scalar, of the ratios before any cap, for `EffectiveSampleFraction`
     ratio_square_sum: Tensor
 
 
@@ -244,10 +231,8 @@ def geometric_outside(
     long responses are not masked for their length (verl's geometric rejection `seq_mean_k1`, whose authors' paper on
     masks of whole sequences is arXiv:2512.23075; that paper bounds the largest divergence of a token).
 
-    Args:
-        old_logprobs, rollout_logprobs: [T], from the learner and as the engine reported them.
-        response_mask: [T] bool. cu_seqlens: [S+1].
-        low, high: bounds of the ratio, at most 1 and at least 1.
+    The first arguments are those of `importance_weights`; `low` and `high` are bounds of the ratio, at most and at
+    least 1.
     """
     log_ratio = masked(old_logprobs, response_mask) - masked(rollout_logprobs, response_mask)
     means = segment_means(log_ratio, response_mask, cu_seqlens)
@@ -272,10 +257,8 @@ def off_policy_outside(
     sampled is the engine's, so a difference between engine and learner counts as much as what updates changed, as in
     TRL's `get_off_policy_mask`.
 
-    Args:
-        logprobs, advantages: [T], of this update. rollout_logprobs: [T], as the engine reported them.
-        response_mask: [T] bool. cu_seqlens: [S+1].
-        threshold: nats per token, above 0.
+    logprobs and advantages [T] are those of this update, the other tensors as in `importance_weights`. `threshold`:
+    nats per token, above 0.
     """
     difference = masked(rollout_logprobs, response_mask) - masked(logprobs, response_mask)
     means = segment_means(difference, response_mask, cu_seqlens)

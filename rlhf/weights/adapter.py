@@ -102,8 +102,7 @@ def write_for_engine(folder: Path, file: bytes, layers: Sequence[str], lora: Lor
 class AdapterSender:
     """The learner's end. Only rank 0 sends; the others take part in gathering.
 
-    Args:
-        tensors: yields the whole tensors of the adapter by their names in the model; iterating may be a collective.
+    `tensors`: yields the whole tensors of the adapter by their names in the model; iterating may be a collective.
     """
 
     def __init__(

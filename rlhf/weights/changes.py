@@ -115,8 +115,7 @@ class Changes:
     def patches(self, counts: Tensor) -> Iterator[tuple[int, Tensor]]:
         """On rank 0: (number of the bucket, patch) of all ranks. The other ranks send theirs meanwhile.
 
-        Args:
-            counts: the result of `count`; no weight may have changed since.
+        `counts`: the result of `count`; no weight may have changed since.
         """
         parts = self._source.own_parts()
         device = parts[0][0].device  # of the learners' group

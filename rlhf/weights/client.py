@@ -80,8 +80,7 @@ def whole_layers(changed: Sequence[str], workers: Sequence[Loaded]) -> list[str]
     vLLM builds a layer (q, k and v; gate and up; all experts) from the tensors that arrive, so a part of it would be
     garbage. If the layer of some tensor is unknown, all tensors are returned.
 
-    Args:
-        workers: the accounts of one engine for a transfer of all tensors.
+    `workers`: the accounts of one engine for a transfer of all tensors.
     """
     layers: dict[str, set[int]] = {}
     for worker in workers:

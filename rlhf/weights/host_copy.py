@@ -64,18 +64,14 @@ def broadcast(group: dist.ProcessGroup, own: Tensor) -> None:
 class HostCopy:
     """A worker's view of its node's copy.
 
-    Args:
-        info: the argument of init_weight_transfer_engine. Without `memory` this worker makes the copy, and receives as
-            `rank` of the transfer group.
-
-    Attributes:
-        path: where the other workers of the node find the copy; empty if another process has made it.
+    `info`: the argument of init_weight_transfer_engine. Without `memory` this worker makes the copy, and receives as
+    `rank` of the transfer group.
     """
 
     def __init__(self, info: Mapping[str, Any]) -> None:
         self._buckets = buckets(ParameterMeta(name, dtype, tuple(shape)) for name, dtype, shape in info["parameters"])
         self._group: dist.ProcessGroup | None = None
-        self.path = ""
+        self.path = ""  # where the other workers of the node find the copy; empty if another process has made it
         if info["memory"]:
             self._memory = open_shared_memory(info["memory"])
         else:

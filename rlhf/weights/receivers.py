@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -90,14 +91,12 @@ class Accounted:
                 latest.append(number)
             return elements, value
 
-        layerwise.get_numel_loaded = counted
-        model.load_weights = lambda weights: load(one_by_one(weights))
-        try:
-            with in_place or contextlib.nullcontext():
-                yield
-        finally:
-            layerwise.get_numel_loaded = elements_of
-            del model.load_weights
+        with (
+            mock.patch.object(layerwise, "get_numel_loaded", counted),
+            mock.patch.object(model, "load_weights", lambda weights: load(one_by_one(weights))),
+            in_place or contextlib.nullcontext(),
+        ):
+            yield
 
 
 class CopiedInPlace(TorchDispatchMode):

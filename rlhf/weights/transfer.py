@@ -77,9 +77,8 @@ class CPUSender:
 
     Rank 0 sends. The other ranks take part in gathering, or send rank 0 the changes of their parts.
 
-    Args:
-        only_changes: send only the elements that changed since the last transfer. The first transfer, one after a
-            failure, and one with more than MOST_CHANGED changes send everything.
+    `only_changes`: send only the elements that changed since the last transfer. The first transfer, one after a
+    failure, and one with more than MOST_CHANGED changes send everything.
     """
 
     def __init__(
@@ -129,8 +128,7 @@ class CPUSender:
     def send(self, version: int) -> WeightsSent | None:
         """Send the current weights to all engines and label them `version`. Every learner rank calls this.
 
-        Returns:
-            A summary on rank 0, None on the others.
+        Returns a summary on rank 0, None on the others.
         """
         if torch.accelerator.is_available():  # DeepSpeed's step ends in an all-gather that may still run
             torch.accelerator.synchronize()
@@ -154,17 +152,13 @@ class CPUSender:
             changed = [meta.name for meta, count in zip(self._metadata, counts.sum(0), strict=True) if count]
             names = whole_layers(changed, self._client.proved or ())
         if self._is_sender:
-            self._load(names, version)
+            chosen = None if names is None else set(names)  # None: all; from the copy of each engine's node
+            self._client.announced = [meta for meta in self._metadata if chosen is None or meta.name in chosen]
+            self._client.start_weight_update()
+            self._client.update_weights({"names": names})
+            self._client.finish_weight_update(str(version))
         self._complete = True
         return WeightsSent(share, size, why) if self._is_sender else None
-
-    def _load(self, names: Sequence[str] | None, version: int) -> None:
-        """Let every engine load these tensors, or all if None, from the copy of its node."""
-        chosen = None if names is None else set(names)
-        self._client.announced = [meta for meta in self._metadata if chosen is None or meta.name in chosen]
-        self._client.start_weight_update()
-        self._client.update_weights({"names": names})
-        self._client.finish_weight_update(str(version))
 
     def _send_changes(self, counts: Tensor) -> int | None:
         """Send patches. Returns the bytes sent; None on all ranks if a patch arrived damaged."""
