@@ -42,7 +42,6 @@ class Critic(StepRank):
         return (self.run_passes(self.deepspeed),)
 
     def update(self, targets: ValueTargets) -> list[UpdateOutcome]:
-        """Take every optimizer step of the training step."""
         return self.run_updates(targets, functools.partial(value_microbatch, self.deepspeed, clip=self.clip))
 
 

@@ -7,12 +7,12 @@ import importlib
 import os
 import socket
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import compiler
-from torch import nn
 from torch.distributed import distributed_c10d
 
 from rlhf.algo.sizes import REDUCE_BUCKET
@@ -23,17 +23,10 @@ from rlhf.types import World
 SHM_OP = "deepspeed_shm_comm"
 
 
-def _import_muon() -> None:
-    """Import the module that every start of DeepSpeed imports, but not torch's compiler, which takes 1 s of a core."""
-    compile_kernels = compiler.compile
-    compiler.compile = lambda: compiler.dummy_decorator
-    try:
-        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    finally:
-        compiler.compile = compile_kernels
+# Every start of DeepSpeed imports this module, and with it torch's compiler, which would take 1 s of a core.
+with mock.patch.object(compiler, "compile", return_value=compiler.dummy_decorator):
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
-
-_import_muon()
 _meeting_places: list[dist.TCPStore] = []  # they last as long as their process
 
 
@@ -74,13 +67,6 @@ def _meet_on_loopback(world: World) -> None:
         listener = socket.create_server((world.master_host, world.master_port))
         host, port, fd = world.master_host, world.master_port, listener.detach()
         _meeting_places.append(dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
-
-
-def deepspeed_engine(
-    module: nn.Module, settings: dict[str, Any], optimizer: torch.optim.Optimizer | None = None
-) -> Any:
-    """DeepSpeed's engine around a module."""
-    return deepspeed.initialize(model=module, optimizer=optimizer, config=settings)[0]
 
 
 def any_settings(world: World, *, dtype: str, zero: dict[str, Any]) -> dict[str, Any]:

@@ -102,13 +102,8 @@ def frozen_tensors(transformer: PreTrainedModel, like: Mapping[str, Tensor], pat
     They are the encoders, and what transformers does not load, such as a layer that predicts a second token. A model
     that wraps nothing has none.
 
-    Args:
-        like: tensors of the text model, by their names in `transformer`.
-        path: of the checkpoint, as in `model.path`.
-
-    Raises:
-        ValueError: the files are not on this machine, or do not have the text model under the names that an export
-            would give it.
+    `like`: the tensors of the text model, by their names in `transformer`. ValueError if the files at `path` are not on
+    this machine, or do not have the text model under the names that an export would give it.
     """
     if not wraps_text_model(transformer.config):
         return {}
@@ -186,10 +181,9 @@ def start_generation_config(path: str) -> bytes | None:
 def write_model_config(folder: Path, transformer: PreTrainedModel, generation_config: bytes | None = None) -> None:
     """config.json, generation_config.json, and the code of a model that came with its own.
 
-    Args:
-        generation_config: the start model's, which is written as it was. Without one the transformer's own is written,
-            unless it does not generate. transformers refuses to save some that it loads, such as a temperature without
-            do_sample.
+    `generation_config`: the start model's, which is written as it was. Without one the transformer's own is written,
+    unless it does not generate. transformers refuses to save some that it loads, such as a temperature without
+    do_sample.
     """
     config, class_name = transformer.config, type(transformer).__name__
     names = config.architectures or []

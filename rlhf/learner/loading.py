@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import zipfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors import safe_open
@@ -74,10 +75,20 @@ def load(kind: Any, path: str, model: ModelConfig, *, without_data: bool = False
         options: keys of the model's config.
     """
     trust, dtype = model.trust_remote_code, getattr(torch, model.dtype)
+    reports: list[LoadStateDictInfo] = []
+
+    def collect(*_: Any, loading_info: LoadStateDictInfo, **__: Any) -> None:
+        reports.append(loading_info)  # transformers would print a table, and raise errors that name no tensor
+
     with contextlib.ExitStack() as quiet:
-        reports = quiet.enter_context(_reports())
+        quiet.enter_context(mock.patch.object(modeling_utils, "log_state_dict_report", collect))
         if without_data:
-            quiet.enter_context(_silence())
+            # no progress bars and warnings: nothing is loaded yet, and problems are raised
+            quiet.callback(logging.set_verbosity, logging.get_verbosity())
+            logging.set_verbosity_error()
+            if logging.is_progress_bar_enabled():
+                quiet.callback(logging.enable_progress_bar)
+            logging.disable_progress_bar()
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust, **options)
             vars(config).pop("quantization_config", None)  # it would ask for the library of the method
             with torch.device("meta"):
@@ -91,32 +102,6 @@ def load(kind: Any, path: str, model: ModelConfig, *, without_data: bool = False
                 path, trust_remote_code=trust, dtype=dtype, ignore_mismatched_sizes=True, **options
             )
     return transformer, reports[-1]
-
-
-@contextlib.contextmanager
-def _reports() -> Iterator[list[LoadStateDictInfo]]:
-    """Collect transformers' reports; it would print a table of each, and raise errors that name no tensor."""
-    reports: list[LoadStateDictInfo] = []
-    show = modeling_utils.log_state_dict_report
-    modeling_utils.log_state_dict_report = lambda *_, loading_info, **__: reports.append(loading_info)
-    try:
-        yield reports
-    finally:
-        modeling_utils.log_state_dict_report = show
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """A context without progress bars and warnings of transformers: nothing is loaded yet, and problems are raised."""
-    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bar:
-            logging.enable_progress_bar()
 
 
 def has_weights(folder: Path) -> bool:

@@ -87,7 +87,6 @@ class Learner(StepRank):
         return (self.run_passes(model.logprobs),)
 
     def update(self, targets: PolicyTargets) -> list[UpdateOutcome]:
-        """Take every optimizer step of the training step."""
         teacher = None
         if (config := self.config.algo.teacher) is not None and config.in_loss:
             self._offload.come_back()
@@ -193,10 +192,8 @@ class Learner(StepRank):
 
         An element changes its sign; in a tensor of zeros it becomes 1. `restore_weights` flips the same bits again,
         since copies of a model of 70 B would take 140 GB of host memory per rank. Every rank flips the elements that it
-        holds, and checks by the first and the last of them that the bytes of each tensor have changed.
-
-        Raises:
-            RuntimeError: they have not, or the share of a rank and the whole parameter differ.
+        holds, and checks by the first and the last of them that the bytes of each tensor have changed: RuntimeError if
+        they have not, or if the share of a rank and the whole parameter differ.
         """
         assert not self._flipped, "the weights are perturbed already"
         names = self.tensor_names()[start:stop]

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from rlhf.config.model_folder import full_name
 from rlhf.config.roles import Training
 from rlhf.config.sections import ModelConfig
 from rlhf.learner import rank_checkpoint
-from rlhf.learner.deepspeed_settings import any_settings, deepspeed_engine, join_world, training_settings
+from rlhf.learner.deepspeed_settings import any_settings, join_world, training_settings
 from rlhf.learner.hub_format import (
     frozen_tensors,
     model_tensors,
@@ -51,12 +52,7 @@ T = TypeVar("T")
 class TrainedRank:
     """A module wrapped by DeepSpeed: the base of policy, critic and reward model. Metric names begin with `name`.
 
-    Attributes:
-        deepspeed: DeepSpeed's wrapper of the module: forward, backward, step, optimizer.
-        trained: the tensors that the optimizer has. They are updated, offloaded, and saved with their moments.
-        published: the tensors that engines, canary and exports get: the trained ones, and the buffers that are stored
-            with the model; of a model with adapters the adapters alone. Both maps use the names of the model in the
-            module's `transformer`.
+    `trained` and `published` use the names of the model in the module's `transformer`.
     """
 
     def __init__(self, world: World, *, name: str, training: Training, model: ModelConfig, device: str) -> None:
@@ -71,8 +67,9 @@ class TrainedRank:
         self._settings = training_settings(training.section, world, dtype=model.dtype, device=self.device.type)
         self.updates_done = 0  # u of the schedule: taken and skipped
         self.adam_steps = 0  # t of Adam: taken
-        self.deepspeed: Any = None
-        self.trained: dict[str, nn.Parameter] = {}
+        self.deepspeed: Any = None  # DeepSpeed's wrapper of the module: forward, backward, step, optimizer
+        self.trained: dict[str, nn.Parameter] = {}  # of the optimizer: updated, offloaded, saved with their moments
+        # What engines, canary and exports get: the trained tensors and the stored buffers; or the adapters alone.
         self.published: dict[str, Tensor] = {}
         self._generation_config: bytes | None = None
         self._offload = Offload()
@@ -101,7 +98,7 @@ class TrainedRank:
         options = self.training.section.optimizer.model_dump(exclude={"variant"})
         # The fused kernel, on CPU too, reads parameter, gradient and both moments once.
         adam = torch.optim.AdamW(self.trained.values(), fused=True, **options)
-        self.deepspeed = deepspeed_engine(module, self._settings, adam)
+        self.deepspeed = deepspeed.initialize(model=module, optimizer=adam, config=self._settings)[0]
         self.published = {**self.trained} if has_adapters(module) else model_tensors(self.transformer)
         self._generation_config = start_generation_config(self._model.path)
 
@@ -110,7 +107,7 @@ class TrainedRank:
         if self.training.section.zero_stage < 3:
             return module.to(self.device)
         settings = any_settings(self.world, dtype=self._model.dtype, zero={"stage": 3})
-        return deepspeed_engine(module, settings)
+        return deepspeed.initialize(model=module, config=settings)[0]
 
     @property
     def transformer(self) -> PreTrainedModel:
@@ -127,10 +124,8 @@ class TrainedRank:
 
     def whole(self, param: Tensor, *, modify: bool = False) -> contextlib.AbstractContextManager[None]:
         """A context in which the tensor is whole: gathered where ZeRO-3 partitions it, unchanged elsewhere."""
-        from deepspeed import zero
-
         writer = 0 if modify else None
-        return zero.GatheredParameters([param], modifier_rank=writer, enabled=hasattr(param, "ds_id"))
+        return deepspeed.zero.GatheredParameters([param], modifier_rank=writer, enabled=hasattr(param, "ds_id"))
 
     def each_whole(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """These tensors by name, each whole until the next one is asked for."""

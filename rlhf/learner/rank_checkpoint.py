@@ -154,11 +154,7 @@ def free_host_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/p
 
 
 class SliceReader:
-    """Reads any part of any tensor of one kind, and nothing else of the files.
-
-    Raises:
-        ValueError: a file is missing or is not in the safetensors format.
-    """
+    """Reads any part of any tensor of one kind; ValueError if a file is missing or not in the safetensors format."""
 
     def __init__(self, folder: Path, kind: str, *, ranks: Iterable[int]) -> None:
         self._what = f"{folder}: {kind}"

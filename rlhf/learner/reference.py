@@ -69,8 +69,7 @@ class AdaptersOff:
 
     def logprobs(self, tokens: DeviceTokens) -> Tensor:
         with adapters_off(self._rank.transformer):
-            logprobs: Tensor = self._rank.deepspeed(tokens).logprobs
-        return logprobs
+            return self._rank.deepspeed(tokens).logprobs
 
     def movable(self) -> list[Tensor]:
         return []
@@ -89,8 +88,7 @@ class FrozenCopy:
 
     def as_teacher(self, tokens: DeviceTokens) -> HeadInput:
         """As in `PolicyModel`; not at ZeRO-3, where a rank has only a share of the head."""
-        head_input: HeadInput = self._model.as_teacher(tokens)
-        return head_input
+        return self._model.as_teacher(tokens)
 
     def movable(self) -> list[Tensor]:
         """Its parameters; none at ZeRO-3, where a rank has only a share of them."""

@@ -11,10 +11,11 @@ logits as it would from its own choice. Biases and limits to groups of experts c
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,18 +25,11 @@ from transformers import PreTrainedModel
 
 from rlhf.algo.packing import pack
 from rlhf.learner.policy_model import DeviceTokens
-from rlhf.learner.routing import Choices, choices_of_row, is_experts
+from rlhf.learner.routing import Choices, choices_of_row, experts_of
 from rlhf.learner.segments import segments_of_row
 from rlhf.types import PackedTokens
 
 PROBE_TOKENS = 16
-
-
-class _TopK(NamedTuple):
-    """The result type of `topk`."""
-
-    values: Tensor
-    indices: Tensor
 
 
 class _Chosen(TorchFunctionMode):
@@ -52,7 +46,7 @@ class _Chosen(TorchFunctionMode):
                 return scores
             if func in (torch.topk, Tensor.topk):
                 self.answered = True
-                return _TopK(scores.gather(1, self.chosen), self.chosen)
+                return torch.return_types.topk((scores.gather(1, self.chosen), self.chosen))
         return func(*args, **(kwargs or {}))
 
 
@@ -61,24 +55,17 @@ def replay_recorded(transformer: nn.Module) -> None:
 
     The recomputation of gradient checkpointing uses them too, since it knows the row.
     """
-    for name, experts in _experts_of(transformer).items():
+    for name, experts in experts_of(transformer).items():
         block = transformer.get_submodule(name.rpartition(".")[0])
-        block.forward = _replaying(block.forward, _layer(name), experts.num_experts)
+        block.forward = functools.partial(_replay, block.forward, _layer(name), experts.num_experts)
 
 
-def _replaying(live: Callable[..., Any], layer: int, experts: int) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        recorded = segments_of_row().experts
-        if recorded is None:
-            return live(*args, **kwargs)
-        with _Chosen(recorded[:, layer].long(), experts):
-            return live(*args, **kwargs)
-
-    return forward
-
-
-def _experts_of(transformer: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in transformer.named_modules() if is_experts(module)}
+def _replay(live: Callable[..., Any], layer: int, experts: int, /, *args: Any, **kwargs: Any) -> Any:
+    recorded = segments_of_row().experts
+    if recorded is None:
+        return live(*args, **kwargs)
+    with _Chosen(recorded[:, layer].long(), experts):
+        return live(*args, **kwargs)
 
 
 def _layer(name: str) -> int:
@@ -123,8 +110,7 @@ def check_replay(
 ) -> RecordShape:
     """Check in every layer that the recorded experts compute. At ZeRO-3 every rank calls this.
 
-    Raises:
-        ValueError: the model at `path` has no experts, or chooses them in a way that cannot be replaced.
+    ValueError if the model at `path` has no experts, or chooses them in a way that cannot be replaced.
     """
     ids = np.arange(PROBE_TOKENS, dtype=np.int32) % 4
 
@@ -133,7 +119,7 @@ def check_replay(
             model(DeviceTokens.of(pack([ids], experts=[recorded]), device))
         return computed
 
-    sparse = tuple(map(_layer, _experts_of(transformer)))
+    sparse = tuple(map(_layer, experts_of(transformer)))
     live = choices(None)
     why = "" if sparse else "the model has no experts"
     if not why and len({(layer.chosen.shape[1], layer.experts) for layer in live}) == 1 and len(live) == len(sparse):

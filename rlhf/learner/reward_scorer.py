@@ -22,8 +22,7 @@ Conversation = list[dict[str, str]]
 class RewardScorer:
     """One copy of a reward model with its own tokenizer; hosted by a Ray actor.
 
-    Args:
-        token_ids: (conversation, tokenizer) -> [L] int32, as in the model's training.
+    `token_ids`: (conversation, tokenizer) -> [L] int32, as in the model's training.
     """
 
     def __init__(self, run: GRPOConfig, world: World, token_ids: Callable[[Conversation, Any], np.ndarray]) -> None:

@@ -30,14 +30,9 @@ class Routing(NamedTuple):
     balance: Tensor | None  # [S], the balancing loss of each sequence, 1 if balanced; None for routers without one
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module is all experts of a layer."""
-    return type(module).__name__.endswith("Experts")
-
-
-def experts_of(model: nn.Module) -> list[Any]:
-    """The experts of each layer, one module for all of them; they are called with states, indices and weights."""
-    return [module for module in model.modules() if is_experts(module)]
+def experts_of(model: nn.Module) -> dict[str, Any]:
+    """Name -> module with all experts of a layer; it is called with states, indices and weights."""
+    return {name: module for name, module in model.named_modules() if type(module).__name__.endswith("Experts")}
 
 
 def has_balancing_loss(transformer: PreTrainedModel) -> bool:
@@ -56,7 +51,7 @@ def choices_of_row(model: nn.Module) -> Iterator[list[Choices]]:
             choices.append(Choices(args[1].detach(), module.num_experts))
 
     with contextlib.ExitStack() as hooks:
-        for experts in experts_of(model):
+        for experts in experts_of(model).values():
             hooks.callback(experts.register_forward_pre_hook(note).remove)
         yield choices
 

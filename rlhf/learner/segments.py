@@ -56,20 +56,9 @@ class Layout(NamedTuple):
 
 
 class Segments:
-    """The sequences of a packed row, in the form that attention needs; made once per row, for all layers.
+    """The sequences of a packed row, in the form that attention needs; made once per row, for all layers."""
 
-    Attributes:
-        bounds, cu_seqlens: [S+1] of the whole row, on the host and int32 on the device. longest: of its segments.
-        shared: [S] int64, the leading tokens of each segment that are shared with the previous one.
-        cu_computed: [S+1] int32 of the computed tokens alone, which are the last ones of each segment.
-        computed: [U] int64, the row's tokens that are computed.
-        source: [T] int64 on the host, the index among the U of each token of the row.
-        expand: the same on the device; None if all tokens are computed.
-        block_masks: a cache of flex attention, by window.
-        experts: [U, layers, k] int16, recorded for the computed tokens; None: the routers choose.
-    """
-
-    experts: Tensor | None = None
+    experts: Tensor | None = None  # [U, layers, k] int16, recorded for the computed tokens; None: the routers choose
 
     def __init__(
         self, bounds: np.ndarray, shared: np.ndarray, source: np.ndarray, computed: Tensor, expand: Tensor | None
@@ -78,11 +67,16 @@ class Segments:
             return torch.from_numpy(array.astype(np.int32)).to(computed.device)
 
         lengths = np.diff(bounds)
-        self.bounds, self.shared, self.source, self.computed, self.expand = bounds, shared, source, computed, expand
-        self.cu_seqlens = put(bounds)
-        self.cu_computed = put(np.concatenate([[0], np.cumsum(lengths - shared)]))
+        self.bounds = bounds  # [S+1] of the whole row, on the host
+        self.cu_seqlens = put(bounds)  # int32, the same on the device
         self.longest = int(lengths.max())
-        self.block_masks: dict[int | None, Any] = {}
+        self.shared = shared  # [S] int64, the leading tokens of each segment that are shared with the previous one
+        # [S+1] int32 of the computed tokens alone, which are the last ones of each segment
+        self.cu_computed = put(np.concatenate([[0], np.cumsum(lengths - shared)]))
+        self.computed = computed  # [U] int64, the row's tokens that are computed
+        self.source = source  # [T] int64 on the host, the index among the U of each token of the row
+        self.expand = expand  # the same on the device; None if all tokens are computed
+        self.block_masks: dict[int | None, Any] = {}  # a cache of flex attention, by window
         self._chunked: dict[int, Segments] = {}
 
     def expand_rows(self, x: Tensor) -> Tensor:

@@ -27,18 +27,13 @@ KEPT = frozenset((
 ))  # fmt: skip
 
 
-class _Layer:
-    """The kept operations of one layer's forward, in order: (operation, outputs); None: to be computed again."""
-
-    def __init__(self) -> None:
-        self.outputs: list[tuple[Any, Any]] = []
-        self.places: dict[int, int] = {}  # storage of an output -> its index in `outputs`
-
-
 class _Mode(TorchDispatchMode):
-    def __init__(self, layer: _Layer) -> None:
+    """`outputs`: the kept operations of a layer's forward, in order: (operation, outputs); None: compute it again."""
+
+    def __init__(self, outputs: list[tuple[Any, Any]]) -> None:
         super().__init__()
-        self.layer = layer
+        self.outputs = outputs
+        self.places: dict[int, int] = {}  # storage of an output -> its index in `outputs`
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -49,16 +44,16 @@ class _Keep(_Mode):
     """Active in the forward of a layer."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, layer = kwargs or {}, self.layer
+        kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func.name() in KEPT:
             kept = tuple(map(_detached, out)) if isinstance(out, tuple) else _detached(out)
-            layer.places |= {storage: len(layer.outputs) for storage in _storages(kept)}
-            layer.outputs.append((func, kept))
+            self.places |= {storage: len(self.outputs) for storage in _storages(kept)}
+            self.outputs.append((func, kept))
         elif func._schema.is_mutable:
             for storage in _storages(_written_arguments(func, args, kwargs)):
-                if (place := layer.places.pop(storage, None)) is not None:
-                    layer.outputs[place] = layer.outputs[place][0], None
+                if (place := self.places.pop(storage, None)) is not None:
+                    self.outputs[place] = self.outputs[place][0], None
         return out
 
 
@@ -70,9 +65,9 @@ class _Reuse(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() in KEPT:
             place, self.place = self.place, self.place + 1
-            called, kept = self.layer.outputs[place] if place < len(self.layer.outputs) else (None, None)
+            called, kept = self.outputs[place] if place < len(self.outputs) else (None, None)
             assert called is func, f"the recomputation calls {func} where the forward called {called}"
-            self.layer.outputs[place] = called, None  # its memory is free as soon as it is used
+            self.outputs[place] = called, None  # its memory is free as soon as it is used
             if kept is not None:
                 return kept
         return func(*args, **(kwargs or {}))
@@ -100,8 +95,8 @@ def _storages(tensors: Any) -> list[int]:
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The `context_fn` of selective gradient checkpointing."""
     _, of_row = checkpoint_contexts()
-    layer = _Layer()
-    return _Keep(layer), _both(of_row, _Reuse(layer))
+    outputs: list[tuple[Any, Any]] = []
+    return _Keep(outputs), _both(of_row, _Reuse(outputs))
 
 
 @contextlib.contextmanager

@@ -51,8 +51,7 @@ class StepRank(TrainedRank):
     def start_step(self, tokens: PackedTokens, epochs: Sequence[Sequence[Minibatch]]) -> np.ndarray:
         """Keep this rank's microbatches of a step. `tokens` holds the tokens of all rollouts.
 
-        Returns:
-            [S] int64, epoch after epoch: how many leading tokens each sequence shares with the previous one.
+        Returns [S] int64, epoch after epoch: how many leading tokens each sequence shares with the previous one.
         """
         self._epochs = []  # first frees the memory of the previous step's microbatches
         self._epochs = [[make_microbatches(tokens, x, self.world.rank, self.device) for x in epoch] for epoch in epochs]

@@ -39,8 +39,7 @@ TOOL_CHAT_TEMPLATE = (
 def make_tokenizer(*, tools: bool = False) -> Qwen2Tokenizer:
     """A byte-level tokenizer (256 bytes, a few markers) with a chat template; it encodes any text, after NFC.
 
-    Args:
-        tools: the template also writes tools, calls and their answers.
+    `tools`: the template also writes tools, calls and their answers.
     """
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Tokenizer

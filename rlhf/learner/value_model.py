@@ -67,15 +67,12 @@ class RewardModel(ScalarModel):
 def load_scalar_transformer(
     path: str, model: ModelConfig, *, key: str, new_head: Literal["random", "zeros"] | None
 ) -> PreTrainedModel:
-    """Load a language model or a sequence-classification model with one number as its output.
+    """Load a language model or a sequence-classification model with one number; errors of `read_scalar_transformer`.
 
     Args:
         model: type, gradient checkpointing and trust; its own path is not read.
         key: the key of `path`, for messages.
         new_head: start values of a missing head; None: the model must have one.
-
-    Raises:
-        ValueError: as of `read_scalar_transformer`.
     """
     transformer, has_head = read_scalar_transformer(path, model, key=key, needs_head=new_head is None)
     if not has_head:

@@ -88,7 +88,7 @@ def test_the_recorded_experts_compute_and_the_router_weighs_them(model_type: str
     policy = load(model_type, tmp_path)
     shape = shape_of(policy)
     weights: list[Tensor] = []
-    for experts in experts_of(policy.transformer):
+    for experts in experts_of(policy.transformer).values():
         experts.register_forward_pre_hook(lambda _, args: weights.append(args[2]))
     rows = [0, 1, 2, 3]
     tokens = DeviceTokens.of(packed(rows, shape), CPU)
