@@ -152,12 +152,11 @@ def reinforce_plus_plus_advantages(
             members = group_ids == group
             centered[members] = group_advantages(centered[members], normalize_std=False)
     if lengths is not None:
-        by_tokens = _normalized_by_tokens(centered, lengths * scorable, divide=normalize_std)
-        return by_tokens.to(full_precision(rewards).dtype)
-    if not normalize_std:
-        return centered.to(full_precision(rewards).dtype)
-    spread = centered[scorable].std() if int(scorable.sum()) > 1 else centered.new_zeros(())
-    return (centered / (spread + STD_EPS)).to(full_precision(rewards).dtype)
+        centered = _normalized_by_tokens(centered, lengths * scorable, divide=normalize_std)
+    elif normalize_std:
+        spread = centered[scorable].std() if int(scorable.sum()) > 1 else centered.new_zeros(())
+        centered = centered / (spread + STD_EPS)
+    return centered.to(full_precision(rewards).dtype)
 
 
 def _normalized_by_tokens(values: Tensor, tokens: Tensor, *, divide: bool) -> Tensor:

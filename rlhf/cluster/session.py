@@ -72,9 +72,7 @@ class RaySession:
         """Join the cluster at `address`, or RAY_ADDRESS; without either, start one on this machine.
 
         A cluster on this machine listens only on the loopback interface, and asks every client for its token.
-
-        Raises:
-            ValueError: no cluster answers there, or the environment switches Ray's authentication off.
+        ValueError if no cluster answers there, or the environment switches Ray's authentication off.
         """
         if (mode := os.environ.get("RAY_AUTH_MODE", "token")).lower() != "token":
             raise ValueError(

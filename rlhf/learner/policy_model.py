@@ -211,14 +211,12 @@ def check_packed(
     """Check that sequences in one row do not affect each other: change the first, the outputs of the second must stay.
 
     Some models mix tokens outside of attention (convolutions, state spaces) and would train on log-probabilities that
-    the engine never sampled from. At ZeRO-3 every rank calls this.
+    the engine never sampled from. At ZeRO-3 every rank calls this. ValueError if the outputs change, or if the model
+    refuses the row; it names `path`, the value of the config's `key`.
 
     Args:
         model: a row's tokens -> one number per token [T] or per sequence [S], maybe the first of several results.
         dtype: of the model; differences within its rounding are allowed.
-
-    Raises:
-        ValueError: the outputs change, or the model refuses the row; names `path`, the value of the config's `key`.
     """
     second = [0, 1, 2, 3]
     try:

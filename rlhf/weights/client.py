@@ -100,13 +100,11 @@ def check_account(
 ) -> None:
     """Check that every tensor of this transfer reached every worker, and that every worker loaded its part of it.
 
-    With tensor parallelism a worker loads its part of most tensors, and all of some.
+    ValueError names the first incomplete tensor. With tensor parallelism a worker loads its part of most tensors, and
+    all of some.
 
     Args:
         proved: the accounts that the workers have to repeat; None: together they load each tensor whole or not at all.
-
-    Raises:
-        ValueError: names the first incomplete tensor.
     """
     if wrong := list(_problems(announced, workers, proved)):
         more = f" {len(wrong) - 1} other tensors are incomplete too." if len(wrong) > 1 else ""
