@@ -13,6 +13,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import compiler
+from torch import nn
 from torch.distributed import distributed_c10d
 
 from rlhf.algo.sizes import REDUCE_BUCKET
@@ -67,6 +68,13 @@ def _meet_on_loopback(world: World) -> None:
         listener = socket.create_server((world.master_host, world.master_port))
         host, port, fd = world.master_host, world.master_port, listener.detach()
         _meeting_places.append(dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
+
+
+def deepspeed_engine(
+    module: nn.Module, settings: dict[str, Any], optimizer: torch.optim.Optimizer | None = None
+) -> Any:
+    """DeepSpeed's engine around a module."""
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=settings)[0]
 
 
 def any_settings(world: World, *, dtype: str, zero: dict[str, Any]) -> dict[str, Any]:

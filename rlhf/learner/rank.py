@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from rlhf.config.model_folder import full_name
 from rlhf.config.roles import Training
 from rlhf.config.sections import ModelConfig
 from rlhf.learner import rank_checkpoint
-from rlhf.learner.deepspeed_settings import any_settings, join_world, training_settings
+from rlhf.learner.deepspeed_settings import any_settings, deepspeed_engine, join_world, training_settings
 from rlhf.learner.hub_format import (
     frozen_tensors,
     model_tensors,
@@ -98,7 +97,7 @@ class TrainedRank:
         options = self.training.section.optimizer.model_dump(exclude={"variant"})
         # The fused kernel, on CPU too, reads parameter, gradient and both moments once.
         adam = torch.optim.AdamW(self.trained.values(), fused=True, **options)
-        self.deepspeed = deepspeed.initialize(model=module, optimizer=adam, config=self._settings)[0]
+        self.deepspeed = deepspeed_engine(module, self._settings, adam)
         self.published = {**self.trained} if has_adapters(module) else model_tensors(self.transformer)
         self._generation_config = start_generation_config(self._model.path)
 
@@ -107,7 +106,7 @@ class TrainedRank:
         if self.training.section.zero_stage < 3:
             return module.to(self.device)
         settings = any_settings(self.world, dtype=self._model.dtype, zero={"stage": 3})
-        return deepspeed.initialize(model=module, config=settings)[0]
+        return deepspeed_engine(module, settings)
 
     @property
     def transformer(self) -> PreTrainedModel:
@@ -124,8 +123,10 @@ class TrainedRank:
 
     def whole(self, param: Tensor, *, modify: bool = False) -> contextlib.AbstractContextManager[None]:
         """A context in which the tensor is whole: gathered where ZeRO-3 partitions it, unchanged elsewhere."""
+        from deepspeed import zero
+
         writer = 0 if modify else None
-        return deepspeed.zero.GatheredParameters([param], modifier_rank=writer, enabled=hasattr(param, "ds_id"))
+        return zero.GatheredParameters([param], modifier_rank=writer, enabled=hasattr(param, "ds_id"))
 
     def each_whole(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """These tensors by name, each whole until the next one is asked for."""
