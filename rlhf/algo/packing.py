@@ -26,8 +26,7 @@ FILLER_TOKENS = 2
 def draw_minibatches(count: int, *, minibatches: int, seed: int, step: int, epoch: int) -> list[np.ndarray]:
     """Split rollouts 0..count-1 into minibatches by a permutation seeded by run, training step and epoch.
 
-    Returns:
-        `minibatches` int64 arrays whose sizes differ by at most one; together every index exactly once.
+    Returns `minibatches` int64 arrays whose sizes differ by at most one; together every index exactly once.
     """
     order = np.random.default_rng([seed, step, epoch]).permutation(count)
     return np.array_split(order, minibatches)
@@ -39,14 +38,12 @@ def bundle_samples(
     """Bundles of samples of one prompt, units of `pack_microbatches`: a microbatch computes their prompt once.
 
     The responses of a bundle take at most an eighth of a microbatch, or of a rank's share where that is less, so that
-    bundles fill budgets and ranks nearly as well as single samples would.
+    bundles fill budgets and ranks nearly as well as single samples would. Returns indices into `lengths`, ascending in
+    each bundle.
 
     Args:
         lengths: [B] int, tokens of each sequence, prompt and response.
         prompts: [B], equal for sequences whose first `prompt_lengths` [B] tokens are equal.
-
-    Returns:
-        Indices into `lengths`, ascending in each bundle.
     """
     by_prompt: dict[Hashable, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):

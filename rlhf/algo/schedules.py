@@ -30,10 +30,8 @@ def learning_rate(
         polynomial  min_lr + (lr - min_lr) (1 - p)^power
 
     so that linear, polynomial and cosine with half a cycle fall monotonically and reach `min_lr` exactly at u = N.
-    A warm-up longer than the run is a ramp that never ends.
-
-    Args:
-        update: u, from 1 to `total_updates`, N, the optimizer updates of the whole run.
+    A warm-up longer than the run is a ramp that never ends. `update`: u, from 1 to `total_updates`, N, the optimizer
+    updates of the whole run.
     """
     assert 1 <= update <= total_updates, f"update {update} is outside of the run's updates 1 to {total_updates}"
     if update <= warmup_steps:

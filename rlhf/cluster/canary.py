@@ -166,12 +166,8 @@ class Canary:
         """The KL between engines and learner on trained rollouts, divided by the bound that rounding explains.
 
         With a policy lag, later positions are compared with the first ones: the policy has moved everywhere.
-
-        Args:
-            metrics: metrics of a step, of which those in ENGINE_KL_FROM are read.
-
-        Returns:
-            policy/engine_kl_excess of the worst positions; empty until some have MIN_TOKENS.
+        Of the metrics of a step, those in ENGINE_KL_FROM are read. Returns policy/engine_kl_excess of the worst
+        positions; empty until some have MIN_TOKENS.
         """
         by_position = {name: metrics[name] for name in ENGINE_KL_FROM.values() if name in metrics}
         self._rollouts = merge_metrics([self._rollouts, by_position])

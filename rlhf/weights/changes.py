@@ -42,9 +42,7 @@ def patch_bytes(bucket: Bucket, changes: int) -> int:
 def make_patch(bucket: Bucket, places: Tensor, values: Tensor) -> Tensor:
     """The bytes of a patch, uint8 in host memory.
 
-    Args:
-        places: [n] int64, ascending: elements of the bucket.
-        values: [n], what they become, as integers of the bucket's width.
+    `places`: [n] int64, ascending elements of the bucket; `values`: [n], the new ones, integers of the bucket's width.
     """
     counts = torch.bincount(places // BLOCK, minlength=_blocks(bucket)).to(torch.int32)
     within = (places % BLOCK - BLOCK // 2).to(torch.int16)
