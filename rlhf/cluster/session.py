@@ -197,7 +197,10 @@ class RaySession:
         logs = sorted(Path(self.temp).glob("session_latest/logs/worker-*"), key=lambda log: log.lstat().st_mtime)
         texts: dict[str, str] = {}  # by the name of the copy
         for log in logs:
-            if text := log.read_text(errors="replace"):
+            text = ""
+            with contextlib.suppress(OSError):  # it is gone
+                text = log.read_text(errors="replace")
+            if text:
                 name = actors.get(log.stem.rpartition("-")[2], log.stem).replace(" ", "-")
                 texts[f"{name}.log"] = texts.get(f"{name}.log", "") + hide(text)
         if not texts:

@@ -10,10 +10,20 @@ from rlhf.config.load import validated
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.references import from_environment
 
+# Keys of version 0.1.0, which its stored configs have.
+REMOVED_KEYS = (
+    "environment.accept_changed_code", "environment.try_tools", "logging.mlflow", "reward.accept_changed_code"
+)  # fmt: skip
+
 
 def config_of_any_program(values: dict[str, Any]) -> TrainingProgramConfig | None:
     """The config of the first program that accepts these stored values. None if another version wrote them."""
-    values = from_environment(values)
+    values = {
+        section: {key: value for key, value in keys.items() if f"{section}.{key}" not in REMOVED_KEYS}
+        if isinstance(keys, dict)
+        else keys
+        for section, keys in from_environment(values).items()
+    }
     for program in PROGRAMS.values():
         with contextlib.suppress(ValueError):
             if program.config is not None:

@@ -4,24 +4,49 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
 
-PATH = re.compile(r"(?:(?<![\w./-])|(?<=file://))/(?!/)[^\s'\"`,:;()<>\[\]{}|]+")
+STARTED_IN = os.getcwd()  # read once: a tool may change or delete the current folder
+IN_A_PATH = r"[^\s'\"`,:;()<>\[\]{}|]"
 
 
 def without_places(text: str, *, written: str) -> str:
-    """The text with this process's folder for temporary files as `.`, and other paths of this machine by their names.
+    """The text with this process's folder for temporary files as `.`, and other paths of ours by their last names.
 
-    A path is one of this machine if its first folder is there. Paths in the model's text `written` stay.
+    Ours are the paths of Python and its packages, of this user, those below the folder that the run was started in, and
+    every file of a traceback.
+
+    Args:
+        written: what the model wrote; the paths that it named itself stay.
     """
-    own = tempfile.gettempdir()
 
     def shown(found: re.Match[str]) -> str:
         path = found[0].rstrip(".")
-        folder, _, rest = path[1:].partition("/")
-        if path in written or not rest or not os.path.isdir(f"/{folder}"):
+        if path in written:
             return found[0]
-        is_own = path == own or path.startswith(f"{own}/")
-        return ("." + path.removeprefix(own) if is_own else os.path.basename(path.rstrip("/"))) + found[0][len(path) :]
+        name = f".{path.removeprefix(found['own'])}" if found["own"] else os.path.basename(path.rstrip("/"))
+        return name + found[0][len(path) :]
 
-    return PATH.sub(shown, text)
+    return _known(tempfile.gettempdir()).sub(shown, text)
+
+
+@cache
+def _known(own: str) -> re.Pattern[str]:
+    """Matches paths; those in the folder `own` begin with the group of this name."""
+    ours = [sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *filter(None, sys.path)]
+    ours += [STARTED_IN, os.path.expanduser("~"), str(Path(__file__).parents[2])]
+    begin, end = r"(?:(?<![\w./-])|(?<=file://))", rf"(?:/{IN_A_PATH}*|(?=\.*(?!{IN_A_PATH})))"
+    known = rf"{begin}(?:(?P<own>{_any([own])})|{_any(ours)}){end}"
+    return re.compile(rf'{known}|(?<=File ")/[^"\n]+(?=", line \d)')
+
+
+def _any(places: Iterable[str]) -> str:
+    """A pattern for absolute paths, and for where they lead; the longest first."""
+    forms = {os.path.normpath(form) for place in places for form in (place, os.path.realpath(place))}
+    return "|".join(
+        re.escape(form) for form in sorted(forms, key=len, reverse=True) if os.path.isabs(form) and form != "/"
+    )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm import AsyncEngineArgs, SamplingParams
+from vllm import AsyncEngineArgs, ModelRegistry, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.lora.request import LoRARequest
@@ -28,7 +28,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from rlhf.config.base import error_text
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.model_folder import local_model_folder, read_json
 from rlhf.rollout import vllm_process
 from rlhf.rollout.messages import MessageReader
 from rlhf.rollout.requests import (
@@ -48,6 +50,7 @@ from rlhf.weights.transfer import RECEIVERS, WORKER_EXTENSION, backend_of
 # computed once per sample. vLLM's CPU kernels take multiples of 32.
 CPU_BLOCK_TOKENS = 32
 
+INSPECTED = "failed to be inspected"  # in vLLM's message about a class that it cannot import
 SLOT = 1  # the number of the one adapter that an engine serves
 MAX_READERS = 16  # agents offer only a few sets of tools
 CANARY_PRIORITY, ROLLOUT_PRIORITY = -1, 0  # lower goes first
@@ -72,6 +75,8 @@ class RolloutEngine:
         try:
             self._engine = _start_engine(config, world, adapted_layers)
         except (ValueError, TypeError) as error:
+            if INSPECTED in str(error):
+                _load_class(config.model.path)
             if not config.rollout.engine:
                 raise
             options = json.dumps(config.rollout.engine)
@@ -275,6 +280,19 @@ def _start_engine(config: GRPOConfig, world: World, adapted_layers: Sequence[str
     # With LLM_CLASS, one forward pass has as many tokens as vLLM's offline class allows on this hardware: 16,384 on an
     # H100. AsyncLLM's default of 2,048 suits interactive use; here an update in flight prefills all running requests.
     return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+
+
+def _load_class(path: str) -> None:
+    """Raise the error for which vLLM could not inspect the class of a model, since it only writes it into its log."""
+    for name in read_json(local_model_folder(path) / "config.json").get("architectures") or ():
+        if name in ModelRegistry.models:
+            try:
+                ModelRegistry.models[name].load_model_cls()
+            except Exception as error:
+                raise ValueError(
+                    f"model.path={path}: vLLM's class {name} cannot be imported here: {error_text(error)}. Install "
+                    "what it asks for (docs/models.md), or use another model."
+                ) from error
 
 
 def _completion(output: CompletionOutput, engine: int, supported: int | None, routed: int | None) -> Completion:

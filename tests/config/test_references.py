@@ -79,6 +79,15 @@ def test_a_value_of_the_environment_is_stored_as_its_reference_and_read_again(na
     assert resolved_yaml(load_config(GRPOConfig, [str(saved)])) == everywhere[0]
 
 
+def test_a_stored_config_may_have_the_keys_of_version_0_1_0() -> None:
+    config = _load()
+    old: dict[str, Any] = config.stored()
+    old["environment"] = {**(old["environment"] or {}), "accept_changed_code": False, "try_tools": True}
+    old["logging"] |= {"mlflow": None}
+    old["reward"] |= {"accept_changed_code": False}
+    assert config_of_any_program(old) == config
+
+
 def test_a_plain_value_is_not_stored_as_the_reference_of_an_earlier_config() -> None:
     _load("data.train=${oc.env:DATA}")
     assert _load(f"data.train={VARIABLES['DATA']}").stored()["data"]["train"][0]["path"] == VARIABLES["DATA"]

@@ -62,6 +62,9 @@ FAULTS = {
     "return os.environ['OF_NOBODY']": "KeyError: 'OF_NOBODY'. If this environment variable is set",
     "self._meets(NoNetworkError(NO_NETWORK))": "NoNetworkError: this code has no network",
     "self._meets(PermissionError(13, 'no', '/words'))": "PermissionError: [Errno 13] no: '/words'. This code reads",
+    "try: txt\nexcept Exception as error: raise ValueError(f'failed: {error}')": "NameError: name 'txt'",
+    "try: txt\nexcept Exception as error: raise ValueError('failed') from error": "NameError: name 'txt'",
+    "try: import numpyy\nexcept ImportError as error: raise ValueError(str(error))": "ModuleNotFoundError: ",
     "exec(text, {'search': lambda: self.prices[txt]})": "NameError: name 'txt' is not defined",
 }
 
@@ -95,6 +98,7 @@ def test_the_line_is_the_innermost_of_the_users_files(tmp_path: Path) -> None:
         ("return getattr(math, text)(1)", {"text": "sine"}),
         ("importlib.import_module(text)", {"text": "numpyy"}),
         ("self._meets(PermissionError(13, 'no', '/etc/shadow'))", {"text": "../../etc/shadow"}),
+        ("try: import numpyy\nexcept ImportError: return int(text)", {}),
         ("return text", {"txt": ""}),
     ],
 )
