@@ -59,6 +59,7 @@ CARDS = {
     "RTX A6000": Card(155.0, 48.0, 768, 64),
     "RTX PRO 6000": Card(468.0, 95.6, 1792, 128),
 }
+WITHOUT_BFLOAT16 = ("V100", "T4", "P100", "P40", "RTX 2080", "RTX 2080 Ti", "Quadro RTX 8000", "TITAN RTX")
 EQUAL_MEMORY = 0.99  # a sheet's 141 GB is 140.4 GiB
 
 
@@ -89,6 +90,10 @@ def _card_name(value: str) -> str:
     """The entry of CARDS for the value of cluster.gpu, which may be a driver's name. ValueError if there is none."""
     if name := card_named(value):
         return name
+    if value.removeprefix("NVIDIA ").removeprefix("Tesla ").split("-")[0] in WITHOUT_BFLOAT16:
+        raise ValueError(
+            f"cluster.gpu={value}: it has no bfloat16, which every run on GPUs computes in. Use another card."
+        )
     guess = difflib.get_close_matches(value.upper(), CARDS, n=1, cutoff=0.7)
     remedy = "For another NVIDIA card with bfloat16, name a similar one, and set gpu_memory_gib and peak_tflops."
     raise ValueError(

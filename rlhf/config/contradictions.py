@@ -34,7 +34,6 @@ TRAINING_READS_IF = {
     "algo.importance_floor": "algo.importance_correction=truncated|masked",
     "algo.kl_ratio_weighted": "algo.kl_estimator=k3 and algo.kl_place=loss",
     "algo.ref_update": "algo.kl_coef or algo.log_kl",
-    "algo.teacher.hint_column": "algo.teacher.path or algo.teacher.endpoint or algo.teacher.own",
     "checkpoint.best": "evaluation.every and checkpoint.every",
 }
 TURN_ENDS = "a turn with an environment or tools ends where the template ends it. Remove the key."

@@ -84,6 +84,9 @@ def teacher_problems(config: Any) -> Iterator[str]:
     sources, teachers = [source.label for source in config.data.train], teacher.by_key.values()
     if teacher.named or not teacher.by_source:
         yield from teacher.problems("algo.teacher")
+    elif teacher.hint_column is not None:
+        reason = "no teacher reads it, since by_source names them all. Set it there, for each."
+        yield f"algo.teacher.hint_column={teacher.hint_column}: {reason}"
     for name, each in teacher.by_source.items():
         yield from each.problems(f"algo.teacher.by_source.{name}")
         if name not in sources:

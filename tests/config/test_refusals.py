@@ -100,6 +100,8 @@ REFUSED = {
     "rollout.top_p=0.9; data.eval=[a.jsonl, {path: b.jsonl, top_k: 9}, {path: c.jsonl, temperature: 0}]": (
         "rollout.top_p=0.9, but the evaluation of a samples from all tokens"
     ),
+    "algo.teacher={hint_column: h, by_source: {train: {path: t}}}": "algo.teacher.hint_column=h",
+    "cluster.gpu=V100": "cluster.gpu=V100",
     "algo.teacher={path: t, by_source: {other: {path: u}}}": "algo.teacher.by_source.other",
     "algo.teacher={endpoint: 'http://x', over: vocabulary}": (
         "algo.teacher.over=vocabulary with algo.teacher.endpoint=http://x"
