@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.processes.domains import Command, write_launcher
-from rlhf.processes.outside import remove
+from rlhf.processes.outside import over_clock, remove
 from rlhf.processes.returned import as_utf8_json, read_returned
 
 TIMEOUT_S = 600.0  # where the config sets none
@@ -130,7 +130,7 @@ class Program:
             running.begin()
             while not select.select([running], [], [], max(0.0, min(ALIVE_S, deadline - time.monotonic())))[0]:
                 if time.monotonic() > deadline:
-                    raise LimitError(f"over {self._timeout_s:g} seconds by the clock (environment.timeout_s)")
+                    raise LimitError(f"{over_clock(self._timeout_s)} (environment.timeout_s)")
                 if os.fstat(output.fileno()).st_size > MAX_OUTPUT_BYTES:
                     return 0  # the caller refuses it
                 say_alive()

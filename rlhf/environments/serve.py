@@ -29,6 +29,7 @@ from rlhf.environments.program import LimitError, Program
 from rlhf.processes import attributes
 from rlhf.processes.channel import Channel
 from rlhf.processes.code import load_module
+from rlhf.processes.outside import over_clock
 from rlhf.processes.raised import error_text, location_of
 from rlhf.processes.returned import as_utf8, read_returned
 
@@ -209,7 +210,7 @@ class Server:
 
     async def _answer(self, message: dict[str, Any]) -> None:
         seconds = math.inf if message["do"] == "play" else self._wall_seconds
-        clock = _Clock(seconds, f"over {seconds:g} seconds by the clock")
+        clock = _Clock(seconds, over_clock(seconds))
         if answer := await self._answer_to(message, clock.limited):
             self._send(message, answer)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 CPUCLOCK_SCHED = 2  # linux: the clock id of a process's CPU time is (~pid << 3) | 2
+BY_CLOCK = "seconds by the clock"
 KILL_S = 4.0  # limit for killing processes that keep starting others
 
 prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -107,10 +108,18 @@ def die_with_parent(number: int) -> None:
     prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
+def over_clock(seconds: float) -> str:
+    """The message for a limit of wall-clock time, whatever measures it."""
+    return f"over {seconds:g} {BY_CLOCK}"
+
+
 class Stopwatch:
     """Measures one process between `start` and `stop`. `total_s` is the sum of `own_seconds` over all these times."""
 
     running, total_s = False, 0.0
+
+    def __init__(self, *, cpu_seconds: float, wall_seconds: float) -> None:
+        self._cpu_seconds_limit, self.wall_seconds = cpu_seconds, wall_seconds
 
     def start(self, pid: int) -> None:
         """Begin to measure, or begin again."""
@@ -128,11 +137,11 @@ class Stopwatch:
         """Seconds by the clock, without those in which the process waited for a core."""
         return self.elapsed() - max(0.0, self._seconds_without_core() - self._waited)
 
-    def exceeded(self, *, cpu_seconds: float, wall_seconds: float) -> str:
+    def exceeded(self) -> str:
         """The limit that was exceeded, as text for a message. Empty while the process is within both."""
-        if self._cpu_seconds() - self._cpu > cpu_seconds:
-            return f"over {cpu_seconds:g} CPU seconds"
-        return f"over {wall_seconds:g} seconds by the clock" if self.own_seconds() > wall_seconds else ""
+        if self._cpu_seconds() - self._cpu > self._cpu_seconds_limit:
+            return f"over {self._cpu_seconds_limit:g} CPU seconds"
+        return over_clock(self.wall_seconds) if self.own_seconds() > self.wall_seconds else ""
 
     def _cpu_seconds(self) -> float:
         with contextlib.suppress(OSError):  # the process is gone

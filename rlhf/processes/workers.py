@@ -53,6 +53,7 @@ class Worker:
     channel: Channel
     output: OutputPipe
     forker: Forker
+    watch: Stopwatch
     is_template: bool = False
     below: Forker | None = None
     pid: int = 0
@@ -61,7 +62,6 @@ class Worker:
     doomed: str = ""
     kind: Any = None
     work: dict[Any, Any] = field(default_factory=dict)
-    watch: Stopwatch = field(default_factory=Stopwatch)
     born: float = field(default_factory=time.monotonic)
 
 
@@ -290,7 +290,7 @@ class Workers:
         self._numbers += 1
         ours, theirs = socket.socketpair()
         output = OutputPipe(self._printed)
-        worker = Worker(self._numbers, Channel(ours), output, forker, is_template)
+        worker = Worker(self._numbers, Channel(ours), output, forker, Stopwatch(**self._limits), is_template)
         self._workers[worker.number] = worker
         self._selector.register(ours, selectors.EVENT_READ, partial(self._on_worker, worker))
         self._selector.register(output, selectors.EVENT_READ, partial(self._on_output, output))
@@ -302,46 +302,47 @@ class Workers:
         """Read messages of a keeper or template. A hostile template can only lie about its own workers."""
         if template is not None and template.doomed:
             return
-        messages, is_open = forker.channel.receive()
-        try:
-            for message in messages:
-                forker.deadline = time.monotonic() + self.keeper_silent_s
-                worker = self._workers.get(message.get("forked", message.get("gone")))
-                if worker is None or worker.forker is not forker:
-                    continue
-                if "gone" in message:
-                    if worker.below is None:
-                        self._on_worker(worker)  # its last messages
-                    self._remove(worker, DIED)
-                else:
-                    worker.pid = int(message["pid"])
-                    self._tell_ready(worker)
-        except Exception:
-            is_open = False
-        if is_open:
+        if not self._handle_messages(forker.channel, partial(self._on_forker_message, forker)):
+            if template is None:
+                self._restart_keeper()
+            else:
+                self.kill(template, DIED)
+
+    def _on_forker_message(self, forker: Forker, message: dict[str, Any]) -> None:
+        forker.deadline = time.monotonic() + self.keeper_silent_s
+        worker = self._workers.get(message.get("forked", message.get("gone")))
+        if worker is None or worker.forker is not forker:
             return
-        if template is None:
-            self._restart_keeper()
+        if "gone" in message:
+            if worker.below is None:
+                self._on_worker(worker)  # its last messages
+            self._remove(worker, DIED)
         else:
-            self.kill(template, DIED)
+            worker.pid = int(message["pid"])
+            self._tell_ready(worker)
 
     def _on_worker(self, worker: Worker) -> None:
         if worker.doomed:
             return
+
+        def handle(message: Any) -> None:
+            if not worker.doomed:
+                (self.on_message if worker.ready else self._on_first_message)(worker, message)
+
         self._flush(worker)
-        messages, is_open = worker.channel.receive()
+        if not self._handle_messages(worker.channel, handle):
+            self.kill(worker, DIED)
+
+    @staticmethod
+    def _handle_messages(channel: Channel, handle: Callable[[Any], None]) -> bool:
+        """Handle the messages that have arrived. False if the process died, or sent what our code does not send."""
+        messages, is_open = channel.receive()
         try:
             for message in messages:
-                if worker.ready:
-                    self.on_message(worker, message)
-                else:
-                    self._on_first_message(worker, message)
-                if worker.doomed:
-                    return
-        except Exception:  # not a message of our code: only this worker ends
-            is_open = False
-        if not is_open:
-            self.kill(worker, DIED)
+                handle(message)
+        except Exception:
+            return False
+        return is_open
 
     def _on_first_message(self, worker: Worker, message: dict[str, Any]) -> None:
         if "broken" in message:
@@ -391,11 +392,11 @@ class Workers:
                 worker.below is not None and worker.below.is_silent(ping_s=self.ping_s)
             ):
                 self.kill(worker, DIED)
-            elif worker.watch.running and worker.watch.elapsed() > min(POLL_S, self._limits["wall_seconds"]):
+            elif worker.watch.running and worker.watch.elapsed() > min(POLL_S, worker.watch.wall_seconds):
                 most = self.max_processes(worker)
                 if most is not None and count_below(worker.pid, most) > most:
                     self.kill(worker, DIED, f"over {most} processes")
-                elif limit := worker.watch.exceeded(**self._limits):
+                elif limit := worker.watch.exceeded():
                     self.kill(worker, TIMEOUT, limit)
 
     def _remove(self, worker: Worker, why: str) -> None:

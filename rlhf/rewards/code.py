@@ -94,7 +94,8 @@ def _passed(
     code: str, tests: Tests, options: CodeOptions, wall_seconds: float, say_alive: Callable[[], None]
 ) -> tuple[int, str]:
     """The number of tests that pass, and the last failure (empty if all pass)."""
-    passed, problem, setup, watch = 0, "", imports(code, tests), Stopwatch()
+    passed, problem, setup = 0, "", imports(code, tests)
+    watch = Stopwatch(cpu_seconds=options.cpu_seconds, wall_seconds=WALL_PER_CPU * options.cpu_seconds)
     solution: Solution | None = None
     with contextlib.ExitStack() as stack:
         every: tuple[CallTest | ProgramTest, ...] = (*tests.calls, *tests.programs)
@@ -105,11 +106,11 @@ def _passed(
                 if watch.total_s > wall_seconds:
                     raise LateError(f"the tests before took over {wall_seconds:g} seconds (reward.wall_seconds)")
                 if isinstance(test, ProgramTest):
-                    _run_program(code, test, setup, options.cpu_seconds, watch)
+                    _run_program(code, test, setup, watch)
                 else:
                     if solution is None or solution.ended:
                         stack.close()
-                        solution = stack.enter_context(Solution(options.cpu_seconds, watch, again=solution is not None))
+                        solution = stack.enter_context(Solution(watch, again=solution is not None))
                         solution.define(f"{setup}\n{tests.setup}", code)
                     _check_call(solution, test)
                 passed += 1
@@ -123,8 +124,8 @@ def _passed(
     return passed, problem
 
 
-def _run_program(code: str, test: ProgramTest, setup: str, cpu_seconds: float, watch: Stopwatch) -> None:
-    with Solution(cpu_seconds, watch, stdin=test.stdin) as solution:
+def _run_program(code: str, test: ProgramTest, setup: str, watch: Stopwatch) -> None:
+    with Solution(watch, stdin=test.stdin) as solution:
         if not test.accepts(solution.printed_by(setup, code)):
             raise WrongError("it prints something else")
 
@@ -145,7 +146,7 @@ class Solution(contextlib.AbstractContextManager["Solution"]):
     """A confined process with the code of a response; every test has its own limits.
 
     Args:
-        watch: measures the time of the response's tests.
+        watch: measures and limits the time of the response's tests.
         stdin: input of a program; None if functions are called instead.
         again: True if the code ended its last process, so that this start counts as its time.
 
@@ -153,9 +154,8 @@ class Solution(contextlib.AbstractContextManager["Solution"]):
         ended: True once the process no longer answers.
     """
 
-    def __init__(self, cpu_seconds: float, watch: Stopwatch, stdin: str | None = None, *, again: bool = False) -> None:
+    def __init__(self, watch: Stopwatch, stdin: str | None = None, *, again: bool = False) -> None:
         self.ended = False
-        self._limits = {"cpu_seconds": cpu_seconds, "wall_seconds": WALL_PER_CPU * cpu_seconds}
         self._watch, self._rest, self._open = watch, bytearray(), contextlib.ExitStack()
         try:
             self._start(stdin, again=again)
@@ -234,14 +234,13 @@ class Solution(contextlib.AbstractContextManager["Solution"]):
             self._check_time()
             select.select([], [self._channel.socket], [], POLL_S)
 
-    def _fail(self, problem: str) -> None:
+    def _fail(self, problem: str, kind: type[WrongError] = WrongError) -> None:
         self.ended = True
-        raise WrongError(problem)
+        raise kind(problem)
 
     def _check_time(self) -> None:
-        if self._watch.running and (limit := self._watch.exceeded(**self._limits)):
-            self.ended = True
-            raise LateError(limit)
+        if self._watch.running and (limit := self._watch.exceeded()):
+            self._fail(limit, LateError)
         if threads_of(self._process.pid) > MAX_THREADS:
             self._fail(f"over {MAX_THREADS} threads")
 

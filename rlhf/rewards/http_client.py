@@ -23,6 +23,7 @@ from yarl import URL
 
 from rlhf.config.printing import printable
 from rlhf.config.secrets import hide, remember
+from rlhf.processes.outside import over_clock
 from rlhf.rewards.patience import patiently
 
 CONNECT_S, FIRST_WAIT_S = 30.0, 0.5  # limit for a connection; pause before the second try
@@ -150,8 +151,7 @@ class HttpClient:
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.ClientHttpProxyError) as error:
             raise UnconnectedError(f"{type(error).__name__}{through}: {_beginning(str(error))}") from None
         except TimeoutError:
-            late = f"over {self._timeout_s:g} seconds by the clock ({self._section}timeout_s){through}"
-            raise LateError(late) from None
+            raise LateError(f"{over_clock(self._timeout_s)} ({self._section}timeout_s){through}") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             reason = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
             raise PassingError(f"{type(error).__name__}{through}: {_beginning(reason)}") from None

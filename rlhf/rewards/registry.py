@@ -18,6 +18,7 @@ from rlhf.config.printing import say
 from rlhf.config.reward import FLOAT32_MAX, OPTIONS_OF_REWARD, USER_FIELDS
 from rlhf.processes.attributes import EnvironmentView
 from rlhf.processes.code import import_problem, load_module
+from rlhf.processes.outside import over_clock
 from rlhf.processes.raised import error_text, location_of
 from rlhf.processes.returned import read_returned
 from rlhf.rewards.code import code_reward
@@ -248,7 +249,7 @@ async def call_waiting_function(function: Callable[..., Any], job: dict[str, Any
     task = asyncio.ensure_future(call())
     if not (await asyncio.wait({task}, timeout=wall_seconds))[0]:
         task.cancel()
-        return Grade(None, TIMEOUT, detail=f"over {wall_seconds:g} seconds by the clock")
+        return Grade(None, TIMEOUT, detail=over_clock(wall_seconds))
     return _failed_grade(function, "CancelledError: it cancelled its own call") if task.cancelled() else task.result()
 
 

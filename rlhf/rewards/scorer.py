@@ -21,6 +21,7 @@ from rlhf.config.data import USUAL_COLUMNS
 from rlhf.config.printing import to_stderr
 from rlhf.config.reward import VERIFIERS, CodeOptions, RewardConfig, RewardPart, RubricOptions
 from rlhf.processes.confinement import NOT_ALONE, Grants
+from rlhf.processes.outside import BY_CLOCK
 from rlhf.rewards.grade import (
     ANSWER_CLASSES,
     BAD_GOLD,
@@ -406,7 +407,7 @@ def _value(part: RewardPart, grade: Grade) -> float | None:
     A `code` job over the worker's limit by the clock is None too. Its tests have limits of their own, so it only waited
     for a core, which is not the response's fault.
     """
-    if part.name == "code" and grade.status == TIMEOUT and "by the clock" in grade.detail:
+    if part.name == "code" and grade.status == TIMEOUT and BY_CLOCK in grade.detail:
         return None
     if grade.value is None and not part.is_judged_outside and grade.status in (NO_ANSWER, TIMEOUT, DIED, FAILED):
         return 0.0

@@ -305,7 +305,7 @@ def test_jobs_held_with_one_that_hangs_are_tried_again_in_parts(monkeypatch: pyt
     futures = pool.submit_many([{"name": "judge"}] * 200)
     held: list[int] = []
     while not futures[7].done():
-        worker = SimpleNamespace(work={}, kind=None, watch=Stopwatch(), pid=1)
+        worker = SimpleNamespace(work={}, kind=None, watch=Stopwatch(cpu_seconds=2.0, wall_seconds=10.0), pid=1)
         monkeypatch.setattr(pool, "free", lambda worker=worker: [worker])
         pool.on_turn()
         if 7 in worker.work:
