@@ -5,23 +5,10 @@
            │                              │ fork
            └─ socket and pipe of each ─>  worker: is confined, calls load(hello), then serve(channel, loaded)
 
-The driver's half is `workers.Workers`. To use it, subclass it and override these callbacks:
-
-    class Pool(Workers):
-        def __init__(self): super().__init__("reward", "rlhf.rewards.worker", {...}, code=["mine.py:f"], size=8, ...)
-        def on_ready(self, worker, about): ...    # it has loaded the code; `about` comes from `load`
-        def on_message(self, worker, message): ...    # any exception ends this worker alone
-        def on_gone(self, worker, why, detail): ...   # TIMEOUT, DIED or LOST; worker.work holds the unanswered work
-        def on_turn(self): ...    # all messages have been read: hand out work
-        def on_end(self, reason): ...    # closed ("") or broken: fail the work that waits
-
-They run in the one thread of `Workers`; other threads use `call_soon(function, *arguments)`. They may use:
-
-    self.free()                  workers that are ready and not being killed
-    self.send(worker, message)   a mapping; `Channel.receive` returns it in the worker
-    worker.watch.start(pid), .stop()   in between, CPU seconds, wall-clock seconds and processes are limited
-    self.kill(worker, why, detail)     has the process that forked it kill it; calls on_gone at once
-    self.size                    the wanted number of workers; missing ones are forked in milliseconds
+The driver's half is `workers.Workers`. To use it, subclass it and override its callbacks, which run in its one thread:
+`on_ready`, `on_message`, `on_gone`, `on_turn`, `on_end`. They may call `free`, `send` and `kill`, set `size` (missing
+workers are forked in milliseconds), and limit the CPU seconds, wall-clock seconds and processes of a piece of work from
+`worker.watch.start(pid)` to `.stop()`. Other threads use `call_soon(function, *arguments)`.
 
 The workers' half is a module of the user (`work`), imported once by the keeper, with two functions:
 

@@ -121,9 +121,8 @@ OWNERS, ATTRIBUTES = _from("chown", "fchownat"), _from("setxattr", "removexattra
 MODES = _from("chmod", "utimensat")
 SCHEDULERS = _from("sched_setaffinity", "setpriority")
 MACHINE = _from("unshare", "open_by_handle_at")  # after capabilities are dropped, these calls are left to refuse
-OTHERS = _from(
-    "ptrace", "memfd_secret"
-)  # access to other processes, and objects that are shared or outlive their maker
+# access to other processes, and objects that are shared or outlive their maker
+OTHERS = _from("ptrace", "memfd_secret")
 SIGNALLED, STARTS = _from("kill", "pidfd_send_signal"), _from("fork", "execveat")
 # Values refused in an argument, under a mask: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE and F_NOTIFY; FIOSETOWN,
 # SIOCSPGRP, TIOCSTI and TIOCLINUX; all of file systems, which change files that are open for reading; PR_SCHED_CORE
@@ -151,9 +150,8 @@ NOT_ALONE = (
 Check = tuple[int, int, int, bool]  # an argument, a mask, a value in it, and whether it has to be that value
 FILES, USER, MODEL, ALONE = range(4)  # levels of a `Domain`
 _venv = [str(folder) for folder in Path(sys.executable).parents[1:2] if (folder / "pyvenv.cfg").exists()]  # with -S
-INTERPRETER = tuple(
-    dict.fromkeys((sys.prefix, sys.base_prefix, sys.exec_prefix, *_venv, str(Path(__file__).parents[1])))
-)
+_prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix, *_venv, str(Path(__file__).parents[1]))
+INTERPRETER = tuple(dict.fromkeys(_prefixes))
 _libc = ctypes.CDLL(None, use_errno=True)
 _held: list[Domain] = []  # what `enter_domain` uses
 

@@ -155,13 +155,13 @@ class Workers:
         """A message of a ready worker. Any exception ends this worker alone."""
 
     def on_gone(self, worker: Worker, why: str, detail: str) -> None:
-        """A worker is being killed or has ended; `why` is TIMEOUT, DIED or LOST."""
+        """A worker is being killed or has ended; `why` is TIMEOUT, DIED or LOST. `worker.work` is unanswered."""
 
     def on_turn(self) -> None:
-        """All messages have been read: work may be handed out."""
+        """All messages have been read: hand out work."""
 
     def on_end(self, reason: str) -> None:
-        """The workers were closed (empty reason), or cannot go on."""
+        """The workers were closed (empty reason), or cannot go on: fail the work that waits."""
 
     def max_processes(self, worker: Worker) -> int | None:
         """The largest number of processes below a worker; None without other people's code, which could start some."""
@@ -219,7 +219,7 @@ class Workers:
         self._selector.modify(worker.channel.socket, events, partial(self._on_worker, worker))
 
     def kill(self, worker: Worker, why: str, detail: str = "the process died") -> None:
-        """Have a worker killed by the process that forked it."""
+        """Have a worker killed by the process that forked it; calls `on_gone` at once."""
         if worker.doomed:
             return
         worker.doomed = why

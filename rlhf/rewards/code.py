@@ -106,7 +106,9 @@ def _passed(
                 if watch.total_s > wall_seconds:
                     raise LateError(f"the tests before took over {wall_seconds:g} seconds (reward.wall_seconds)")
                 if isinstance(test, ProgramTest):
-                    _run_program(code, test, setup, watch)
+                    with Solution(watch, stdin=test.stdin) as started:
+                        if not test.accepts(started.printed_by(setup, code)):
+                            raise WrongError("it prints something else")
                 else:
                     if solution is None or solution.ended:
                         stack.close()
@@ -122,12 +124,6 @@ def _passed(
                 watch.stop()
                 watch.total_s += time.process_time() - grading
     return passed, problem
-
-
-def _run_program(code: str, test: ProgramTest, setup: str, watch: Stopwatch) -> None:
-    with Solution(watch, stdin=test.stdin) as solution:
-        if not test.accepts(solution.printed_by(setup, code)):
-            raise WrongError("it prints something else")
 
 
 def _check_call(solution: Solution, test: CallTest) -> None:

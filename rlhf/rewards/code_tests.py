@@ -29,9 +29,7 @@ from typing import Any, NamedTuple
 
 from rlhf.processes.attributes import as_json
 
-BUILDERS: dict[str, Callable[..., Any]] = {
-    kind.__name__: kind for kind in (set, frozenset, list, tuple, dict, float, sorted)
-}
+BUILDERS: Any = {kind.__name__: kind for kind in (set, frozenset, list, tuple, dict, float, sorted)}
 NUMBER = re.compile(  # as a program prints it; 007, 1_000, 0x10, nan and digits of other scripts are text
     r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,9})?"
 )
@@ -179,10 +177,8 @@ def _call_of_pair(pair: dict[str, Any], name: str, tolerance: float) -> CallTest
     given, wanted = pair["input"], pair["output"]
     arguments = [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else given
     wanted = json.loads(wanted) if isinstance(wanted, str) and "testtype" in pair else wanted
-    right = [
-        _said(wanted),
-        *map(_said, wanted if "wraps" in pair and isinstance(wanted, list) and len(wanted) == 1 else []),
-    ]
+    in_list = wanted if "wraps" in pair and isinstance(wanted, list) and len(wanted) == 1 else []
+    right = [*map(_said, [wanted, *in_list])]
     called = f"(Solution().{name} if 'Solution' in globals() else {name})"
     call = f"{called}({', '.join(map(repr, arguments))})"
     return CallTest(call, lambda value: any(_same(value, one, tolerance) for one in right), _longest(*right))
@@ -276,28 +272,19 @@ def _tests_of(node: ast.stmt, function: str) -> Iterator[CallTest]:
         case ast.FunctionDef("check", ast.arguments(args=[ast.arg(candidate)])):
             if not function.isidentifier():
                 raise ValueError(f"`check` gets {function!r}, no name. Name the column that has it as `function`.")
+            for part in (part for part in ast.walk(node) if isinstance(part, ast.Name) and part.id == candidate):
+                part.id = function
             for statement in node.body:
-                yield from _tests_of(_Renamed(candidate, function).visit(statement), function)
+                yield from _tests_of(statement, function)
         case ast.Assert(test):
             yield _test(test)
         case _:
             raise _refused(node)
 
 
-class _Renamed(ast.NodeTransformer):
-    """Another name for a variable."""
-
-    def __init__(self, old: str, new: str) -> None:
-        self._old, self._new = old, new
-
-    def visit_Name(self, node: ast.Name) -> ast.Name:
-        return ast.Name(self._new, node.ctx) if node.id == self._old else node
-
-
 def _refused(node: ast.AST) -> ValueError:
-    return ValueError(
-        f"the test `{ast.unparse(node)[:80]}` has no literal that a result can be compared with. {FORMS}."
-    )
+    shown = ast.unparse(node)[:80]
+    return ValueError(f"the test `{shown}` has no literal that a result can be compared with. {FORMS}.")
 
 
 def _test(test: ast.expr) -> CallTest:

@@ -100,10 +100,8 @@ def answer_classes(job: dict[str, Any]) -> Grade:
     options = _options(part, json.dumps(job["options"]))
 
     def accepts(stated: str, gold: str) -> bool:
-        return (
-            REWARDS[part]({**with_gold_as_response({"name": part, "answer": stated}), "answer": gold}, options).value
-            == 1.0
-        )
+        job = {**with_gold_as_response({"name": part, "answer": stated}), "answer": gold}
+        return REWARDS[part](job, options).value == 1.0
 
     def same(a: str, b: str) -> bool:
         try:
@@ -198,10 +196,8 @@ def _judge(function: Callable[..., Any], job: dict[str, Any]) -> Any:
     if metadata[0]["prompt_is_text"] and "turns" not in metadata[0]:
         prompts = ["".join(message["content"] for message in messages[-1:]) for messages in prompts]
     else:
-        turns = (
-            data.get("turns") or [{"role": "assistant", "content": text}]
-            for text, data in zip(completions, metadata, strict=True)
-        )
+        pairs = zip(completions, metadata, strict=True)
+        turns = (data.get("turns") or [{"role": "assistant", "content": text}] for text, data in pairs)
         completions = [as_completion(said) for said in turns]
     views = [EnvironmentView(data["attributes"]) for data in metadata if data.get("attributes")]
     return judge(

@@ -104,20 +104,14 @@ class RubricGrader:
 
     async def _ask(self, body: str, weights: Sequence[float]) -> Grade:
         async with self._slots:
-            self._check_budget()
+            for name, used in self._used.items():
+                bound = getattr(self._options, name)
+                if bound is not None and used >= bound:  # this ends the run
+                    spent = "{max_requests} requests, {max_tokens} tokens".format_map(self._used)
+                    remedy = "Raise it, and continue with --resume."
+                    raise RuntimeError(f"reward rubric: {name}={bound} is used up ({spent}). {remedy}")
             self._used["max_requests"] += 1
             return await self._client.ask(body.encode(), lambda reply: self._read(reply, weights))
-
-    def _check_budget(self) -> None:
-        """Raise RuntimeError, which ends the run, if the budget is used up."""
-        requests, tokens = self._used.values()
-        for name, used in self._used.items():
-            bound = getattr(self._options, name)
-            if bound is not None and used >= bound:
-                spent = f"{requests} requests, {tokens} tokens"
-                raise RuntimeError(
-                    f"reward rubric: {name}={bound} is used up ({spent}). Raise it, and continue with --resume."
-                )
 
     def _request(
         self, messages: Sequence[dict[str, Any]], response: str, reference: str, criteria: Sequence[Criterion]

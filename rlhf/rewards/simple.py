@@ -20,6 +20,7 @@ from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, Grade
 from rlhf.rewards.math import grade_answer
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")  # dropped before words are compared (SQuAD, arXiv:1606.05250, sec. 6.1)
+ONE_ANSWER = re.compile(r"\s*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
 SENTENCE_END = re.compile(r"\.\s|。")
 GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 MARK = re.compile(  # a mark between two digits, a sign, a point before a digit; any other mark
@@ -121,14 +122,7 @@ def format_reward(
     if options.pattern is not None:
         whole = f"<think>{response}" if in_thought else response
         return float(re.fullmatch(options.pattern, whole, re.DOTALL) is not None)
-    match options.style:
-        case "think":
-            return float(after_one_thought(response, marks, in_thought=in_thought) is not None)
-        case "think_answer":
-            rest = after_one_thought(response, marks, in_thought=in_thought)
-            return float(
-                rest is not None
-                and re.fullmatch(r"\s*<answer>(?:(?!</?answer>).)+</answer>\s*", rest, re.S) is not None
-            )
-        case "boxed":
-            return float(len(boxes(answer_of(response, marks, in_thought=in_thought) or "")) == 1)
+    if options.style == "boxed":
+        return float(len(boxes(answer_of(response, marks, in_thought=in_thought) or "")) == 1)
+    rest = after_one_thought(response, marks, in_thought=in_thought)
+    return float(rest is not None and (options.style == "think" or ONE_ANSWER.fullmatch(rest) is not None))

@@ -43,17 +43,13 @@ def names_trl_arguments(function: Callable[..., Any]) -> bool:
 
 def as_completion(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages after the prompt in TRL's form: arguments of calls as dictionaries, calls without ids."""
-    return [_message(turn) for turn in turns]
-
-
-def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    message = {name: value for name, value in turn.items() if name != "tool_calls"}
-    if turn.get("tool_calls"):
-        message["tool_calls"] = [
-            {"type": "function", "function": {"name": c["function"]["name"], "arguments": _arguments(c["function"])}}
-            for c in turn["tool_calls"]
-        ]
-    return message
+    messages = []
+    for turn in turns:
+        messages.append({name: value for name, value in turn.items() if name != "tool_calls"})
+        if functions := [call["function"] for call in turn.get("tool_calls") or ()]:
+            named = ({"name": function["name"], "arguments": _arguments(function)} for function in functions)
+            messages[-1]["tool_calls"] = [{"type": "function", "function": function} for function in named]
+    return messages
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:
@@ -87,14 +83,12 @@ async def judge(
         Exception: whatever the function raises.
     """
     metrics: dict[str, list[float]] = {}
-    columns = [name for name in rows[0] if name not in NOT_COLUMNS]
-    given: dict[str, Any] = {name: [row[name] for row in rows] for name in columns}
+    given: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0] if name not in NOT_COLUMNS}
     given |= {"prompts": list(prompts), "completions": list(completions)}
     given["completion_ids"] = [list(ids) for ids in completion_ids]
     given |= {"trainer_state": SimpleNamespace(), "log_extra": lambda column, values: None}
     given["log_metric"] = lambda name, value: metrics.setdefault(as_utf8(str(name)), []).append(float(value))
-    if environments is not None:
-        given["environments"] = list(environments)
+    given |= {} if environments is None else {"environments": list(environments)}
     parameters = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         given = {name: value for name, value in given.items() if name in parameters}
