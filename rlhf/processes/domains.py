@@ -294,7 +294,6 @@ def _group(pid: int) -> int:
 
 
 def _kill_below(is_scoped: bool) -> None:
-    """Kill every process below this one."""
     if not is_scoped or may_signal(os.getppid()):
         kill_children(spared=())
         return

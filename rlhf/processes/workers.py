@@ -308,7 +308,7 @@ class Workers:
             else:
                 self.kill(template, DIED)
 
-    def _on_forker_message(self, forker: Forker, message: dict[str, Any]) -> None:
+    def _on_forker_message(self, forker: Forker, message: Any) -> None:
         forker.deadline = time.monotonic() + self.keeper_silent_s
         worker = self._workers.get(message.get("forked", message.get("gone")))
         if worker is None or worker.forker is not forker:

@@ -167,7 +167,6 @@ class Pool(Workers):
         return min(capacity - sum(held.name == name for held in jobs), together - len(jobs))
 
     def _hand_out(self, queue: deque[Job], worker: Worker) -> None:
-        """Send a worker its share of a queue."""
         share = min(self._room(worker, queue[0]), 1 + len(queue) // (2 * self._computing))
         jobs: list[Job] = []
         while queue and len(jobs) < min(share, queue[0].together - len(worker.work)):

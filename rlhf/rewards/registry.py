@@ -27,7 +27,7 @@ from rlhf.rewards.math import check_gold, math_reward, says_the_same
 from rlhf.rewards.refusal import refusing_side_effects
 from rlhf.rewards.shaping import length_reward, repetition_reward
 from rlhf.rewards.simple import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
-from rlhf.rewards.trl_rewards import Judged, as_completion, judge, names_trl_arguments
+from rlhf.rewards.trl_rewards import Judged, as_completion, has_trl_signature, judge
 
 # name -> function(job, options)
 REWARDS: dict[str, Callable[[dict[str, Any], Any], Grade]] = {
@@ -47,7 +47,6 @@ NO_DEBUGGER = (
     "A grading process has no terminal, so no debugger can run in it. Call the function from a script of your own, or "
     "print(): the lines reach the log. `rlhf score FILE --reward NAME` tries it on a file"
 )
-OUR_ARGUMENTS = {"columns", "metadata"}  # TRL has no such arguments
 AS_GROUP = "Set `group: true` next to its name if it takes all responses to a prompt and returns a list, as TRL's do"
 
 
@@ -120,7 +119,6 @@ def answer_classes(job: dict[str, Any]) -> Grade:
 
 
 def _sort_value(grade: Grade) -> float:
-    """Sort key for the grades against several acceptable answers."""
     return -math.inf if grade.value is None else grade.value
 
 
@@ -182,11 +180,6 @@ def _call(function: Callable[..., Any], job: dict[str, Any]) -> Any:
         return _judge(function, job)
     given = {name: job[name] for name in ("answer", "columns", "metadata")}
     return function(job["responses"] if "responses" in job else job["response"], **given, **job["options"])
-
-
-def has_trl_signature(function: Callable[..., Any]) -> bool:
-    """True for TRL's signature. Ours may name its first argument `completions` too, but has `columns` or `metadata`."""
-    return names_trl_arguments(function) and not OUR_ARGUMENTS & inspect.signature(function).parameters.keys()
 
 
 def _judge(function: Callable[..., Any], job: dict[str, Any]) -> Any:
@@ -256,8 +249,8 @@ def _grade(function: Callable[..., Any], result: Any, job: dict[str, Any]) -> Gr
     if isinstance(result, Judged):
         numbers = {name: [x for x in values if abs(x) <= FLOAT32_MAX] for name, values in result.metrics.items()}
         logged = {name: sum(values) / len(values) for name, values in numbers.items() if values}
-        one = [Grade(value, NOT_JUDGED if value is None else OK, metrics=logged) for value in result.rewards]
-        return Grade(None, OK, group=tuple(one))
+        grades = (Grade(value, NOT_JUDGED if value is None else OK, metrics=logged) for value in result.rewards)
+        return Grade(None, OK, group=tuple(grades))
     if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != len(job["responses"]):
         returned = f"{len(result)} values" if isinstance(result, Sequence) else type(result).__name__
         return _failed_grade(function, f"returned {returned} for a group of {len(job['responses'])}")

@@ -49,11 +49,8 @@ def multiple_choice_reward(response: str, gold: str, options: MultipleChoiceOpti
     if wanted is None:
         return Grade(None, BAD_GOLD, detail=f"gold answer {gold[:80]!r} is none of the letters {options.letters}")
     stated = extract(response, ("box", "answer_tag", "answer_is"))
-    if stated is None:
-        text = response.strip()
-        chosen = _letter(text, options.letters) if len(text) <= 4 else None
-    else:
-        chosen = _letter(stated, options.letters)
+    text = response.strip() if stated is None else stated
+    chosen = None if stated is None and len(text) > 4 else _letter(text, options.letters)
     if chosen is None:
         return Grade(0.0, NO_ANSWER, extracted=stated or "")
     return Grade(float(chosen == wanted), extracted=chosen)

@@ -18,6 +18,7 @@ from rlhf.config.printing import as_utf8
 from rlhf.processes.returned import read_scores
 
 OF_TRL = {"completions", "completion_ids", "environments", "trainer_state", "log_extra", "log_metric"}
+OUR_ARGUMENTS = {"columns", "metadata"}  # TRL has no such arguments
 NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
 
 
@@ -33,12 +34,13 @@ class Judged(NamedTuple):
     metrics: dict[str, list[float]]
 
 
-def names_trl_arguments(function: Callable[..., Any]) -> bool:
-    """True if the signature names `completions`, `environments` or another argument that only TRL has."""
+def has_trl_signature(function: Callable[..., Any]) -> bool:
+    """True for TRL's signature. Ours may name its first argument `completions` too, but has `columns` or `metadata`."""
     try:
-        return not OF_TRL.isdisjoint(inspect.signature(function).parameters)
+        names = inspect.signature(function).parameters.keys()
     except ValueError:  # a function in C without a signature
         return False
+    return bool(OF_TRL & names) and not OUR_ARGUMENTS & names
 
 
 def as_completion(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

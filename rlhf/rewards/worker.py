@@ -18,6 +18,7 @@ from rlhf.processes.output import printing_as
 from rlhf.processes.outside import children_of, kill_children
 from rlhf.rewards import registry
 from rlhf.rewards.grade import Grade
+from rlhf.rewards.trl_rewards import has_trl_signature
 
 BEAT_S = 0.2  # pause between signs of life: no call blocks the others, or another test has begun
 RECURSION_LIMIT = 3000  # enough for every answer that the parser accepts; as many C frames fit the stack
@@ -33,7 +34,7 @@ def load(hello: dict[str, Any]) -> tuple[Grader, dict[str, Any]]:
         with printing_as(part["name"]):
             functions[part["name"]] = registry.load_user_function(part)
     grader = Grader(functions, hello["wall_seconds"])
-    groups = [name for name, function in functions.items() if registry.has_trl_signature(function)]
+    groups = [name for name, function in functions.items() if has_trl_signature(function)]
     return grader, {"waits": grader.waits, "groups": groups}
 
 

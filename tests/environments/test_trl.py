@@ -18,7 +18,7 @@ from byte_tokenizer import byte_tokenizer
 
 from rlhf.environments.contract import Environment
 from rlhf.processes.attributes import EnvironmentView
-from rlhf.rewards.trl_rewards import Judged, as_completion, judge, names_trl_arguments
+from rlhf.rewards.trl_rewards import Judged, as_completion, has_trl_signature, judge
 
 CLASSES = Path(__file__).parent / "trl_classes.py"
 ROWS = [{"prompt": "a", "answer": 1}, {"prompt": "a", "answer": 1}]
@@ -47,8 +47,8 @@ def test_the_signature_tells_whose_a_function_is() -> None:
         str,
         max,
     ]
-    assert [names_trl_arguments(function) for function in trls] == [True] * len(trls)
-    assert [names_trl_arguments(function) for function in ours] == [False] * len(ours)
+    assert [has_trl_signature(function) for function in trls] == [True] * len(trls)
+    assert [has_trl_signature(function) for function in ours] == [False] * len(ours)
 
 
 def test_a_function_gets_the_group_and_every_column() -> None:
