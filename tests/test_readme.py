@@ -31,8 +31,15 @@ def test_the_configs_are_there(name: str) -> None:
 
 
 def test_the_tests_are_there() -> None:
-    named = set(re.findall(r"test_\w+\.py", README))
-    assert named <= {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    named = set(re.findall(r"`((?:\w+/)?test_\w+\.py)`", README))
+    assert named
+    assert [name for name in named if not (ROOT / "tests" / name).is_file()] == []
+
+
+def test_the_files_in_which_to_add_something_are_there() -> None:
+    named = re.findall(r"`(\w+/\w+\.py)`", README.partition("To add a reward")[2])
+    assert named
+    assert [name for name in named if not (ROOT / "rlhf" / name).is_file()] == []
 
 
 def test_the_targets_and_programs_are_there() -> None:
