@@ -532,6 +532,7 @@ def test_every_config_of_the_repository_is_planned_without_heavy_imports(files: 
     assert max(len(line) for line in plan.splitlines() if not to_paste.match(line)) <= 100
 
 
+@pytest.mark.slow
 def test_the_whole_config_is_printed_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = flags_of(["math.yaml"])
     grpo.main([*flags, "--print-config", "run.steps=7"])

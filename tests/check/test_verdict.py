@@ -55,6 +55,7 @@ def test_a_large_model_does_not_fit_and_the_first_paragraph_says_what_does() -> 
     assert "hours, every response at full length." in " ".join(first_of(full).split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("files", "overrides", "count"),
     [

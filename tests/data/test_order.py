@@ -221,6 +221,7 @@ def test_no_prompt_fills_a_step_where_few_are_left_and_solved_ones_come_where_no
     assert len(set(ids(train(stream, 16, lambda _: 0.0))[8:])) == 8
 
 
+@pytest.mark.slow
 @given(before=st.integers(1, 60), seen=st.integers(0, 9))
 def test_a_resumed_curriculum_goes_on_as_if_it_had_not_stopped(before: int, seen: int) -> None:
     """Also where prompts were drawn before the checkpoint and are graded after it."""

@@ -125,6 +125,7 @@ def test_a_prompt_that_reset_makes_has_the_system_prompt_of_the_config(tmp_path:
     assert len({text(sample.rollout.sequences[0].token_ids) for sample in group.samples}) == 1
 
 
+@pytest.mark.slow
 def test_a_rollout_that_reset_began_otherwise_is_shown_and_graded_with_its_own_prompt(tmp_path: Path) -> None:
     config = config_of(tmp_path, rollout={"samples_per_prompt": 3})
     group = play(

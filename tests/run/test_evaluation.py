@@ -176,6 +176,7 @@ def test_equal_problems_leave_no_doubt() -> None:
     assert bootstrap_interval(np.ones(8)) == (1.0, 1.0)
 
 
+@pytest.mark.slow
 def test_several_models_stand_side_by_side_and_their_responses_in_one_file(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +266,7 @@ def with_data(tiny_model_dir: Path, **changed: Any) -> dict[str, Any]:
     return values | {"data": values["data"] | {"eval": str(tiny_model_dir / "test.jsonl")}} | changed
 
 
+@pytest.mark.slow
 def test_an_evaluation_writes_prompts_with_the_day_of_the_run_that_a_model_is_from_and_tells_of_its_training_data(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

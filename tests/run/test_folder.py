@@ -79,6 +79,7 @@ def flip_one_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_do_not_count_as_kept_ones(tmp_path: Path) -> None:
     write_checkpoints(tmp_path, 2, 8)
     flip_one_bit(tmp_path / "checkpoints" / "step-000008" / "weights-00000.safetensors")
@@ -355,6 +356,7 @@ def test_resuming_is_suggested_only_if_there_is_a_complete_checkpoint(tmp_path: 
 # --- what a run leaves for evaluations of its models ---
 
 
+@pytest.mark.slow
 def test_a_model_was_trained_on_the_data_of_its_run_and_of_the_run_that_made_its_start_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def test_the_lost_run_has_left_memory_before_the_next_one_is_read(monkeypatch: p
 LOST = LostError("engine 0 is lost")
 
 
+@pytest.mark.slow
 def test_a_lost_process_is_followed_by_a_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert play(monkeypatch, [(2, LOST), (4, None)]) == [False, True]
     assert play(monkeypatch, [(2, LOST), (4, None)], start_at="best") == ["best", True]  # then from the newest

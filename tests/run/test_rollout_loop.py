@@ -104,6 +104,7 @@ def test_with_a_lag_of_1_later_steps_train_rollouts_of_the_version_before(
     assert [row["rollout/lag/max"] for row in logged(config)] == [0, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_no_engine_is_replaced_while_the_model_is_exported(config: GRPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     exported: list[bool] = []
 
@@ -224,6 +225,7 @@ def test_a_resumed_run_whose_prompts_have_changed_is_refused_and_its_folder_stay
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_on_another_day_gives_the_model_the_same_prompts(
     config: GRPOConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -303,6 +305,7 @@ def test_a_reward_that_is_always_none_is_told_at_the_first_step_and_ends_the_run
     assert shown.count("every reward of step") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reward", [["math"], []])
 def test_a_teacher_replaces_the_reward_in_what_is_trained_and_logs_how_far_the_policy_is(
     config: GRPOConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reward: list[str]
