@@ -166,7 +166,7 @@ class FakeScorer:
         noted, self.noted = self.noted, []
         return noted
 
-    def why_no_value(self, part: Any) -> str:
+    def missing_value_reason(self, part: Any) -> str:
         return "it returned None each time"
 
     def failed_always(self, part: Any) -> bool:

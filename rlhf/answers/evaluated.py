@@ -391,6 +391,7 @@ def is_signed_numeral(node: Node) -> bool:
 
 
 def _is_fraction(node: Node) -> bool:
+    """True for a numeral, or a numeral over a numeral: 5, 3/4."""
     above, below = factors_of(node)
     return len(above) == 1 >= len(below) and all(map(is_numeral, above + below))
 

@@ -165,15 +165,15 @@ def answer_of(response: str, marks: Marks = OF_MODELS, *, in_thought: bool = Fal
         answer = next((answer.rstrip().removesuffix(end) for end in ends if answer.rstrip().endswith(end)), answer)
     answer = answer.lstrip()
     if ("<" in answer or "[END" in answer) and NO_ANSWER.search(answer):
-        answer = _up_to_end_of_turn(answer)
+        answer = _truncate_at_turn_end(answer)
     for begin, end_of_frame in FRAMES.items():
         if answer.lstrip().startswith(begin):
             return answer.lstrip().removeprefix(begin).partition(end_of_frame)[0]
     return answer
 
 
-def _up_to_end_of_turn(answer: str) -> str:
-    """The answer up to the end of its turn, without traces of tools."""
+def _truncate_at_turn_end(answer: str) -> str:
+    """The answer up to the end of its turn, without tool traces."""
     kept, position, searched = "", 0, 0
     while match := CODE_OR_NO_ANSWER.search(answer, searched):
         begin, searched = match.span()

@@ -175,7 +175,7 @@ def check_weights_and_tokenizer(model: RunModel) -> None:
             return
         check_weights(model.path)
         if model.key == "model.path" and lacks_tokenizer(model.path):
-            raise ValueError("no tokenizer in it. Put the tokenizer's files there, such as tokenizer.json.")
+            raise ValueError("the model has no tokenizer. Put its files into the folder, such as tokenizer.json.")
     except ValueError as error:
         raise ValueError(f"{model.label}: {error}") from None
 
@@ -435,8 +435,8 @@ def _template_problem(role: Role, config: TrainingProgramConfig) -> Iterator[str
         )
     elif lacks_tokenizer(role.model):
         yield (
-            f"{role.model_key}={role.model}: no tokenizer in it, and a reward model reads texts. Put the tokenizer of "
-            "its training there."
+            f"{role.model_key}={role.model}: the model has no tokenizer, but a reward model reads texts. Put the "
+            "tokenizer of its training into the folder."
         )
     elif template == "model" and lacks_chat_template(role.model):
         yield (

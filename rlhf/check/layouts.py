@@ -137,7 +137,7 @@ class Search(NamedTuple):
 
 
 def search_layouts(config: GRPOConfig, shape: ModelShape, gpus: int) -> Search:
-    """Search the layouts on this number of GPUs."""
+    """The fastest layout of each kind on `gpus` GPUs, or why none fits."""
     scale = Scale.of(config, shape)
     return Search(gpus, {kind: fastest_layout(config, shape, gpus, kind, scale) for kind in KINDS})
 

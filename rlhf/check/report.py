@@ -32,7 +32,7 @@ from rlhf.check.memory import (
 from rlhf.check.model_shape import ModelShape, config_at, read_shape
 from rlhf.check.resources import count_gpus, count_nodes, quantity, with_gpus_here
 from rlhf.check.speed import card_description
-from rlhf.check.start_checks import class_problems, plan_problems, rate_warnings
+from rlhf.check.start_checks import class_problems, learning_rate_warnings, plan_problems
 from rlhf.check.verdict import fit_verdict
 from rlhf.config.data import ENVIRONMENT, DataConfig, DatasetsConfig, S
 from rlhf.config.grpo import GRPOConfig
@@ -143,7 +143,7 @@ def make_plan(config: GRPOConfig | SupervisedConfig, refusals: Sequence[str] | N
     batches = _batches(config, prompts) if isinstance(config, GRPOConfig) else _example_batches(config, examples)
     sections = [("Batches", batches)]
     if config.run.steps:
-        warnings += rate_warnings(config)
+        warnings += learning_rate_warnings(config)
         sections.append(("Learning rate", _learning_rate(config)))
     sections.append(("Placement", _placement(config, gpu_memory)))
     lines, more_sections = _memory_sections(config, examples, problems, warnings)

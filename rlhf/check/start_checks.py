@@ -142,8 +142,8 @@ def dtype_warnings(config: TrainingProgramConfig) -> Iterator[str]:
         )
 
 
-def rate_warnings(config: TrainingProgramConfig) -> Iterator[str]:
-    """Warn of a learning rate of 0, and of a rate for all weights that usually breaks a pretrained model."""
+def learning_rate_warnings(config: TrainingProgramConfig) -> Iterator[str]:
+    """Warnings for a learning rate that is 0, or so high that full fine-tuning usually breaks a pretrained model."""
     for role, training in config.trained_roles():
         key, schedule, lr = role.section, training.section.schedule, training.section.optimizer.lr
         updates, arguments = training.total_updates, training.schedule_arguments

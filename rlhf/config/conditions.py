@@ -1,4 +1,4 @@
-"""Contradictions between keys as tables, with conditions that a program evaluates and a message shows.
+"""Conditions on the keys of any config, written as text: evaluates tables of them, and makes the messages.
 
 A condition is terms joined by ` and `, in alternatives joined by ` or `. A term is `KEY` (set and not false),
 `KEY=a|b`, `KEY!=a|b`, `KEY>n`, `KEY>=n` or `KEY<n`. It may name a property of the config, which messages leave out.
@@ -47,8 +47,8 @@ def unread_keys(config: Section, read_if: Mapping[str, str], prefix: str = "") -
         if section is None or is_read or value is False or value == type(section).model_fields[name].default:
             continue
         needed = " or ".join(" and ".join(prefix + term for term in terms) for terms in alternatives)
-        without = f"nothing reads it without {needed.replace('|', ' or ')}"
-        yield f"{prefix}{_shown(config, key)}: {without}. Set that, or remove the key."
+        reason = f"this key has no effect without {needed.replace('|', ' or ')}"
+        yield f"{prefix}{_shown(config, key)}: {reason}. Add that setting, or remove the key."
 
 
 def value_at(config: Section, key: str) -> Any:

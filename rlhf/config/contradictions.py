@@ -1,4 +1,4 @@
-"""Contradictions between the keys of a GRPO config: tables where a condition says it all, functions for the others."""
+"""The contradictions between the keys of a GRPO config: tables for `conditions.py`, functions where those do not do."""
 
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ def training_problems(config: GRPOConfig) -> Iterator[str]:
     if algo.advantage == "maxrl" and config.learns_from_rewards:
         for given in _rewards_below_zero(config):
             remedy = "Use rewards of 0 and 1, or algo.advantage=dr_grpo."
-            yield f"{given} with {algo.advantage=!s}: it divides by the mean reward, and these may be below 0. {remedy}"
+            reason = "maxrl divides by the mean reward, but rewards may be below 0"
+            yield f"{given} with {algo.advantage=!s}: {reason}. {remedy}"
     if rollout.dynamic_sampling and (part := rollout.dynamic_sampling_part) is not None:
         common_parts = config.reward.parts_of_every_source + ("reward_model",) * (reward_model is not None)
         common_parts += ("environment",) * bool(config.environment.parts)

@@ -210,7 +210,7 @@ class DataConfig(DatasetsConfig[SourceConfig]):
                 reason = f"only evaluation sets have it. Remove it, or set rollout.{name}."
                 raise ValueError(f"data.train: {source.path} has {name}={value:g}: {reason}")
             if source.metric is not None and self.curriculum is None:
-                reason = "without data.curriculum nothing reads it. Remove it, or set it in data.eval."
+                reason = "it has no effect without data.curriculum. Remove it, or set it in data.eval."
                 raise ValueError(f"data.train: {source.path} has metric={source.metric}: {reason}")
         for source in self.eval:
             if source.weight is not None:

@@ -186,7 +186,7 @@ class EnvironmentConfig(_Driven):
                 reason = "a service runs in processes of yours, which get nothing from the run. Remove the key."
                 raise ValueError(f"environment.{field}={short_value(value)}: {reason}")
         if self.endpoint_host != LOOPBACK and not self.uses_endpoint:
-            reason = "nothing reads it without a program or service. Remove the key."
+            reason = "this key has no effect without a program or service. Remove the key."
             raise ValueError(f"environment.endpoint_host={self.endpoint_host}: {reason}")
         return self
 

@@ -133,7 +133,7 @@ def pair_conversations(columns: dict[str, Any]) -> tuple[list[Message], list[Mes
         raise ValueError("`chosen` and `rejected` are equal, so neither is better. Remove the row.")
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
     if same == min(len(chosen), len(rejected)):
-        raise ValueError("one of `chosen` and `rejected` is the beginning of the other. Correct or remove the row.")
+        raise ValueError("one of `chosen` and `rejected` is a prefix of the other. Correct or remove the row.")
     if not same or {chosen[same]["role"], rejected[same]["role"]} != {"assistant"}:
         raise ValueError(
             f"`chosen` and `rejected` have different prompts: {chosen[same]['content']!r:.60} and "
@@ -329,8 +329,8 @@ class SFTEncoder:
         ids, trained = tagged_ids(messages, row.template, self.tokenizer, KEY, options)
         if not trained.any() and any(messages[turn].get("content") for turn in row.turns):
             raise ValueError(
-                f"no token of it is trained: {KEY}={row.template} has {{% generation %}} tags around nothing that the "
-                "assistant says. Put them around its turns, or remove them."
+                f"no token of the row is trained: the {{% generation %}} tags of {KEY}={row.template} enclose no text "
+                "of the assistant. Move them around its turns, or remove them."
             )
         trained = self.ends.with_end(ids, trained, self.tokenizer)
         if row.given:
@@ -383,8 +383,8 @@ def _check_weights(messages: Sequence[Message], turns: Sequence[int]) -> None:
     for number, name in product(turns, WEIGHTS):
         if name in messages[number] and not messages[number][name]:
             raise ValueError(
-                f"message {number + 1} has {name}={messages[number][name]!r}, and all turns of the assistant are "
-                "trained. Give the turns that are not trained as `prompt`, and the last one as `completion`."
+                f"message {number + 1} has {name}={messages[number][name]!r}, but every assistant turn is trained. "
+                "Give the turns that are not trained as `prompt`, and the last one as `completion`."
             )
 
 

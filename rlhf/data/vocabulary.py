@@ -29,8 +29,9 @@ def check_vocabularies(config: TrainingProgramConfig, tokenizer: Any) -> Iterato
     for key, path in config.fed_models.items():
         if lacks_tokenizer(path):
             yield (
-                f"{key}={path}: no tokenizer in it, so only the size of its vocabulary was compared with that of "
-                "model.path. Its ids must be the same words: put the tokenizer of its training there to compare them."
+                f"{key}={path}: the model has no tokenizer, so only the size of its vocabulary was compared with that "
+                "of model.path. The ids must be the same words: put the tokenizer of its training into the folder to "
+                "compare them."
             )
             continue
         other = load_tokenizer(config.model.model_copy(update={"path": path}), key=key)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.processes.raised import error_text, location_of, traceback_lines
+from rlhf.processes.raised import error_with_location, traceback_lines
 from rlhf.processes.returned import as_utf8
 
 MAX_CHARACTERS = 1000  # of an error in a warning
@@ -28,7 +28,7 @@ def fault_of(error: BaseException, arguments: Any) -> str | None:
     lines = traceback_lines(error)
     if not lines or lines[-1].is_program or isinstance(error, ValueError) or _names_an_argument(error, arguments):
         return None
-    return as_utf8(location_of(error) + error_text(error))[:MAX_CHARACTERS]
+    return as_utf8(error_with_location(error))[:MAX_CHARACTERS]
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:

@@ -63,15 +63,15 @@ def _home(folder: Path) -> Path:
 def readable_folders(commands: Sequence[Sequence[str]], python: str) -> list[str]:
     """The folders that programs need to read: those of their interpreters and of the files in their commands.
 
-    Raises ValueError if a program or script does not exist, or stands in /.
+    Raises ValueError if a program or script does not exist, or lies directly in /.
     """
     readable: set[Path] = set()
     for command in filter(None, commands):
         program = shutil.which(python if command[0] == "python" else command[0])
         if program is None:
             raise ValueError(
-                f"environment.command={list(command)}: no program {command[0]} is there. Name another one, such as "
-                "venv/bin/python; `python` means environment.python, by default the interpreter of the run."
+                f"environment.command={list(command)}: program {command[0]} was not found. Name an existing one, such "
+                "as venv/bin/python; `python` means environment.python, by default the interpreter of the run."
             )
         script = next((word for word in command[1:] if not word.startswith("-")), "")
         if script.endswith(".py") and not os.path.exists(script):
@@ -81,8 +81,8 @@ def readable_folders(commands: Sequence[Sequence[str]], python: str) -> list[str
             own.add(path if path.is_dir() else path.parent)
         if Path("/") in own:
             raise ValueError(
-                f"environment.command={list(command)}: its program, or a file that it names, stands in /, so it "
-                "could read every file. Move it into a folder of its own."
+                f"environment.command={list(command)}: its program, or a file that it names, lies directly in /, so "
+                "it could read every file. Move it into a folder of its own."
             )
         readable |= own
     return sorted(map(str, readable))
@@ -119,7 +119,7 @@ class Hosts(Workers, Sessions):
         python = config.python or sys.executable
         if shutil.which(python) is None:
             raise ValueError(
-                f"environment.python={python}: no program is there. Name an interpreter (venv/bin/python)."
+                f"environment.python={python}: the program was not found. Name an interpreter (venv/bin/python)."
             )
         readable = readable_folders([part.command for part in config.parts.values()], python)
         reach = {"env": config.env, "readable": [*readable, *config.files], "files": config.files}
@@ -176,9 +176,9 @@ class Hosts(Workers, Sessions):
             self._resolve(future, FailedError("the session has ended") if seat is None else seat.lost)
             return
         seat.asked[message["id"]] = message["do"], future
-        self._deliver(seat, message)
+        self._send_or_queue(seat, message)
 
-    def _deliver(self, seat: _Seat, message: dict[str, Any]) -> None:
+    def _send_or_queue(self, seat: _Seat, message: dict[str, Any]) -> None:
         if seat.worker is None:
             seat.waiting.append(message)
             return
@@ -234,7 +234,7 @@ class Hosts(Workers, Sessions):
             seat.worker = worker
             worker.work[seat.number] = seat
             for message in seat.waiting:
-                self._deliver(seat, message)
+                self._send_or_queue(seat, message)
             seat.waiting.clear()
         self._waiting = left
         if left:
@@ -245,20 +245,20 @@ class Hosts(Workers, Sessions):
 
     def on_message(self, worker: Worker, message: Any) -> None:
         if "alive" not in message and "asks" in message:
-            self._asks(worker, message)
+            self._on_turn_request(worker, message)
         elif "id" in message:
-            self._answered(worker, message)
+            self._on_result(worker, message)
         if worker.watch.running:
             worker.watch.start(worker.pid)
 
-    def _asks(self, worker: Worker, message: dict[str, Any]) -> None:
-        """A coroutine asks for a turn."""
+    def _on_turn_request(self, worker: Worker, message: dict[str, Any]) -> None:
+        """Forward a coroutine's request for a turn to the event loop."""
         session, number, request = int(message["session"]), int(message["asks"]), dict(message["request"])
         if session in worker.work and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._answer, session, number, request)
+                self._loop.call_soon_threadsafe(self._answer_turn_request, session, number, request)
 
-    def _answered(self, worker: Worker, message: dict[str, Any]) -> None:
+    def _on_result(self, worker: Worker, message: dict[str, Any]) -> None:
         seat = next((seat for seat in worker.work.values() if message["id"] in seat.asked), None)
         if seat is None:
             return  # the session has ended meanwhile
@@ -305,4 +305,4 @@ class Hosts(Workers, Sessions):
     def _tell(self, session: int, message: dict[str, Any]) -> None:
         seat = self._seats.get(session)
         if seat is not None and seat.worker is not None and seat.lost is None:
-            self._deliver(seat, message)
+            self._send_or_queue(seat, message)

@@ -100,7 +100,7 @@ class _AskingHosts(Hosts):
 
     news: queue.SimpleQueue[News]
 
-    def _answer(self, session: int, number: int, request: dict[str, Any]) -> None:
+    def _answer_turn_request(self, session: int, number: int, request: dict[str, Any]) -> None:
         self.news.put((session, number, request))
 
 
@@ -139,7 +139,7 @@ class RemoteHosts(Sessions):
                     if isinstance(each, str):
                         self._say(f"node {self.node}: {each}")
                     else:
-                        self._answer(*each)
+                        self._answer_turn_request(*each)
         return self._lost.result()
 
     async def _send(self, method: str, *arguments: Any) -> None:

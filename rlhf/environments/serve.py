@@ -30,7 +30,7 @@ from rlhf.processes import attributes
 from rlhf.processes.channel import Channel
 from rlhf.processes.code import load_module
 from rlhf.processes.outside import over_clock
-from rlhf.processes.raised import error_text, location_of
+from rlhf.processes.raised import error_with_location
 from rlhf.processes.returned import as_utf8, read_returned
 
 ALIVE_S = 1.0  # between signs of life of the event loop
@@ -218,7 +218,9 @@ class Server:
         try:
             self._channel.send(answer)
         except (TypeError, ValueError, RecursionError) as error:  # Python writes no number of over 4300 digits
-            self._channel.send(self._failure(message, f"its answer cannot be sent: {_text(error)}", limit=False))
+            self._channel.send(
+                self._failure(message, f"its answer cannot be sent: {error_with_location(error)}", limit=False)
+            )
 
     async def _answer_to(self, message: Mapping[str, Any], run: Run) -> dict[str, Any]:
         """The answer to a message; an empty dictionary if the message gets none."""
@@ -231,7 +233,7 @@ class Server:
         except MemoryError:
             return self._failure(message, "over the memory of its process", limit=True)
         except (Exception, asyncio.CancelledError) as error:  # code may cancel itself; after a close nobody waits
-            return self._failure(message, _text(error), limit=False)
+            return self._failure(message, error_with_location(error), limit=False)
         return {"id": message["id"], "result": result} if "id" in message else {}
 
     def _failure(self, message: Mapping[str, Any], error: str, *, limit: bool) -> dict[str, Any]:
@@ -307,11 +309,7 @@ async def _as_exception(awaitable: Awaitable[Any]) -> Any:
     except (Exception, asyncio.CancelledError, GeneratorExit):
         raise
     except BaseException as error:
-        raise _EscapedError(_text(error)) from error
-
-
-def _text(error: BaseException) -> str:
-    return location_of(error) + error_text(error)
+        raise _EscapedError(error_with_location(error)) from error
 
 
 class _Clock:

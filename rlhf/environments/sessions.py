@@ -122,7 +122,7 @@ class Sessions:
     def _count_ended(self) -> None:
         self.open_sessions -= 1
 
-    def _answer(self, session: int, number: int, request: dict[str, Any]) -> None:
+    def _answer_turn_request(self, session: int, number: int, request: dict[str, Any]) -> None:
         """Answer a coroutine's request for a turn."""
         answer = self._answers.get(session)
         if answer is not None:

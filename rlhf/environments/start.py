@@ -78,8 +78,8 @@ class StartedEnvironments(Environments, contextlib.AbstractContextManager["Start
         kinds, reward = config.environment.trained_sequences, config.reward
         if kinds != ALL and not any(about["plays"] for about in self.hosts.about.values()):
             raise ValueError(
-                f"environment.trained_sequences={list(kinds)}: a rollout with a class or tools is one sequence, "
-                "without requests. Remove the key."
+                f"environment.trained_sequences={list(kinds)}: the key applies to coroutines, programs and services "
+                "only; a rollout with a class or tools is one sequence. Remove the key."
             )
         if not (reward.leaves_something_ungraded and config.learns_from_rewards) or config.reward_model is not None:
             return

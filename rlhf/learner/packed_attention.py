@@ -167,13 +167,21 @@ def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, sc
                 query, key, value, seen, is_causal=seen is None, scale=scoring.scale, enable_gqa=grouped
             )
         else:
-            out = _scored_attention(query, key, value, seen, scoring)
+            out = _attention_by_matrix(query, key, value, seen, scoring)
         outputs.append(out.to(q.dtype).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.among_queries)
 
 
-def _scored_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scoring: Scoring) -> Tensor:
-    """[n, heads, Q, d], [n, kv_heads, K, d] twice -> [n, heads, Q, d], with a matrix of scores; seen [n, 1, Q, K]."""
+def _attention_by_matrix(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scoring: Scoring) -> Tensor:
+    """Attention that stores the score matrix.
+
+    Args:
+        query: [n, heads, Q, d]; key and value: [n, kv_heads, K, d].
+        seen: [n, 1, Q, K] bool, True where a query sees a key; None = causal.
+
+    Returns:
+        [n, heads, Q, d].
+    """
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     scores = full_precision(query @ key.transpose(-1, -2)) * scale

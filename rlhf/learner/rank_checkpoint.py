@@ -178,7 +178,10 @@ class SliceReader:
             if max(start, begin) < min(stop, end)
         ]
         if (held := sum(high - low for low, high, _ in spans)) != stop - start:
-            raise ValueError(f"{self._what}: the files hold only {held} of elements {start} to {stop} of {name}.")
+            raise ValueError(
+                f"{self._what}: the files hold only {held} of the {stop - start} elements [{start}:{stop}] of {name}. "
+                "Use another checkpoint."
+            )
         parts: list[Tensor] = [part[low:high] for low, high, part in spans]
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.empty(0)
 

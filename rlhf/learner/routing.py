@@ -46,13 +46,13 @@ def choices_of_row(model: nn.Module) -> Iterator[list[Choices]]:
     """A context that collects the choices of the row, layer after layer; a recomputed layer adds none."""
     choices: list[Choices] = []
 
-    def note(module: Any, args: tuple[Any, ...]) -> None:
+    def record_choices(module: Any, args: tuple[Any, ...]) -> None:
         if len(args) > 1:
             choices.append(Choices(args[1].detach(), module.num_experts))
 
     with contextlib.ExitStack() as hooks:
         for experts in experts_of(model).values():
-            hooks.callback(experts.register_forward_pre_hook(note).remove)
+            hooks.callback(experts.register_forward_pre_hook(record_choices).remove)
         yield choices
 
 

@@ -79,7 +79,7 @@ class SupervisedRank(TrainedRank):
     def _own_microbatches(
         self, data: PackedTokens, examples: np.ndarray, part: slice = slice(None)
     ) -> list[HeldMicrobatch]:
-        """This rank's microbatches, or a part of them, of a minibatch of these examples."""
+        """This rank's microbatches of the minibatch `examples` [E]; `part` selects some of them."""
         sequences = self.config.sequences_per_example
         rows = examples[:, None] * sequences + np.arange(sequences)
         max_tokens, ranks = self.config.learner.max_tokens_per_microbatch, self.world.size

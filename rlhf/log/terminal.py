@@ -132,7 +132,7 @@ class Terminal:
     def print(self, text: str, *, style: str = "", styled: int | None = None, wrap: bool = True) -> None:
         """Print lines. The style is for the first `styled` characters, or for all of them."""
         whole = printable(text)
-        shown = Text("\n".join(wrapped(whole, self._console.width)) if wrap else whole)
+        shown = Text("\n".join(wrap_lines(whole, self._console.width)) if wrap else whole)
         shown.stylize(style, 0, styled)
         self._console.print(shown, soft_wrap=True)
         note_line()
@@ -207,7 +207,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def wrapped(text: str, width: int) -> list[str]:
+def wrap_lines(text: str, width: int) -> list[str]:
     """Break text between words into lines of at most `width`; a longer word, such as a path, stays whole."""
     lines = []
     for line in text.splitlines():

@@ -189,7 +189,7 @@ class Grants(NamedTuple):
         """
         for name in set(self.env) - set(os.environ):
             remedy = "Set it where the run starts, or remove the name."
-            raise ValueError(f"{noun} env={name}: there is no such environment variable. {remedy}")
+            raise ValueError(f"{noun} env={name}: this environment variable is not set. {remedy}")
         for path in (path for path in self.files if not os.path.exists(path)):
             raise ValueError(f"{noun} files={path}: there is no such file or folder. Create it, or correct the path.")
         names = (*KEPT_VARIABLES, *(NETWORK_VARIABLES if self.network else ()), *self.env)

@@ -61,3 +61,8 @@ def error_text(error: BaseException, advice: str = "") -> str:
     except Exception:  # its `__str__` is other people's
         return type(error).__name__
     return ". ".join(filter(None, [said, advice or remedy(error)]))
+
+
+def error_with_location(error: BaseException) -> str:
+    """`file:line: Type: text` of an exception; without `file:line: ` if it was not raised by user code."""
+    return location_of(error) + error_text(error)

@@ -209,7 +209,9 @@ def _rollouts(runs: Sequence[RunFiles]) -> dict[str, Any]:
 
 
 def _add_row(columns: dict[str, list[Any]], row: Row, texts: dict[str, int], *, run: int, group: int) -> None:
-    def text(value: Any) -> int:
+    """Append a rollout to the columns; texts are stored once, by number."""
+
+    def text_number(value: Any) -> int:
         return texts.setdefault(value if isinstance(value, str) else json.dumps(value), len(texts))
 
     blocks = response_blocks(row)
@@ -219,10 +221,10 @@ def _add_row(columns: dict[str, list[Any]], row: Row, texts: dict[str, int], *, 
     cells: dict[str, Any] = {"run": run, "group": group}
     cells |= {key: row[key] for key in ("step", "sample", "response_tokens")}
     cells |= {key: _number(row[key]) for key in ("reward", "advantage")}
-    cells |= {key: text(row[key]) for key in TEXT_KEYS}
-    cells |= {"conversation": text(conversation(row)), "no_answer": states_no_answer(row)}
-    cells["parts"] = text(json.dumps(row["reward_parts"]))
-    cells["blocks"] = None if is_plain else [(kind, text(block)) for kind, block in blocks]
+    cells |= {key: text_number(row[key]) for key in TEXT_KEYS}
+    cells |= {"conversation": text_number(conversation(row)), "no_answer": states_no_answer(row)}
+    cells["parts"] = text_number(json.dumps(row["reward_parts"]))
+    cells["blocks"] = None if is_plain else [(kind, text_number(block)) for kind, block in blocks]
     cells["version"] = min((span[2] for span in row["versions"]), default=None)
     cells["tokens"] = {key: row[key] for key in TOKEN_KEYS if key in row} or 0
     for key, value in cells.items():

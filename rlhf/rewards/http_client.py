@@ -96,9 +96,12 @@ class HttpClient:
         self.name = hide(f"{section}{name}={self._url}")
         authorization = f"Basic {base64.b64encode(unquote(credentials).encode()).decode()}" if credentials else ""
         if key_variable_name is not None:
-            authorization = f"Bearer {os.environ.get(key_variable_name)}"
-            if key_variable_name not in os.environ or not authorization.isprintable():
-                reason = "there is no such environment variable, or it holds a line break. Set it where the run starts."
+            authorization, reason = f"Bearer {os.environ.get(key_variable_name)}", ""
+            if key_variable_name not in os.environ:
+                reason = "this environment variable is not set. Set it where the run starts."
+            elif not authorization.isprintable():
+                reason = "its value has a line break or another unprintable character. Correct it."
+            if reason:
                 raise ValueError(f"{section}key_variable_name={key_variable_name}: {reason}")
         self._headers |= {"Authorization": authorization} if authorization else {}
         remember({"secret": [authorization.partition(" ")[2], unquote(credentials).partition(":")[2]]})

@@ -280,8 +280,8 @@ class Scorer(AbstractContextManager["Scorer"]):
         """True if a part was called and every call failed."""
         return 0 < self._calls(part) == self._calls(part, FAILURES)
 
-    def why_no_value(self, part: RewardPart) -> str:
-        """The reason why a part has given no response a value; `new_errors` has the messages of failed calls."""
+    def missing_value_reason(self, part: RewardPart) -> str:
+        """Why a part gave no value to any response; `new_errors` has the messages of failed calls."""
         if self.failed_always(part):
             return "every call failed"
         counted = {status: count for status in STATUSES if (count := self.counters[f"{part.name}/{status}"])}

@@ -495,12 +495,12 @@ async def _serve(model: Mapping[str, Any], control: socket.socket, listening: so
 def main() -> None:
     """Serve until the driver disconnects.
 
-    The arguments are the descriptors of the socket to the driver and of the listening socket; standard input has the
-    model of `make_app`.
+    The arguments are the descriptors of the socket to the driver and of the listening socket; standard input holds
+    the `model` argument of `make_app` as JSON.
     """
     die_with_parent(9)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     control, listening = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     asyncio.run(_serve(json.load(sys.stdin), control, listening))
     os._exit(0)

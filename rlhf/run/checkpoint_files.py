@@ -102,7 +102,7 @@ def manifest_files(content: bytes) -> dict[str, WrittenFile]:
             "version that wrote it"
         )
     if outside := [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]:
-        raise ValueError(f"{MANIFEST} names {outside[0]}, which is not in the folder")
+        raise ValueError(f"{MANIFEST} names {outside[0]}, a path outside of the checkpoint folder")
     return files
 
 

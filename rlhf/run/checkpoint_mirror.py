@@ -165,7 +165,7 @@ class Mirror:
         return self._read(file).decode(errors="replace").strip()
 
     def _read(self, file: str) -> bytes:
-        """A small file; empty if it is not there."""
+        """The content of a small file, or b"" if it does not exist."""
         try:
             content: bytes = self._request(self._fs.cat_file, f"{self._root}/{file}")
         except FileNotFoundError:

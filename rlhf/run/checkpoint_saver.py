@@ -39,8 +39,8 @@ class CheckpointSaver:
     """Saves one checkpoint at a time; first `write_log` writes the rows that wait for room on the disk, or OSError.
 
     Attributes:
-        failure: why the newest checkpoint could not be written; empty if it was. The run goes on and tries again after
-            the next step: the previous checkpoint is complete, and ending the run would lose as much.
+        save_error: why the newest checkpoint could not be written; empty if it was. The run goes on and tries again
+            after the next step: the previous checkpoint is complete, and ending the run would lose as much.
         writing_step: the step of the current save, or of the last one; 0 if it failed.
     """
 
@@ -54,7 +54,7 @@ class CheckpointSaver:
         warn: Callable[[str], None],
         write_log: Callable[[], None] = lambda: None,
     ) -> None:
-        self.failure, self.writing_step = "", 0
+        self.save_error, self.writing_step = "", 0
         self._tokenizer = tokenizer_files(tokenizer)
         self._config, self._folder, self._mirror, self._warn = config, folder, mirror, warn
         self._checkpoints, self._write_log = checkpoints, write_log
@@ -66,14 +66,16 @@ class CheckpointSaver:
     async def save(self, state: RunState) -> None:
         """Begin to save; returns when the run may change its weights again."""
         await self._finish_writing()
-        self.failure, self.writing_step = "", state.step
+        self.save_error, self.writing_step = "", state.step
         partial: Path | None = None
         try:
             partial = await asyncio.to_thread(self._folder.begin_checkpoint, state.step)
             self._write_log()  # a resumed run does not write rows from before its checkpoint again
             needed, free = await self._checkpoints.bytes(), shutil.disk_usage(self._folder.checkpoints).free
             if free < needed:
-                raise OSError(f"{self._folder.checkpoints}: it takes {needed:,} bytes, and {free:,} are free")
+                raise OSError(
+                    f"{self._folder.checkpoints}: a checkpoint takes {needed:,} bytes, but only {free:,} are free"
+                )
             for name, content in self._tokenizer.items():
                 file = partial / MODEL_FOLDER / name
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -133,9 +135,12 @@ class CheckpointSaver:
 
     def fail(self, step: int, error: Exception, partial: Path | None = None) -> None:
         """Warn that the checkpoint of a step could not be written, and remove its partial folder."""
-        self.failure, self.writing_step = f"the checkpoint of step {step} could not be written: {error_text(error)}.", 0
+        self.save_error, self.writing_step = (
+            f"the checkpoint of step {step} could not be written: {error_text(error)}.",
+            0,
+        )
         remedy = "Make room meanwhile." if isinstance(error, OSError) else "Remove the cause meanwhile."
-        self._warn(f"{self.failure} It is tried again after the next step. {remedy}")
+        self._warn(f"{self.save_error} It is tried again after the next step. {remedy}")
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
 

@@ -228,11 +228,9 @@ class RunFolder:
             self._mirror.fetch_file(file)
         name = read_line(file) if file.is_file() else self._start_at
         if name not in names:
-            known = ", ".join(sorted_checkpoints(names)) or "none"
-            raise ValueError(
-                f"--resume-from {self._start_at}: {self.checkpoints} has {known}. Name one of them; `best` needs a run "
-                "with checkpoint.best."
-            )
+            known = ", ".join(sorted_checkpoints(names))
+            remedy = f"Name one of {known}; `best` needs a run with checkpoint.best" if known else "Start without it"
+            raise ValueError(f"--resume-from {self._start_at}: no such checkpoint in {self.checkpoints}. {remedy}.")
         return [name]
 
     def _fetch(self, mirror: Mirror, name: str) -> str:

@@ -125,7 +125,7 @@ def silent_rewards(
         key, prompts_note = (f"reward.by_source.{source}", f" for prompts of {source}") if source else ("reward", "")
         parts = config.reward.parts_of(source)
         values = {part.name: sum(s.reward_parts.get(part.name) is not None for s in samples) for part in parts}
-        silent = {part.name: scorer.why_no_value(part) for part in parts if not values[part.name]}
+        silent = {part.name: scorer.missing_value_reason(part) for part in parts if not values[part.name]}
         if config.learns_from_rewards and all(sample.reward is None for sample in samples):
             silent |= _silent_others(config, samples)
             reasons = "; ".join(f"{name}: {why}" for name, why in silent.items())

@@ -99,8 +99,8 @@ def check_resumed_state(config: TrainingProgramConfig, path: Path, state: RunSta
     began = state.program or config.program
     if began != config.program:
         raise ValueError(
-            f"run.dir={path}: its checkpoints are of rlhf.{began}, this is rlhf.{config.program}. "
-            f"Resume with python -m rlhf.{began}, or start another run.dir from its model."
+            f"run.dir={path}: its checkpoints were written by rlhf.{began}, but this is rlhf.{config.program}. "
+            f"Resume with python -m rlhf.{began}, or start a new run from its model in another run.dir."
         )
     before, now = state.updates or config.update_plan, config.update_plan
     changes = [Change(key, before[key], now.get(key), "fixed") for key in before if before[key] != now.get(key)]

@@ -253,19 +253,19 @@ class RolloutLoop(Generic[C]):
         targets: PolicyTargets,
         epochs: Sequence[Sequence[Minibatch]],
         updates: Sequence[UpdateOutcome],
-        measured: dict[str, float],
+        extra_metrics: dict[str, float],
     ) -> None:
-        """Write the metrics and the rollouts of a finished step; `measured` are further metrics, logged unchanged.
+        """Write the metrics and the rollouts of a finished step; `extra_metrics` are logged as they are.
 
         `advantages` has shape [R]. `epochs` are minibatches of the policy; empty while a critic warms up.
         """
         run, config, rollout = self._run, self._run.config, self._run.config.rollout
-        learned = mean_over_updates(updates)
+        update_metrics = mean_over_updates(updates)
         metrics = rollout_metrics(groups, advantages, version=step - 1, asynchronous=rollout.max_policy_lag > 0)
         if not config.learns_from_rewards:  # groups of equal rewards teach as much as others
             del metrics["reward/equal_group_fraction"]
-        metrics |= learned
-        values = to_values(metrics) | measured | self.buffer.account_metrics()
+        metrics |= update_metrics
+        values = to_values(metrics) | extra_metrics | self.buffer.account_metrics()
         values["time/step"] = run.clock.step_seconds()
         phases, window_s = run.clock.take()
         rate, engines_busy_s = self.engines.meter.take()
@@ -277,7 +277,7 @@ class RolloutLoop(Generic[C]):
         # without a pass before them, later updates compare the engines with a policy that has moved
         moves = config.training.updates_per_step > 1 and not config.needs_old_logprobs_pass
         lag = max(rollout.max_policy_lag, moves)
-        values |= self.canary.check_rollouts(learned, temperature=rollout.temperature, max_lag=lag)
+        values |= self.canary.check_rollouts(update_metrics, temperature=rollout.temperature, max_lag=lag)
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}
         counted = self.scorer.counters_excluding([ticket.prompt for ticket in self.buffer.outstanding()])
         values |= {f"reward/status/{logged_name(name)}": count for name, count in counted.items()}

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterato
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from rlhf.check.start_checks import dtype_warnings, rate_warnings
+from rlhf.check.start_checks import dtype_warnings, learning_rate_warnings
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.cluster import Cluster
 from rlhf.config.base import error_text
@@ -114,7 +114,7 @@ class Run(Generic[C]):
     def live_output(self) -> Iterator[None]:
         """A context with the run's output and live view; it begins with warnings about config and checkpoint."""
         with self.log.terminal.live():
-            warnings = (*self.config.warnings(), *rate_warnings(self.config), *dtype_warnings(self.config))
+            warnings = (*self.config.warnings(), *learning_rate_warnings(self.config), *dtype_warnings(self.config))
             self.log.warn(*warnings, *self.folder.warnings, *resume_warnings(self.config, self.state))
             if self.restored is not None:
                 self.log.print(f"resuming from {self.restored}")
@@ -192,7 +192,7 @@ class Run(Generic[C]):
         return every is not None and (step % every == 0 or is_last or is_best or ends)
 
     async def checkpoint_if_due(self, step: int) -> None:
-        """Write a checkpoint if one is due or the last save failed. If a signal or `failure` ends the run, then end it.
+        """Write a checkpoint if due, or if the last save failed; then end the run if a signal or `failure` asks for it.
 
         Raises:
             RuntimeError: the run has a `failure`; it is saved.
@@ -200,7 +200,7 @@ class Run(Generic[C]):
         """
         is_due = self.checkpoint_is_due(step)
         with self.clock.phase("checkpoint"), self.stop.saving():
-            if (is_due and step > max(self.folder.saved_step, self.saver.writing_step)) or self.saver.failure:
+            if (is_due and step > max(self.folder.saved_step, self.saver.writing_step)) or self.saver.save_error:
                 await self._save(step)
         if self.stop.requested or self.failure:
             await self._end_if_asked(step)
@@ -275,8 +275,8 @@ class Run(Generic[C]):
             self.log.warn(notice)
         self.log.print(f"run folder: {self.folder.path}")
         self.log.files.check()
-        if self.saver.failure:
-            raise RuntimeError(f"{self.saver.failure} Remove the cause, and repeat the last steps with --resume.")
+        if self.saver.save_error:
+            raise RuntimeError(f"{self.saver.save_error} Remove the cause, and repeat the last steps with --resume.")
 
     async def _export(self, steps: int) -> None:
         """Write run.dir/model, or raise a RuntimeError that names the checkpoint of the weights, made if needed."""
@@ -307,5 +307,5 @@ class Run(Generic[C]):
         if saved:
             newest = self.folder.checkpoints / f"step-{saved:06d}"
             kept = f"`rlhf export {newest} DIR` makes a model of step {saved}; --resume goes on from there."
-        lost = f" {self.saver.failure}" if saved < steps else ""
+        lost = f" {self.saver.save_error}" if saved < steps else ""
         raise RuntimeError(f"{self.folder.model}: the export failed: {why.rstrip('.')}.{lost} {kept}")

@@ -46,8 +46,8 @@ def hinted_prompts(
         hint = prompt.columns.get(column)
         if not isinstance(hint, str) or not hint.strip():
             raise ValueError(
-                f"algo.teacher.hint_column={column}: {prompt.id} has {hint!r} there, and its teacher would read what "
-                "the policy reads. Give each row a text, or name another column."
+                f"algo.teacher.hint_column={column}: {prompt.id} has {hint!r} in this column, so the teacher "
+                "would read the same prompt as the policy. Fill the column in every row, or name another column."
             )
         *before, last = prompt.messages
         messages = [*before, {**last, "content": f"{last['content']}\n\n{hint}"}]

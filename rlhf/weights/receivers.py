@@ -48,7 +48,7 @@ class Accounted:
     def start_weight_update(self) -> None:
         self.loaded: Loaded = {}
         super().start_weight_update()  # type: ignore[misc]
-        # by the identity of a parameter, which is kept, so that no other object can have it: its layer's number
+        # id(tensor) -> (layer number, tensor); keeping the tensor stops Python from reusing its id
         self._layers = {
             id(tensor): (number, tensor)
             for number, layer in enumerate(self.model.modules())

@@ -419,7 +419,7 @@ def test_a_model_without_the_files_of_its_tokenizer_is_refused_and_not_given_an_
         file.unlink()
     for program in ("grpo", "sft", "reward-model", "evaluate"):
         (problem,) = problems_of(program, model)
-        assert problem.startswith(f"model.path={model}: no tokenizer in it")
+        assert problem.startswith(f"model.path={model}: the model has no tokenizer")
 
 
 def test_a_tokenizer_that_no_code_can_read_or_whose_end_has_no_row_is_refused(model: Path) -> None:

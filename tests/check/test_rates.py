@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from worlds import make_config, make_ppo_config
 
-from rlhf.check.start_checks import dtype_warnings, rate_warnings
+from rlhf.check.start_checks import dtype_warnings, learning_rate_warnings
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.supervised import SFTConfig
@@ -54,20 +54,20 @@ def config_of(program: str, model: str, lr: float, lora: bool = False, **keys: A
 def test_rates_of_0_and_those_that_break_a_pretrained_model_are_told(
     settings: tuple[Any, ...], parts: list[str]
 ) -> None:
-    told = [*rate_warnings(config_of(*settings))]
+    told = [*learning_rate_warnings(config_of(*settings))]
     assert len(told) == bool(parts)
     for part in parts:
         assert part in told[0]
 
 
 def test_a_schedule_that_leaves_a_rate_of_0_or_stays_above_the_bound_is_told() -> None:
-    (told,) = rate_warnings(config_of("grpo", "no/model", 1e-6, steps=1, schedule={"name": "linear"}))
+    (told,) = learning_rate_warnings(config_of("grpo", "no/model", 1e-6, steps=1, schedule={"name": "linear"}))
     assert told.startswith(
         "learner.schedule.name=linear with learner.schedule.min_lr=0: the run has 1 update, all with"
     )
-    assert [*rate_warnings(config_of("grpo", "no/model", 1e-6, steps=2, schedule={"name": "linear"}))] == []
+    assert [*learning_rate_warnings(config_of("grpo", "no/model", 1e-6, steps=2, schedule={"name": "linear"}))] == []
     schedule = {"name": "cosine", "min_lr": 1.5e-4}
-    (told,) = rate_warnings(config_of("grpo", ONE_AND_A_HALF, 2e-4, schedule=schedule))
+    (told,) = learning_rate_warnings(config_of("grpo", ONE_AND_A_HALF, 2e-4, schedule=schedule))
     assert told.startswith("learner.optimizer.lr=0.0002 and learner.schedule.min_lr=0.00015: above 0.0001 ")
 
 

@@ -95,7 +95,7 @@ def test_the_curriculum_and_the_best_checkpoint_follow_the_metric() -> None:
     assert metrics("format", "own.py:f", data=named) == {}
     same_name = {"train": [{"path": "a/t.jsonl", "metric": "format"}], "eval": ["b/t.jsonl"], "curriculum": {}}
     assert metrics("format", "own.py:f", metric="own.py:f", data=same_name) == {"t": "own.py:f"}
-    with pytest.raises(ValueError, match=r"t\.jsonl has metric=exact: without data\.curriculum nothing reads it"):
+    with pytest.raises(ValueError, match=r"t\.jsonl has metric=exact: it has no effect without data\.curriculum"):
         metrics("exact", data=named | {"train": [{"path": "t.jsonl", "metric": "exact"}], "curriculum": None})
     best = {"checkpoint": {"every": 1, "best": "eval/test/pass@2"}, "evaluation": {"every": 1, "samples_per_prompt": 2}}
     assert metrics("exact", **best) == {"test": "exact"}

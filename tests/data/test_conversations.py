@@ -201,7 +201,7 @@ def test_a_template_whose_tags_are_empty_trains_nothing_and_is_refused() -> None
     tokenizer = byte_tokenizer(
         TAGGED.replace("{{ m.content }}{% endgeneration %}", "{% endgeneration %}{{ m.content }}")
     )
-    with pytest.raises(ValueError, match=r"no token of it is trained"):
+    with pytest.raises(ValueError, match=r"no token of the row is trained: the .* enclose no text"):
         trained(tokenizer, {"messages": TALK})
 
 
@@ -286,7 +286,7 @@ def test_a_pair_is_written_with_the_tools_and_the_system_message_of_its_prompt()
         ({"chosen": TALK[:3], "rejected": TALK[:1] + WORSE}, "`chosen` ends with a message of user"),
         ({"prompt": "1+1?", "chosen": "2", "rejected": WORSE + TALK[2:3]}, "`rejected` ends with a message of user"),
         ({"prompt": "1+1?", "chosen": "2", "rejected": " "}, "the answer of `rejected` is empty"),
-        ({"chosen": TALK[:2], "rejected": TALK}, "is the beginning of the other"),
+        ({"chosen": TALK[:2], "rejected": TALK}, "is a prefix of the other"),
         ({"chosen": TALK[:2]}, "it has no `rejected`, only chosen"),
         ({"chosen": "2", "rejected": "3"}, "it has no `prompt`, only chosen, rejected. Give each row `prompt`, or"),
     ],

@@ -280,7 +280,9 @@ def test_no_template_of_the_wheel_drops_what_a_row_says_in_silence() -> None:
 
 def test_turns_that_are_not_to_be_trained_and_unclear_thoughts_are_refused() -> None:
     tokenizer = template(THINKS.replace("NAME", "reasoning_content"))
-    with pytest.raises(ValueError, match=r"^message 2 has weight=0, and all turns .* as `prompt`, and the last one as"):
+    with pytest.raises(
+        ValueError, match=r"^message 2 has weight=0, but every assistant turn .* as `prompt`, and the last one as"
+    ):
         trained(tokenizer, USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1})
     with pytest.raises(ValueError, match=r"^message 2 has weight=0"):
         SFTEncoder(tokenizer, "raw")({"messages": [USER, {**ANSWER, "weight": 0}]})

@@ -112,7 +112,7 @@ def test_without_a_tokenizer_only_the_size_is_compared_and_a_warning_says_so(
     config = fed(model, other, tmp_path / "run", "critic")
     assert not [each for each in start_problems(config) if "vocabulary" in each]
     (warning,) = check_vocabularies(config, load_tokenizer(config.model))
-    assert warning.startswith(f"critic.path={other}: no tokenizer in it")
+    assert warning.startswith(f"critic.path={other}: the model has no tokenizer")
 
 
 def test_a_tokenizer_in_another_form_is_loaded_and_compared(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -139,4 +139,4 @@ def test_a_reward_model_without_a_tokenizer_is_refused_since_it_reads_texts(
     model = tiny_model_dir / "model"
     other = shutil.copytree(model, tmp_path / "other", ignore=shutil.ignore_patterns("tokenizer*", "chat*"))
     config = make_config(model, run={"dir": str(tmp_path / "run")}, reward_model={"path": str(other)})
-    assert f"reward_model.path={other}: no tokenizer in it" in "\n".join(start_problems(config))
+    assert f"reward_model.path={other}: the model has no tokenizer" in "\n".join(start_problems(config))

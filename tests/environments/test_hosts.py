@@ -324,7 +324,7 @@ def test_another_interpreter_runs_them(tmp_path: Path) -> None:
 
 def test_an_interpreter_that_is_not_there_is_named_with_its_key() -> None:
     with (
-        pytest.raises(ValueError, match=r"^environment\.python=venv/none: no program is there"),
+        pytest.raises(ValueError, match=r"^environment\.python=venv/none: the program was not found"),
         hosts("Guess", python="venv/none"),
     ):
         raise AssertionError("it started")

@@ -166,7 +166,7 @@ def test_no_file_is_returned_through_a_link_in_place_of_the_folder(tmp_path: Pat
     ("command", "says"),
     [
         (["python", "nowhere/agent.py"], "there is no file nowhere/agent.py"),
-        (["nowhere/agent"], "no program nowhere/agent is there"),
+        (["nowhere/agent"], "program nowhere/agent was not found"),
     ],
 )
 def test_a_command_that_cannot_be_started_is_refused_before_any_rollout(
@@ -179,7 +179,7 @@ def test_a_command_that_cannot_be_started_is_refused_before_any_rollout(
 @pytest.mark.parametrize("command", [["/agent.py"], ["-c", "1", "/"]])
 def test_a_command_that_would_let_a_program_read_everything_is_refused(tmp_path: Path, command: list[str]) -> None:
     with (
-        pytest.raises(ValueError, match=r"stands in /|no file /agent\.py"),
+        pytest.raises(ValueError, match=r"lies directly in /|no file /agent\.py"),
         hosts(tmp_path, "", command=["python", *command]),
     ):
         raise AssertionError("it started")

@@ -207,7 +207,7 @@ class Saves:
             await self.saver.finish()
 
         asyncio.run(whole())
-        return self.saver.failure
+        return self.saver.save_error
 
     async def begin(self, step: int) -> None:
         await self.saver.save(RunState(step=step, evaluations={at: {"score": s} for at, s in self.scores.items()}))
@@ -254,7 +254,7 @@ def test_a_save_that_the_disk_cannot_hold_is_refused_before_anything_is_written(
         saves = Saves(run_with(run, 2), model)
         assert saves.save(4) == ""
         leave(needed - 4096)
-        assert f"checkpoints: it takes {needed:,} bytes, and " in saves.save(6)
+        assert f"checkpoints: a checkpoint takes {needed:,} bytes, but only " in saves.save(6)
         leave(needed + 8192)  # until the small files, too, want room
         assert "exp_avg_sq-00001.safetensors: Error while serializing: I/O error: No space left" in saves.save(7)
         assert names(run) == ["step-000002", "step-000004"]

@@ -103,7 +103,9 @@ def test_a_step_whose_rewards_say_nothing_names_what_is_silent(
         ScoredRollout(to_rollout(prompt, sample, ended), "", "", reward, values, "ok")
         for sample, (values, reward) in enumerate(zip(parts, rewards, strict=True))
     ]
-    scorer: Any = SimpleNamespace(why_no_value=lambda _: "it returned None each time", failed_always=lambda _: False)
+    scorer: Any = SimpleNamespace(
+        missing_value_reason=lambda _: "it returned None each time", failed_always=lambda _: False
+    )
     for told, expected in zip(
         silent_rewards(config, scorer, [RolloutGroup(prompt, tuple(samples))], step=1), (warning, note), strict=True
     ):
