@@ -146,6 +146,7 @@ async def check_update(patient: Patient) -> Finding:
     engines, config = patient.engines, patient.config
     length = min(RESPONSE_TOKENS, config.rollout.max_response_tokens)
     settings = SamplingSettings(config.rollout.temperature, length, **config.rollout.restriction)
+    await engines.wake_if_asleep(0)
     batch = _step_batch(await _sample(engines, patient.prompts, settings))
     await engines.sleep_if_colocated()
     await engines.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
