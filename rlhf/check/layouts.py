@@ -7,12 +7,13 @@ nodes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import chain, product
 from typing import Any, NamedTuple, TypeVar
 
 from rlhf.check.hours import Scale, step_time
-from rlhf.check.memory import memory_of_roles, memory_problems, preemption
+from rlhf.check.memory import GIB, kv_cache, memory_of_roles, memory_problems, preemption
 from rlhf.check.model_shape import ModelShape
 from rlhf.check.resources import count_gpus, quantity
 from rlhf.config.base import Section
@@ -162,8 +163,14 @@ def with_adapters(config: C) -> C:
     return with_values(config, model={"lora": ADAPTERS}, learner={"optimizer": optimizer})
 
 
-def economies(config: C) -> Iterator[C]:
-    """The config with one more saving of memory at a time, where layouts are not searched: on CPU, without engines."""
+def economies(config: C, shape: ModelShape) -> Iterator[C]:
+    """The config with one more saving of memory at a time, where layouts are not searched: on CPU, without engines.
+
+    On CPU all of them have a KV cache for at least one sequence.
+    """
+    if isinstance(config, GRPOConfig) and config.cluster.device == "cpu":
+        least = math.ceil(config.max_sequence_tokens * kv_cache(shape, config)[0] / GIB)
+        yield (config := with_values(config, rollout={"kv_cache_gib": max(config.rollout.kv_cache_gib, least)}))
     yield (config := with_values(config, model={"gradient_checkpointing": True}))
     if config.cluster.device == "cuda":
         stage = 3 if config.cluster.learners > 1 else config.learner.zero_stage

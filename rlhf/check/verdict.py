@@ -22,9 +22,8 @@ class Verdict(NamedTuple):
 
     fits: bool
     sentences: list[tuple[str, str]]  # a sentence, and the keys that it announces as one line to paste, if any
-    config: (
-        GRPOConfig | SupervisedConfig | None
-    )  # the config itself if it fits, else the best layout that fits; the plan shows its hours
+    # The config itself if it fits, else the best layout that fits; the plan shows its hours.
+    config: GRPOConfig | SupervisedConfig | None
 
     @property
     def text(self) -> str:
@@ -46,7 +45,7 @@ def fit_verdict(
     refusal = f"does not fit: {'; '.join(problems)}."
     remedy = f"Use a smaller model, or shorter sequences ({config.sequence_keys})."
     if not searched:
-        fitting = next((each for each in economies(config) if first_problem(each, shape) is None), None)
+        fitting = next((each for each in economies(config, shape) if first_problem(each, shape) is None), None)
         if fitting is None:
             return Verdict(False, [(f"{refusal} {remedy}", "")], None)
         sentence = f"{refusal} This fits{_hours(fitting, time(fitting))}:"

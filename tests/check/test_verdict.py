@@ -89,6 +89,11 @@ def test_what_fits_on_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) ->
     assert len(check_keys("math+cpu")) == 1
 
 
+def test_a_cache_that_is_too_small_on_cpu_is_enlarged() -> None:
+    (keys,) = check_keys("quickstart", "model.path=Qwen/Qwen2.5-0.5B", "rollout.kv_cache_gib=0.001")
+    assert "rollout.kv_cache_gib=1" in keys.split()
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
