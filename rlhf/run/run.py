@@ -283,6 +283,7 @@ class Run(Generic[C]):
         exported = self.folder.model.with_suffix(PARTIAL)
         shutil.rmtree(exported, ignore_errors=True)
         try:
+            self.folder.path.stat()  # a run folder that was renamed is not made a second time
             results = await self.cluster.learners.call(
                 lambda learner: learner.try_export(str(exported.resolve()), self.config.model.path)
             )

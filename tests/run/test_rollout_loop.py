@@ -16,6 +16,7 @@ from worlds import make_config
 from rlhf.cluster.actors import ClusterError, record_call
 from rlhf.config.grpo import GRPOConfig
 from rlhf.run.folder import with_date
+from rlhf.run.run import Run
 from rlhf.types import ScoredRollout
 
 STEPS, PROMPTS, SAMPLES = 4, 3, 4
@@ -171,6 +172,21 @@ def test_an_export_that_fails_names_the_checkpoint_that_has_the_weights_and_the_
     _, engines = asyncio.run(drive(config, monkeypatch, resume=True))
     assert engines.prompts == []
     assert (folder / "model" / "README.md").is_file()
+
+
+def test_a_folder_that_is_renamed_at_the_end_is_not_made_a_second_time(
+    config: GRPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, export = Path(config.run.dir), Run._export
+
+    async def renamed(self: Any, steps: int) -> None:
+        folder.rename(folder.with_name("renamed"))
+        await export(self, steps)
+
+    monkeypatch.setattr(Run, "_export", renamed)
+    with pytest.raises(RuntimeError, match=r"the export failed: .*No such file or directory"):
+        asyncio.run(drive(config, monkeypatch))
+    assert not folder.exists()
 
 
 def test_the_reference_is_replaced_every_second_step_and_at_no_other(
