@@ -15,6 +15,7 @@ the first run.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import re
 import sys
 from collections.abc import Sequence
@@ -56,7 +57,8 @@ def default_output(runs: Sequence[RunFiles]) -> Path:
         return runs[0].path / "report.html"
     names = re.sub(r"[^\w.,=+-]+", "_", "-".join(run.name for run in runs))
     if len(names) > LONGEST_NAME:
-        names = f"{names[:LONGEST_NAME]}-{len(runs)}-runs"
+        digest = hashlib.sha256("\n".join(str(run.path.resolve()) for run in runs).encode()).hexdigest()
+        names = f"{names[:LONGEST_NAME]}-{len(runs)}-runs-{digest[:8]}"
     first = runs[0].path
     return (first if first.name.strip(".") else first.resolve()).parent / f"report-{names}.html"
 

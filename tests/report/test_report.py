@@ -204,6 +204,7 @@ def test_the_page_of_several_runs_replaces_no_page_of_one(tmp_path: Path, capsys
     assert "k1, k3" in (tmp_path / "report-k1-k3.html").read_text()
     many = [dataclasses.replace(read_run(paths[0]), path=tmp_path / f"{'x' * 20}{n}") for n in range(20)]
     assert len(report.default_output(many).name) < 100
+    assert report.default_output(many) != report.default_output([*many[:-1], many[0]])
     assert report.default_output(many) != report.default_output(many[:19])
 
 
