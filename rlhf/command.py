@@ -50,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if program == "configs":
         _configs(rest)
     elif program == "completion":
+        shell = argparse.ArgumentParser(prog="rlhf completion", description="Print a script for bash to evaluate.")
+        shell.add_argument("shell", nargs="?", choices=["bash"], help="the only shell that there is a script for")
+        shell.parse_args(rest)
         say(completion())
     else:
         sys.argv[1:] = rest

@@ -87,6 +87,14 @@ def complete(script: Path, line: str) -> set[str]:
     return set(shell.stdout.split())
 
 
+@pytest.mark.parametrize(("argument", "status"), [("zsh", 2), ("--help", 0)])
+def test_completion_is_for_bash_alone(argument: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["completion", argument])
+    assert ended.value.code == status
+    assert "COMP_WORDS" not in capsys.readouterr().out
+
+
 def test_bash_completes_programs_and_keys(tmp_path: Path) -> None:
     script = tmp_path / "completion.sh"
     script.write_text(command.completion())
