@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import difflib
 import gc
 import io
 import itertools
@@ -154,7 +155,9 @@ def parse(
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     for argument in unknown:
         key = argument.lstrip("-").partition("=")[0].replace("-", "_")
-        nearest = nearest_key(key, [known.name for known in describe_keys(schema)])
+        flags = difflib.get_close_matches(argument.partition("=")[0], parser._option_string_actions, n=1, cutoff=0.8)
+        nearest = f"Did you mean {flags[0]}?" if flags else ""
+        nearest = nearest or nearest_key(key, [known.name for known in describe_keys(schema)])
         reason = "there is no such flag, and keys are written without dashes, as section.key=value"
         raise ValueError(f"{argument}: {reason}. {nearest} --help lists all.")
     if not arguments.config:
@@ -182,8 +185,9 @@ def _check_program(program: str, schema: type[Section], files: Sequence[str]) ->
         wrong = {name: len(wrong_keys(config, read_values([file], []))) for name, config in configs.items()}
         other = min(wrong, key=lambda name: (wrong[name], name != here))
         if other != here:
-            flag = f", add --program {other}" if other in WITH_ENGINES and program != f"rlhf.{here}" else ""
-            remedy = f"Start rlhf {other} with it{flag}, or leave it out."
+            own = program == f"rlhf.{here.replace('-', '_')}"  # otherwise the program takes configs of several
+            remedy = f"Start rlhf {other} with it, or leave it out."
+            remedy = f"Add --program {other}." if other in WITH_ENGINES and not own else remedy
             raise ValueError(f"--config {file}: a config of rlhf {other}, not of rlhf {here}. {remedy}")
 
 

@@ -30,7 +30,7 @@ from pydantic import (
 )
 
 from rlhf.config.base import USER_CODE, FilePath, Fraction, Section, key, short_value, suggest
-from rlhf.config.conditions import unread_keys
+from rlhf.config.conditions import conflicts, unread_keys
 
 PROGRAM, SERVICE = "program", "service"
 TOOLS = ("calculator", "python")
@@ -172,13 +172,16 @@ class EnvironmentConfig(_Driven):
             if not ((address := IPv4Address(value)).is_unspecified or address.is_multicast):
                 return value
         remedy = f"Use {LOOPBACK}, or an address of the driver's node, as `hostname -I` prints it."
-        raise ValueError(f"environment.endpoint_host={value!r}: not one IPv4 address. {remedy}")
+        raise ValueError(f"environment.endpoint_host={value!r}: not the address of one machine. {remedy}")
 
     @model_validator(mode="after")
     def _one_way_of_naming(self) -> Self:
         if self.name is not None and self.by_name:
             reason = "each row would have two environments. Keep one of the keys."
             raise ValueError(f"environment.name={self.name} with environment.by_name: {reason}")
+        remedy = "nothing reads it here. Set it at an entry of environment.by_name."
+        for problem in conflicts(self, {f"{of} and by_name": remedy for of in _Driven.model_fields}, "environment."):
+            raise ValueError(problem)
         for problem in unread_keys(self, READS_IF if self.name is None else {}, "environment."):
             raise ValueError(problem)
         for field in OF_PROCESSES if self.only_services else ():

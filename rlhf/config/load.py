@@ -30,34 +30,49 @@ S = TypeVar("S", bound=Section)
 
 MAX_YAML, MAX_DEPTH = 2**18, 50  # characters, with each alias written out, and levels
 
-# Names of TRL -> our keys. verl's are deeply nested, so a table of them would be a program.
+# Our keys -> their names in TRL; of several keys, the first that a program has. verl's names are nested and not listed.
 NAMES_ELSEWHERE = {
-    "model_name_or_path": "model.path",
-    "dataset_name": "data.train",
-    "reward_funcs": "reward",
-    "environment_factory": "environment",
-    "batch_size": "rollout.prompts_per_step",
-    "per_device_train_batch_size": "rollout.prompts_per_step",
-    "gradient_accumulation_steps": "learner.max_tokens_per_microbatch",
-    "num_generations": "rollout.samples_per_prompt",
-    "max_completion_length": "rollout.max_response_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "num_iterations": "learner.epochs_per_step",
-    "learning_rate": "learner.optimizer.lr",
-    "lr_scheduler_type": "learner.schedule.name",
-    "warmup_ratio": "learner.schedule.warmup_fraction",
-    "beta": "algo.kl_coef",
-    "epsilon": "algo.clip_low",
-    "epsilon_high": "algo.clip_high",
-    "scale_rewards": "algo.advantage",
-    "loss_type": "algo.loss_aggregation",
-    "mask_truncated_completions": "algo.mask_truncated",
-    "max_steps": "run.steps",
-    "output_dir": "run.dir",
-    "save_steps": "checkpoint.every",
-    "eval_steps": "evaluation.every",
-    "report_to": "logging.wandb.mode",
+    "model.path": "model_name_or_path",
+    "model.lora.rank": "lora_r",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.targets": "lora_target_modules",
+    "model.dtype": "torch_dtype",
+    "data.train": "dataset_name",
+    "data.template": "chat_template_path",
+    "data.max_prompt_tokens": "max_prompt_length",
+    "data.max_tokens": "max_length max_seq_length",
+    "reward": "reward_funcs",
+    "environment": "environment_factory",
+    "rollout.prompts_per_step or learner.sequences_per_update or learner.pairs_per_update": (
+        "batch_size per_device_train_batch_size"
+    ),
+    "rollout.samples_per_prompt": "num_generations",
+    "rollout.max_response_tokens": "max_completion_length",
+    "rollout.max_turns": "max_tool_calling_iterations",
+    "rollout.gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "algo.advantage": "scale_rewards",
+    "algo.clip_low and algo.clip_high": "epsilon",
+    "algo.clip_high": "epsilon_high",
+    "algo.loss_aggregation": "loss_type",
+    "algo.mask_truncated": "mask_truncated_completions",
+    "algo.kl_coef": "beta",
+    "learner.optimizer.lr": "learning_rate",
+    "learner.schedule.name": "lr_scheduler_type",
+    "learner.schedule.warmup_fraction": "warmup_ratio",
+    "learner.epochs_per_step": "num_iterations",
+    "learner.minibatches_per_epoch": "steps_per_generation",
+    "learner.max_tokens_per_microbatch": "gradient_accumulation_steps",
+    "run.dir": "output_dir",
+    "run.epochs or run.steps": "num_train_epochs",
+    "run.steps": "max_steps",
+    "checkpoint.every": "save_steps",
+    "checkpoint.keep": "save_total_limit",
+    "evaluation.every": "eval_steps",
+    "logging.wandb.mode": "report_to",
+    "logging.wandb.name": "run_name",
+    "cluster.tensor_parallel": "vllm_tensor_parallel_size",
 }
+OURS = {name: ours.split(" or ") for ours, names in NAMES_ELSEWHERE.items() for name in names.split()}
 
 # Short forms: at these places a plain value stands for {key: value}. As an entry of a list it replaces the whole entry;
 # as a section it replaces only the value of its key.
@@ -313,7 +328,7 @@ def _messages(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> I
             if not message.startswith(top):
                 yield f"{key}: {message}"
             elif path[1:2] == ["by_name"]:  # one of several speaks as if it were the only one
-                yield ".".join(path[:3]) + message.removeprefix(top)
+                yield re.sub(rf"(?<!\S){top}\.", f"{'.'.join(path[:3])}.", message)
             else:
                 yield message
         case "string_type" if isinstance(problem["input"], bool | int | float):
@@ -336,8 +351,8 @@ def nearest_key(key: str, keys: Iterable[str]) -> str:
     """`Did you mean KEY?`: the same name in another section, our key for TRL's name, or the most similar key."""
     section, _, name = key.rpartition(".")
     paths = dict.fromkeys(known[: dot.start()] for known in keys for dot in re.finditer(r"\.|$", known))  # and sections
-    elsewhere = NAMES_ELSEWHERE.get(name, "")
-    if moved := [path for path in paths if (f".{path}".endswith(f".{name}") and "[]" not in path) or path == elsewhere]:
+    ours = [each for each in OURS.get(name, ()) if paths.keys() >= set(each.split(" and "))][:1]
+    if moved := [path for path in paths if f".{path}".endswith(f".{name}") and "[]" not in path] + ours:
         return f"Did you mean {' or '.join(moved)}?"
     prefix, general = (f"{section}.", f"{_key_pattern(section)}.") if section else ("", "")
     names = [re.split(r"[.[]", path.removeprefix(general))[0] for path in paths if path.startswith(general)]

@@ -53,7 +53,7 @@ class SupervisedConfig(TrainingProgramConfig):
         return math.ceil(examples / self.examples_per_update)
 
     def with_steps(self, examples: int) -> Self:
-        """A copy with `run.steps` set for this number of training examples. ValueError for a `step_problems`."""
+        """A copy with `run.steps` set for this number of training examples. ValueError if `step_problems` finds any."""
         steps = self.run.steps or self.run.epochs * self.updates_per_epoch(examples)
         counted_as = "run.steps" if self.run.steps else f"run.epochs x {examples} examples by minibatches"
         config = self.model_copy(update={"run": self.run.model_copy(update={"steps": steps})})
@@ -81,7 +81,8 @@ class SupervisedConfig(TrainingProgramConfig):
         yield from dtype_problems(self, "model.dtype")
         checkpoint, evaluates = self.checkpoint, self.data.eval and self.evaluation.every
         if checkpoint.best is not None and (checkpoint.best not in self.best_metrics or not evaluates):
-            remedy = f"Use {' or '.join((*self.best_metrics, 'null'))}, with data.eval and evaluation.every."
+            use = f"Use {' or '.join(self.best_metrics)}, with data.eval and evaluation.every; or null."
+            remedy = use if self.best_metrics else "Set it to null."
             yield f"{checkpoint.best=!s}: no evaluation measures it as a value to maximize. {remedy}"
 
 

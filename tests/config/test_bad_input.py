@@ -241,7 +241,7 @@ def test_an_evaluation_reads_the_config_of_a_ppo_run() -> None:
     flags = ["--config", str(config), "data.eval=[]"]
     with pytest.raises(ValueError, match=r"^data\.eval is empty"):
         evaluate.main(["--program", "ppo", *flags])
-    with pytest.raises(ValueError, match=r"^--config .*: a config of rlhf ppo, .*add --program ppo, "):
+    with pytest.raises(ValueError, match=r"^--config .*: a config of rlhf ppo, .*Add --program ppo\."):
         evaluate.main(flags)
 
 

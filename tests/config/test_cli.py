@@ -21,6 +21,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
+from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.supervised import SFTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -162,7 +163,8 @@ def test_a_user_error_is_one_message_and_exit_status_2(argv: tuple[str, ...], st
         ("grpo", GRPOConfig, ["sft_quickstart.yaml"], "Start rlhf sft with it"),
         ("ppo", PPOConfig, ["math.yaml", "cpu.yaml"], "Start rlhf grpo with it"),
         ("sft", SFTConfig, ["sft_quickstart.yaml", "cpu.yaml"], "leave it out"),
-        ("evaluate", GRPOConfig, ["ppo_math.yaml"], "add --program ppo"),
+        ("evaluate", GRPOConfig, ["ppo_math.yaml"], "Add --program ppo."),
+        ("reward_model", RewardTrainingConfig, ["math.yaml"], "Start rlhf grpo with it, or leave it out."),
     ],
 )
 def test_a_config_of_another_program_is_one_message_that_names_that_program(
@@ -173,6 +175,31 @@ def test_a_config_of_another_program_is_one_message_that_names_that_program(
     with pytest.raises(ValueError, match=rf"^--config \S+: a config of rlhf .*{re.escape(remedy)}") as caught:
         parse(f"rlhf.{program}", "", schema, given)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_unknown_flag_names_the_flag_that_it_is_most_like() -> None:
+    with pytest.raises(ValueError, match=r"^--plann: there is no such flag.* Did you mean --plan\? "):
+        parsed("--config", MATH, "--plann")
+
+
+@pytest.mark.parametrize(
+    ("program", "schema", "file", "remedy"),
+    [
+        ("sft", SFTConfig, "sft_quickstart.yaml", "Set it to null."),
+        (
+            "reward_model",
+            RewardTrainingConfig,
+            "reward_model_quickstart.yaml",
+            "Use eval/accuracy or eval/margin, with",
+        ),
+    ],
+)
+def test_the_best_checkpoint_needs_a_number_that_is_measured(
+    program: str, schema: type[TrainingProgramConfig], file: str, remedy: str
+) -> None:
+    given = ["--config", str(Path(MATH).parent / file), "checkpoint.best=x"]
+    with pytest.raises(ValueError, match=rf"^checkpoint\.best=x: .* {re.escape(remedy)}"):
+        parse(f"rlhf.{program}", "", schema, given)
 
 
 def test_an_error_at_run_time_has_another_exit_status(capsys: pytest.CaptureFixture[str]) -> None:

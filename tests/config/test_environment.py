@@ -107,6 +107,13 @@ def test_one_of_several_environments_without_a_name_is_refused() -> None:
         EnvironmentConfig.model_validate({"by_name": {"chess": {"options": {"level": 1}}}})
 
 
+def test_a_key_at_the_wrong_level_is_named_with_the_level_where_it_is_read() -> None:
+    entry = refusal(DATA, "environment={by_name: {a: {name: my.module:A, timeout_s: 9}}}")
+    assert entry.startswith("environment.by_name.a.timeout_s=9.0: nothing reads it without environment.by_name.a.name=")
+    of_all = refusal(DATA, "environment={by_name: {a: my.module:A}, gives_answer: true}")
+    assert of_all.startswith("environment.gives_answer=true with environment.by_name: nothing reads it here. Set it at")
+
+
 @pytest.mark.parametrize("key", ["max_rollout_tokens", "max_turns", "max_rollout_s"])
 def test_a_limit_of_several_turns_is_refused_where_a_response_is_one_turn(key: str) -> None:
     assert f"rollout.{key}=9" in refusal(DATA, f"rollout.{key}=9")
