@@ -13,7 +13,7 @@ workers are forked in milliseconds), and limit the CPU seconds, wall-clock secon
 The workers' half is a module of the user (`work`), imported once by the keeper, with two functions:
 
     load(hello) -> (loaded, about)   imports other people's code; ValueError if it cannot. Then the start fails; later,
-                                     a few more workers try before the driver gives up
+                                     further workers try for `reload_s` before the driver gives up
     serve(channel, loaded)           answers messages until the driver hangs up, then returns
 
 Each worker has a folder for temporary files, removed with it, and a pipe as standard output (`output.printing_as`).

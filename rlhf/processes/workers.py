@@ -34,6 +34,7 @@ LOST = "lost"  # the process that forked it has ended, so its work is not to bla
 POLL_S = 0.02  # how often limits are checked while work is done
 MAX_FAILED_STARTS = 5  # in a row; after more, further starts would fail too
 MAX_STARTING = 32  # fork commands at a time, so that sending never blocks
+RETRY_S = 1.0  # pause before workers are started again after one could not load the code
 
 
 @dataclass(eq=False)
@@ -93,6 +94,7 @@ class Workers:
     """
 
     keeper_silent_s, ping_s = 20.0, 1.0  # seconds without an answer until the keeper is replaced; pause between pings
+    reload_s = 30.0  # how long new workers try to load the code as it was, before everything is given up
     end_s = 0.0  # time for idle workers to end by themselves when all is closed, before they are killed
 
     def __init__(
@@ -126,7 +128,8 @@ class Workers:
         self.unconfined: tuple[str, ...] = ()
         self.sources: dict[str, dict[str, str]] = {}
         self._printed = PrintedLines(noun, code, say)
-        self._cannot_load = ""  # why the last new worker cannot load the code
+        self._cannot_load = ""  # why new workers cannot load the code
+        self._cannot_load_since = self._fork_after = 0.0
         self._calls: deque[Callable[[], None]] = deque()
         self._adding = threading.Lock()  # a call is added before the last ones are made, or refused
         self._workers: dict[int, Worker] = {}
@@ -226,9 +229,7 @@ class Workers:
         worker.watch.stop()
         self._selector.unregister(worker.channel.socket)
         worker.forker.send({"kill": worker.number})
-        if worker.ready:
-            self._failed_starts = 0
-        elif why != LOST:
+        if not worker.ready and why != LOST and detail != self._cannot_load:
             self._failed_starts += 1
         if worker.is_template:
             for other in self._below(worker):  # before the end of each is seen, and taken for its own
@@ -268,11 +269,9 @@ class Workers:
         self._selector.register(self.keeper.channel.socket, selectors.EVENT_READ, on_readable)
 
     def _fork_missing(self) -> None:
-        """Fork a worker for each that is missing, unless new ones fail again and again."""
+        """Fork a worker for each that is missing; later, and not for ever, while new ones cannot load the code."""
         if self._failed_starts > MAX_FAILED_STARTS:
-            remedy = "Put the code back as it was, or correct it, and continue with --resume."
-            why = self._cannot_load and f"{self._cannot_load} {remedy}"
-            raise RuntimeError(why or f"the {self._noun} processes die while they start; their own messages are above")
+            raise RuntimeError(f"the {self._noun} processes die while they start; their own messages are above")
         live = [worker for worker in self._workers.values() if not worker.doomed]
         forker: Forker | None = self.keeper
         missing = self.size - sum(not worker.is_template for worker in live)
@@ -281,8 +280,12 @@ class Workers:
             forker = template.below if template else self.keeper
             missing = missing if template else 1
         missing = min(missing, MAX_STARTING - sum(not worker.pid for worker in live))
-        if missing <= 0 or forker is None:
+        if missing <= 0 or forker is None or (self._cannot_load and time.monotonic() < self._fork_after):
             return
+        if self._cannot_load and time.monotonic() - self._cannot_load_since > self.reload_s:
+            raise RuntimeError(
+                f"{self._cannot_load} New processes have tried for {self.reload_s:.0f} s. Continue with --resume."
+            )
         for _ in range(missing):
             self._fork(forker, is_template=self._plan["template"] and forker is self.keeper)
 
@@ -346,13 +349,13 @@ class Workers:
 
     def _on_first_message(self, worker: Worker, message: dict[str, Any]) -> None:
         if "broken" in message:
-            self._refuse(worker, str(message["broken"]))
+            self._postpone(worker, str(message["broken"]))
             return
         self.sources = self.sources or message["sources"]
         if changed := "; ".join(changed_sources(self.sources, message["sources"], noun=self._noun)):
-            self._refuse(worker, f"{changed} has changed since the run began.")
+            self._postpone(worker, f"{changed} has changed since the run began. Put it back as it was.")
             return
-        self._cannot_load = ""
+        self._cannot_load, self._failed_starts = "", 0
         self.unconfined = tuple(map(str, message["unconfined"]))
         worker.ready, worker.about = True, message["ready"]
         if worker.is_template:
@@ -374,12 +377,18 @@ class Workers:
         if not output.ended and not output.read() and output.ended:
             self._selector.unregister(output)
 
-    def _refuse(self, worker: Worker, problem: str) -> None:
-        """End a worker that cannot load the code: the start fails, or later another worker tries."""
-        self._cannot_load = problem
+    def _postpone(self, worker: Worker, problem: str) -> None:
+        """End a worker that cannot load the code: the start fails, or later other workers try for `reload_s`."""
         if not self._started.done():
             self._started.set_exception(ValueError(problem))
-        self.kill(worker, DIED)
+        if self._started.exception() is not None:
+            return
+        now = time.monotonic()
+        if not self._cannot_load:
+            self._cannot_load_since = now
+            self._say(f"{problem} New processes try again for {self.reload_s:.0f} s.")
+        self._cannot_load, self._fork_after = problem, now + RETRY_S
+        self.kill(worker, DIED, problem)
 
     def _enforce_limits(self) -> None:
         if self.keeper.is_silent(ping_s=self.ping_s):

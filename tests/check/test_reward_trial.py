@@ -14,6 +14,7 @@ from worlds import make_config
 
 from rlhf.check.start_checks import reward_problems, start_problems
 from rlhf.config.grpo import GRPOConfig
+from rlhf.rewards.pool import Pool
 
 CODE = """
 import statistics, time
@@ -217,7 +218,10 @@ def test_a_group_is_as_large_as_that_of_its_set_and_gives_the_first_of_several_a
 
 
 @pytest.mark.slow
-def test_what_was_found_before_the_processes_ended_is_told_too(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_what_was_found_before_the_processes_ended_is_told_too(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pool, "reload_s", 0.5)
     (tmp_path / "own").mkdir()
     file, rows = tmp_path / "own" / "own.py", tmp_path / "rows.jsonl"
     file.write_text(CODE)

@@ -28,7 +28,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 class Told(Workers):
     """Tells workers what to do, and keeps what they say and how they end."""
 
-    ping_s, keeper_silent_s = 0.1, 10.0
+    reload_s, ping_s, keeper_silent_s = 1.0, 0.1, 10.0
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.said: list[tuple[int, Any]] = []

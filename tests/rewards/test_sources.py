@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,24 @@ from rlhf.rewards.pool import Pool
 from rlhf.rewards.registry import load_user_function
 
 ONE = "import helper\n\ndef score(response, **_):\n    return helper.VALUE\n"
+
+
+class ImpatientPool(Pool):
+    reload_s = 1.5
+
+
+class SlowToClose(Pool):
+    """A pool that is closed only when two of its workers have told why they cannot start."""
+
+    told = 0
+
+    def _postpone(self, worker: Any, problem: str) -> None:
+        super()._postpone(worker, problem)
+        self.told += 1
+
+    def close(self) -> None:
+        assert eventually(lambda: self.told > 1)
+        super().close()
 
 
 @pytest.fixture
@@ -37,23 +56,43 @@ def job(folder: Path) -> dict[str, Any]:
     return {"name": name, "options": {}, "response": "", "answer": "", "columns": {}, "metadata": {}}
 
 
-def pool_of(folder: Path, **options: Any) -> Pool:
-    return Pool(workers=1, user_functions=[RewardPart(name=job(folder)["name"])], **options)
+def pool_of(folder: Path, kind: type[Pool] = Pool, workers: int = 1, **options: Any) -> Pool:
+    return kind(workers=workers, user_functions=[RewardPart(name=job(folder)["name"])], **options)
 
 
-def lose_worker(pool: Pool) -> None:
-    (worker,) = worker_pids(pool)
-    os.kill(worker, signal.SIGKILL)
-    assert eventually(lambda: worker not in worker_pids(pool))
+def lose_workers(pool: Pool) -> None:
+    before = worker_pids(pool)
+    for worker in before:
+        os.kill(worker, signal.SIGKILL)
+    assert eventually(lambda: set(before).isdisjoint(worker_pids(pool)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "edited"), [(1, "helper.py"), (8, "mine.py")])
+def test_code_that_was_away_or_edited_for_a_moment_is_loaded_again(folder: Path, workers: int, edited: str) -> None:
+    said: list[str] = []
+    before = (folder / edited).read_text()
+    with pool_of(folder, workers=workers, say=said.append) as pool:
+        (folder / edited).write_text(before + "# edited\n" if workers == 1 else "import no_such_module\n")
+        lose_workers(pool)
+        grade = pool.submit(job(folder))
+        assert eventually(lambda: said)
+        time.sleep(1.5)
+        assert not grade.done()
+        (folder / edited).write_text(before)
+        assert grade.result(timeout=WAIT_S).value == 1.0
+    (line,) = said
+    assert line.startswith(f"reward name='{folder}/mine.py:score': ")
+    assert line.endswith(" New processes try again for 30 s.")
 
 
 @pytest.mark.slow
 def test_a_reward_that_stays_away_ends_every_wait_with_the_reason(folder: Path) -> None:
-    with pool_of(folder) as pool:
+    with pool_of(folder, ImpatientPool) as pool:
         (folder / "mine.py").unlink()
-        lose_worker(pool)
+        lose_workers(pool)
         one, many = pool.submit(job(folder)), pool.submit_many([job(folder) for _ in range(3)])
-        reason = r"mine\.py .*FileNotFoundError.*\. Put the code back as it was, or correct it, and continue"
+        reason = r"mine\.py .*FileNotFoundError.* for 2 s\. Continue with --resume"
         for future in (one, *many):
             with pytest.raises(RuntimeError, match=reason):
                 future.result(timeout=WAIT_S)
@@ -65,12 +104,21 @@ def test_a_reward_that_stays_away_ends_every_wait_with_the_reason(folder: Path) 
 @pytest.mark.parametrize("changed", ["mine.py", "helper.py"])
 def test_code_that_is_edited_while_the_run_is_running_grades_nothing(folder: Path, changed: str) -> None:
     before = (folder / changed).read_text()
-    with pool_of(folder) as pool:
+    with pool_of(folder, ImpatientPool) as pool:
         (folder / changed).write_text(before.replace("1.0", "2.0") + "# edited\n")
         assert pool.submit(job(folder)).result(timeout=WAIT_S).value == 1.0  # the worker has the code that it loaded
-        lose_worker(pool)
+        lose_workers(pool)
         with pytest.raises(RuntimeError, match=rf"^reward name='{folder}/mine\.py:score': {changed} has changed "):
             pool.submit(job(folder)).result(timeout=WAIT_S)
+
+
+@pytest.mark.slow
+def test_a_start_that_failed_is_not_tried_again(folder: Path) -> None:
+    (folder / "mine.py").write_text("import no_such_module\n")
+    said: list[str] = []
+    with pytest.raises(ValueError, match="no_such_module"):
+        pool_of(folder, SlowToClose, workers=2, say=said.append)
+    assert said == []
 
 
 @pytest.fixture
