@@ -32,18 +32,29 @@ def fault_of(error: BaseException, arguments: Any) -> str | None:
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and its causes as far as it shows them: by `raise ... from`, or with their text."""
-    yield error
-    for _ in range(MAX_CAUSES):
-        cause = error.__cause__ or error.__context__
-        if cause is None or (cause is not error.__cause__ and str(cause) not in str(error)):
-            return
-        yield cause
-        error = cause
+    """The error and the members of its group, each with its causes if it shows them: by `from`, or with their text."""
+    members = getattr(error, "exceptions", ())  # of an ExceptionGroup, since Python 3.11
+    for shown in (error, *(each for each in members if isinstance(each, BaseException))):
+        yield shown
+        for _ in range(MAX_CAUSES):
+            cause = shown.__cause__ or shown.__context__
+            if cause is None or (cause is not shown.__cause__ and str(cause) not in str(shown)):
+                break
+            yield cause
+            shown = cause
 
 
 def _names_an_argument(error: BaseException, arguments: Any) -> bool:
-    values = arguments.values() if isinstance(arguments, Mapping) else ()
-    if isinstance(error, OSError) and isinstance(error.filename, str) and error.filename in str(arguments):
-        return True
+    values = [*arguments.values()] if isinstance(arguments, Mapping) else []
+    match error:
+        case NameError():
+            return False
+        case ImportError():
+            return error.name in values
+        case OSError(filename=str() as file) if file in str(arguments):
+            return True
+        case LookupError(args=[str() | int() | float() as key, *_]) if key in values:
+            return True
+        case IndexError() if any(isinstance(value, int) for value in values):
+            return True
     return any(isinstance(value, str) and len(value) >= MIN_NAME and value in str(error) for value in values)

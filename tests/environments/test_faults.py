@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rlhf.environments.contract import Environment
+from rlhf.environments.faults import fault_of
 
 CLASS = '''import importlib, json, math, os, re
 
@@ -66,6 +67,9 @@ FAULTS = {
     "try: txt\nexcept Exception as error: raise ValueError('failed') from error": "NameError: name 'txt'",
     "try: import numpyy\nexcept ImportError as error: raise ValueError(str(error))": "ModuleNotFoundError: ",
     "exec(text, {'search': lambda: self.prices[txt]})": "NameError: name 'txt' is not defined",
+    "return the_text + teas": "NameError: name 'the_text' is not defined",
+    "from os import a_tea": "ImportError: cannot import name 'a_tea'",
+    "try: txt\nexcept NameError as error: raise ExceptionGroup('failed', [error])": "NameError: name 'txt'",
 }
 
 
@@ -83,6 +87,14 @@ def test_the_line_is_the_innermost_of_the_users_files(tmp_path: Path) -> None:
     body = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport helper_of_a_tool\nhelper_of_a_tool.find(text)"
     (fault,) = faults_of(tmp_path, body, {})
     assert fault.startswith(f"{tmp_path}/helper_of_a_tool.py:3: AttributeError")
+
+
+@pytest.mark.parametrize(("values", "key"), [({}, 7), ({}, "a"), ([], 7)])
+def test_a_key_or_index_of_the_call_is_the_models_to_read(values: Any, key: Any) -> None:
+    with pytest.raises(LookupError) as caught:
+        values[key]
+    assert fault_of(caught.value, {"key": key}) is None
+    assert fault_of(caught.value, {"key": "other"}) is not None
 
 
 @pytest.mark.parametrize(
