@@ -41,7 +41,12 @@ Loaded = tuple[PreTrainedModel, LoadStateDictInfo]
 
 SHOWN = 3  # tensors of each kind in a message
 ROWS_AT_ONCE = 4096  # of two matrices that are compared
-# (parts of names, remedy): the first row whose part occurs in the name of a tensor without a place in the model.
+TEXT_MODEL = (
+    "These are the weights of a text model inside of a larger model. Use the config.json of that model, or save the "
+    "text model alone in transformers."
+)
+# (parts of names, remedy): the first row whose part occurs in the name of a tensor without a place in the model. For a
+# text model the rest of the name must be that of a missing tensor, since larger models have such names too.
 REMEDIES = (
     (
         (".base_model.model.", ".base_layer.", ".lora_A.", ".modules_to_save."),
@@ -53,8 +58,7 @@ REMEDIES = (
     ),
     (
         (".language_model.", ".text_model.", ".llm.", ".thinker."),
-        "These are the weights of a text model inside of a larger model. Use the config.json of that model, or save "
-        "the text model alone in transformers.",
+        TEXT_MODEL,
     ),
     (
         (".module.", "._orig_mod."),
@@ -162,13 +166,19 @@ def check_report(
     if findings:
         names = [*missing, *unexpected, *(name for name, *_ in report.mismatched_keys)]
         file, kind = _file_of(local_model_folder(path), names), type(transformer).__name__
-        named = (
-            remedy for parts, remedy in REMEDIES if any(part in f".{name}" for name in unexpected for part in parts)
-        )
-        what = " ".join([*findings, next(named, DOWNLOAD)])
+        what = " ".join([*findings, _remedy(missing, unexpected)])
         raise ValueError(
             f"{key}={path}: {file} does not hold the tensors of {kind} as config.json describes it. {what}"
         )
+
+
+def _remedy(missing: Collection[str], unexpected: Collection[str]) -> str:
+    """The remedy of the first row of REMEDIES that fits."""
+    for parts, remedy in REMEDIES:
+        for name, part in itertools.product([f".{name}" for name in unexpected], parts):
+            if part in name and (remedy != TEXT_MODEL or name.replace(part, ".", 1)[1:] in missing):
+                return remedy
+    return DOWNLOAD
 
 
 def _list_of(names: Collection[str]) -> str:

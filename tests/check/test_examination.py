@@ -144,6 +144,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "a compiled model": (with_prefix("_orig_mod."), ("_orig_mod.", "torch.compile")),
     "a wrapped model": (with_prefix("module."), ("module.", "DDP")),
     "a text model": (with_prefix("language_model."), ("language_model.", "inside of a larger model")),
+    "a name of larger models": (rename(NORM, "model.text_model.scale"), ("model.text_model.scale", "Download or save")),
     "a layer more in the config": (in_config(num_hidden_layers=3, layer_types=None), ("model.layers.2.", "random")),
     "a layer fewer in the config": (in_config(num_hidden_layers=1, layer_types=None), ("model.layers.1.", "no place")),
     "a lost tensor": (lose(NORM), (f"random: {NORM}.",)),
