@@ -44,7 +44,7 @@ def read_returned(value: Any, *, finite: bool = False) -> Returned:
 
 
 def read_scores(values: Any, count: int, *, finite: bool = True, booleans: bool = True) -> list[float | None]:
-    """Read a list of `count` scores, each as `read_returned` does; NaN is None, as in TRL.
+    """Read a list of `count` scores, each as `read_returned` does; a bare NaN is None, as in TRL.
 
     Args:
         booleans: True and False are the numbers 1 and 0; otherwise they are refused.
@@ -54,6 +54,7 @@ def read_scores(values: Any, count: int, *, finite: bool = True, booleans: bool 
     """
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
         raise TypeError(f"returned {type(values).__name__}, not a list of {count} scores")
+    values = list(values)
     if not booleans and any(isinstance(v.get("score") if isinstance(v, Mapping) else v, bool) for v in values):
         raise TypeError("returned true or false for a score, no finite number")
     scores = [

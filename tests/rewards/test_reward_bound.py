@@ -17,7 +17,7 @@ from worlds import make_config, rollout_of
 from rlhf.config.reward import FLOAT32_MAX, RewardConfig
 from rlhf.environments.sessions import read_outcome
 from rlhf.log.reductions import HISTOGRAM_BINS, counts_of
-from rlhf.processes.returned import read_returned
+from rlhf.processes.returned import read_returned, read_scores
 from rlhf.rewards.model_client import RewardModelClient
 from rlhf.rewards.scorer import Scorer
 from rlhf.run.grading import Grading
@@ -248,3 +248,10 @@ def test_a_histogram_of_any_values_counts_the_finite_ones(values: list[float]) -
     assert counts.sum() == np.isfinite(values).sum()
     assert len(edges) == HISTOGRAM_BINS + 1
     assert (np.diff(edges) > 0).all()
+
+
+@pytest.mark.parametrize("booleans", [True, False])
+def test_scores_may_come_from_a_generator_and_a_bare_nan_is_no_score(booleans: bool) -> None:
+    assert read_scores((each for each in (1, np.nan)), 2, booleans=booleans) == [1.0, None]
+    with pytest.raises(ValueError, match="no finite number"):
+        read_scores([{"score": np.nan}], 1, booleans=booleans)
