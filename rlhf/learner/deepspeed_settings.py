@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
 import os
 import socket
+import sys
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime import compiler
 from torch import nn
 from torch.distributed import distributed_c10d
 
@@ -23,6 +23,12 @@ from rlhf.types import World
 
 SHM_OP = "deepspeed_shm_comm"
 
+with contextlib.ExitStack() as visible_again:
+    if "mlflow" not in sys.modules:  # where it is installed, DeepSpeed's autotuner would import it, for seconds
+        sys.modules["mlflow"] = None  # type: ignore[assignment]
+        visible_again.callback(sys.modules.pop, "mlflow")
+    import deepspeed
+    from deepspeed.runtime import compiler
 
 # Every start of DeepSpeed imports this module, and with it torch's compiler, which would take 1 s of a core.
 with mock.patch.object(compiler, "compile", return_value=compiler.dummy_decorator):
