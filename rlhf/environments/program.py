@@ -140,7 +140,10 @@ class Program:
 
 
 def _returned_files(folder: Path, patterns: Sequence[str]) -> dict[str, str]:
-    """Relative name -> text (at most MAX_FILE_BYTES) of the readable regular files that match; links do not count."""
+    """Relative name -> text (at most MAX_FILE_BYTES) of the readable regular files that match; links do not count.
+
+    Raises LimitError if they are over MAX_FILES, or the folder cannot be searched.
+    """
     texts: dict[str, str] = {}
     real = folder.parent.resolve() / folder.name  # the program may have put a link in place of the folder itself
     try:
@@ -161,7 +164,7 @@ def _returned_files(folder: Path, patterns: Sequence[str]) -> dict[str, str]:
 
 
 def _read_reward_file(file: Path) -> dict[str, Any]:
-    """The reward in the program's reward file; None without a file."""
+    """The outcome of `read_reward` for the reward file, with the reward None without a file. Raises LimitError."""
     try:
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as left:
             text = left.read(MAX_REWARD_BYTES + 1)

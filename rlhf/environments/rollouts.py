@@ -36,7 +36,7 @@ from rlhf.rollout.sampler import Generate
 from rlhf.types import Prompt, Rollout
 
 RESET_S = 30.0  # limit of a reset in the trial of rewards before a run
-MAX_ERRORS, MAX_WARNINGS = 5, 10  # distinct errors that end a run and are shown; warnings about errors in a run
+MAX_ERRORS, MAX_WARNINGS = 5, 10  # errors shown when a run ends; warnings about errors in a run
 REPAIR_TOOL = "Repair the tool; if the call is wrong, let it raise a ValueError that says why: the model reads it."
 END_TOKENS = 64  # last tokens of a prompt in which a thought may be opened
 
@@ -222,11 +222,11 @@ class FailedEnvironments:
         faults = Counter[str]()
         for rollout in rollouts:
             faults.update(rollout.facts.get("tool_faults"))
-        failed = [f"{errors[error]} of {len(rollouts)} rollouts failed: {error}" for error in self._new(errors)]
+        texts = [f"{errors[error]} of {len(rollouts)} rollouts failed: {error}" for error in self._new(errors)]
         for fault in self._new(faults):
             tool, _, error = fault.partition(": ")
-            failed.append(f"the tool {tool} failed ({faults[fault]} x): {error.removesuffix('.')}. {REPAIR_TOOL}")
-        warnings = [f"environment: {each}" for each in failed]
+            texts.append(f"the tool {tool} failed ({faults[fault]} x): {error.removesuffix('.')}. {REPAIR_TOOL}")
+        warnings = [f"environment: {each}" for each in texts]
         if not errors or errors.total() <= self._allowed_fraction * len(rollouts):
             return warnings, ""
         shown = "\n".join(f"  {count} x {error}" for error, count in errors.most_common(MAX_ERRORS))

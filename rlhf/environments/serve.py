@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,7 +37,7 @@ MAX_ERROR = 2000  # characters of an error
 
 PROGRAM, SERVICE = "program", "service"
 Play = Callable[..., Awaitable[Any]]
-Run = Callable[[Awaitable[Any]], Awaitable[Any]]
+Awaiting = Callable[[Awaitable[Any]], Awaitable[Any]]
 Kind = Environment | Program | Play | None  # None: a service; the driver asks it
 
 
@@ -149,7 +148,7 @@ class Server:
         if "environment" in message:
             environment = self._environments[message["environment"]]
             self._has_coroutines = isinstance(environment, Environment) and bool(environment.coroutines)
-        answer = self._answer_to(message, _as_exception)
+        answer = self._answer_to(message, _without_escapes)
         if self._has_coroutines:
             answered = loop.run_until_complete(answer)
         else:
@@ -209,9 +208,9 @@ class Server:
         self._arrived.set()
 
     async def _answer(self, message: dict[str, Any]) -> None:
-        seconds = math.inf if message["do"] == "play" else self._wall_seconds
-        clock = _Clock(seconds, over_clock(seconds))
-        if answer := await self._answer_to(message, clock.limited):
+        clock = _Clock(self._wall_seconds, over_clock(self._wall_seconds))  # a coroutine has its own
+        run = _without_escapes if message["do"] == "play" else clock.limited
+        if answer := await self._answer_to(message, run):
             self._send(message, answer)
 
     def _send(self, message: Mapping[str, Any], answer: dict[str, Any]) -> None:
@@ -222,7 +221,7 @@ class Server:
                 self._failure(message, f"its answer cannot be sent: {error_with_location(error)}", limit=False)
             )
 
-    async def _answer_to(self, message: Mapping[str, Any], run: Run) -> dict[str, Any]:
+    async def _answer_to(self, message: Mapping[str, Any], run: Awaiting) -> dict[str, Any]:
         """The answer to a message; an empty dictionary if the message gets none."""
         try:
             result = await run(self._carry_out(message))
@@ -302,8 +301,8 @@ class _EscapedError(Exception):
     """Code raised a BaseException that is no Exception, such as SystemExit or NoNetworkError."""
 
 
-async def _as_exception(awaitable: Awaitable[Any]) -> Any:
-    """Await code of the user. Its exceptions end neither the event loop, nor the process, nor other rollouts."""
+async def _without_escapes(awaitable: Awaitable[Any]) -> Any:
+    """Await code of the user. Raises _EscapedError in place of an exception that would end the process."""
     try:
         return await awaitable
     except (Exception, asyncio.CancelledError, GeneratorExit):
@@ -330,7 +329,7 @@ class _Clock:
 
     async def limited(self, awaitable: Awaitable[Any]) -> Any:
         """Await something; unlike with `wait_for`, a TimeoutError of the code itself is not the limit."""
-        task = asyncio.ensure_future(_as_exception(awaitable))
+        task = asyncio.ensure_future(_without_escapes(awaitable))
         try:
             while not task.done():
                 left = self._seconds - (0.0 if self._pauses else time.monotonic() - self._began)

@@ -75,7 +75,7 @@ from rlhf.rollout.chat import (
 )
 
 KEEP_ALIVE_S = 600.0  # an idle connection stays open so long, since its agent may be working
-REMEMBERED = 10_000  # keys of ended rollouts; a late request is told that its rollout has ended
+REMEMBERED = 10_000  # tokens of ended rollouts; a late request is told that its rollout has ended
 NAME = "policy"  # the model's name, whatever name a client uses
 BODY_S = 60.0  # limit for a body to arrive
 MAX_HEADER_BYTES, MAX_HEADERS = 64 << 10, 256  # of a request
@@ -104,7 +104,7 @@ class _Request:
 
 @dataclass(eq=False)
 class _Client:
-    """The owner of connections: a rollout, or all clients that have sent no key yet."""
+    """The owner of connections: a rollout, or all clients that have sent no token yet."""
 
     most_tokens: int = 0
     connections: dict[_Connection, None] = field(default_factory=dict)  # the least recently used one first
@@ -119,21 +119,21 @@ class Driver:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self.clients: dict[str, _Client] = {}  # open rollouts by key
-        self.ended: deque[str] = deque(maxlen=REMEMBERED)  # keys of ended rollouts
-        self.strangers = _Client()  # the owner of connections without a key; of too many, the oldest is closed
+        self.clients: dict[str, _Client] = {}  # open rollouts by token
+        self.ended: deque[str] = deque(maxlen=REMEMBERED)  # tokens of ended rollouts
+        self.strangers = _Client()  # the owner of connections without a token; of too many, the oldest is closed
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     def meet(self, connection: _Connection) -> None:
-        """Give a new connection a few seconds to send a key."""
+        """Give a new connection a few seconds to send a token."""
         connection.move(self.strangers)
         connection.timer = asyncio.get_running_loop().call_later(STRANGER_S, connection.end)
         if len(self.strangers.connections) > self._shares()[0]:
             next(iter(self.strangers.connections)).end()
 
     def _shares(self) -> tuple[int, int]:
-        """The maximum number of connections without a key, and of each rollout."""
+        """The maximum number of connections without a token, and of each rollout."""
         fds, rollouts = resource.getrlimit(resource.RLIMIT_NOFILE)[0], max(1, len(self.clients))
         strangers = max(MAX_STRANGERS, min(MAX_STRANGERS + CONNECTING * rollouts, fds // 4))
         return strangers, min(MAX_CONNECTIONS, max(1, (fds - strangers - SPARE_FDS) // rollouts))
@@ -191,7 +191,7 @@ class _Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     """A connection of uvicorn. Little of it is read at a time, so that it does not delay other connections."""
 
     owner: _Client | None = None
-    timer: asyncio.TimerHandle | None = None  # closes the connection if no key arrives
+    timer: asyncio.TimerHandle | None = None  # closes the connection if no token arrives
     _read = memoryview(bytearray(READ_BYTES))
     _left = MAX_HEADER_BYTES  # bytes that the rest of a header or body may have
 
@@ -298,7 +298,7 @@ class Guard:
         await self._app(scope, receive_body, send_as_api)
 
     def _client(self, scope: Scope) -> tuple[str, _Client]:
-        """The key of an open rollout and the rollout, which owns the connection from now on. Raises RefusedError."""
+        """The token of an open rollout and the rollout, which owns the connection from now on. Raises RefusedError."""
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         if (scope["method"], scope["path"]) not in ROUTES or headers.get(b"upgrade", "").lower() == "websocket":
             raise RefusedError(
