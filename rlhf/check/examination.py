@@ -224,8 +224,8 @@ def _check_token_ids(model: RunModel, config: dict[str, Any]) -> None:
         ]
     if beyond:
         raise ValueError(
-            f"the model has embeddings for {rows} tokens (vocab_size of config.json), and these have higher ids: "
-            f"{', '.join(beyond)}. Use the files that belong to the model, or enlarge it in transformers "
+            f"the model has embeddings for {rows} tokens (vocab_size of config.json), but these tokens have higher "
+            f"ids: {', '.join(beyond)}. Use the files that belong to the model, or enlarge it in transformers "
             "(resize_token_embeddings) and save it with its tokenizer."
         )
 
@@ -367,7 +367,7 @@ def _mismatches(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]
     for key, path in config.further_models.items() if trains else ():
         if config.max_sequence_tokens > (context := _context_tokens(text_config(local_model_config(path) or {}))):
             yield (
-                f"{key}={path}: its context is {context} tokens, and it reads sequences of "
+                f"{key}={path}: its context is {context} tokens, but it reads sequences of "
                 f"{config.max_sequence_tokens} ({config.sequence_keys}). Shorten them, or name another model."
             )
     for key, path in config.fed_models.items() if trains else ():

@@ -107,7 +107,7 @@ def pair_encoder(
         how |= {"arguments": read_arguments(columns, arguments or {}), "notes": notes}
         ids = [conversation_ids(side, tokenizer, **how) for side in sides]
         if not all(map(len, ids)):
-            raise ValueError("one of its sides has no token. Correct or remove the row.")
+            raise ValueError("`chosen` or `rejected` has no token. Correct or remove the row.")
         return [MaskedTokens(each, np.zeros(len(each), bool)) for each in ids]
 
     return encode
@@ -126,7 +126,7 @@ def pair_conversations(columns: dict[str, Any]) -> tuple[list[Message], list[Mes
     for column, side in (("chosen", chosen), ("rejected", rejected)):
         if side[-1]["role"] != "assistant":
             reason = "a pair compares answers of the assistant. Remove that message, or the row."
-            raise ValueError(f"`{column}` ends with a message of {side[-1]['role']}, and {reason}")
+            raise ValueError(f"`{column}` ends with a message of {side[-1]['role']}, but {reason}")
         if not side[-1]["content"].strip() and not side[-1].get("tool_calls"):
             raise ValueError(f"the answer of `{column}` is empty. Correct or remove the row.")
     if chosen == rejected:
@@ -156,7 +156,7 @@ def _side(columns: dict[str, Any], column: str) -> list[Message]:
         is_text = len(prompt) == 1 and prompt[0]["content"].strip() in user_texts
         if messages[: len(prompt)] != prompt and not is_text:
             raise ValueError(
-                f"`prompt` is {prompt[-1]['content']!r:.60}, and `{column}` has another prompt: "
+                f"`prompt` is {prompt[-1]['content']!r:.60}, but `{column}` has another prompt: "
                 f"{messages[0]['content']!r:.60}. Correct one of them, or remove the column `prompt`."
             )
     return messages
@@ -221,7 +221,9 @@ class SFTEncoder:
         ids, trained = self._plain(row) if template in PLAIN else self._chat(row)
         trained[:1] = False  # nothing predicts the first token
         if not trained.any():
-            raise ValueError("no token of it is trained: the assistant's messages are empty. Correct or remove it.")
+            raise ValueError(
+                "no token of the row is trained: the assistant's messages are empty. Correct or remove it."
+            )
         end = int(trained.nonzero()[0][-1]) + 1
         return [MaskedTokens(ids[:end], trained[:end])]
 
@@ -316,8 +318,8 @@ class SFTEncoder:
             _, answer = split_message(message, marks)
             if any(form.ends[0] in answer for form in marks) and split_thoughts(answer, marks)[1] != answer:
                 raise ValueError(
-                    f"message {number + 1} has several thoughts, or one that does not stand at its beginning or has no "
-                    "end, and the template writes one thought before the answer. Correct or remove the row."
+                    f"message {number + 1} has several thoughts, or one that is not at its beginning or has no "
+                    "end, but the template writes one thought before the answer. Correct or remove the row."
                 )
 
     def _ends_inside_thought(self, prompt: str, template: TemplateName) -> bool:

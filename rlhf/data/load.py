@@ -185,7 +185,7 @@ def _make_prompts(
         with source.leave_out(row):
             if not len(ids) and messages:
                 reason = "the tokenizer knows none of its characters. Remove the row, or use a tokenizer for this data."
-                raise ValueError(f"it has no token: {reason}")
+                raise ValueError(f"the prompt has no token: {reason}")
             check_ids(ids, vocab_size)
             fields = (answer, label, row.columns, opens_thought(text, marks), is_text)
             prompts.append(Prompt(f"{label}/{row.number}", 0, ids, messages, *fields))

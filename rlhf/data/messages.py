@@ -72,7 +72,7 @@ def with_system(messages: list[Message], columns: Mapping[str, Any]) -> list[Mes
         others = [message for message in messages if message["role"] not in ("system", "developer")]
         return [{"role": "system", "content": text}, *others]
     if not any(text.strip() in content for content in own):
-        reason = f"and the messages have another system message: {own[0]!r:.60}. Remove one of them."
+        reason = f"but the messages have another system message: {own[0]!r:.60}. Remove one of them."
         raise ValueError(f"`{column}` is {text!r:.60}, {reason}")
     return messages
 
@@ -191,7 +191,7 @@ def messages_in(text: str, column: str) -> list[Any] | None:
         if not TEXT_OF_MESSAGES.match(text):
             return None
         remedy = "Write a list of messages, or its JSON text (json.dumps)."
-        raise ValueError(f"`{column}` is {text!r:.80}, which looks like messages and is not JSON. {remedy}") from None
+        raise ValueError(f"`{column}` is {text!r:.80}, which looks like messages but is not JSON. {remedy}") from None
     names = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
     are_messages = all(isinstance(each, dict) and any(each.keys() >= pair for pair in names) for each in parsed)
     return parsed if are_messages else None
@@ -277,7 +277,7 @@ def _content(content: Any, column: str) -> tuple[str | list[str], list[str]]:
         else:
             raise ValueError(
                 f"`{column}` holds a content with the part {part!r:.80}: only text is read. {WRITE_MESSAGES} "
-                "Calls stand in `tool_calls`, their answers are messages of the role tool."
+                "Write calls in `tool_calls`, and their answers as messages of the role tool."
             )
     return texts, thoughts
 

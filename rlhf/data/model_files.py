@@ -171,7 +171,7 @@ def load_tokenizer(model: ModelConfig, *, key: str = "model.path") -> Any:
     if end is not None and end >= rows:
         raise ValueError(
             f"{key}={model.path}: the end of a turn, {tokenizer.eos_token!r} (eos_token of the tokenizer), has the id "
-            f"{end}, and the model has embeddings for {rows} tokens (vocab_size of config.json). Use the tokenizer "
+            f"{end}, but the model has embeddings for {rows} tokens (vocab_size of config.json). Use the tokenizer "
             "that belongs to the model, or name its own token as eos_token in tokenizer_config.json."
         )
     return tokenizer
@@ -235,7 +235,9 @@ def check_weights(path: str) -> None:
     headers = {file.name: tensor_shapes(file) for file in files}
     if absent := [f"{name} in {file}" for name, file in weight_index(folder).items() if name not in headers[file]]:
         more = f" and {len(absent) - 1} more tensors" if len(absent) > 1 else ""
-        raise ValueError(f"{INDEX} names {absent[0]}{more}, which is not there. Download or save the model again.")
+        raise ValueError(
+            f"{INDEX} names tensors that are missing: {absent[0]}{more}. Download or save the model again."
+        )
     if SINGLE not in headers and (folder / SINGLE).is_file():
         reason = "transformers reads the one, vLLM the other. Remove the one that is not the model."
         raise ValueError(f"it holds {SINGLE} and {INDEX}, which does not name it: {reason}")
@@ -256,6 +258,6 @@ def check_ids(token_ids: np.ndarray, vocab_size: float) -> None:
     """Raise a ValueError if one of the ids [L] has no row in an embedding of this size."""
     if len(token_ids) and (last := int(token_ids.max())) >= vocab_size:
         raise ValueError(
-            f"it has a token with the id {last}, and the model has embeddings for {vocab_size} (vocab_size). Use the "
+            f"it has a token with the id {last}, but the model has embeddings for {vocab_size} (vocab_size). Use the "
             "tokenizer that belongs to the model, or enlarge the model in transformers (resize_token_embeddings)."
         )

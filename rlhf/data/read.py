@@ -167,7 +167,7 @@ class Source(Generic[S]):
         rows = list(self.stream())
         if not rows:
             first = f" that can be used: {self.reasons[0]}" if self.reasons else ". Give it at least one."
-            raise ValueError(f"{self.key}={self.path}: it holds no row{first}")
+            raise ValueError(f"{self.key}={self.path}: the data set holds no row{first}")
         return rows
 
     def stream(self) -> Iterator[Row]:
@@ -198,7 +198,7 @@ class Source(Generic[S]):
         where = self._name(number, "line")
         if size > MAX_ROW_BYTES:
             reason = (
-                f"{size:,} bytes, and a row may have {MAX_ROW_BYTES:,}. Is a line end missing? Correct or remove it."
+                f"{size:,} bytes, but a row may have {MAX_ROW_BYTES:,}. Is a line end missing? Correct or remove it."
             )
             raise ValueError(f"{where} has {reason}")
         return _parse(line.removesuffix(b"\n").removeprefix(BYTE_ORDER_MARK), where, first_line=number)

@@ -270,7 +270,7 @@ def _read_template(path: Path) -> str:
     if problem := file_problem(path):
         raise ValueError(problem)
     if (size := path.stat().st_size) > MAX_SOURCE_BYTES:
-        raise ValueError(f"it has {size:,} bytes, and a template at most {MAX_SOURCE_BYTES:,}")
+        raise ValueError(f"it has {size:,} bytes, but a template may have at most {MAX_SOURCE_BYTES:,}")
     return path.read_text(encoding="utf-8")
 
 

@@ -361,7 +361,7 @@ def _with_text(message: Mapping[str, Any]) -> Message:
 def _few(messages: list[Any]) -> list[Any]:
     """The messages, if they are few; the time of some templates (Gemma 4's) grows with the square of their number."""
     if len(messages) > MAX_RENDERED:
-        raise FailedError(f"a request has {len(messages)} new messages, and at most {MAX_RENDERED} are accepted.")
+        raise FailedError(f"a request has {len(messages)} new messages, but at most {MAX_RENDERED} are accepted.")
     return messages
 
 

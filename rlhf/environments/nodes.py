@@ -60,7 +60,9 @@ class NodeHosts:
         self._hosts.news = self._news
         if changed := "; ".join(changed_sources(sources, self._hosts.sources, noun="environment")):
             self._hosts.close()
-            raise ValueError(f"{changed} is not what it is on the node of the driver. Put the same code on all nodes.")
+            raise ValueError(
+                f"{changed} differs from the copy on the node of the driver. Put the same code on all nodes."
+            )
 
     async def unconfined(self) -> tuple[str, ...]:
         return self._hosts.unconfined

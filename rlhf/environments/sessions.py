@@ -66,7 +66,7 @@ class Sessions:
         value = "" if "" in self.about else columns.pop("environment", None)
         if not isinstance(value, str) or value not in self.about:
             known = ", ".join(self.about)
-            raise FailedError(f"the row's column `environment` is {value!r}, and environment.by_name has {known}.")
+            raise FailedError(f"the row's column `environment` is {value!r}, but environment.by_name has only {known}.")
         columns = {name: cell for name, cell in columns.items() if name.lower() not in self.about[value]["withheld"]}
         try:
             json.dumps(columns, default=as_json)

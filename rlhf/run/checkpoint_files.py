@@ -79,7 +79,7 @@ def write_manifest(folder: Path, written: Mapping[str, WrittenFile]) -> None:
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if size != file.bytes:
             raise OSError(
-                f"{folder / name}: a learner wrote {file.bytes:,} bytes, and here the file "
+                f"{folder / name}: a learner wrote {file.bytes:,} bytes, but here the file "
                 f"{'does not exist' if size is None else f'has {size:,}'}. run.dir must be on a file system that "
                 "all nodes share."
             )
@@ -98,7 +98,7 @@ def manifest_files(content: bytes) -> dict[str, WrittenFile]:
         raise ValueError(f"{MANIFEST} is not readable") from None
     if manifest.get("format") != FORMAT:
         raise ValueError(
-            f"it is of format {manifest.get('format', 1)} and this version reads format {FORMAT}: resume with the "
+            f"it is of format {manifest.get('format', 1)}, but this version reads format {FORMAT}: resume with the "
             "version that wrote it"
         )
     if outside := [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]:
@@ -121,7 +121,7 @@ def find_damage(folder: Path, *, contents: bool = True) -> str:
         try:
             size = (folder / name).stat().st_size
             if size != files[name].bytes:
-                return f"{name} has {size:,} bytes, and {files[name].bytes:,} were written"
+                return f"{name} has {size:,} bytes, but {files[name].bytes:,} were written"
             if contents and checksum(folder / name) != files[name].crc32:
                 return f"{name} has another checksum than the one that was written"
         except FileNotFoundError:

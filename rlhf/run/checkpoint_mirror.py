@@ -2,7 +2,7 @@
 
     MIRROR/run_id  latest  best  config.yaml  metrics.jsonl  step-000020/...
 
-A checkpoint is complete once its manifest.json is there, which is sent after its other files. `latest` and `best` are
+A checkpoint is complete once its manifest.json exists, which is sent after its other files. `latest` and `best` are
 sent after the checkpoint that they name. The mirror belongs to the run whose id is in its `run_id`. Each checkpoint has
 that file too, and it is sent first: a folder without the id of this run is never removed.
 """
@@ -122,7 +122,7 @@ class Mirror:
         if run_id and owner and owner != run_id:
             return f"it is of another run, {owner}"
         if final.exists() and not belongs_to_run(final, run_id or owner):
-            return f"{name} is there and not of this run"
+            return f"{name} already exists, but is not of this run"
         try:
             manifest: bytes = self._request(self._fs.cat_file, f"{self._root}/{name}/{MANIFEST}")
             files = manifest_files(manifest)

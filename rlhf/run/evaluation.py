@@ -225,13 +225,13 @@ def read_responses(file: Path, *, samples_per_prompt: Collection[int], metrics: 
     if counts != set(samples_per_prompt):
         numbers, asked = (" or ".join(map(str, sorted(n))) or "no" for n in (counts, set(samples_per_prompt)))
         raise ValueError(
-            f"{file}: it has {numbers} responses per problem, and evaluation.samples_per_prompt={asked}. Evaluate both "
-            "models with the same config; a file of several models is none to compare with."
+            f"{file}: it has {numbers} responses per problem, but evaluation.samples_per_prompt={asked}. Evaluate both "
+            "models with the same config; a file of several models cannot be compared."
         )
     if names != set(metrics):
         earlier, now = (" and ".join(sorted(of)) for of in (names, set(metrics)))
         raise ValueError(
-            f"{file}: it has values of {earlier}, and evaluation.metric is {now} here. Evaluate both models with the "
+            f"{file}: it has values of {earlier}, but evaluation.metric is {now} here. Evaluate both models with the "
             "same metric."
         )
     return rows

@@ -250,7 +250,7 @@ class RunFolder:
         folder = self.checkpoints / f"step-{step:06d}{PARTIAL}"
         final = folder.with_suffix("")
         if final.exists() and not belongs_to_run(final, self.id):
-            raise OSError(f"{final} is there and not of this run; rename it, or move it away")
+            raise OSError(f"{final} already exists, but is not of this run; rename it, or move it away")
         shutil.rmtree(folder, ignore_errors=True)
         if self._lock_file is not None:  # a run folder that was renamed is not made a second time
             self.checkpoints.mkdir(exist_ok=True)
@@ -359,7 +359,7 @@ def why_unusable(folder: Path) -> str:
     names = sorted(file.name for file in folder.iterdir())
     more = ", ..." if len(names) > NAMES_SHOWN else ""
     return (
-        f"run.dir={folder}: already holds other files ({', '.join(names[:NAMES_SHOWN])}{more}), and no run. Name a "
+        f"run.dir={folder}: already holds other files ({', '.join(names[:NAMES_SHOWN])}{more}), but no run. Name a "
         f"new folder, such as run.dir={path / 'run'}."
     )
 

@@ -93,7 +93,7 @@ def check_resumed_state(config: TrainingProgramConfig, path: Path, state: RunSta
     steps = config.steps
     if state.step > steps:
         raise ValueError(
-            f"run.steps={steps}: the newest checkpoint is of step {state.step}, nothing is left to do. Raise "
+            f"run.steps={steps}: the newest checkpoint is of step {state.step}, so nothing is left to do. Raise "
             "run.steps, or start another run.dir."
         )
     began = state.program or config.program
@@ -151,7 +151,7 @@ def _other_metrics(config: GRPOConfig, state: RunState) -> Iterator[str]:
             before, now = (each.metric_of(label, trains=key == "data.train") for each in (began, config))
             if before not in ("", now):
                 yield (
-                    f"{key} {label}: its metric was {before} up to step {state.step}, and is {now} from here on. "
+                    f"{key} {label}: its metric was {before} up to step {state.step}, but is {now} from here on. "
                     "Values of the two cannot be compared, also not by checkpoint.best or data.curriculum. Resume with "
                     f"evaluation.metric={before} to go on as before."
                 )
@@ -189,6 +189,6 @@ def _other_models(config: TrainingProgramConfig, state: RunState) -> Iterator[st
         before = state.models.get(name) or dict.fromkeys(now, "none")
         for part in [part for part in before if before[part] and now.get(part) and before[part] != now[part]][:1]:
             yield (
-                f"{key}={model}: the fingerprint of its {part} is {now[part]}, and the run began with "
+                f"{key}={model}: the fingerprint of its {part} is {now[part]}, but the run began with "
                 f"{before[part]}. Resume with the same model, or start another run.dir."
             )

@@ -60,7 +60,7 @@ def hinted_prompts(
         if len(ids) + config.rollout.longest > budget:
             raise ValueError(
                 f"algo.teacher.hint_column={column}: with it {name} has {len(ids)} tokens, and with a response "
-                f"{len(ids) + config.rollout.longest}; learner.max_tokens_per_microbatch={budget}. Raise that, or "
+                f"{len(ids) + config.rollout.longest}; learner.max_tokens_per_microbatch={budget}. Raise the limit, or "
                 "shorten the hints."
             )
     return token_ids

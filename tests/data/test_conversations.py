@@ -74,7 +74,7 @@ def test_a_column_with_the_system_message_is_written_before_the_messages(column:
         assert trained(tokenizer, {column: "", **row}).endswith("[user]1+1?</s>[assistant]<2</s>>")
     pair = pair_conversations({"prompt": "1+1?", "chosen": "2", "rejected": "3", **brief})
     assert [side[0] for side in pair] == 2 * [say("system", "Be brief.")]
-    with pytest.raises(ValueError, match=f"`{column}` is 'Be brief.', and the messages have another system message"):
+    with pytest.raises(ValueError, match=f"`{column}` is 'Be brief.', but the messages have another system message"):
         trained(tokenizer, {"messages": [say("system", "Be long."), *TALK[:2]], **brief})
 
 
@@ -279,8 +279,8 @@ def test_a_pair_is_written_with_the_tools_and_the_system_message_of_its_prompt()
         ({"chosen": TALK[:2], "rejected": TALK[2:]}, "different prompts: '1+1?' and 'sure?'"),
         ({"chosen": TALK, "rejected": [*TALK[:2], say("user", "why?"), *BETTER]}, "different prompts: 'sure?' and 'wh"),
         ({"chosen": TALK[:2], "rejected": [say("system", "Be brief."), *TALK[:1], *WORSE]}, "different prompts"),
-        ({"prompt": "2+2?", "chosen": TALK[:2], "rejected": TALK[:1] + WORSE}, "`prompt` is '2+2?', and `chosen` has"),
-        ({"prompt": TALK[2:3], "chosen": BETTER, "rejected": TALK[:1] + WORSE}, "`prompt` is 'sure?', and `rejected`"),
+        ({"prompt": "2+2?", "chosen": TALK[:2], "rejected": TALK[:1] + WORSE}, "`prompt` is '2+2?', but `chosen` has"),
+        ({"prompt": TALK[2:3], "chosen": BETTER, "rejected": TALK[:1] + WORSE}, "`prompt` is 'sure?', but `rejected`"),
         ({"prompt": "1+1?", "chosen": "2", "rejected": "2"}, "are equal"),
         ({"prompt": "1+1?", "chosen": "2", "rejected": TALK[:2]}, "are equal"),
         ({"chosen": TALK[:3], "rejected": TALK[:1] + WORSE}, "`chosen` ends with a message of user"),

@@ -287,9 +287,7 @@ def test_turns_that_are_not_to_be_trained_and_unclear_thoughts_are_refused() -> 
     with pytest.raises(ValueError, match=r"^message 2 has weight=0"):
         SFTEncoder(tokenizer, "raw")({"messages": [USER, {**ANSWER, "weight": 0}]})
     for content in ("<think>a</think>b<think>c</think>d", "Well. <think>a</think>b", "<think>a</think>b</think>c"):
-        with pytest.raises(
-            ValueError, match=r"^message 2 has several thoughts, or one that does not stand at its begin"
-        ):
+        with pytest.raises(ValueError, match=r"^message 2 has several thoughts, or one that is not at its begin"):
             trained(tokenizer, USER, {"role": "assistant", "content": content})
     quoted = {"role": "assistant", "content": "<think>a</think>It ends with `</think>`."}
     assert "<think>a</think>It ends with `</think>`." in trained(tokenizer, USER, quoted)

@@ -113,7 +113,7 @@ def test_messages_may_be_json_text_and_other_json_stays_text() -> None:
 
 @pytest.mark.parametrize("text", ["[{'role': 'user', 'content': 'q'}]", '[{"role": "user", "content": "q"}'])
 def test_what_looks_like_messages_and_is_not_json_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^`prompt` is .* looks like messages and is not JSON\. Write a list"):
+    with pytest.raises(ValueError, match=r"^`prompt` is .* looks like messages but is not JSON\. Write a list"):
         read_messages(text, "prompt", "user")
 
 

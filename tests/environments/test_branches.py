@@ -266,7 +266,7 @@ def test_more_new_messages_than_a_template_writes_in_a_short_time_are_refused() 
 
     async def coroutine(answer: Answer) -> Outcome:
         for asked in ([*many, USER], [USER, said("one"), *many, USER]):
-            with pytest.raises(FailedError, match="new messages, and at most 1000"):
+            with pytest.raises(FailedError, match="new messages, but at most 1000"):
                 await answer({"messages": asked})
         await answer({"messages": many})
         await answer({"messages": [*many, said("one"), *many]})

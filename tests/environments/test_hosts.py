@@ -262,7 +262,7 @@ def test_the_row_chooses_among_several() -> None:
     async def play(opened: Hosts) -> None:
         async with session(opened, environment="a") as one, session(opened, environment="b") as other:
             assert [each.tools[0]["function"]["name"] for each in (one, other)] == ["guess", "wait"]
-        with pytest.raises(FailedError, match=r"'c', and environment\.by_name has a, b"):
+        with pytest.raises(FailedError, match=r"'c', but environment\.by_name has only a, b"):
             await opened.open({"environment": "c"}, SEEDS)
         with pytest.raises(FailedError, match="column `environment` is"):
             await opened.open({"environment": ["a"]}, SEEDS)

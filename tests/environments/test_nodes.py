@@ -361,5 +361,5 @@ def test_an_actor_whose_processes_cannot_go_on_is_lost() -> None:
 @pytest.mark.slow
 def test_other_code_than_on_the_node_of_the_driver_is_refused() -> None:
     name = f"{FILE}:Guess"
-    with pytest.raises(ValueError, match=r"Guess': games.py is not what it is on the node of the driver\. Put"):
+    with pytest.raises(ValueError, match=r"Guess': games.py differs from the copy on the node of the driver\. Put"):
         NodeHosts(EnvironmentConfig(name=name), (), {name: {"games.py": "another"}}, 0)

@@ -100,7 +100,7 @@ def test_responses_come_back_from_their_file(tmp_path: Path) -> None:
     graded = rows([[True], [False]])
     (tmp_path / "before.jsonl").write_text("".join(json.dumps(row) + "\n" for row in graded))
     assert read_responses(tmp_path / "before.jsonl", samples_per_prompt={1}, metrics={"exact"}) == graded
-    with pytest.raises(ValueError, match=r"before\.jsonl: it has values of exact, and evaluation\.metric is math here"):
+    with pytest.raises(ValueError, match=r"before\.jsonl: it has values of exact, but evaluation\.metric is math here"):
         read_responses(tmp_path / "before.jsonl", samples_per_prompt={1}, metrics={"math"})
 
 

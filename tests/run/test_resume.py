@@ -198,7 +198,7 @@ def test_evaluations_that_go_on_with_another_metric_are_warned_of(model: Path) -
     state.evaluations = {0: {"eval/test/avg@1": 0.5}}
     assert list(resume_warnings(run_by(None), state)) == []
     (warning,) = resume_warnings(run_by("format"), state)
-    assert "data.eval test: its metric was exact up to step 2, and is format from here on" in warning
+    assert "data.eval test: its metric was exact up to step 2, but is format from here on" in warning
     assert warning.endswith("Resume with evaluation.metric=exact to go on as before.")
 
 

@@ -123,7 +123,7 @@ def test_a_row_without_its_hint_or_too_long_with_it_is_refused_by_name(tmp_path:
     groups = make_groups()
     prompt = groups[1].prompt
     for columns, parts in (
-        ({}, ("None", "Give each row a text")),
+        ({}, ("None", "Fill the column in every row")),
         ({"hint": "x" * 200}, ("max_tokens_per", "shorten")),
     ):
         groups[1] = RolloutGroup(replace(prompt, columns=columns), groups[1].samples)
