@@ -78,7 +78,7 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
             "eval",
             tokenizer,
             vocab_size=embedding_rows(config.model.path),
-            has_environment=config.has_environment,
+            has_environment=config.uses_environment_or_tools,
         )
         for line in source_lines("data.eval", loaded, config.data.max_prompt_tokens):
             say(line)
@@ -87,7 +87,11 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
         exit_stack.enter_context(terminal.live())
         exit_stack.enter_context(terminal.phase(f"evaluation of {config.model.path}"))
         scorer = exit_stack.enter_context(Scorer(config.reward))
-        play = exit_stack.enter_context(StartedEnvironments(config, tokenizer)) if config.has_environment else None
+        play = (
+            exit_stack.enter_context(StartedEnvironments(config, tokenizer))
+            if config.uses_environment_or_tools
+            else None
+        )
         async with started_engines(config, trains=False, watch_stage=terminal.phase) as engines:
             if play is not None:
                 await engines.cluster.host_environments(play.spread)

@@ -28,7 +28,6 @@ DATES = ("2001-02-03", "03 Feb 2001", "February 3, 2001")
 
 USER = {"role": "user", "content": "aword asks"}
 ANSWER = {"role": "assistant", "content": "bword says"}
-MORE = {"role": "user", "content": "cword asks"}
 PARAMETERS = {"type": "object", "properties": {"dword": {"type": "string", "description": "eword"}}}
 TOOLS = [{"type": "function", "function": {"name": "fword", "description": "gword", "parameters": PARAMETERS}}]
 

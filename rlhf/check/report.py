@@ -110,8 +110,8 @@ def first_prompt_text(config: GRPOConfig) -> str:
     from rlhf.data.model_files import load_tokenizer
 
     tokenizer = load_tokenizer(config.model)
-    prompt = read_first_prompt(config.data, tokenizer, has_environment=config.has_environment)
-    if config.has_environment:
+    prompt = read_first_prompt(config.data, tokenizer, has_environment=config.uses_environment_or_tools)
+    if config.uses_environment_or_tools:
         from rlhf.config.cli import run_async
         from rlhf.environments.start import StartedEnvironments
 

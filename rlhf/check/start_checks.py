@@ -94,7 +94,7 @@ def _check_first_rows(config: TrainingProgramConfig, key: str, settings: Any, wh
     source = Source(key, settings, which, skip=data.on_bad_row == "skip")
     rows = list(islice(source.stream(), FIRST_ROWS))
     if isinstance(config, GRPOConfig) and rows:
-        usable_rows(config.data, source, rows, has_environment=config.has_environment)
+        usable_rows(config.data, source, rows, has_environment=config.uses_environment_or_tools)
         return
     for row in rows:
         with source.leave_out(row):
@@ -278,7 +278,7 @@ def shared_memory_problems(folder: Path) -> Iterator[str]:
 
 def environment_problems(config: GRPOConfig) -> list[str]:
     """Problems of environments and tools: they cannot be loaded or offered, or a reward needs a named metric."""
-    if not config.has_environment:
+    if not config.uses_environment_or_tools:
         return []
     # imported here: a run without environments needs none of it
     from rlhf.environments.hosts import Hosts
@@ -344,7 +344,7 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
     silent: dict[str, str] = {}  # function -> the first row for which it returned None
     try:
         with Scorer(reward) as scorer, contextlib.ExitStack() as opened:
-            if config.has_environment:
+            if config.uses_environment_or_tools:
                 from rlhf.config.cli import run_async
                 from rlhf.environments.hosts import Hosts
                 from rlhf.environments.rollouts import rollout_with_answer
@@ -352,7 +352,7 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
                 hosts = opened.enter_context(Hosts(config.environment, config.tools))
             for sampling, row, prompt in rows:
                 responses, rollout = _right_responses(alternatives(prompt.answer)[0], sampling.samples_per_prompt), None
-                if config.has_environment:
+                if config.uses_environment_or_tools:
                     played = run_async(rollout_with_answer(hosts, prompt, responses[0], config))
                     if played is None:
                         continue
@@ -364,7 +364,7 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
                     if grade.status in FAILURES:
                         problem = f"reward name={name!r}: it fails for a response to {row}: {error}".removesuffix(".")
                         problems.setdefault((name, error), f"{problem}. Repair the function (docs/rewards.md).")
-                    elif not (config.has_environment or (graded and grade.status == NOT_JUDGED)):
+                    elif not (config.uses_environment_or_tools or (graded and grade.status == NOT_JUDGED)):
                         silent.setdefault(name, row)
     except (ValueError, RuntimeError) as error:
         return [*problems.values(), str(error)]

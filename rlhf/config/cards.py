@@ -95,7 +95,8 @@ def _card_name(value: str) -> str:
             f"cluster.gpu={value}: it has no bfloat16, which every run on GPUs computes in. Use another card."
         )
     guess = difflib.get_close_matches(value.upper(), CARDS, n=1, cutoff=0.7)
-    remedy = "For another NVIDIA card with bfloat16, name a similar one, and set gpu_memory_gib and peak_tflops."
+    remedy = "For another NVIDIA card with bfloat16, name a similar one, and set cluster.gpu_memory_gib and "
+    remedy += "cluster.peak_tflops."
     raise ValueError(
         f"cluster.gpu={value}: no such card is known. {f'Did you mean {guess[0]}? ' if guess else ''}"
         f"Known are {', '.join(CARDS)}. {remedy}"

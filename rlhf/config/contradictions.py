@@ -42,8 +42,11 @@ SAMPLING_CONFLICTS = {
     "rollout.engine.enable_chunked_prefill!=null and run.deterministic": (
         "the rounding of a prompt depends on how it is cut into chunks. Remove one of them."
     ),
-    "rollout.stop and has_environment": TURN_ENDS,
-    "rollout.truncate_token and has_environment": TURN_ENDS,
+    **{
+        f"rollout.{end} and {turns}": TURN_ENDS
+        for end in ("stop", "truncate_token")
+        for turns in ("tools", "environment.name", "environment.by_name")
+    },
     "tools and environment.uses_endpoint": "a program or service offers its own tools in its requests. Remove the key.",
 }
 PREFIX_CACHE = "vLLM returns experts only with its prefix cache, which is off then. Remove one of them."
@@ -221,7 +224,7 @@ def environment_problems(config: GRPOConfig) -> Iterator[str]:
     """Problems of prompts that the environment makes."""
     sources = {"data.train": config.data.train, "data.eval": config.data.eval}
     made = {key: [each.label for each in sets if each.is_environment] for key, sets in sources.items()}
-    if not config.has_environment:
+    if not config.uses_environment_or_tools:
         yield from (f"{key}=environment: nothing makes prompts. Set environment too." for key in made if made[key])
         return
     for key, labels in made.items():

@@ -40,6 +40,7 @@ def editor_schema(config: type[BaseModel]) -> Schema:
 
 def _as_written(field: Schema) -> Schema:
     """The schema of one key, with its short forms."""
+    field = {name: value for name, value in field.items() if name != "resume"}
     entries = field.get("items", {})
     described: Schema = {name: field[name] for name in ("description", "default") if name in field}
     match field:

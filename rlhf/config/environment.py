@@ -179,7 +179,7 @@ class EnvironmentConfig(_Driven):
         if self.name is not None and self.by_name:
             reason = "each row would have two environments. Keep one of the keys."
             raise ValueError(f"environment.name={self.name} with environment.by_name: {reason}")
-        remedy = "nothing reads it here. Set it at an entry of environment.by_name."
+        remedy = "this key has no effect here. Set it at an entry of environment.by_name."
         for problem in conflicts(self, {f"{of} and by_name": remedy for of in _Driven.model_fields}, "environment."):
             raise ValueError(problem)
         for problem in unread_keys(self, READS_IF if self.name is None else {}, "environment."):

@@ -52,7 +52,7 @@ class GRPOConfig(TrainingProgramConfig):
         return values
 
     @property
-    def has_environment(self) -> bool:
+    def uses_environment_or_tools(self) -> bool:
         """True if the rollouts have an environment or tools."""
         return bool(self.tools or self.environment.parts)
 

@@ -74,7 +74,7 @@ REFUSED = {
     "kv_offloading_size": _OLD_KEYS,
     "speculative_config": "its log-probs were not always finite (n-grams on the CPU engine of vLLM 0.32)",
     "kv_sharing_fast_prefill": "it gives no log-probs of prompts",
-    "enable_eplb": "new weights of experts would be loaded where they were at the start",
+    "enable_eplb": "vLLM would load new expert weights into the old places after it has moved experts",
     "override_generation_config": "it could change what is sampled, and the learner would not know of it",
     "hf_token": "config.yaml would hold it; set the environment variable HF_TOKEN",
 }
@@ -106,7 +106,7 @@ def check_engine_options(options: dict[str, Any]) -> dict[str, Any]:
         if name in OWN_KEYS:
             raise ValueError(f"{given}: the run sets it by {OWN_KEYS[name]}. Set that instead.")
         if name not in known:
-            unknown = "not an option of vLLM that is known to leave the samples to the learner's weights and keys"
+            unknown = "unknown, or it may change what is sampled or which weights are used"
             remedy = "Remove it." if name in REFUSED else suggest(name, known, "rollout.engine.", cutoff=0.8)
             raise ValueError(f"{given}: {REFUSED.get(name, unknown)}. {remedy}")
     if options.get("load_format") == "dummy":

@@ -32,7 +32,10 @@ def config_of_any_program(values: dict[str, Any]) -> TrainingProgramConfig | Non
 
 
 def non_default_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The stored values that differ from their program's defaults; all of them if another version wrote the config."""
+    """The stored values that differ from their program's defaults.
+
+    All values except null if another version wrote the config.
+    """
     config = config_of_any_program(values)
     if config is None:
         return _without_nulls(values)

@@ -154,7 +154,7 @@ class RubricOptions(Section):
     requests_at_once: PositiveInt = key(32, "requests at the same time")
     max_new_tokens: PositiveInt = key(512, "longest answer of the grader, tokens")
     max_requests: PositiveInt | None = key(None, "requests of the program, after which it ends; null: no bound")
-    max_tokens: PositiveInt | None = key(None, "prompt and answer tokens of the program until it ends; null: no bound")
+    max_tokens: PositiveInt | None = key(None, "prompt and answer tokens after which the program ends; null: no bound")
 
     @model_validator(mode="after")
     def _one_kind_of_criteria(self) -> Self:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from rlhf.config.base import FilePath, NonNegativeInt, Section, key
-from rlhf.config.conditions import conflicts, unread_keys
+from rlhf.config.conditions import conflicts
 from rlhf.config.data import NamedTemplate
 from rlhf.config.model_folder import local_model_folder, read_json
 from rlhf.config.sections import AnyLearnerConfig, ModelDType
@@ -44,10 +44,8 @@ class RewardModelConfig(Section):
             raise ValueError(f"{given}: set exactly one of them.")
         remedy = "the samples set mean and std. Remove one of them."
         reasons = {"reference_samples and mean!=null": remedy, "reference_samples and std!=null": remedy}
-        for problem in (
-            *conflicts(self, reasons, "reward_model."),
-            *unread_keys(self, {"template": "path"}, "reward_model."),
-        ):
+        reasons["template and endpoint"] = "an endpoint writes the messages itself. Remove template."
+        for problem in conflicts(self, reasons, "reward_model."):
             raise ValueError(problem)
         return self
 

@@ -94,7 +94,7 @@ def teacher_problems(config: Any) -> Iterator[str]:
     if any(each.own == "average" for each in teachers) and not config.reference_is_average:
         remedy = "Set algo.ref_update=average, and algo.log_kl=true or a kl_coef."
         yield f"algo.teacher.own=average with {algo.ref_update=!s}: there is no average. {remedy}"
-    if any(each.hint_column for each in teachers) and config.has_environment:
+    if any(each.hint_column for each in teachers) and config.uses_environment_or_tools:
         reason = "an environment writes the prompt, so there is none to add a hint to. Remove one of them."
         yield f"algo.teacher.hint_column with an environment or tools: {reason}"
     if any(each.endpoint for each in teachers) and config.run.deterministic:

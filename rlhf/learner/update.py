@@ -145,7 +145,7 @@ def policy_microbatch(
         "policy/engine_kl": masked_mean(engine_kl, mask),
     }
     metrics |= _mean_by_bin(engine_kl, mask, tokens.position_ids, ENGINE_KL_FROM)
-    if config.has_environment:
+    if config.uses_environment_or_tools:
         metrics |= _mean_by_bin(engine_kl, mask, turn_numbers(mask, tokens.cu_seqlens), ENGINE_KL_OF_TURN)
     return loss, metrics
 

@@ -50,7 +50,7 @@ class Grading:
         if ended and self.reward_model is not None:
             scored = await self.reward_model.add_to(RolloutGroup(prompt, graded))
             graded = tuple(map(self._check_model_score, scored.samples))
-        if not self._config.has_environment:
+        if not self._config.uses_environment_or_tools:
             return graded
         by_sample = {sample.rollout.sample: sample for sample in graded}
         return tuple(self._add_outcome(rollout, by_sample.get(rollout.sample)) for rollout in rollouts)

@@ -52,7 +52,7 @@ def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
     """Read and tokenize all prompts; ValueError if a row, the tokenizer or the reward model's template does not fit."""
     truncate_token_id(config.rollout, tokenizer)  # must be one token
     vocab_size = embedding_rows(config.model.path)
-    load = partial(load_prompts, vocab_size=vocab_size, has_environment=config.has_environment)
+    load = partial(load_prompts, vocab_size=vocab_size, has_environment=config.uses_environment_or_tools)
     train = load(config.data, "train", tokenizer)
     _check_prompts_suffice(config, train)
     if config.reward_model is not None and config.reward_model.path is not None:

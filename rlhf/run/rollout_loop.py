@@ -60,7 +60,7 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
                 teachers = await in_thread(Teachers, config, data.train.prompts, run.tokenizer)
             first = first_prompt(data.train)
             environments = None
-            if config.has_environment:
+            if config.uses_environment_or_tools:
                 with run.log.terminal.stage("environment"):
                     start = partial(StartedEnvironments, say=partial(say, wrap=False))
                     environments = exit_stack.enter_context(await in_thread(start, config, run.tokenizer))

@@ -14,6 +14,8 @@ from rlhf.types import Minibatch, StepBatch
 
 
 class LearnerSpeed:
+    """Metrics of the learners' speed and of how full their microbatches are."""
+
     def __init__(self, config: GRPOConfig, device_name: str) -> None:
         self._budget, self._learners = config.learner.max_tokens_per_microbatch, config.cluster.learners
         self._peak_tflops = config.cluster.peak_tflops or peak_tflops(device_name)

@@ -29,7 +29,7 @@ def refusal(*overrides: str) -> str:
 
 def test_without_either_key_nothing_acts() -> None:
     config = load(DATA)
-    assert not config.has_environment
+    assert not config.uses_environment_or_tools
     assert config.environment.parts == {}
 
 
@@ -37,7 +37,7 @@ def test_without_either_key_nothing_acts() -> None:
 def test_an_environment_has_three_spellings(value: str) -> None:
     config = load(DATA, f"environment={value}")
     assert config.environment.parts == {"": EnvironmentPart(name="my.module:Game")}
-    assert config.has_environment
+    assert config.uses_environment_or_tools
 
 
 def test_several_environments_are_chosen_by_the_row() -> None:
@@ -49,7 +49,7 @@ def test_several_environments_are_chosen_by_the_row() -> None:
 def test_tools_are_a_list_of_names_and_nothing_else_is_needed() -> None:
     config = load(DATA, "tools=[my.module:add, calculator]")
     assert config.tools == ("my.module:add", "calculator")
-    assert config.has_environment
+    assert config.uses_environment_or_tools
 
 
 def test_without_data_the_environment_makes_the_prompts_and_the_resolved_config_says_so(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_an_evaluation_needs_no_data_to_train_on() -> None:
     config = load_config(
         GRPOConfig, [], [*overrides, by_name], complete=complete, contradictions=GRPOConfig.sampling_contradictions
     )
-    assert config.has_environment
+    assert config.uses_environment_or_tools
 
 
 def test_one_of_several_environments_without_a_name_is_refused() -> None:
@@ -109,9 +109,12 @@ def test_one_of_several_environments_without_a_name_is_refused() -> None:
 
 def test_a_key_at_the_wrong_level_is_named_with_the_level_where_it_is_read() -> None:
     entry = refusal(DATA, "environment={by_name: {a: {name: my.module:A, timeout_s: 9}}}")
-    assert entry.startswith("environment.by_name.a.timeout_s=9.0: nothing reads it without environment.by_name.a.name=")
+    assert entry.startswith("environment.by_name.a.timeout_s=9.0: ")
+    assert " environment.by_name.a.name=program or service." in entry
     of_all = refusal(DATA, "environment={by_name: {a: my.module:A}, gives_answer: true}")
-    assert of_all.startswith("environment.gives_answer=true with environment.by_name: nothing reads it here. Set it at")
+    assert of_all.startswith(
+        "environment.gives_answer=true with environment.by_name: this key has no effect here. Set it at"
+    )
 
 
 @pytest.mark.parametrize("key", ["max_rollout_tokens", "max_turns", "max_rollout_s"])

@@ -129,6 +129,9 @@ REFUSED = {
     "rollout.truncate=graded_text; rollout.truncate_token=.; rollout.stop=[x]": (
         'rollout.truncate=graded_text with rollout.stop=["x"]'
     ),
+    "reward_model={endpoint: 'http://h', template: raw}": (
+        "reward_model.template=raw with reward_model.endpoint=http://h"
+    ),
     "reward_model={path: judge, reference_samples: 256, std: 2}": (
         "reward_model.reference_samples=256 with reward_model.std=2.0"
     ),
@@ -220,7 +223,7 @@ REFUSED = {
     "environment={name: a:B, max_failed_fraction: 2}": "environment.max_failed_fraction=2",
     "tools=[calculator, calculator]": "tools.1='calculator'",
     "tools={a: b}": "tools={'a'",
-    "tools=[calculator]; rollout.stop=[x]": 'rollout.stop=["x"]',
+    "tools=[calculator]; rollout.stop=[x]": 'rollout.stop=["x"] with tools=["calculator"]',
     # data and rewards
     "data.chat_template_kwargs.tools=true": "data.chat_template_kwargs",
     "data.template=no-such": "data.template",

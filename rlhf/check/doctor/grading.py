@@ -68,13 +68,13 @@ async def check_responses(patient: Patient) -> Finding:
     """Sample and grade eight prompts as in a step, apply the rules of the run's diagnosis, and show two prompts."""
     engines, config = patient.engines, patient.config
     _ = patient.canary  # responses of an engine that disagrees with the learner say nothing
-    rows = patient.rows if config.has_environment else patient.prompts
+    rows = patient.rows if config.uses_environment_or_tools else patient.prompts
     prompts = rows[:: max(1, len(rows) // SAMPLED_PROMPTS)][:SAMPLED_PROMPTS]  # of all sources
     tokenizer = await in_thread(load_tokenizer, config.model)
     with contextlib.ExitStack() as exit_stack:
         scorer = exit_stack.enter_context(await in_thread(Scorer, config.reward))
         play = None
-        if config.has_environment:
+        if config.uses_environment_or_tools:
             play = exit_stack.enter_context(await in_thread(StartedEnvironments, config, tokenizer))
             await engines.cluster.host_environments(play.spread)
         grading = Grading(config, scorer, tokenizer, reward_model_client(config, engines.cluster))

@@ -77,12 +77,17 @@ async def check_config(patient: Patient) -> Finding:
         tokenizer = await in_thread(load_tokenizer, config.model)
         vocab_size = embedding_rows(config.model.path)
         load = partial(
-            load_prompts, config.data, "train", tokenizer, vocab_size=vocab_size, has_environment=config.has_environment
+            load_prompts,
+            config.data,
+            "train",
+            tokenizer,
+            vocab_size=vocab_size,
+            has_environment=config.uses_environment_or_tools,
         )
         prompts = (await in_thread(load)).prompts
         patient.rows = [prompt for rows in prompts.values() for prompt in rows[:PROMPTS_PER_SOURCE]]
         patient.prompts = patient.rows
-        if config.has_environment and not problems:
+        if config.uses_environment_or_tools and not problems:
             with await in_thread(StartedEnvironments, config, tokenizer) as environments:
                 patient.prompts = await asyncio.gather(*map(environments.first_prompt, patient.rows))
     except (OSError, ValueError) as error:
