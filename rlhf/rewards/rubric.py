@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import operator
 import re
 import threading
@@ -18,7 +19,6 @@ from typing import Any
 from rlhf.answers.thoughts import answer_of, marks_from_json
 from rlhf.config.printing import as_utf8
 from rlhf.config.reward import Criterion, RubricOptions
-from rlhf.processes.returned import read_scores
 from rlhf.rewards.grade import BAD_GOLD, FAILED, NO_ANSWER, Grade
 from rlhf.rewards.http_client import HttpClient, RequestError
 
@@ -181,31 +181,29 @@ def scores_in(said: Any, count: int) -> tuple[float, ...]:
     shown = f"the grader said {str(said)[:200]!r}"
     if isinstance(said, list):  # parts
         said = "".join(str(part.get("text", "")) for part in said if isinstance(part, dict))
-    text: Any = said if not isinstance(said, str) or said.lstrip().startswith(BEGINS_AS_JSON) else answer_of(said)
+    text = said if not isinstance(said, str) or said.lstrip().startswith(BEGINS_AS_JSON) else answer_of(said)
     text = TRAILING_COMMA.sub("", text or "")
     keys = [*SCORES.finditer(text)] or ([*SCORE.finditer(text)] if count == 1 else [])
     if not keys:
         raise ValueError(f'{shown}, which has no "scores" after its thoughts')
     try:
-        values, _ = json.JSONDecoder().raw_decode(text, keys[-1].end())
+        scores, _ = json.JSONDecoder().raw_decode(text, keys[-1].end())
     except (ValueError, RecursionError):
         raise ValueError(f"{shown}, whose scores are no JSON") from None
-    as_list = values if isinstance(values, list) else [values]
-    try:
-        scores = read_scores([_as_number(each) for each in as_list], count, booleans=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{shown}: it {error}") from None
-    if not all(score is not None and 0 <= score <= 1 for score in scores):
+    numbers = [_as_number(score) for score in (scores if isinstance(scores, list) else [scores])]
+    if len(numbers) != count:
+        raise ValueError(f"{shown}, which does not give {count} scores")
+    if not all(0 <= number <= 1 for number in numbers):  # false for NaN
         raise ValueError(f"{shown}, where a score is no number from 0 to 1")
-    return tuple(score for score in scores if score is not None)
+    return tuple(map(float, numbers))
 
 
-def _as_number(score: Any) -> Any:
-    """A score with the number that its text says."""
+def _as_number(score: Any) -> float:
+    """A score as a number; NaN if it is none."""
     if isinstance(score, dict):
         score = score.get("score")
     if isinstance(score, str) and (written := WRITTEN_SCORE.fullmatch(score)):
         number, highest, percent = written.groups()
         highest = float(100 if percent else highest or 1)
-        return float(number) / highest if highest else None
-    return score
+        return float(number) / highest if highest else math.nan
+    return score if type(score) in (int, float) else math.nan
