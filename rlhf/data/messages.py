@@ -286,7 +286,7 @@ def _calls(calls: Any, column: str, *, of_model: bool) -> list[dict[str, Any]]:
     read = _json_or_text(calls) if isinstance(calls, str) else calls
     listed = [read] if isinstance(read, Mapping) else read
     if not isinstance(listed, list | tuple):
-        reason = "which is not JSON" if isinstance(read, str) else "not a list of calls"
+        reason = "not a list of calls, nor the JSON text of one"
         raise ValueError(f"`{column}` holds `tool_calls` that are {calls!r:.80}, {reason}. {WRITE_CALLS}")
     said = ((without_nulls(call), call) for call in listed)
     return [_call(call, given, column, of_model=of_model) for call, given in said if call]
