@@ -54,7 +54,7 @@ def location_of(error: BaseException) -> str:
     return f"{own[-1].frame.f_code.co_filename}:{own[-1].number}: " if own else ""
 
 
-def error_text(error: BaseException, advice: str = "") -> str:
+def user_error_text(error: BaseException, advice: str = "") -> str:
     """`Type: text`, then the advice; by default, how to grant an access that the confinement refused."""
     try:
         said = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -65,4 +65,4 @@ def error_text(error: BaseException, advice: str = "") -> str:
 
 def error_with_location(error: BaseException) -> str:
     """`file:line: Type: text` of an exception; without `file:line: ` if it was not raised by user code."""
-    return location_of(error) + error_text(error)
+    return location_of(error) + user_error_text(error)

@@ -19,7 +19,7 @@ from rlhf.config.reward import FLOAT32_MAX, OPTIONS_OF_REWARD, USER_FIELDS
 from rlhf.processes.attributes import EnvironmentView
 from rlhf.processes.code import import_problem, load_module
 from rlhf.processes.outside import over_clock
-from rlhf.processes.raised import error_text, location_of
+from rlhf.processes.raised import location_of, user_error_text
 from rlhf.processes.returned import read_returned
 from rlhf.rewards.code import code_reward
 from rlhf.rewards.grade import ANSWER_CLASSES, FAILED, NOT_JUDGED, OK, TIMEOUT, UNSCORABLE, Grade
@@ -281,7 +281,7 @@ def _failed_grade(function: Callable[..., Any], problem: str | BaseException) ->
     location = ""
     if isinstance(problem, BaseException):
         location = location_of(problem)
-        problem = error_text(problem, NO_DEBUGGER if isinstance(problem, BdbQuit) else "")
+        problem = user_error_text(problem, NO_DEBUGGER if isinstance(problem, BdbQuit) else "")
     unwrapped = inspect.unwrap(function)
     if not location and inspect.isfunction(unwrapped):
         location = f"{unwrapped.__code__.co_filename}:{unwrapped.__code__.co_firstlineno}: "
