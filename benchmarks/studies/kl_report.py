@@ -3,7 +3,6 @@
 kl-runs.csv       one line per run, over the second half of its steps, and what was measured at its end
 grid-*.md, betas-*.md, reward-*.md, lag-*.md, ties.md     the parts of `kl_runs.py`
 kl-gradients.md   bias and variance of each estimator's gradient, enumerated and sampled
-kl-responses.md   expected gradients of minibatches of whole responses, by aggregation
 kl.png, kl.json   accuracy against KL, a curve over coefficients; the grid; bias and variance by estimator; all numbers
 
 A part is shown with the seeds of which all its runs are there, or else with all of its runs that are there.

@@ -36,7 +36,7 @@ OPTIONS = re.compile(r"(?:\(?[A-J]\)?[\s,;&]*(?:and\b\s*)?){2,10}")
 
 
 def compare(answer: str, gold: str, *, must_be_evaluated: bool = False, tolerance: Tolerance | None = None) -> bool:
-    """Whether two answers mean the same. With `must_be_evaluated`, a formula for the gold one is wrong: 3+4 for 7."""
+    """Whether two answers mean the same. `must_be_evaluated`: a formula for the gold answer is wrong, as 3+4 for 7."""
     numbers = exact_number(answer), exact_number(gold)
     if numbers[0] is not None and numbers[1] is not None and (tolerance is None or numbers[0] == numbers[1]):
         return numbers[0] == numbers[1]

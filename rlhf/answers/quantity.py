@@ -15,7 +15,7 @@ MIN_ROUNDED_DIGITS = 6  # a decimal with at least this many significant digits m
 
 
 def same_quantity(gold: Node, answer: Node) -> bool:
-    """Whether two expressions are equal; one may lack its unit or per cent sign. Raises UnsupportedError for others."""
+    """Whether two nodes are equal; one may lack its unit or per cent sign. UnsupportedError if one is no expression."""
     gold_value, gold_unit = _measured(gold)
     answer_value, answer_unit = _measured(answer)
     if gold_unit.startswith("mod ") and answer_unit.startswith("mod "):

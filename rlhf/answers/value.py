@@ -226,7 +226,7 @@ def estimate_of(node: Node) -> complex | None:
 
 
 def evaluate(node: Node, point: dict[str, Value]) -> Value:
-    """The value at a point. Raises UndefinedError if there is no number, UnsupportedError for no expression."""
+    """The value at a point. UndefinedError if there is no number, UnsupportedError if the node is no expression."""
     work(WORK_OF_CALL if node.kind in ("call", "pow") else 1)
     try:
         return _RULES[node.kind](node, point)
@@ -319,7 +319,7 @@ def _modulo(node: Node, point: dict[str, Value]) -> Value:
 
 def _number_in_base(node: Node, point: dict[str, Value]) -> Value:
     digits, base = node.args[0].name, int(node.args[1].value)
-    if base == 0 or not digits.isdigit():
+    if base == 0 or not digits.isdigit():  # int(x, 0) would guess the base
         raise UndefinedError("not a base")
     return Fraction(int(digits, base))  # ValueError for other bases and digits
 

@@ -27,8 +27,8 @@ ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}  # torch's setting
 async def create(role: Role, cluster: LearnersConfig, *, guests: Sequence[Role] = ()) -> ActorGroup[Any]:
     """Reserve the resources of a role and create its actors; they have loaded nothing yet.
 
-    `guests`: for learners: the roles that will share their GPUs, and so need CPUs in their bundles.
-    If the resources were not free within the deadline, a ClusterError is raised, and nothing stays reserved.
+    `guests`: roles that share the learners' GPUs and need CPUs in their bundles. ClusterError if the resources are not
+    free in time; nothing stays reserved then.
     """
     # Any learner may be the first of an engine, whose actor then joins that learner's bundle. So all bundles are equal.
     shared = sum(guest.cpus * guest.count / role.count for guest in guests)

@@ -110,7 +110,10 @@ async def call_on_node(node_id: str, function: Callable[..., Any], *arguments: A
 async def ask_nodes(
     nodes: Sequence[Mapping[str, Any]], function: Callable[[], Any], *, deadline_s: float
 ) -> dict[str, tuple[Any, str]]:
-    """Call a function on each node of `ray.nodes()`. Returns node id -> the answer, and why there is none or ""."""
+    """Call a function on each node of `ray.nodes()`.
+
+    Returns node id -> (answer, problem); the problem is empty if there is an answer.
+    """
     import ray
 
     for module in (__name__, function.__module__):  # the package may be missing where the function runs

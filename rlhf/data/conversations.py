@@ -163,7 +163,11 @@ def _side(columns: dict[str, Any], column: str) -> list[Message]:
 
 
 def trained_conversation(columns: dict[str, Any]) -> tuple[list[Message], list[int], int, bool]:
-    """Messages of an SFT row, indices of its trained turns, number of prompt messages, and if it is of two texts."""
+    """Read an SFT row.
+
+    Returns its messages, indices of its trained turns, the number of prompt messages, and whether prompt and completion
+    are texts.
+    """
     given: list[Message] = []
     are_texts = False
     column = next((name for name in CONVERSATION_COLUMNS if columns.get(name) is not None), None)
@@ -441,7 +445,7 @@ def read_examples(config: SupervisedDataConfig, encode: Encode, *, vocab_size: f
 def load_examples(
     config: SupervisedDataConfig, which: Literal["train", "eval"], encode: Encode, *, vocab_size: float = math.inf
 ) -> Examples:
-    """Read and tokenize all sources; ValueError if a source, or a row (id >= vocab_size) is unusable, or none left."""
+    """Read and tokenize all sources; ValueError if a source or row (id >= vocab_size) is unusable or no row is left."""
     examples: list[Sequence[MaskedTokens]] = []
     too_long, bad_rows = 0, list[str]()
     for key, settings in config_sources(config, which).items():

@@ -176,7 +176,10 @@ def render_in_form(
     key: str,
     options: Mapping[str, Any],
 ) -> str:
-    """The text of messages in a form; None if they already are. `keep_assistant` in options: see `safe_messages`."""
+    """The text of messages in a form; None: the messages already have it.
+
+    `keep_assistant` in options: see `safe_messages`.
+    """
     match template:
         case "raw":
             return "\n\n".join(message["content"] for message in messages)
@@ -327,7 +330,10 @@ def conversation_ids(
 def apply_template(
     messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, key: str, options: Mapping[str, Any]
 ) -> Any:
-    """The text of a conversation, or whatever else `options` ask for; ValueError without a template, or if refused."""
+    """The text of a conversation, or whatever else `options` ask for.
+
+    ValueError without a template, or if it refuses the messages.
+    """
     check_has_template(template, tokenizer, key)
     options = {"chat_template": chat_template(template), "tokenize": False, **options}
     try:

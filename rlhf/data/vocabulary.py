@@ -25,7 +25,7 @@ def check_vocabulary(own: Mapping[int, str], other: Mapping[int, str], key: str)
 
 def check_vocabularies(config: TrainingProgramConfig, tokenizer: Any) -> Iterator[str]:
     """Run `check_vocabulary` on every model that is fed the policy's ids; yields a warning if one has no tokenizer."""
-    own = {number: token for token, number in tokenizer.get_vocab().items()}
+    own = tokens_by_id(tokenizer)
     for key, path in config.fed_models.items():
         if lacks_tokenizer(path):
             yield (
@@ -35,7 +35,11 @@ def check_vocabularies(config: TrainingProgramConfig, tokenizer: Any) -> Iterato
             )
             continue
         other = load_tokenizer(config.model.model_copy(update={"path": path}), key=key)
-        check_vocabulary(own, {number: token for token, number in other.get_vocab().items()}, f"{key}={path}")
+        check_vocabulary(own, tokens_by_id(other), f"{key}={path}")
+
+
+def tokens_by_id(tokenizer: Any) -> dict[int, str]:
+    return {number: token for token, number in tokenizer.get_vocab().items()}
 
 
 def lacks_tokenizer(path: str) -> bool:

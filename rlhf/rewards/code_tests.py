@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from rlhf.processes.attributes import as_json
 
-BUILDERS: Any = {kind.__name__: kind for kind in (set, frozenset, list, tuple, dict, float, sorted)}
+BUILDERS: dict[str, Any] = {kind.__name__: kind for kind in (set, frozenset, list, tuple, dict, float, sorted)}
 NUMBER = re.compile(  # as a program prints it; 007, 1_000, 0x10, nan and digits of other scripts are text
     r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,9})?"
 )

@@ -479,8 +479,8 @@ def _trl_metadata(rollout: Rollout) -> dict[str, Any]:
 def _no_metadata(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
     """Metadata of a row of a file. There are no tokens, so its length is counted in words."""
     prompt = next((columns[name] for name in USUAL_COLUMNS["prompt_column"] if columns.get(name)), "")
-    user_messages = [turn for turn in prompt if isinstance(turn, dict)] if isinstance(prompt, list) else []
-    messages = user_messages or [{"role": "user", "content": str(prompt)}]
+    given_messages = [turn for turn in prompt if isinstance(turn, dict)] if isinstance(prompt, list) else []
+    messages = given_messages or [{"role": "user", "content": str(prompt)}]
     is_rollout_row = columns.get("in_thought") is True and not columns.get("turns")  # a row of `rollouts/`
     return {
         "messages": messages,
