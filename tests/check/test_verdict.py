@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,6 +86,7 @@ def test_pasted_keys_give_a_plan_that_fits_on_any_card(files: str, model: str, g
 
 def test_what_fits_on_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 2**30, "SC_PHYS_PAGES": 24}.__getitem__)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**50))
     text = first_of(make_plan(load("math+cpu")).text)
     assert text.startswith("does not fit: 1 learner, 1 engine need 72.5 of 24.0 GiB. This fits:\n")
     assert len(check_keys("math+cpu")) == 1

@@ -151,7 +151,7 @@ def test_a_header_in_the_tags_causes_a_warning_even_if_the_prompt_opens_a_though
 
 def test_tags_around_no_turn_are_refused_and_so_is_an_empty_turn() -> None:
     tokenizer = tokenizer_of("{% generation %}{% endgeneration %}{{ m.content }}<end>")
-    with pytest.raises(ValueError, match=r"generation %\} tags around nothing that the assistant says"):
+    with pytest.raises(ValueError, match=r"generation %\} tags of data.template=model enclose no text"):
         trained(tokenizer, "<end>")
     empty = {"messages": [TALK["messages"][0], {"role": "assistant", "content": ""}]}
     with pytest.raises(ValueError, match="messages are empty"):
