@@ -202,7 +202,7 @@ def test_steps_are_passes_over_the_rows_unless_they_are_given(tiny_model_dir: Pa
     [
         (SFTConfig, "eval/loss", 2, r"\bnull\b"),
         (RewardTrainingConfig, "eval/loss", 2, r"eval/accuracy or eval/margin\b"),
-        (RewardTrainingConfig, "eval/accuracy", None, r"null.*data\.eval\b.*evaluation\.every\b"),
+        (RewardTrainingConfig, "eval/accuracy", None, r"data\.eval\b.*evaluation\.every\b.*null"),
     ],
 )
 def test_the_best_checkpoint_is_that_of_a_metric_that_is_measured_and_should_be_high(
