@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections import Counter
@@ -15,7 +16,8 @@ from rlhf.rewards.scorer import FAILURES, Scorer
 pytestmark = pytest.mark.faults
 
 FUZZ_S = 60.0
-TEXTS = [text for cases in ANSWERS.values() for gold, answer, *_ in cases for text in (gold, answer) if len(text) < 500]
+ROWS = [row for rows in ANSWERS.values() for row in rows]  # a gold answer, its right answers, its wrong ones
+TEXTS = [text for gold, *lists in ROWS for text in (gold, *itertools.chain(*lists)) if len(text) < 500]
 PIECES_WRITTEN = r"""
     = \approx \sim < \le \in \ne ~ { } ( ) [ ] \{ \} | , ; : + - * / ^ _ ! ' % \% $ \pm \cup \cap \setminus \div \cdot
     \frac \sqrt \binom \log \sin \sum_{k=1}^ \int \lim \overline \text{ \text{and} \text{or} \boxed \pmod \bmod
