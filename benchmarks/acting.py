@@ -20,8 +20,9 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks import harness, models
 from benchmarks.harness import Case, Row
@@ -55,7 +56,8 @@ async def _pauses(case: Case) -> Row:
     from rlhf.cluster.engines import started_engines
     from rlhf.data.model_files import load_tokenizer
     from rlhf.environments.start import StartedEnvironments
-    from rlhf.rollout.sampler import Sampler
+    from rlhf.rollout.purpose import training_purpose
+    from rlhf.rollout.worker import RolloutWorker
     from rlhf.types import Prompt
 
     file = Path(case["folder"]) / "playing.py"
@@ -77,25 +79,21 @@ async def _pauses(case: Case) -> Row:
         for i, ids in enumerate(rng.integers(0, 256, (case["prompts"], PROMPT_TOKENS)).astype(np.int32))
     ]
 
-    async def never(*_: Any, **__: Any) -> Any:
-        raise AssertionError("nothing is graded here")
-
     speeds: dict[str, list[float]] = {ONE_TURN: [], TURNS: []}
     tokenizer = load_tokenizer(config.model)
     with StartedEnvironments(config, tokenizer) as play:
         async with started_engines(config, trains=False) as engines:
-            samplers = {
-                name: Sampler(config, None, engines.generate, never, environment)
+            purpose = replace(training_purpose(config, None), kind="texts")
+            workers = {
+                name: RolloutWorker(config, tokenizer, engines.choice.generate, cast(Any, None), environment)
                 for name, environment in ((ONE_TURN, None), (TURNS, play))
             }
             for number in range(case["rounds"] + 1):
-                for name, sampler in samplers.items():
+                for name, worker in workers.items():
                     began = time.perf_counter()
-                    sampled = await asyncio.gather(
-                        *(sampler.rollouts(prompt, 8, sampler.training_settings) for prompt in prompts)
-                    )
+                    groups = await asyncio.gather(*(worker.rollout_group(prompt, purpose) for prompt in prompts))
                     seconds = time.perf_counter() - began
-                    tokens = [rollout.response_length for _, rollouts in sampled for rollout in rollouts]
+                    tokens = [sample.rollout.response_length for group in groups for sample in group.samples]
                     assert set(tokens) == {3 * case["turn_tokens"]}, set(tokens)
                     if number:  # the first compiles and fills caches
                         speeds[name].append(sum(tokens) / seconds)

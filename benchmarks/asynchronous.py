@@ -68,13 +68,17 @@ def pin_processes() -> None:
 
 async def flat_out(run: Any, loop: Any, seconds: float) -> dict[str, float]:
     """Engine and learner at once, neither waiting: seconds of a step's sampling and of its training and transfer."""
+    from rlhf.rollout.purpose import training_purpose
     from rlhf.step.batch import broadcast_to_tokens, make_batch
     from rlhf.step.minibatches import plan_epochs
     from rlhf.types import PolicyTargets
 
     config, groups_per_step = run.config, run.config.rollout.prompts_per_step
     prompts = [loop.tickets.stream.take(1)[0] for _ in range(64)]
-    groups = await asyncio.gather(*(loop.sampler.for_training(prompt) for prompt in prompts[:groups_per_step]))
+    purpose = training_purpose(config, None)
+    groups = await asyncio.gather(
+        *(loop.workers.rollout_group(prompt, purpose) for prompt in prompts[:groups_per_step])
+    )
     batch, learners = make_batch(groups, mask_truncated=False), run.cluster.learners
     epochs = plan_epochs(batch, config, step=0)
     advantages = broadcast_to_tokens(batch, np.resize([1.0, -1.0], len(batch.rewards)))
@@ -83,7 +87,7 @@ async def flat_out(run: Any, loop: Any, seconds: float) -> dict[str, float]:
 
     async def keep_sampling(i: int) -> None:
         while time.monotonic() < deadline:
-            await loop.sampler.for_training(prompts[i % len(prompts)])
+            await loop.workers.rollout_group(prompts[i % len(prompts)], purpose)
             finished.append(time.monotonic())
 
     async def keep_training() -> list[float]:
@@ -92,7 +96,7 @@ async def flat_out(run: Any, loop: Any, seconds: float) -> dict[str, float]:
             started = time.monotonic()
             await learners.start_step(batch, epochs)
             old, ref = await learners.compute(lambda learner: learner.logprobs())
-            await learners.update(PolicyTargets(advantages, old, ref))
+            await loop.engines.update_learners(PolicyTargets(advantages, old, ref))
             times.append(time.monotonic() - started)
         return times
 
@@ -115,13 +119,13 @@ async def flat_out(run: Any, loop: Any, seconds: float) -> dict[str, float]:
 
 async def token_seconds(loop: Any, running: int) -> tuple[float, float]:
     """Seconds of a token of each sequence, with about `running` of them, and the mean number that ran."""
-    from rlhf.rollout.requests import SamplingSettings
+    from rlhf.sampling.requests import SamplingSettings
 
     prompt = loop.tickets.stream.take(1)[0]
     settings = SamplingSettings(1.0, 1)
-    await loop.engines.generate(prompt.token_ids, settings, samples=running)
+    await loop.engines.choice.generate(prompt.token_ids, settings, samples=running)
     started = time.monotonic()
-    completions = await loop.engines.generate(prompt.token_ids, SamplingSettings(1.0, 64), samples=running)
+    completions = await loop.engines.choice.generate(prompt.token_ids, SamplingSettings(1.0, 64), samples=running)
     lengths = sorted(len(completion.token_ids) for completion in completions)
     seconds = time.monotonic() - started
     # sequences end on the way: the mean number that ran over the longest one's tokens
@@ -130,7 +134,7 @@ async def token_seconds(loop: Any, running: int) -> tuple[float, float]:
 
 async def prefill_token_seconds(loop: Any) -> float:
     """Seconds of a prompt's token, 32 prompts of 64 tokens at once."""
-    from rlhf.rollout.requests import SamplingSettings
+    from rlhf.sampling.requests import SamplingSettings
 
     rng = np.random.default_rng(0)
     best = float("inf")
@@ -138,7 +142,7 @@ async def prefill_token_seconds(loop: Any) -> float:
         prompts = [rng.integers(0, 256, 64).astype(np.int32) for _ in range(32)]
         started = time.monotonic()
         settings = SamplingSettings(1.0, 1)
-        await asyncio.gather(*(loop.engines.generate(prompt, settings) for prompt in prompts))
+        await asyncio.gather(*(loop.engines.choice.generate(prompt, settings) for prompt in prompts))
         best = min(best, time.monotonic() - started)
     return best / (32 * 64)
 

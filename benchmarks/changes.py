@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from rlhf.cluster.engines import Engines
     from rlhf.config.grpo import GRPOConfig
-    from rlhf.rollout.requests import Completion
+    from rlhf.sampling.requests import Completion
     from rlhf.types import RolloutGroup
 
 MODEL = Path("runs/real-model-data/SmolLM2-135M-Instruct")
@@ -88,11 +88,11 @@ def rollout(prompt: Any, sample: int, completion: Completion, reward: float) -> 
 
 async def sampled(engines: Engines, prompts: Sequence[Any], random: np.random.Generator) -> list[RolloutGroup]:
     """Responses of the engines with random rewards."""
-    from rlhf.rollout.requests import SamplingSettings
+    from rlhf.sampling.requests import SamplingSettings
     from rlhf.types import RolloutGroup
 
     settings = SamplingSettings(1.0, TOKENS)
-    answers = await asyncio.gather(*(engines.generate(p.token_ids, settings, samples=SAMPLES) for p in prompts))
+    answers = await asyncio.gather(*(engines.choice.generate(p.token_ids, settings, samples=SAMPLES) for p in prompts))
     return [
         RolloutGroup(prompt, tuple(rollout(prompt, i, one, float(random.random())) for i, one in enumerate(own)))
         for prompt, own in zip(prompts, answers, strict=True)
@@ -108,25 +108,39 @@ async def learn(engines: Engines, config: GRPOConfig, groups: list[RolloutGroup]
     batch = make_batch(groups, mask_truncated=False)
     advantages = step_advantages(batch, batch.rewards, config.algo.advantage)
     await engines.learners.start_step(batch, plan_epochs(batch, config, step=step))
-    await engines.learners.update(PolicyTargets(broadcast_to_tokens(batch, advantages), None, None))
+    await engines.update_learners(PolicyTargets(broadcast_to_tokens(batch, advantages), None, None))
 
 
 async def send(engines: Engines, version: int) -> Row:
     started = time.perf_counter()
-    async with engines.learners.weights_lock:
-        await engines.send_weights(version)
-        engines.learners.weights_lock.notify_all()
-    return {"seconds": time.perf_counter() - started, **engines.transfer_metrics}
+    metrics = await engines.publish(version, no_check)
+    return {"seconds": time.perf_counter() - started, **metrics}
+
+
+async def no_check(_version: int) -> dict[str, float]:
+    return {}
+
+
+class Listed:
+    """Hears which engines are ready."""
+
+    def __init__(self) -> None:
+        self.engines: Any = {}  # number -> its actor, and where it is
+
+    def update(self, _number: int, engines: Any, _failure: str | None = None) -> None:
+        self.engines = engines
 
 
 async def replace_receiver(engines: Engines) -> float:
     """Kill engine 0 -> seconds until a new one has the weights."""
     import ray
 
-    started, killed = time.perf_counter(), engines.group.actors[0]
+    started, killed, listed = time.perf_counter(), engines.group.actors[0], Listed()
+    engines.recovery.subscribe(listed)
     ray.kill(killed)
-    while engines.group.actors[0] is killed or engines.group.absent or engines._recovery.unverified:
+    while 0 not in listed.engines or listed.engines[0][0] is killed:
         await asyncio.sleep(0.1)
+    engines.recovery.unsubscribe(listed)
     return time.perf_counter() - started
 
 
@@ -161,9 +175,6 @@ def steps(case: Case) -> Row:
 
     async def held(engines: Engines) -> list[dict[str, int]]:
         return [held for (held,) in await engines.group.call(lambda engine: engine.on_workers(digest))]
-
-    async def no_check(_version: int) -> None:
-        pass
 
     async def run() -> Row:
         async with Cluster(config) as cluster, Elsewhere(cluster, config) as engines:

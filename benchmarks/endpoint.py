@@ -4,7 +4,7 @@
 
 Long turns: three turns of about 128 tokens, a random model of 10 M parameters; a coroutine and a program that say the
 same. Short turns: the quickstart's model for tools, of whose rollouts three in four call (12 tokens, then 9); the class
-of `calculator_class.py` and the program of `configs/calculator_agent.py`. One engine for all; the doors take turns. The
+of `calculator_class.py` and the program of `recipes/04-agent/agent.py`. One engine for all; the doors take turns. The
 programs are started before: the clock runs from the first request to the end of the last turn.
 
 Ten turns: the tokens that a learner computes for a conversation of ten turns that is one sequence, beside one row for
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -74,7 +74,8 @@ async def _doors(case: Case) -> Row:
     from rlhf.cluster.engines import started_engines
     from rlhf.data.model_files import load_tokenizer
     from rlhf.environments.start import StartedEnvironments
-    from rlhf.rollout.sampler import Sampler
+    from rlhf.rollout.purpose import texts_purpose
+    from rlhf.rollout.worker import RolloutWorker
     from rlhf.types import Prompt
 
     long, names = case["turn_tokens"], case["doors"]
@@ -95,15 +96,12 @@ async def _doors(case: Case) -> Row:
     started: list[float] = []
     ended: list[float] = []
 
-    async def graded(*_: Any, **__: Any) -> Any:
-        raise AssertionError("nothing is graded here")
-
     rows: dict[str, Row] = {door: {"speeds": []} for door in names}
     async with started_engines(config, trains=False) as engines:
 
         async def generate(*arguments: Any, **options: Any) -> Any:
             started.append(time.perf_counter())
-            completions = await engines.generate(*arguments, **options)
+            completions = await engines.choice.generate(*arguments, **options)
             ended.append(time.perf_counter())
             return completions
 
@@ -111,7 +109,7 @@ async def _doors(case: Case) -> Row:
         try:
             for number in range(case["rounds"] + 1):
                 for door, own in configs.items():
-                    sampler = Sampler(own, None, generate, graded, played[door])
+                    worker = RolloutWorker(own, tokenizer, generate, cast(Any, None), played[door])
                     row = {"turns": case["turns"], "begin": time.time() + START_S}
                     text = [f"What is {n} * {number + 11}?" for n in range(11, 11 + ROLLOUTS)]
                     prompts = [
@@ -120,10 +118,9 @@ async def _doors(case: Case) -> Row:
                         for n, question in enumerate(text)
                     ]  # fmt: skip
                     started.clear()
-                    sampled = await asyncio.gather(
-                        *(sampler.rollouts(p, 1, sampler.training_settings) for p in prompts)
-                    )
-                    rollouts = [one for _, of_prompt in sampled for one in of_prompt]
+                    purpose = texts_purpose(own, None)
+                    groups = await asyncio.gather(*(worker.rollout_group(p, purpose) for p in prompts))
+                    rollouts = [sample.rollout for group in groups for sample in group.samples]
                     failed = [one.outcome for one in rollouts if one.outcome is None or one.outcome.status != "ok"]
                     assert not failed, failed[0]
                     seconds = max(ended) - min(started)
@@ -157,7 +154,7 @@ def cases_in(folder: Path, *, quick: bool) -> dict[str, Case]:
     """The cases by name: a model, and the doors through which it is asked."""
     (folder / "play.py").write_text(PLAY)
     (folder / "talk.py").write_text(TALK)
-    agent = Path("configs/calculator_agent.py").read_text()
+    agent = Path("recipes/04-agent/agent.py").read_text()
     (folder / "agent.py").write_text(agent.replace("with open", f"{WAITS}with open", 1))
     programs = {file: {"name": PROGRAM, "command": ["python", f"{folder}/{file}.py"]} for file in ("talk", "agent")}
     talks = {"coroutine": {"name": f"{folder}/play.py:play"}, PROGRAM: programs["talk"]}

@@ -156,7 +156,7 @@ def bare_engine(config: GRPOConfig) -> tuple[dict[str, Any], dict[str, str]]:
     """
     from rlhf.cluster.actor_start import environment_of
     from rlhf.config.roles import ENGINE
-    from rlhf.rollout.requests import engine_arguments
+    from rlhf.sampling.requests import engine_arguments
 
     arguments = engine_arguments(config, config.run.seed)
     for serves_a_trainer in ("enable_sleep_mode", "scheduling_policy"):

@@ -125,7 +125,7 @@ class Offline:
 
 
 class Trainer:
-    """Engine actor, sampler and scorer of a run, without its learner."""
+    """Engine actor, rollout worker and scorer of a run, without its learner."""
 
     def __init__(self, case: Case) -> None:
         import numpy as np
@@ -133,8 +133,8 @@ class Trainer:
         from rlhf.cluster.engines import started_engines
         from rlhf.data.model_files import load_tokenizer
         from rlhf.rewards.scorer import Scorer
-        from rlhf.rollout.sampler import Sampler
-        from rlhf.run.grading import Grading
+        from rlhf.rollout.purpose import training_purpose
+        from rlhf.rollout.worker import RolloutWorker
         from rlhf.types import Prompt
 
         config = run_config(case)
@@ -142,8 +142,8 @@ class Trainer:
         self._started = started_engines(config, trains=False)
         engines = self._loop.run_until_complete(self._started.__aenter__())
         self._scorer = Scorer(config.reward)
-        grading = Grading(config, self._scorer, load_tokenizer(config.model))
-        self._sampler = Sampler(config, None, engines.generate, grading)
+        self._worker = RolloutWorker(config, load_tokenizer(config.model), engines.choice.generate, self._scorer)
+        self._purpose = training_purpose(config, None)
         self._prompts = [
             Prompt(f"p/{i}", 0, np.asarray(ids, np.int32), (), "1", "p")
             for i, ids in enumerate(prompts_of(case["prompts"]))
@@ -151,7 +151,9 @@ class Trainer:
 
     def round(self) -> int:
         async def all_of_them() -> Any:
-            return await asyncio.gather(*(self._sampler.for_training(prompt) for prompt in self._prompts))
+            return await asyncio.gather(
+                *(self._worker.rollout_group(prompt, self._purpose) for prompt in self._prompts)
+            )
 
         groups = self._loop.run_until_complete(all_of_them())
         return sum(sample.rollout.response_length for group in groups for sample in group.samples)

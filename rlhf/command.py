@@ -18,9 +18,9 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
+import rlhf
 from rlhf.config import cli
 from rlhf.config.cli import PROGRAMS
 from rlhf.config.describe import describe_keys
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="`rlhf PROGRAM --help` says what a program takes.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"rlhf {version('rlhf')}")
+    parser.add_argument("--version", action="version", version=f"rlhf {rlhf.__version__}")
     parser.add_argument("program", choices=(*PROGRAMS, *OTHERS), metavar="PROGRAM", help="one of the names above")
     return parser
 
@@ -86,9 +86,10 @@ def _configs(argv: Sequence[str]) -> None:
     if arguments.action == "schema":
         _write_schemas(Path(arguments.folder))
         return
-    files = {path.stem: path for path in sorted(cli.config_folder().glob("*.yaml"))}
+    folder = cli.shipped_folder("configs")
+    files = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
     if arguments.action is None:
-        say(f"{cli.config_folder()}:")
+        say(f"{folder}:")
         for name, path in files.items():
             first = path.read_text().splitlines()[0].removeprefix("# ")
             say(f"  {name:<27} {textwrap.shorten(first, 50, placeholder=' ...')}")

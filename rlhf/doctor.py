@@ -16,9 +16,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -93,41 +93,74 @@ def tiny_run() -> Iterator[list[str]]:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     cli.program_flag(parser)
-    parser.add_argument("--json", action="store_true", help="print the results as one JSON array")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; other lines go to standard error")
+
+
+def _environment(patient: Patient) -> dict[str, Any]:
+    """The machine, for a reader of the results."""
+    return {
+        "versions": {name: version for name, version in node_report.report().items() if name != "node"},
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / GIB),
+        "gpus": [gpu for node in vars(patient).get("nodes", {}).values() for gpu in node["gpus"]],
+    }
 
 
 def _description(patient: Patient) -> list[str]:
-    """The machine and the run, for a reader of the results."""
-    versions, cluster = node_report.report(), patient.config.cluster
-    gpus = [gpu for node in vars(patient).get("nodes", {}).values() for gpu in node["gpus"]]
-    memory = f"{psutil.virtual_memory().total / GIB:.0f} GiB"
+    """The machine and the run as text."""
+    about, config, cluster = _environment(patient), patient.config, patient.config.cluster
     return [
-        ", ".join(f"{name} {version}" for name, version in versions.items() if name != "node"),
-        f"{platform.platform()}, {os.cpu_count()} CPUs, {memory}, GPUs: {', '.join(gpus) or 'none'}",
-        f"{patient.config.model.path}, {patient.config.model.dtype}, {cluster.engines} x {cluster.tensor_parallel} "
+        ", ".join(f"{name} {version}" for name, version in about["versions"].items()),
+        f"{about['platform']}, {about['cpus']} CPUs, {about['memory_gib']} GiB, GPUs: "
+        f"{', '.join(about['gpus']) or 'none'}",
+        f"{config.model.path}, {config.model.dtype}, {cluster.engines} x {cluster.tensor_parallel} "
         f"engines, {cluster.learners} learners, {cluster.placement}",
     ]
+
+
+def as_json(results: Sequence[Finding], patient: Patient) -> str:
+    """The results and the machine as one object. The status of the whole is the worst of the checks."""
+    statuses = {result.status for result in results}
+    checks = [
+        {"name": r.name, "status": r.status, "seconds": r.seconds, "message": r.text, "remedy": r.remedy}
+        for r in results
+    ]
+    whole = next((status for status in ("fail", "warn") if status in statuses), "ok")
+    return json.dumps({"status": whole, "checks": checks, "environment": _environment(patient)}, indent=2)
+
+
+@contextmanager
+def _output_on_stderr() -> Iterator[None]:
+    """A context in which lines for standard output, also those of child processes, go to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _report(result: Finding) -> None:
+    say("\n".join(report_lines(result)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     tiny = not any(argument.split("=")[0] in ("--config", "--help", "-h") for argument in arguments)
-
-    def report(result: Finding) -> None:
-        if not flags.json:
-            say("\n".join(report_lines(result)))
-
     with ExitStack() as stack:
+        if "--json" in arguments:
+            stack.enter_context(_output_on_stderr())
         if tiny:
             arguments = [*stack.enter_context(tiny_run()), *arguments]
         schema = cli.program_schema(arguments)
         config, flags = cli.parse("rlhf.doctor", DESCRIPTION, schema, arguments, add_flags=add_flags)
         patient = Patient(config, tiny)
-        results = cli.run_async(examine_all(checks(config), patient, report))
-    if flags.json:
-        say(json.dumps([asdict(result) for result in results], indent=2))
-    else:
-        say("\n".join(["", *_description(patient)]))
+        results = cli.run_async(examine_all(checks(config), patient, _report))
+    say(as_json(results, patient) if flags.json else "\n".join(["", *_description(patient)]))
     if failed := [result.name for result in results if result.status == "fail"]:
         raise RuntimeError(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
 

@@ -9,6 +9,7 @@ time -> new weights into the engines, canary -> metrics.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ async def train(run: Run[PPOConfig]) -> None:
                 await train_step(run, loop, step, controller)
             run.state.kl_controller = {"coef": controller.coef}
             await loop.evaluate_if_due(step + 1)
-            await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
+            await loop.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
             loop.useless_steps.check()  # ends the run after run.max_useless_steps
         await loop.finish()
 
@@ -51,6 +52,7 @@ async def train_step(run: Run[PPOConfig], loop: RolloutLoop[PPOConfig], step: in
     """One training step: all rollouts of the step, epochs_per_step x minibatches_per_epoch optimizer updates."""
     import numpy as np
 
+    from rlhf.run.rollout_log import FinishedStep
     from rlhf.run.useless_steps import skipped_updates_warnings
     from rlhf.step.advantages import assign_credit, mean_over_responses, response_kl
     from rlhf.step.batch import make_batch, non_finite_rollouts
@@ -64,7 +66,7 @@ async def train_step(run: Run[PPOConfig], loop: RolloutLoop[PPOConfig], step: in
     with clock.phase("sampling"):
         groups = await loop.take_groups(step)
     await loop.engines.sleep_if_colocated()  # with placement=colocated; send_weights wakes them
-    batch = make_batch(groups, mask_truncated=algo.mask_truncated)
+    batch = make_batch(groups, mask_truncated=algo.mask_truncated, policy_loss=algo.policy_loss)
     epochs = plan_epochs(batch, config, step=step)
     critic_epochs = plan_epochs(batch, config, step=step, training=config.critic_training)
 
@@ -94,28 +96,34 @@ async def train_step(run: Run[PPOConfig], loop: RolloutLoop[PPOConfig], step: in
         # one NaN would reach every weight
         changes = {CRITIC: critics.skip_updates() if non_finite else critics.update(returns)}
         if policy_learns:
-            changes[LEARNER] = learners.skip_updates() if non_finite else learners.update(targets)
+            changes[LEARNER] = learners.skip_updates() if non_finite else loop.engines.update_learners(targets)
         updates = [update for of_module in await run.cluster.run_together(changes) for update in of_module]
     advantages = mean_over_responses(batch, credit.advantages)
     run.log.warn(*skipped_updates_warnings(step + 1, updates, non_finite))
 
-    loop.count(batch)
+    loop.count(groups, batch)
     await loop.update_reference(step + 1)
     extra_metrics |= await loop.publish(step + 1)
     loop.buffer.begin_next_step()
     taken = epochs if policy_learns else []
-    loop.log_step(step + 1, groups, batch, advantages, targets, taken, updates, extra_metrics)
+    done = FinishedStep(step + 1, groups, batch, advantages, targets, taken, updates, extra_metrics)
+    loop.write_step(done, *await loop.step_metrics(done))
+    loop.judge_step(done)  # may end the run after this step
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    config, arguments = cli.parse("rlhf.ppo", DESCRIPTION, PPOConfig, argv, check=start_problems)
-    if print_plan(config, arguments):
-        return
+def start(config: PPOConfig, flags: argparse.Namespace) -> None:
+    """Run the training of a checked config; `flags` as for `train_with_restarts`."""
     with waiting("starting: importing torch and Ray"):
         from rlhf.run.folder import with_date
         from rlhf.run.restarts import train_with_restarts
 
-    train_with_restarts(with_date(config), arguments, train)
+    train_with_restarts(with_date(config), flags, train)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config, arguments = cli.parse("rlhf.ppo", DESCRIPTION, PPOConfig, argv, check=start_problems)
+    if not print_plan(config, arguments):
+        start(config, arguments)
 
 
 if __name__ == "__main__":

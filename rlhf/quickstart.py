@@ -1,14 +1,14 @@
 """Program: makes the tiny model, tokenizer and arithmetic data of the quickstart, without a network.
 
-    python -m rlhf.quickstart --output DIR [--seed N] [--task tools]
+    python -m rlhf.quickstart [--output DIR] [--seed N] [--task tools]
 
 The task is the sum of two three-digit numbers, worked column by column from the right and then boxed:
 
     What is 347 + 285?   ->   12 13 06 \\boxed{632}
 
 A warm-up imitates a careless pupil, who forgets most carries and sometimes makes a slip. Imitation reaches the pupil's
-accuracy, about a third, also in greedy decoding. Reinforcement learning from graded answers has to teach the rule that
-the pupil applies only sometimes. No training uses the problems of the test files. Preference pairs for
+accuracy, a quarter to a third, also in greedy decoding. Reinforcement learning from graded answers has to teach the
+rule that the pupil applies only sometimes. No training uses the problems of the test files. Preference pairs for
 `rlhf.reward_model` are made from the same problems: right work is preferred to wrong work.
 
 The warm-up is that of `rlhf.sft` with configs/sft_quickstart.yaml, from the model in `untrained` on the pupil's work in
@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import shutil
 import sys
 import time
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config.cli import check_new_folder, config_folder, parser_of, run_program
+from rlhf.config.cli import check_new_folder, parser_of, run_program, shipped_folder, started_as
 from rlhf.config.load import load_config, merged
 from rlhf.config.printing import say, waiting
 from rlhf.learner.tiny_model import BOX_TOKEN, make_model, make_tokenizer, save_model
@@ -36,7 +37,8 @@ from rlhf.learner.tiny_model import BOX_TOKEN, make_model, make_tokenizer, save_
 if TYPE_CHECKING:
     from rlhf.config.supervised import SFTConfig
 
-TRAIN_ROWS, TEST_ROWS, WARMUP_STEPS = 16_384, 512, 600
+TRAIN_ROWS, TEST_ROWS = 16_384, 512
+WARMUP_STEPS = {"sums": 700, "tools": 1000}  # by task; few demonstrations call the tool
 WARMUP_LINES_S = 5.0  # between two lines of the warm-up
 COLUMNS = 3
 # All products then have six digits. Where lengths differ, this model learns to copy only the most frequent one.
@@ -154,7 +156,9 @@ def warmup_config(folder: Path, *, seed: int) -> SFTConfig:
         "data": {"train": str(folder / "demonstrations.jsonl")},
     }
     return load_config(
-        SFTConfig, [str(config_folder() / "sft_quickstart.yaml")], complete=lambda values: merged(values, here)
+        SFTConfig,
+        [str(shipped_folder("configs") / "sft_quickstart.yaml")],
+        complete=lambda values: merged(values, here),
     )
 
 
@@ -194,7 +198,7 @@ def write_quickstart(
     output: Path | str,
     *,
     seed: int = 0,
-    warmup_steps: int = WARMUP_STEPS,
+    warmup_steps: int | None = None,
     train_rows: int = TRAIN_ROWS,
     test_rows: int = TEST_ROWS,
     model_options: dict[str, Any] | None = None,
@@ -203,6 +207,7 @@ def write_quickstart(
     """Write `model`, the rows and their preference pairs; with a warm-up, also `untrained` and `demonstrations.jsonl`.
 
     Args:
+        warmup_steps: None: those of `WARMUP_STEPS`; 0: the model stays untrained.
         tools: make products and demonstrations with a calculator instead of sums; products have no pairs.
 
     Raises:
@@ -210,6 +215,8 @@ def write_quickstart(
     """
     output = Path(output)
     check_new_folder(output, "--output=")
+    if warmup_steps is None:
+        warmup_steps = WARMUP_STEPS["tools" if tools else "sums"]
     if warmup_steps < 0:
         raise ValueError(f"warmup_steps={warmup_steps}: must not be negative. Use 0 for an untrained model, or more.")
     partial = output.with_name(f"{output.name}.partial")
@@ -236,23 +243,33 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of("rlhf.quickstart", "Makes a tiny warmed-up model, its tokenizer and arithmetic data.")
-    parser.add_argument("--output", required=True, type=Path, help="a new or empty folder")
+    output = "a new or empty folder (default runs/quickstart-data, or runs/tools-quickstart-data)"
+    parser.add_argument("--output", type=Path, help=output)
     parser.add_argument("--seed", type=int, default=0, help="seed of problems, weights and warm-up (default 0)")
-    warmup = f"supervised updates; 0 leaves the model untrained (default {WARMUP_STEPS})"
-    parser.add_argument("--warmup-steps", type=int, default=WARMUP_STEPS, help=warmup)
+    usual = ", with tools ".join(map(str, WARMUP_STEPS.values()))
+    warmup = f"supervised updates; 0 leaves the model untrained (default {usual})"
+    parser.add_argument("--warmup-steps", type=int, help=warmup)
     task = "sums: worked by hand; tools: products, for which the model can ask a calculator (default sums)"
-    parser.add_argument("--task", choices=("sums", "tools"), default="sums", help=task)
+    parser.add_argument("--task", choices=WARMUP_STEPS, default="sums", help=task)
     options = parser.parse_args(arguments)
-    began = time.monotonic()
+    # Threads that spin at a barrier take the core that another process needs: on a busy machine a warm-up took ten
+    # times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    tools = options.task == "tools"
+    place = Path("runs", "tools-quickstart-data" if tools else "quickstart-data")  # where the configs look for it
+    folder, began = options.output or place, time.monotonic()
     try:
-        tools = options.task == "tools"
         with waiting("making the model and its data"):
-            write_quickstart(options.output, seed=options.seed, warmup_steps=options.warmup_steps, tools=tools)
+            write_quickstart(folder, seed=options.seed, warmup_steps=options.warmup_steps, tools=tools)
     except OSError as error:
-        raise ValueError(f"--output={options.output}: {error}. Name another folder.") from None
+        raise ValueError(f"--output={folder}: {error}. Name another folder.") from None
     took = f"{time.monotonic() - began:.0f} s"
     pairs = "" if tools else " and preference pairs"
-    say(f"wrote model, train.jsonl, test.jsonl{pairs} to {options.output} in {took}")
+    say(f"wrote model, train.jsonl, test.jsonl{pairs} to {folder} in {took}")
+    places = {"model.path": "model", "data.train": "train.jsonl", "data.eval": "test.jsonl"}
+    elsewhere = [shlex.quote(f"{key}={folder / name}") for key, name in places.items() if folder != place]
+    config = f"configs/{'tools_' if tools else ''}quickstart.yaml"
+    say(" ".join(["next:", started_as("rlhf.grpo"), "--config", config, *elsewhere]))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ arXiv:1909.08593, sec. 2.1, normalizes on responses of the start policy instead:
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -25,10 +26,8 @@ from rlhf.config.reward_model import RewardTrainingConfig
 DESCRIPTION = "Train a reward model from preference pairs (Bradley-Terry)."
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    config, arguments = cli.parse("rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv, check=start_problems)
-    if print_plan(config, arguments):
-        return
+def start(config: RewardTrainingConfig, flags: argparse.Namespace) -> None:
+    """Run the training of a checked config; `flags` as for `train_with_restarts`."""
     with waiting("starting: importing torch and Ray"):
         from rlhf.data.conversations import pair_encoder, read_examples
         from rlhf.data.model_files import embedding_rows, load_tokenizer
@@ -43,7 +42,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         data = read_examples(config.data, encoder, vocab_size=embedding_rows(config.model.path))
     for note, sides in notes.items():
         say(f"warning: data: in {sides} sides of pairs {note}.", file=sys.stderr)
-    train_with_restarts(config.with_steps(data.train.rows), arguments, partial(train_on_examples, data=data))
+    train_with_restarts(config.with_steps(data.train.rows), flags, partial(train_on_examples, data=data))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config, arguments = cli.parse("rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv, check=start_problems)
+    if not print_plan(config, arguments):
+        start(config, arguments)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from rlhf.config.printing import say, to_stderr
 from rlhf.config.reward import RewardConfig, may_be_accuracy
 from rlhf.config.secrets import remember
 from rlhf.processes.channel import as_json
-from rlhf.rewards.grade import UNGRADED, Grade
+from rlhf.rewards.grade import UNGRADED, Grade, part_outcomes
+from rlhf.run.reward_outcomes import RewardOutcomes
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -72,15 +73,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     with Scorer(config) as scorer:
         for warning in scorer.warnings:
             say(warning, file=sys.stderr)
-        started = time.perf_counter()
+        started, outcomes = time.perf_counter(), RewardOutcomes(config)
         try:
             with _output(options.output) as output:
-                totals = _grade(scorer, options, rows, output)
+                totals = _grade(scorer, outcomes, options, rows, output)
         except RuntimeError as error:
-            raise RuntimeError("\n".join([str(error), *_failures(scorer)])) from None
+            raise RuntimeError("\n".join([str(error), *_failures(outcomes, config)])) from None
         _report(totals, config.parts[0].name, time.perf_counter() - started)
-        failures = "\n".join(_failures(scorer))
-        if any(scorer.failed_always(part) for part in scorer.config.parts):
+        failures = "\n".join(_failures(outcomes, config))
+        if any(map(outcomes.failed_always, config.parts)):
             raise RuntimeError(failures)
         if failures:
             say(failures, file=sys.stderr)
@@ -160,7 +161,9 @@ class Totals:
         self.lowest, self.highest = min(self.lowest, grade.value), max(self.highest, grade.value)
 
 
-def _grade(scorer: Scorer, options: argparse.Namespace, count: int, output: TextIO | None) -> Totals:
+def _grade(
+    scorer: Scorer, outcomes: RewardOutcomes, options: argparse.Namespace, count: int, output: TextIO | None
+) -> Totals:
     """Grade the file row by row, and write each row as soon as it and all rows before it are graded."""
     waiting: deque[tuple[list[dict[str, Any]], list[list[Future[Grade]]]]] = deque()
     totals = Totals()
@@ -169,6 +172,7 @@ def _grade(scorer: Scorer, options: argparse.Namespace, count: int, output: Text
         rows, batches = waiting.popleft()
         first = totals.statuses.total() + 1
         for row, grade in zip(rows, scorer.graded_batch(batches, first_row=first), strict=True):
+            outcomes.check_response(f"row {totals.statuses.total() + 1}", *part_outcomes(scorer.config.parts, grade))
             totals.add(grade)
             if output:
                 row |= {"score": grade.value, "extracted": grade.extracted, "status": grade.status}
@@ -203,10 +207,10 @@ def _gold(value: Any) -> str | list[str]:
     return [str(item) for item in value] if isinstance(value, list) else _text(value)
 
 
-def _failures(scorer: Scorer) -> list[str]:
+def _failures(outcomes: RewardOutcomes, config: RewardConfig) -> list[str]:
     """Errors of user functions, and of a built-in reward that graded nothing; statuses show its other failures."""
-    shown = [part for part in scorer.config.parts if part.is_user_function or scorer.failed_always(part)]
-    return [failures for part in shown if (failures := scorer.failures(part))]
+    shown = [part for part in config.parts if part.is_user_function or outcomes.failed_always(part)]
+    return [failures for part in shown if (failures := outcomes.failures(part))]
 
 
 def _report(totals: Totals, reward: str, seconds: float) -> None:

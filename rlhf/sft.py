@@ -8,6 +8,7 @@ A training step is one optimizer step on a minibatch of rows: the mean cross ent
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -21,10 +22,8 @@ from rlhf.config.supervised import SFTConfig
 DESCRIPTION = "Supervised fine-tuning on conversations, or on prompts and completions."
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    config, arguments = cli.parse("rlhf.sft", DESCRIPTION, SFTConfig, argv, check=start_problems)
-    if print_plan(config, arguments):
-        return
+def start(config: SFTConfig, flags: argparse.Namespace) -> None:
+    """Run the training of a checked config; `flags` as for `train_with_restarts`."""
     with waiting("starting: importing torch and Ray"):
         from rlhf.data.conversations import SFTEncoder, read_examples
         from rlhf.data.model_files import embedding_rows, load_tokenizer
@@ -42,7 +41,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for warning in encoder.warnings(data.train.tokens):
         say(f"warning: {warning}", file=sys.stderr)
     say(f"first row, of which the model learns what is between >>> and <<<:\n{encoder.shown(data.train.tokens)}")
-    train_with_restarts(config.with_steps(data.train.rows), arguments, partial(train_on_examples, data=data))
+    train_with_restarts(config.with_steps(data.train.rows), flags, partial(train_on_examples, data=data))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config, arguments = cli.parse("rlhf.sft", DESCRIPTION, SFTConfig, argv, check=start_problems)
+    if not print_plan(config, arguments):
+        start(config, arguments)
 
 
 if __name__ == "__main__":

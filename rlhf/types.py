@@ -36,6 +36,13 @@ class Prompt:
     is_text: bool = False
 
 
+class PromptRow(NamedTuple):
+    """What a prompt's row says besides the prompt: the label of its data source, and its further columns."""
+
+    source: str
+    columns: dict[str, Any]
+
+
 class VersionSpan(NamedTuple):
     """Tokens [start, end) of a rollout were sampled with the weights of this version (completed training steps)."""
 
@@ -182,6 +189,11 @@ class Rollout:
         return np.concatenate([sequence.token_ids[sequence.response_mask] for sequence in self.sequences])
 
     @property
+    def rollout_logprobs(self) -> np.ndarray:
+        """The engine's log-probs of `response_ids`, float32."""
+        return np.concatenate([sequence.rollout_logprobs[sequence.response_mask] for sequence in self.sequences])
+
+    @property
     def response_length(self) -> int:
         return sum(sequence.response_length for sequence in self.sequences)
 
@@ -196,6 +208,8 @@ class ScoredRollout:
         vote: in an evaluation, the first answer of the group that is equal to `extracted`.
         reward_parts: by name, before their weights.
         status: `ok` if nothing went wrong in grading.
+        part_status: by part of the reward that was called, how its call ended: one of STATUSES (`rewards/grade.py`).
+        errors: by part whose call failed, why, on one line.
     """
 
     rollout: Rollout
@@ -205,6 +219,8 @@ class ScoredRollout:
     reward_parts: dict[str, float | None]
     status: str
     vote: str = ""
+    part_status: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -251,6 +267,7 @@ class PackedTokens:
             sequences may be in another microbatch.
         support: the support of every token; None where each was sampled from the whole vocabulary.
         experts: [T, layers, k], as in `TokenSequence`; None: the routers of the learner choose.
+        prompt_rows: [S], of the prompt of each sequence; None unless the loss asks for them.
     """
 
     token_ids: np.ndarray
@@ -260,6 +277,7 @@ class PackedTokens:
     rollout_tokens: np.ndarray
     support: Support | None = None
     experts: np.ndarray | None = None
+    prompt_rows: tuple[PromptRow, ...] | None = None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -281,6 +299,7 @@ class PackedTokens:
             rollout_tokens=self.rollout_tokens[rows],
             support=None if self.support is None else self.support[index],
             experts=None if self.experts is None else self.experts[index],
+            prompt_rows=None if self.prompt_rows is None else tuple(self.prompt_rows[row] for row in rows),
         )
 
 
@@ -303,6 +322,7 @@ class StepBatch:
         groups: [R] int64, the group of each rollout; the rollouts of a group are adjacent.
         rewards: [R] float64; NaN for unscorable rollouts.
         trained: [R] bool, True for rollouts that enter the loss and its denominators.
+        prompt_rows: of the prompt of each group, which `groups` numbers.
     """
 
     tokens: PackedTokens
@@ -312,6 +332,7 @@ class StepBatch:
     groups: np.ndarray
     rewards: np.ndarray
     trained: np.ndarray
+    prompt_rows: tuple[PromptRow, ...] = ()
 
     @property
     def row_bounds(self) -> np.ndarray:
@@ -343,7 +364,7 @@ class Denominators:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One optimizer step: `microbatches` [rank][microbatch] -> [S] int64 rows of the step, and global denominators.
+    """One optimizer step: `microbatches` by rank and microbatch: [S] int64 rows of the step, and global denominators.
 
     All ranks have the same number of microbatches, so some may be empty: a filler is computed in their place.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import runpy
 import shutil
 import signal
 import sys
@@ -81,19 +82,17 @@ def real_model_dir() -> Path:
     """SmolLM2-135M-Instruct, made once per machine and kept in the user's cache; skips where it cannot be had."""
     import fcntl
 
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-    import real_model
-
+    fetch = runpy.run_path(str(Path(__file__).parent.parent / "recipes/08-lora-smollm2/fetch_model.py"))
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlhf-tests"
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:  # several workers of pytest may want it at once
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (cache / real_model.NAME).is_dir():
+        if not (cache / fetch["NAME"]).is_dir():
             try:
-                real_model.write_real_model(cache / real_model.NAME)
+                fetch["write_real_model"](cache / fetch["NAME"])
             except RuntimeError as error:
                 pytest.skip(str(error))
-    return cache / real_model.NAME
+    return cache / fetch["NAME"]
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhf.cluster.actors import record_call
-from rlhf.rollout.requests import Completion, SamplingSettings
+from rlhf.sampling.requests import Completion, SamplingSettings
 from rlhf.types import Prompt
 
 PROMPTS = [Prompt(f"p/{i}", 0, np.arange(i + 3, dtype=np.int32), (), "", "p") for i in range(20)]
@@ -65,12 +65,10 @@ class FakeEngines:
             await self.send_weights(version)
         return slept
 
-    async def generate(
-        self, token_ids: np.ndarray, settings: SamplingSettings, *, engine: int, **_: Any
-    ) -> list[Completion]:
-        assert (engine, settings.temperature) == (0, 1.0)
+    def sample(self, settings: SamplingSettings) -> Completion:
+        """The response of the first engine."""
         ids = np.arange(49, 49 - settings.max_tokens, -1, dtype=np.int32)
-        return [Completion(ids, np.zeros(len(ids)), "length", ())]
+        return Completion(ids, np.zeros(len(ids)), "length", ())
 
 
 class Side:
@@ -84,6 +82,11 @@ class Side:
         if method == "canary":
             return [self.weights.logprobs(*arguments)]
         return await self.both.call(method, *arguments)
+
+    async def call_one(self, rank: int, ask: Callable[[Any], Any], *, what: str) -> list[Completion]:
+        method, _, settings, samples, _ = record_call(ask)
+        assert (rank, method, settings.temperature, samples) == (0, "generate", 1.0, 1)
+        return [self.both.sample(settings)]
 
 
 def everything(trained: Weights, served: Weights) -> None:

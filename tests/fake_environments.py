@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlhf.environments.turns import Answers
-from rlhf.rollout.requests import Completion
+from rlhf.sampling.requests import Completion
 from rlhf.types import Outcome, Prompt, VersionSpan
 
 STOP = 0  # the token that ends every turn

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +16,9 @@ from rlhf.cluster.actors import record_call
 from rlhf.config.grpo import GRPOConfig
 from rlhf.log.reductions import Mean, UpdateOutcome
 from rlhf.rewards.grade import NOT_JUDGED
-from rlhf.rollout.requests import Completion, SamplingSettings
 from rlhf.run import rollout_loop
 from rlhf.run.run import Run
+from rlhf.sampling.requests import Completion, SamplingSettings
 from rlhf.types import ScoredRollout, VersionSpan
 
 CUT_OFF_EVERY = 4  # samples of a group, of which one does not stop
@@ -33,8 +31,7 @@ class FakeLearners:
         self._old_logprobs = old_logprobs
         self.targets: Any = None
         self.calls: list[tuple[Any, ...]] = []
-        self.updates, self.updated_since_send, self.shared = 0, False, np.zeros(0, np.int64)
-        self._planned, self.weights_lock = 0, asyncio.Condition()
+        self.updates, self._planned, self.shared = 0, 0, np.zeros(0, np.int64)
 
     async def call(self, ask: Callable[[Any], Any], **_: Any) -> list[Any]:
         method, *arguments = record_call(ask)
@@ -80,18 +77,18 @@ class FakeCheckpoints:
 class FakeCluster:
     """What `Run` asks of its cluster."""
 
-    lost = ""
+    lost, trains, shares_gpus = "", True, False
 
     def __init__(self, config: Any, **_: Any) -> None:
         self.learners = FakeLearners(old_logprobs=isinstance(config, GRPOConfig) and config.needs_old_logprobs_pass)
         self.checkpoints = FakeCheckpoints()
         self.loaded: list[Path] = []
 
+    def rollout_worker_nodes(self) -> list[str]:
+        return []
+
     async def load(self, folder: Path) -> None:
         self.loaded.append(folder)
-
-    async def host_environments(self, spread: Any) -> None:
-        pass
 
     async def __aenter__(self) -> FakeCluster:
         return self
@@ -103,12 +100,15 @@ class FakeCluster:
 class Sampling(FakeEngines):
     """Engines that sample three tokens, stamped with the weights that they have; every fourth response is cut off."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self) -> None:
         super().__init__(everything)
         self.version = 0
         self.prompts: list[str] = []
-        self.meter = SimpleNamespace(take=lambda: (0.0, 0.0))
-        self.transfer_metrics: dict[str, float] = {}
+        self.choice = self
+
+    def of_cluster(self, cluster: FakeCluster, _: Any) -> Sampling:
+        self.update_learners, self.cluster = cluster.learners.update, cluster
+        return self
 
     async def __aenter__(self) -> Sampling:
         return self
@@ -120,6 +120,14 @@ class Sampling(FakeEngines):
         await super().send_weights(version)
         self.version = version
 
+    async def publish(self, version: int, check: Any, **_: Any) -> dict[str, float]:
+        await self.send_weights(version)
+        return await check(version)
+
+    async def take_work(self) -> tuple[dict[str, float], float]:
+        metrics = ("tokens_per_second", "kv_cache_usage", "kv_cache_wait_fraction")
+        return {f"rollout/{name}": 0.0 for name in metrics}, 0.0
+
     def replace_lost(self, check: Any) -> None:
         pass
 
@@ -127,10 +135,8 @@ class Sampling(FakeEngines):
         pass
 
     async def generate(
-        self, token_ids: np.ndarray, settings: SamplingSettings, *, samples: int = 1, what: str = "", **how: Any
+        self, token_ids: np.ndarray, settings: SamplingSettings, *, samples: int = 1, what: str = "", **_: Any
     ) -> list[Completion]:
-        if "engine" in how:
-            return await super().generate(token_ids, settings, engine=how["engine"])
         self.prompts.append(what)
         spans, logprobs = (VersionSpan(0, 3, self.version),), np.full(3, -1.0, np.float32)
         ends = ["length" if sample % CUT_OFF_EVERY == 0 else "stop" for sample in range(samples)]
@@ -145,32 +151,12 @@ class FakeScorer:
     def __init__(self, config: Any, **_: Any) -> None:
         self.config = config
         self.sources: dict[str, Any] = {}
-        self.noted: list[str] = []
 
     def close(self) -> None:
         pass
 
-    def restore(self, counters: Any) -> None:
-        pass
-
     def check_gold(self, prompts: Any) -> list[Any]:
         return []
-
-    def counters_excluding(self, prompts: Any) -> dict[str, int]:
-        return {}
-
-    def note(self, name: str, error: str) -> None:
-        self.noted.append(f"reward {name}: {error}")
-
-    def new_errors(self) -> list[str]:
-        noted, self.noted = self.noted, []
-        return noted
-
-    def missing_value_reason(self, part: Any) -> str:
-        return "it returned None each time"
-
-    def failed_always(self, part: Any) -> bool:
-        return False
 
     async def score_group(
         self, prompt: Any, rollouts: Any, texts: Any, marks: Any = None, **_: Any
@@ -178,7 +164,8 @@ class FakeScorer:
         pairs = enumerate(zip(rollouts, texts, strict=True))
         if not self.config.parts:
             return tuple(ScoredRollout(*pair, "", None, {}, NOT_JUDGED) for _, pair in pairs)
-        return tuple(ScoredRollout(*pair, "", float(i), {"math": float(i)}, "ok") for i, pair in pairs)
+        ok = {"part_status": {"math": "ok"}}
+        return tuple(ScoredRollout(*pair, "", float(i), {"math": float(i)}, "ok", **ok) for i, pair in pairs)
 
 
 async def drive(
@@ -189,7 +176,7 @@ async def drive(
     engines = Sampling()
     with monkeypatch.context() as patch:
         patch.setattr(rollout_loop, "Scorer", FakeScorer)
-        started: Any = functools.partial(rollout_loop.rollout_loop, make_engines=lambda *_: engines)
+        started: Any = functools.partial(rollout_loop.rollout_loop, make_engines=engines.of_cluster)
         patch.setattr(rollout_loop, "rollout_loop", started)
         step_of = grpo.train_step
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -68,16 +67,23 @@ def test_a_config_is_copied_once(tmp_path: Path) -> None:
         command.main(["configs", "copy", "quick"])
 
 
-def test_installed_configs_lie_where_the_command_looks_for_them() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    (place,) = settings["tool"]["setuptools"]["data-files"]
-    assert Path(sys.prefix, place) == cli.INSTALLED_CONFIGS
+def test_a_config_of_the_package_is_taken_where_there_is_no_such_file(tmp_path: Path) -> None:
+    arguments = ["grpo", "--config", "configs/quickstart.yaml", "--print-config"]
+    done = rlhf(*arguments, cwd=tmp_path)
+    own = cli.shipped_folder("configs") / "quickstart.yaml"
+    assert done.stderr == f"--config configs/quickstart.yaml: not in this folder; taking {own}\n"
+    assert "runs/quickstart-data/model" in done.stdout
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/quickstart.yaml").write_text("run: {steps: 3}")
+    assert "model.path: required" in rlhf(*arguments, cwd=tmp_path).stderr
+    assert "configs/quick.yaml" in rlhf("grpo", "--config", "configs/quick.yaml", cwd=tmp_path).stderr
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     with pytest.raises(SystemExit):
         command.main(["--version"])
-    assert capsys.readouterr().out == f"rlhf {version('rlhf')}\n"
+    assert capsys.readouterr().out == f"rlhf {version}\n"
 
 
 def complete(script: Path, line: str) -> set[str]:
@@ -98,7 +104,7 @@ def test_completion_is_for_bash_alone(argument: str, status: int, capsys: pytest
 def test_bash_completes_programs_and_keys(tmp_path: Path) -> None:
     script = tmp_path / "completion.sh"
     script.write_text(command.completion())
-    assert complete(script, "rlhf re") == {"report", "reward-model"}
+    assert complete(script, "rlhf re") == {"recipe", "report", "reward-model"}
     assert complete(script, "rlhf ppo critic.optimizer.l") == {"critic.optimizer.lr="}
     keys = {f"{key.name}=" for key in describe_keys(PPOConfig) if "[]" not in key.name}
     assert complete(script, "rlhf ppo ") == keys

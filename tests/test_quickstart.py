@@ -290,9 +290,9 @@ def test_the_files_of_the_task_with_tools_fit_its_config(tmp_path: Path) -> None
 def test_the_warm_up_is_that_of_the_config() -> None:
     config = load_config(SFTConfig, [str(CONFIGS / "sft_quickstart.yaml")], ["run.dir=runs/quickstart-data/run"])
     assert quickstart.warmup_config(Path("runs/quickstart-data"), seed=0) == config
-    steps = quickstart.WARMUP_STEPS
+    steps = quickstart.WARMUP_STEPS["sums"]
     trained = config.with_steps(steps * config.learner.sequences_per_update)
-    assert (trained.steps, trained.training.warmup_updates) == (steps, 40)
+    assert (trained.steps, trained.training.warmup_updates) == (steps, 47)
 
 
 def test_a_folder_that_holds_files_is_refused_and_left_alone(
@@ -304,6 +304,25 @@ def test_a_folder_that_holds_files_is_refused_and_left_alone(
     assert f"--output={tmp_path}" in message
     assert "new folder" in message
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_without_arguments_the_files_lie_where_the_config_looks_and_the_next_command_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Path] = []
+    monkeypatch.setattr(quickstart, "write_quickstart", lambda folder, **_: made.append(folder))
+    for arguments in ([], ["--task", "tools"], ["--output", "my data"]):
+        quickstart.main(arguments)
+    assert made == [Path("runs/quickstart-data"), Path("runs/tools-quickstart-data"), Path("my data")]
+    for folder, name in zip(made, ("quickstart", "tools_quickstart"), strict=False):
+        config = load_config(GRPOConfig, [str(CONFIGS / f"{name}.yaml")])
+        assert (config.model.path, config.data.train[0].path) == (f"{folder}/model", f"{folder}/train.jsonl")
+    sums, tools, elsewhere = (line for line in capsys.readouterr().out.splitlines() if line.startswith("next: "))
+    assert sums.endswith("rlhf.grpo --config configs/quickstart.yaml")
+    assert tools.endswith("rlhf.grpo --config configs/tools_quickstart.yaml")
+    assert elsewhere.endswith(
+        "quickstart.yaml 'model.path=my data/model' 'data.train=my data/train.jsonl' 'data.eval=my data/test.jsonl'"
+    )
 
 
 def test_negative_warm_up_is_refused(tmp_path: Path) -> None:

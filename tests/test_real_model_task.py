@@ -14,7 +14,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 
 ROOT = Path(__file__).parent.parent
-TASK = runpy.run_path(str(ROOT / "tools/real_model_task.py"))
+TASK = runpy.run_path(str(ROOT / "recipes/08-lora-smollm2/make_data.py"))
 
 
 @pytest.fixture(scope="module")

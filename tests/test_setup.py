@@ -7,10 +7,14 @@ import re
 import shlex
 import subprocess
 import sys
+import venv
+import zipfile
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from installed import PLUGIN
 
 pytestmark = pytest.mark.slow
 
@@ -105,6 +109,38 @@ def test_an_environment_of_another_kind_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine/rlhf-setup").write_text("cpu\ncpu,dev\n0 0\n")
     line = setup_refuses(tmp_path, "gpu", VENV=str(tmp_path / "mine"))
     assert re.fullmatch(rf"setup: {tmp_path}/mine .*\bfor cpu\b.*\bVENV=\.", line)
+
+
+def write_wheel(folder: Path, name: str, version: str) -> Path:
+    """A wheel with the command and the plug-in of this package, and nothing else."""
+    info, wheel = f"{name}-{version}.dist-info", folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as written:
+        written.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        written.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        plugin = PLUGIN.format("rlhf = rlhf.weights.transfer:register_with_vllm")
+        written.writestr(f"{info}/entry_points.txt", f"[console_scripts]\nrlhf = rlhf.command:start\n{plugin}")
+        written.writestr(f"{info}/RECORD", "")
+    return wheel
+
+
+def test_an_older_distribution_named_rlhf_does_not_stay_next_to_the_new_one(tmp_path: Path) -> None:
+    pytest.importorskip("uv")
+    environment = tmp_path / "env"
+    venv.create(environment, with_pip=False)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    found = find_spec("uv")
+    assert found is not None
+    assert found.origin is not None
+    (packages / "uv.pth").write_text(f"{Path(found.origin).parents[1]}\n")
+    (packages / "torchvision.py").write_text("")
+    (packages / "torch.py").write_text("class version:\n    cuda = None\n")
+    older, newer = write_wheel(tmp_path, "rlhf", "0.2.0"), write_wheel(tmp_path, "rlhf_trainer", "0.2.0")
+    install = ["-m", "uv", "pip", "install", "--quiet", "--offline", "--python", str(environment), str(older)]
+    subprocess.run([sys.executable, *install], check=True)
+    settings = {**os.environ, "VENV": str(environment), "PROJECT": str(newer), "UV_OFFLINE": "1"}
+    subprocess.run([ROOT / "tools/setup.sh", "cpu"], env=settings, check=True, stdin=subprocess.DEVNULL)
+    assert [folder.name for folder in packages.glob("rlhf*.dist-info")] == ["rlhf_trainer-0.2.0.dist-info"]
+    assert (environment / "bin/rlhf").is_file()
 
 
 # --- the set-up for GPUs ---

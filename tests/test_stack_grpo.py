@@ -31,6 +31,16 @@ pytestmark = pytest.mark.stack
 CANARY_BOUND = 1e-4  # float32; measured: at most 2e-5
 
 
+WATCH = """
+import json
+
+class Watch:
+    def on_step(self, step, metrics, groups):
+        with open(__file__ + ".jsonl", "a") as file:
+            print(json.dumps([step, len(groups), metrics["policy/loss"]]), file=file)
+"""
+
+
 def write_config(folder: Path, data: Path, /, **overrides: Any) -> Path:
     config: dict[str, Any] = {
         "run": {"dir": str(folder / "run"), "steps": 3, "seed": 1},
@@ -86,28 +96,13 @@ def check_account(steps: list[dict[str, Any]]) -> None:
         assert min(parts) >= 0
 
 
-def run_grpo_in_a_notebook(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """As a cell does, inside of an event loop that runs."""
-    cell = f"""
-import asyncio
-from rlhf import grpo
-
-async def cell():
-    grpo.main({[str(argument) for argument in arguments]!r})
-    await asyncio.sleep(0)
-    print("the loop goes on")
-
-asyncio.run(cell())
-"""
-    command = [sys.executable, "-c", cell]
-    return subprocess.run(command, capture_output=True, text=True, timeout=STACK_WAIT_S, check=False)
-
-
 def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_from_a_whole_checkpoint_without_repeating_data(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     config = write_config(tmp_path, tiny_model_dir, cluster={"learners": 2, "peak_tflops": 1.0})
-    done = run_grpo("--config", config, "logging.profile_steps=[2]")
+    (tmp_path / "watch.py").write_text(WATCH)
+    callback = f"run.callbacks=[{tmp_path}/watch.py:Watch]"
+    done = run_grpo("--config", config, "logging.profile_steps=[2]", callback)
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "run"
     (trace,) = (run / "profile").iterdir()
@@ -115,10 +110,12 @@ def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_from_a_w
     check_shown("rlhf grpo --config mine.yaml", done.stdout, runs__first=str(run))
     steps = read_steps(run)
     assert [row["step"] for row in steps] == [1, 2, 3]
+    seen = [json.loads(line) for line in (tmp_path / "watch.py.jsonl").read_text().splitlines()]
+    assert seen == [[row["step"], 8, row["policy/loss"]] for row in steps]  # once each, with two learners too
     check_account(steps)
     has = {"", "GRPO", "reference", "the reward reads answers", "algo.importance_correction", "peak known"}
     has |= {"evaluation", "evaluation, the reward reads answers", "1,024 tokens"}
-    check_documented(read_log(run), logged=has | {"there was one", "rewards besides a model"})
+    check_documented(read_log(run), logged=has | {"there was one", "rewards besides a model", "callbacks"})
 
     # The policy that sampled the first rollouts is the reference, whatever the updates on them do; the next one is not.
     assert steps[0]["policy/kl_k3"] == 0.0
@@ -147,16 +144,13 @@ def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_from_a_w
     assert "already holds a run" in again.stderr
     assert all(remedy in again.stderr for remedy in ("--resume", "run.dir=", "rm -r"))
 
-    # Longer, in a notebook, on one learner and with two engines: the same run goes on, from the last whole checkpoint.
+    # Longer, on one learner and with two engines: the same run goes on, from the last whole checkpoint.
     shard = run / "checkpoints" / "step-000003" / "weights-00000.safetensors"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    resumed = run_grpo_in_a_notebook(
-        "--config", config, "--resume", "run.steps=5", "cluster.learners=1", "cluster.engines=2"
-    )
+    resumed = run_grpo("--config", config, "--resume", "run.steps=5", "cluster.learners=1", "cluster.engines=2")
     assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert resumed.stdout.endswith("the loop goes on\n")
     (notice,) = [line for line in resumed.stdout.splitlines() if "outside the healthy range" in line]
     assert notice.startswith("warning: ")
     assert "reward/answered_fraction 0" in notice
@@ -180,6 +174,7 @@ def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_from_a_w
     assert len(read_responses(tmp_path / "responses.jsonl", samples_per_prompt={2}, metrics={"math"})) == 2 * 16
 
 
+@pytest.mark.faults
 def test_a_first_hour_a_start_that_fails_no_wandb_and_no_signal(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from test_stack_grpo import CANARY_BOUND, check_account, read_log, read_steps
 from waiting import STACK_WAIT_S
 
+from rlhf import export
 from rlhf.config.reward_model import RECORD_FILE
 from rlhf.learner.tiny_model import BOX_TOKEN
 from rlhf.run.folder import RunFolder
@@ -69,7 +70,7 @@ def train_reward_model(folder: Path, data: Path) -> Path:
     (record,) = (json.loads(file.read_text()) for file in (folder / "reward" / "model").glob(RECORD_FILE))
     assert record["template"] == "qa"
     assert record["std"] > 0
-    run_program("rlhf.export", folder / "reward", folder / "exported")
+    export.main([str(folder / "reward"), str(folder / "exported")])
     exported, trained = (load_file(folder / name / "model.safetensors") for name in ("exported", "reward/model"))
     assert exported.keys() == trained.keys()
     assert all(exported[name].equal(trained[name]) for name in trained)
@@ -77,6 +78,7 @@ def train_reward_model(folder: Path, data: Path) -> Path:
     return folder / "reward" / "model"
 
 
+@pytest.mark.faults
 def test_a_training_of_a_reward_model_that_diverges_says_so_and_writes_no_model(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -93,7 +95,7 @@ def test_a_training_of_a_reward_model_that_diverges_says_so_and_writes_no_model(
 
 def ppo_config(run: Path, data: Path, reward_model: Path) -> dict[str, Any]:
     return {
-        "run": {"dir": str(run), "steps": 2, "seed": 1},
+        "run": {"dir": str(run), "seed": 1},
         "model": {"path": str(data / "model"), "dtype": "float32"},
         "data": {
             "train": str(data / "train.jsonl"),
@@ -125,13 +127,14 @@ def responses(run: Path, step: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.faults)])
 def test_a_learned_reward_alone_trains_policy_and_critic_and_a_resumed_run_has_critic_and_controller_back(
-    tiny_model_dir: Path, tmp_path: Path
+    tiny_model_dir: Path, tmp_path: Path, parts: int
 ) -> None:
     reward_model = train_reward_model(tmp_path, tiny_model_dir)
     run = tmp_path / "run"
     config = write(tmp_path / "ppo.yaml", ppo_config(run, tiny_model_dir, reward_model))
-    run_program("rlhf.ppo", "--config", config)
+    run_program("rlhf.ppo", "--config", config, f"run.steps={4 // parts}")
     state = RunFolder.read_state(run / "checkpoints" / "step-000002")
     assert state.reward_scale["std"] > 0
     assert state.updates_taken == 2  # the critic learned alone in the first step
@@ -139,7 +142,8 @@ def test_a_learned_reward_alone_trains_policy_and_critic_and_a_resumed_run_has_c
     coef = KL_COEF * (1 - 0.2 * ROLLOUTS / KL_HORIZON)
     assert state.kl_controller["coef"] == pytest.approx(coef, rel=1e-12)
 
-    run_program("rlhf.ppo", "--config", config, "--resume", "run.steps=4")
+    if parts == 2:
+        run_program("rlhf.ppo", "--config", config, "--resume", "run.steps=4")
     assert RunFolder.read_state(run / "checkpoints" / "step-000004").reward_scale == state.reward_scale
     steps = read_steps(run)
     assert [row["step"] for row in steps] == [1, 2, 3, 4]

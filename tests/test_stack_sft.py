@@ -44,8 +44,9 @@ def command(config: Path, run: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "rlhf.sft", "--config", str(config), f"run.dir={run}", *arguments]
 
 
-def test_a_run_that_sigterm_has_ended_goes_on_with_the_steps_of_an_uninterrupted_one(
-    tiny_model_dir: Path, tmp_path: Path
+@pytest.mark.parametrize("interrupted", [False, pytest.param(True, marks=pytest.mark.faults)])
+def test_a_run_learns_and_one_that_sigterm_has_ended_goes_on_with_the_same_steps(
+    tiny_model_dir: Path, tmp_path: Path, interrupted: bool
 ) -> None:
     config = write_config(tmp_path, tiny_model_dir / "model")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -56,6 +57,8 @@ def test_a_run_that_sigterm_has_ended_goes_on_with_the_steps_of_an_uninterrupted
     assert len(losses) == STEPS
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
+    if not interrupted:
+        return
     program = subprocess.Popen(command(config, parts), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def has_logged() -> bool:

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # Makes the environment and installs the project into it, editable. Quick when nothing changed.
 #
-#   tools/setup.sh [cpu | gpu] [EXTRA ...]     without a kind: that of the environment as it is, or cpu
+#   tools/setup.sh [cpu | gpu] [EXTRA ...]     without a kind ("" before an EXTRA): that of the environment, or cpu
+#
+# An EXTRA of pyproject.toml adds its packages, such as dev for the tests. What was added before stays.
 #
 # PYTHON  interpreter that a new environment is made with   default: the newest suitable 3.11 to 3.13 on PATH
 # VENV    folder of the environment                         default: .venv
+# PROJECT a wheel to install                                default: this checkout, editable
 # Packages come from where pip's own settings say (index, extra index, links, certificate): uv is told the same.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -180,9 +183,13 @@ install_project() {
   else
     arguments+=(--constraint gpu-constraints.txt)
   fi
+  local project=(--editable ".[$extras]")
+  [ -z "${PROJECT:-}" ] || project=("$PROJECT[$extras]")
   [ -t 2 ] || arguments+=(--quiet) # a log is better off without progress bars; errors still show
   say "installing the project and its packages ($extras)"
-  "$VENV/bin/python" -m uv pip install "${arguments[@]}" --editable ".[$extras]" </dev/null ||
+  # A distribution named rlhf, as older checkouts install, has the same command and plug-in, so it may not stay.
+  "$VENV/bin/python" -m uv pip uninstall --python "$VENV/bin/python" --quiet rlhf </dev/null
+  "$VENV/bin/python" -m uv pip install "${arguments[@]}" "${project[@]}" </dev/null ||
     fail "uv could not install the packages: no network, a registry without one of them, or no CPU build of torch for $tag (uv's message is above)."
 }
 
@@ -233,7 +240,8 @@ case $kind in cpu | gpu) ;; *) fail "$kind is no kind of set-up: cpu or gpu." ;;
 [ "${installed_kind:-$kind}" = "$kind" ] ||
   fail "$VENV was set up for $installed_kind: delete it first, or name another folder with VENV=."
 
-extras=$kind,$(printf '%s\n' dev "$@" "${installed_extras//,/$'\n'}" | grep -vx -e "$kind" -e '' | sort -u | paste -sd, -)
+more=$(printf '%s\n' "$@" "${installed_extras//,/$'\n'}" | sort -u | grep -vx -e "$kind" -e '' | paste -sd, - || true)
+extras=$kind${more:+,$more}
 fingerprint=$(cat pyproject.toml tools/setup.sh tools/not-on-cpu.txt gpu-constraints.txt <(printf '%s' "$PWD") | cksum)
 if [ "$installed_extras" = "$extras" ] && [ "$installed_fingerprint" = "$fingerprint" ] &&
   [ -x "$VENV/bin/python" ]; then

@@ -19,7 +19,7 @@ cd "$scratch/tree"
 git init --quiet && git add --all # some tests list the committed files
 sed -Ei '/^requires-python/! s/(>=[^",]+),<[0-9.]+"/\1"/' pyproject.toml
 export VENV=$scratch/env OMP_NUM_THREADS=1
-tools/setup.sh cpu || { echo "upgrade-check: the newest releases do not install together; the message is above." >&2; exit 1; }
+tools/setup.sh cpu dev || { echo "upgrade-check: the newest releases do not install together; the message is above." >&2; exit 1; }
 
 echo "--- packages of pyproject.toml that are older than their newest release: other packages hold them back"
 names=$(sed -En 's/^ +"([a-z-]+)[[>].*/\1/p' pyproject.toml | paste -sd'|')

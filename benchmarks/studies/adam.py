@@ -35,6 +35,7 @@ SHORT_SCAN = (1e-8, 2e-5)  # of the large policies, and of a quick study
 LARGE = ("SmolLM2-135M", "GPT-2's shape")
 HEAD = 32  # as in the quickstart
 TINY_GPT2 = update.GPT2 | {"vocab_size": 2000, "n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 64}
+FETCH_MODEL = "recipes/08-lora-smollm2/fetch_model.py"
 REAL_MODEL = Path("runs/real-model-data/SmolLM2-135M-Instruct")  # where `make real-model` puts it
 
 
@@ -53,8 +54,8 @@ def computed_once(file: Path, compute: Callable[[], dict[str, Any]]) -> dict[str
 def real_model(folder: Path) -> Path:
     """The folder of SmolLM2-135M-Instruct; it is made first if it is not there."""
     if not (folder / "config.json").is_file():
-        print(f"making {folder} first (tools/real_model.py)", flush=True)
-        subprocess.run([sys.executable, "tools/real_model.py", str(folder)], check=True)
+        print(f"making {folder} first ({FETCH_MODEL})", flush=True)
+        subprocess.run([sys.executable, FETCH_MODEL, str(folder)], check=True)
     return folder
 
 

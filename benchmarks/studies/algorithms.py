@@ -92,7 +92,8 @@ EVERY_STEP = ("reward/mean", "policy/loss", "policy/kl_k3", "policy/entropy", "l
 
 def overrides(name: str, seed: int) -> list[str]:
     none = "algo.importance_correction=none"  # none of these papers corrects
-    return [f"run.seed={seed}", "logging.rollouts=false", "algo.log_kl=true", none, *ALGORITHMS[name][1]]
+    common = (*report.RECORDED_WITH, "logging.rollouts=false", "algo.log_kl=true", none)
+    return [f"run.seed={seed}", *common, *ALGORITHMS[name][1]]
 
 
 def summarize(label: str, of_seeds: Sequence[runs.Steps]) -> report.Row:

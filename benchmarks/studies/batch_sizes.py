@@ -34,8 +34,8 @@ from benchmarks.studies import batch_outcomes, outcomes, report, runs
 from benchmarks.studies.schedule_outcomes import PEAKS
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
-from rlhf.rollout.requests import Completion
-from rlhf.rollout.sampler import to_rollout
+from rlhf.rollout.worker import to_rollout
+from rlhf.sampling.requests import Completion
 from rlhf.types import Prompt, RolloutGroup, ScoredRollout, VersionSpan
 
 STEPS = 20
@@ -50,6 +50,7 @@ METRICS = {
 
 def config_of(data: Path, *, steps: int, seed: int, learners: int, budget: int) -> GRPOConfig:
     overrides = [
+        *report.RECORDED_WITH,
         f"run.steps={steps}", f"run.seed={seed}", f"model.path={data}/model", f"data.train={data}/train.jsonl",
         "data.eval=null", "evaluation.every=null", "rollout.prompts_per_step=16", "algo.log_kl=true",
         "algo.importance_correction=none",  # the learner's own model samples

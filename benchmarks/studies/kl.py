@@ -51,8 +51,8 @@ from rlhf.learner.port import free_port
 from rlhf.log.reductions import mean_over_updates
 from rlhf.processes.outside import die_with_parent
 from rlhf.rewards.scorer import Scorer
-from rlhf.rollout.requests import Completion
-from rlhf.rollout.sampler import to_rollout
+from rlhf.rollout.worker import to_rollout
+from rlhf.sampling.requests import Completion
 from rlhf.step.advantages import penalize_kl, step_advantages
 from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.minibatches import plan_epochs
@@ -72,7 +72,7 @@ def study_config(data: Path, *, steps: int, prompts: int, held_out: int = 0) -> 
     held_out: problems that the last policy of a run answers.
     """
     overrides = [
-        f"run.steps={steps}", f"model.path={data}/model", f"data.train={data}/train.jsonl",
+        *report.RECORDED_WITH, f"run.steps={steps}", f"model.path={data}/model", f"data.train={data}/train.jsonl",
         *([f"data.eval={data}/test.jsonl", f"data.eval_rows={held_out}"] if held_out else ["data.eval=null"]),
         "evaluation.every=null", f"rollout.prompts_per_step={prompts}", "algo.kl_coef=1.0", "algo.log_kl=true",
         "algo.importance_correction=none", "learner.minibatches_per_epoch=2", "learner.schedule.name=constant",

@@ -41,7 +41,7 @@ def study_config(data: Path, overrides: Sequence[str] = ()) -> GRPOConfig:
         GRPOConfig,
         ["configs/quickstart.yaml"],
         [
-            f"run.steps={STEPS}", f"model.path={data}/model", f"data.train={data}/train.jsonl",
+            *report.RECORDED_WITH, f"run.steps={STEPS}", f"model.path={data}/model", f"data.train={data}/train.jsonl",
             f"data.eval={data}/test.jsonl", f"rollout.prompts_per_step={PROMPTS}", "algo.importance_correction=none",
             "learner.minibatches_per_epoch=4", "learner.schedule.min_lr=0.0", "learner.schedule.warmup_steps=0",
             "learner.schedule.warmup_fraction=0.1", "reward={parts: [{name: math, mode: strict}], workers: 1}",

@@ -24,6 +24,8 @@ from typing import Any
 Row = dict[str, Any]
 
 DATA = Path("runs/quickstart-data")  # where `make quickstart` puts its model and data
+# Keys that configs/quickstart.yaml has otherwise: the studies were recorded with these.
+RECORDED_WITH = ("learner.optimizer.lr=5.0e-4",)
 COLOURS = 64  # of a picture: lines, their edges, and greys
 DIGITS = 6  # of a number in the JSON of a picture
 DIGEST = "results"  # key of the digest in a PNG

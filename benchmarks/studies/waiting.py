@@ -35,8 +35,8 @@ from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer
 from rlhf.data.order import PromptStream
 from rlhf.rollout.buffer import RolloutBuffer, Staleness, Ticket
-from rlhf.rollout.requests import Completion
-from rlhf.rollout.sampler import to_rollout
+from rlhf.rollout.worker import to_rollout
+from rlhf.sampling.requests import Completion
 from rlhf.types import Prompt, RolloutGroup, ScoredRollout, VersionSpan, World
 
 LAGS = (1, 2, 4)

@@ -7,8 +7,8 @@ values where `response_mask` is False change neither value nor gradient by a sin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from rlhf.algo.numerics import (
     segment_means,
     segment_sums,
 )
+from rlhf.algo.own_functions import read_loss
 
 DPPO_MAX_RATIO = 20.0  # as the implementation of dppo_tv in verl
 
@@ -35,6 +36,7 @@ class PolicyLossTerms(NamedTuple):
     # was left out (dppo_tv). Never for sapo.
     clipped: Tensor
     dual_clipped: Tensor  # the token's loss is the bound of the dual clip; its gradient is zero
+    metrics: Mapping[str, Tensor] = {}  # of a function of the user
 
 
 def policy_loss(
@@ -45,7 +47,7 @@ def policy_loss(
     response_mask: Tensor,
     clip_low: float,
     clip_high: float,
-    kind: str | Callable[..., Tensor] = "ppo",
+    kind: str | Callable[..., Any] = "ppo",
     dual_clip: float | None = None,
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
@@ -83,10 +85,10 @@ def policy_loss(
         columns = {"rollout_logprobs": rollout_logprobs, "response_mask": response_mask, "cu_seqlens": cu_seqlens}
         # copies: a function of the user may compute in place
         given = {name: None if column is None else column.clone() for name, column in columns.items()}
-        loss = kind(logprobs, old_logprobs=old_logprobs.detach(), advantages=advantages, **given)
-        return PolicyLossTerms(
-            masked(loss, response_mask), bounded_exp(log_ratio.detach()) * response_mask, never, never
-        )
+        result = kind(logprobs, old_logprobs=old_logprobs.detach(), advantages=advantages, **given)
+        loss, metrics = read_loss(result, len(logprobs))
+        ratio = bounded_exp(log_ratio.detach()) * response_mask
+        return PolicyLossTerms(masked(loss, response_mask), ratio, never, never, metrics)
     assert dual_clip is None or kind in ("ppo", "gspo"), f"{kind} has no dual clip"
     if kind == "cispo":
         ratio = bounded_exp(log_ratio.detach())

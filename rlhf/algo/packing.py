@@ -92,7 +92,7 @@ def pack_microbatches(
         costs: [B] float; None: `sequence_cost`, for single sequences.
 
     Returns:
-        [rank][microbatch] -> indices into `lengths`, ascending. Equally many microbatches for every rank, at least
+        By rank and microbatch: indices into `lengths`, ascending. Equally many microbatches for every rank, at least
         one; empty lists are fillers.
 
     Raises:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from rlhf.algo.schedules import learning_rate
+from rlhf.check.callbacks import callback_problems
 from rlhf.check.examination import collect_problems, examine_models, model_problems, run_models
 from rlhf.check.memory import BYTES, GIB, checkpoint_bytes, trained_parameters
 from rlhf.check.model_shape import ModelShape, shape_at
@@ -26,6 +27,9 @@ from rlhf.config.roles import LEARNER
 from rlhf.data.model_files import local_model_config
 from rlhf.data.read import Source, check_source, config_sources, local_path
 from rlhf.processes.code import load_function
+
+if TYPE_CHECKING:
+    from rlhf.types import PromptRow
 
 SOCKET_PATH_BYTES = 107  # of a Unix socket, as the kernel limits it
 # Below TMPDIR, with the longest of the names; NUMBER is the process, which is this one or one of the same length.
@@ -47,9 +51,9 @@ def start_problems(config: TrainingProgramConfig, *, trains: bool = True) -> lis
     Args:
         trains: False for an evaluation, which starts only engines.
     """
-    own: list[str] = []
+    own = callback_problems(config.run.callbacks) if trains else []
     if isinstance(config, GRPOConfig):
-        own = own_function_problems(config) if trains else []
+        own += own_function_problems(config) if trains else []
         own += reward_problems(config, trains=trains) + environment_problems(config)
         own = list(dict.fromkeys(own))  # the last two checks both start the environment
     inputs = input_problems(config, trains=trains, with_classes=not own)
@@ -62,9 +66,9 @@ def plan_problems(config: TrainingProgramConfig) -> list[str]:
 
     If the run is meant for GPUs of other machines, disk and cores are not checked.
     """
-    own: list[str] = []
+    own = callback_problems(config.run.callbacks)
     if isinstance(config, GRPOConfig):
-        own = own_function_problems(config) + reward_problems(_without_hub_data(config))
+        own += own_function_problems(_without_hub_data(config)) + reward_problems(_without_hub_data(config))
         if config.environment.parts or not set(config.tools) <= set(TOOLS):
             own += environment_problems(config)
         own = list(dict.fromkeys(own))
@@ -292,10 +296,14 @@ def environment_problems(config: GRPOConfig) -> list[str]:
 
 
 def own_function_problems(config: GRPOConfig) -> list[str]:
-    """Problems of the user's policy loss and advantage: each is tried on a small example."""
+    """Problems of the user's policy loss and advantage: each is tried on a small example.
+
+    One that asks for rows gets the first ones of data.train, and is not tried if none can be read.
+    """
     if not config.algo.own_functions:
         return []
-    from rlhf.algo.own_functions import ObjectiveError, check_advantage, check_policy_loss  # imports torch
+    # imports torch
+    from rlhf.algo.own_functions import NO_ROW, ObjectiveError, check_advantage, check_policy_loss, needs_rows
 
     checks = {"algo.policy_loss": check_policy_loss, "algo.advantage": check_advantage}
     problems = []
@@ -305,8 +313,11 @@ def own_function_problems(config: GRPOConfig) -> list[str]:
         except ValueError as error:
             problems.append(f"{where}={error}.")
             continue
+        rows = _example_rows(config) if needs_rows(function) else [NO_ROW]
+        if not rows:
+            continue
         try:
-            checks[where](function)
+            checks[where](function, rows)
         except ObjectiveError as error:
             problems.append(f"{where}={name}: {error}. See docs/algorithms.md.")
         except Exception as error:  # from the user's code
@@ -314,6 +325,19 @@ def own_function_problems(config: GRPOConfig) -> list[str]:
                 f"{where}={name}: it raises {type(error).__name__} on an example: {error}. See docs/algorithms.md."
             )
     return problems
+
+
+def _example_rows(config: GRPOConfig) -> list[PromptRow]:
+    """The first readable row of each source of data.train, or the one that stands for a row of an environment."""
+    from rlhf.data.load import first_usable
+    from rlhf.types import PromptRow
+
+    made = [
+        PromptRow(source.label, {"number": 1, "split": "train"})
+        for source in config.data.train
+        if source.is_environment
+    ]
+    return made + [PromptRow(prompt.source, prompt.columns) for _, prompt in first_usable(config.data, "train")]
 
 
 def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
@@ -330,8 +354,8 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
     # imported here, so that --plan needs no numpy
     from rlhf.answers.extract import alternatives
     from rlhf.data.load import first_usable
-    from rlhf.rewards.grade import NOT_JUDGED
-    from rlhf.rewards.scorer import FAILURES, Scorer, error_of
+    from rlhf.rewards.grade import FAILURES, NOT_JUDGED, error_text
+    from rlhf.rewards.scorer import Scorer
 
     kinds: tuple[Literal["train", "eval"], ...] = ("train", "eval") if trains else ("eval",)
     rows = [
@@ -360,7 +384,7 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
                 tried = scorer.try_functions(prompt, responses, rollout)
                 graded = config.reward_model or any(part.name not in tried for part in reward.parts_of(prompt.source))
                 for name, grade in tried.items():
-                    error = error_of(grade)
+                    error = error_text(grade.status, " ".join(grade.detail.split()))
                     if grade.status in FAILURES:
                         problem = f"reward name={name!r}: it fails for a response to {row}: {error}".removesuffix(".")
                         problems.setdefault((name, error), f"{problem}. Repair the function (docs/rewards.md).")

@@ -23,6 +23,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
 from rlhf.learner.port import free_port
+from rlhf.processes import objects
 
 T = TypeVar("T")
 Hosted = TypeVar("Hosted", covariant=True)  # the class that the actors of a group host
@@ -37,6 +38,10 @@ class ClusterError(RuntimeError):
 
 class LostError(ClusterError):
     """An actor died, failed in a call, or did not answer in time; a new one may do better."""
+
+
+class SilentError(LostError):
+    """An actor did not answer until the deadline of a call."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,12 @@ class HostedActor:
         cores = len(os.sched_getaffinity(0))
         return Location(actor, context.get_node_id(), host, os.getpid(), free_port(), gpu_ids, cores)
 
-    def build(self, environment: Mapping[str, str], *arguments: Any) -> None:
-        """Set the environment that the libraries read when they are imported, then import and construct."""
+    def build(self, given: Mapping[str, Any], environment: Mapping[str, str], *arguments: Any) -> None:
+        """Set the environment that the libraries read when they are imported, then import and construct.
+
+        `given`: objects of the driver, as `objects.sent` returns them.
+        """
+        objects.receive(given)
         os.environ.update(environment)
         gc.disable()  # the garbage collector would take a third of the time of the import
         try:
@@ -94,8 +103,10 @@ class HostedAsyncActor(HostedActor):
     async def locate(self) -> Location:  # type: ignore[override]
         return super().locate()
 
-    async def build(self, environment: Mapping[str, str], *arguments: Any) -> None:  # type: ignore[override]
-        await asyncio.to_thread(super().build, environment, *arguments)
+    async def build(  # type: ignore[override]
+        self, given: Mapping[str, Any], environment: Mapping[str, str], *arguments: Any
+    ) -> None:
+        await asyncio.to_thread(super().build, given, environment, *arguments)
 
     async def end_children(self) -> None:
         """Kill every process that this actor started; they would outlive it.
@@ -137,7 +148,7 @@ async def wait_for(
         lost = f"{home} is lost: " if home else ""
         raise LostError(f"{what} failed: {lost}{' '.join(str(error).split())}") from error
     except TimeoutError:
-        raise LostError(f"{what}: no answer within {deadline_s:.0f} s.") from None
+        raise SilentError(f"{what}: no answer within {deadline_s:.0f} s.") from None
 
 
 class _Recorder:
@@ -192,14 +203,20 @@ class ActorGroup(Generic[Hosted]):
         return self._gather([actor.call.remote(*request) for actor in self.present], request[0], deadline_s)
 
     @overload
-    async def call_one(self, rank: int, ask: Callable[[Hosted], Coroutine[Any, Any, T]], *, what: str) -> T: ...
+    async def call_one(
+        self, rank: int, ask: Callable[[Hosted], Coroutine[Any, Any, T]], *, what: str, deadline_s: float | None = None
+    ) -> T: ...
     @overload
-    async def call_one(self, rank: int, ask: Callable[[Hosted], T], *, what: str) -> T: ...
+    async def call_one(
+        self, rank: int, ask: Callable[[Hosted], T], *, what: str, deadline_s: float | None = None
+    ) -> T: ...
 
-    async def call_one(self, rank: int, ask: Callable[[Hosted], Any], *, what: str) -> Any:
+    async def call_one(
+        self, rank: int, ask: Callable[[Hosted], Any], *, what: str, deadline_s: float | None = None
+    ) -> Any:
         """A call on one actor; `what` names the call in error messages."""
         answer, what = self.actors[rank].call.remote(*record_call(ask)), f"{self.name} {rank}, {what}"
-        return await wait_for(answer, what=what, deadline_s=self.deadline_s, homes=self.homes)
+        return await wait_for(answer, what=what, deadline_s=deadline_s or self.deadline_s, homes=self.homes)
 
     async def locate(self, *, deadline_s: float) -> list[Location]:
         self.locations = await self._gather([a.locate.remote() for a in self.actors], "locate", deadline_s)
@@ -218,7 +235,8 @@ class ActorGroup(Generic[Hosted]):
 
     async def build(self, arguments: Sequence[tuple[Any, ...]], *, deadline_s: float) -> None:
         """Construct all hosted objects at the same time; `arguments`: of `HostedActor.build`, by rank."""
-        answers = [actor.build.remote(*own) for actor, own in zip(self.actors, arguments, strict=True)]
+        given = objects.sent()
+        answers = [actor.build.remote(given, *own) for actor, own in zip(self.actors, arguments, strict=True)]
         await self._gather(answers, "start-up", deadline_s)
         self.built = True
 

@@ -26,7 +26,7 @@ import numpy as np
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.engines import Engines
 from rlhf.log.reductions import ENGINE_KL_FROM, Mean, StepMetrics, merge_metrics
-from rlhf.rollout.requests import Completion, SamplingSettings, request_seed
+from rlhf.sampling.requests import Completion, SamplingSettings, request_seed
 from rlhf.types import Prompt
 
 SEQUENCES = 8
@@ -191,7 +191,9 @@ class Canary:
         length = min(RESPONSE_TOKENS, self._max_tokens - len(beginning))
         settings = SamplingSettings(1.0, length, top_k=self._top_k)
         seed = request_seed(self._noise_seed, prompt)
-        (completion,) = await self._engines.generate(beginning, settings, seed=seed, what=prompt.id, engine=0)
+        (completion,) = await self._engines.group.call_one(
+            0, lambda engine: engine.generate(beginning, settings, 1, seed), what=f"sampling {prompt.id}"
+        )
         return beginning, completion
 
     async def _learner_logprobs(self, *, in_float32: bool = False) -> Logprobs:

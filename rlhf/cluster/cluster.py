@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,14 +26,12 @@ from rlhf.check.resources import check_resources
 from rlhf.cluster import heartbeat
 from rlhf.cluster.actor_start import create, create_guest, environment_of, new_actor, shared_cores, shared_gpus
 from rlhf.cluster.actors import ActorGroup
-from rlhf.cluster.environment_nodes import HOST, EnvironmentNodes
 from rlhf.cluster.rank_group import RankGroup, RoleCheckpoints, folder_of
 from rlhf.cluster.session import RaySession
-from rlhf.config.environment import LOOPBACK
+from rlhf.cluster.worker_actors import worker_nodes
 from rlhf.config.printing import say
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, Role
-from rlhf.environments.nodes import Spread
 from rlhf.log.clock import Watch
 from rlhf.types import World
 
@@ -68,13 +66,12 @@ class Cluster:
         self.shares_gpus = trains and getattr(config.cluster, "placement", "separate") == "colocated"
         self.checkpoints = RoleCheckpoints(self.trained)
         self.lost = ""  # why Ray has ended; empty while it runs
-        # called before the task that uses the cluster is cancelled, so that no other task keeps a lock
-        self.before_end: Callable[[], object] = lambda: None
         self._compare_nodes = compare_nodes
         self._groups: dict[str, ActorGroup[Any]] = {}  # by role
         self._session = RaySession()
         self._watched: list[ActorGroup[Any]] = []  # by the heartbeat: all actors, also while they start
         self._watching: list[asyncio.Task[None]] = []
+        self._background = set[asyncio.Task[Any]]()
         self._user: asyncio.Task[Any] | None = None  # the task that entered this context
         self._failure: Exception | None = None
 
@@ -116,12 +113,13 @@ class Cluster:
         if self._failure is not None and self._user is not None:
             self._user.uncancel()
             error = self._failure
+        self._user = None  # nothing cancels the end
         lost = self.lost or ("" if error is None else self._session.lost())
         groups = self._groups.items()
         if not lost:
             names = {str(x.process): f"{name} {i}" for name, group in groups for i, x in enumerate(group.locations)}
             self._session.keep_logs(error, Path(self.config.run.dir), names)
-        for task in self._watching:
+        for task in [*self._watching, *self._background]:
             task.cancel()
         if ray.is_initialized() and not lost:  # actors close, and return their resources to a cluster that goes on
             await asyncio.gather(*(group.end() for _, group in groups))
@@ -133,12 +131,27 @@ class Cluster:
         if self._failure is not None:
             raise self._failure from None
 
+    def background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start work beside the task that uses this cluster. `end_with` cancels it first, so that it keeps no lock.
+
+        An error of this work ends the use of the cluster.
+        """
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._has_ended)
+        return task
+
+    def _has_ended(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self.end_with(error)
+
     def end_with(self, failure: Exception) -> None:
         """Cancel the task that uses this cluster; the end of the context then raises `failure`."""
         if self._failure is None and self._user is not None:
             self._failure = failure
-            self.before_end()
-            self._user.cancel()
+            for task in [*self._background, self._user]:
+                task.cancel()
 
     async def _end_when_lost(self) -> None:
         """End the use of this cluster when Ray has ended: calls would never be answered."""
@@ -238,33 +251,41 @@ class Cluster:
         assert old.reservation is not None
         actor = new_actor(role, role.cpus, old.reservation, old.bundles[rank])
         new = ActorGroup[Any](f"{role_name} {rank}, a new one,", [actor], deadline_s=config.step_deadline_s)
-        self._watched.append(new)
-        try:
+        with self.watched(new):
             await new.locate(deadline_s=config.start_deadline_s)
             await new.build([self._arguments(role, version)[rank]], deadline_s=config.start_deadline_s)
-        except BaseException:
-            ray.kill(actor)
-            raise
-        finally:
-            self._watched.remove(new)
         return new
 
-    async def host_environments(self, spread: Spread) -> None:
-        """Run environments on every other node too, until the end; ValueError names a node that cannot load them.
+    @contextlib.contextmanager
+    def watched(self, group: ActorGroup[Any]) -> Iterator[None]:
+        """A context in which the heartbeat looks at a group that is being started; after an error it is killed."""
+        self._watched.append(group)
+        try:
+            yield
+        except BaseException:
+            for actor in group.actors:
+                ray.kill(actor)
+            raise
+        finally:
+            self._watched.remove(group)
 
-        Where programs or services reach the model at the default address, 127.0.0.1, all stay here; the driver itself
-        asks services.
-        """
-        environment = spread.here.config
-        on_loopback = environment.uses_endpoint and environment.endpoint_host == LOOPBACK
-        if on_loopback or environment.only_services:
-            return
-        nodes = EnvironmentNodes(spread, self.config.cluster)
-        if nodes.group.actors:
-            self._groups[HOST] = nodes.group
-            self._watched.append(nodes.group)
-            with self.watch_stage("environments on other nodes"):
-                self._watching += await nodes.start()
+    def keep(self, name: str, group: ActorGroup[Any]) -> None:
+        """From now on watch a group of actors, and end it with this cluster."""
+        self._groups[name] = group
+        self._watched.append(group)
+
+    async def end(self, name: str) -> None:
+        """End a group of `keep`; after a failure the end of the cluster does it, which keeps the logs."""
+        if self._failure is None and not self._session.lost():
+            group = self._groups.pop(name)
+            self._watched.remove(group)
+            await group.end()
+
+    def rollout_worker_nodes(self) -> list[str]:
+        """The node of each rollout worker that is an actor; see `worker_nodes`."""
+        nodes = [location.node for location in self.group(ENGINE).locations]
+        here, cores = ray.get_runtime_context().get_node_id(), ray.cluster_resources().get("CPU", 0.0)
+        return worker_nodes(cast(Any, self.config), nodes, cores, here)
 
     # --- while it runs ---
 

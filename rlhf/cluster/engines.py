@@ -1,31 +1,32 @@
-"""All engines of a started cluster behind one object: sampling, weight transfers, sleep, replacement."""
+"""All engines of a started cluster behind one object: weight transfers, sleep, replacement, speed."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf.cluster.actors import ActorGroup, LostError, start_call
 from rlhf.cluster.cluster import Cluster
-from rlhf.cluster.engine_recovery import EngineRecovery, while_healthy
+from rlhf.cluster.engine_choice import EngineChoice
+from rlhf.cluster.engine_recovery import HEALTH_DEADLINE_S, EngineRecovery, while_healthy
 from rlhf.cluster.rank_group import RankGroup
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.printing import say
 from rlhf.config.roles import ENGINE
-from rlhf.log.clock import BusyMeter, Watch
-from rlhf.rollout.requests import Completion, SamplingSettings
-from rlhf.types import WeightsSent
+from rlhf.log.clock import Watch
+from rlhf.log.reductions import UpdateOutcome
+from rlhf.types import PolicyTargets, WeightsSent
 from rlhf.weights import transfer
 from rlhf.weights.client import EngineClient
 
 if TYPE_CHECKING:
     from rlhf.learner.policy import Learner
-    from rlhf.rollout.engine import RolloutEngine
+    from rlhf.sampling.engine import RolloutEngine
+
+T = TypeVar("T")
 
 
 @contextlib.asynccontextmanager
@@ -38,26 +39,36 @@ async def started_engines(
 
 
 class Engines:
-    """The engines of a cluster that has started; an async context, which connects learners and engines."""
+    """The engines of a cluster that has started; an async context, which connects learners and engines.
+
+    Attributes:
+        recovery: says which engines are ready; workers subscribe to it.
+        choice: the engines as a worker in this process sees them.
+    """
 
     def __init__(self, cluster: Cluster, config: GRPOConfig) -> None:
         self.cluster = cluster
-        self.meter = BusyMeter()  # counts sampled tokens and busy seconds
         self.group: ActorGroup[RolloutEngine] = cluster.group(ENGINE)
         self._run_config, self._config = config, config.cluster
         self._max_restarts = config.run.max_restarts
         self.transfer_metrics: dict[str, float] = {}  # of the last transfer; empty unless weights.transfer=delta
-        self._in_flight = [0] * len(self.group.actors)
         self._asleep = False
-        self._version = cluster.first_step  # of the weights that they have
+        # Held while the weights change, and from a transfer to the end of its comparison with the engines. Otherwise a
+        # new engine could be compared with other weights than it was sent.
+        self._weights = asyncio.Condition()
+        self._updated = False  # whether an update has begun since the last transfer
+        self.version = cluster.first_step  # of the weights that the engines have
         self._connected: list[Any] = []  # the engines of the present transfer group
-        self._recovery = EngineRecovery(
+        self.recovery = EngineRecovery(
             self.group,
-            start=lambda rank: cluster.start_another(ENGINE, rank, version=self._version),
+            start=lambda rank: cluster.start_another(ENGINE, rank, version=self.version),
             join=self._join,
             fail=cluster.end_with,
+            background=cluster.background,
             min_engines=config.cluster.min_engines,
         )
+        self.choice = EngineChoice(0, config.cluster.step_deadline_s, self.recovery.report)
+        self.recovery.subscribe(self.choice)
         self._check: Callable[[int], Awaitable[Any]] | None = None
 
     @property
@@ -81,64 +92,68 @@ class Engines:
     async def __aexit__(self, *_failure: object) -> None:
         await self.stop_replacing()
 
-    # --- sampling ---
+    async def take_work(self) -> tuple[dict[str, float], float]:
+        """(metrics of the engines, busy seconds of the busiest one) since the last call, with evaluations.
 
-    async def generate(
-        self,
-        token_ids: np.ndarray,
-        settings: SamplingSettings,
-        *,
-        samples: int = 1,
-        seed: int | None = None,
-        what: str = "a request",
-        engine: int | None = None,
-        prefer: int | None = None,
-    ) -> list[Completion]:
-        """Sample `samples` continuations of these ids [P] in one request, on the engine with the fewest requests.
-
-        If the engine is lost, it is replaced, and another one samples unless `engine` names it.
-
-        Args:
-            prefer: the engine of the rollout's earlier turns (`Completion.engine`), whose prefix cache holds them. It
-                samples unless others are far less busy; another one has to compute the whole context.
-            seed: seed of the first sample's noise; sample i uses seed + i. None: the engine's own generator.
+        Busy seconds are those in which an engine had a request; idle time does not lower the rate. Several engines
+        sample at the same time, so the rate is the tokens of all engines over the busy seconds of the busiest one. An
+        engine that does not answer is not counted.
         """
-        while True:
-            chosen = await self._recovery.next_engine(self._in_flight, prefer) if engine is None else engine
-            self._in_flight[chosen] += 1
-            self.meter.begin()
-            try:
-                completions = await self.group.call_one(
-                    chosen, lambda engine: engine.generate(token_ids, settings, samples, seed), what=f"sampling {what}"
-                )
-            except LostError as error:
-                if not self._recovery.recover(chosen, error) or engine is not None:
-                    raise
-            else:
-                self.meter.tokens += sum(len(completion.token_ids) for completion in completions)
-                return completions
-            finally:
-                self._in_flight[chosen] -= 1
-                self.meter.end()
+        answers = await self._call_each(
+            lambda engine: engine.take_work(), what="its speed", deadline_s=HEALTH_DEADLINE_S
+        )
+        work = [answer for answer in answers.values() if not isinstance(answer, LostError)]
+        busy_s = max((each.busy_s for each in work), default=0.0)
+        passes = sum(each.passes for each in work)
+        metrics = {
+            "rollout/tokens_per_second": sum(each.tokens for each in work) / busy_s if busy_s else 0.0,
+            "rollout/kv_cache_usage": max((each.kv_cache_usage for each in work), default=0.0),
+            "rollout/kv_cache_wait_fraction": sum(each.waiting_passes for each in work) / max(1, passes),
+        }
+        return metrics, busy_s
 
     # --- weights ---
+
+    async def update_learners(self, targets: PolicyTargets) -> list[UpdateOutcome]:
+        """`RankGroup.update` of the policy. A new engine joins before it, or with the next transfer."""
+        async with self._weights:
+            self._updated = True
+            return await self.learners.update(targets)
+
+    async def publish(
+        self,
+        version: int,
+        check: Callable[[int], Awaitable[dict[str, float]]],
+        *,
+        watch: Watch = contextlib.nullcontext,
+    ) -> dict[str, float]:
+        """`send_weights`, then `check` that the engines have them. Returns the metrics of both.
+
+        `watch`: a context around the transfer and around the check.
+        """
+        async with self._weights:
+            with watch("transfer"):
+                await self.send_weights(version)
+            with watch("canary"):
+                compared = await check(version)
+            self._weights.notify_all()
+        return compared | self.transfer_metrics
 
     async def send_weights(self, version: int) -> None:
         """Send the learners' weights to all engines and label them `version`.
 
         Running requests pause and go on with the new weights. Colocated engines have no requests; they sleep until the
-        weights come, to leave memory for the buffers. If engines are replaced, the caller holds
-        `learners.weights_lock`.
+        weights come, to leave memory for the buffers. Call `publish` after `replace_lost`.
         """
         await self.sleep_if_colocated()
-        self._recovery.lost = 0
+        self.recovery.begin_transfer()
         if self._asleep:
             await self.cluster.leave_gpus()
             await self.group.call(lambda engine: engine.wake_up(["weights"]))
-        self._version, self.learners.updated_since_send = version, False
-        if not self._recovery.has_enough():  # a new engine joins first
-            self.learners.weights_lock.notify_all()
-            await self.learners.weights_lock.wait_for(self._recovery.has_enough)
+        self.version, self._updated = version, False
+        if not self.recovery.has_enough():  # a new engine joins first
+            self._weights.notify_all()
+            await self._weights.wait_for(self.recovery.has_enough)
         await self._transfer()
 
     async def sleep_if_colocated(self) -> None:
@@ -160,7 +175,7 @@ class Engines:
         connection = await self._connection() if self.group.present != self._connected else None
         present = self.group.present
         sent, *_ = await while_healthy(
-            self.group, self.learners.call(lambda learner: learner.send_weights(self._version, connection))
+            self.group, self.learners.call(lambda learner: learner.send_weights(self.version, connection))
         )
         self._report(sent)
         self._connected = present
@@ -175,23 +190,31 @@ class Engines:
         if sent is None or not self._run_config.sends_changes:
             return
         if sent.why_all:
-            say(f"weights of version {self._version}: everything was sent, because {sent.why_all}")
+            say(f"weights of version {self.version}: everything was sent, because {sent.why_all}")
         self.transfer_metrics["weights/sent_mib"] = sent.bytes / 2**20
         if sent.share is not None:
             self.transfer_metrics["weights/changed"] = sent.share
 
     async def _pause(self) -> None:
-        ranks = [rank for rank in range(len(self.group.actors)) if rank not in self.group.absent]
-        outcomes = await asyncio.gather(
-            *(self.group.call_one(rank, lambda engine: engine.pause(), what="pausing") for rank in ranks),
-            return_exceptions=True,
-        )
-        for rank, outcome in zip(ranks, outcomes, strict=True):
-            replaced = isinstance(outcome, LostError) and self._recovery.recover(rank, outcome)
-            if isinstance(outcome, BaseException) and not replaced:
+        for rank, outcome in (await self._call_each(lambda engine: engine.pause(), what="pausing")).items():
+            if isinstance(outcome, LostError) and not self.recovery.recover(rank, outcome):
                 raise outcome
         if not self.group.present:
             raise LostError("the transfer of weights failed: no engine is left")
+
+    async def _call_each(
+        self, ask: Callable[[RolloutEngine], Coroutine[Any, Any, T]], *, what: str, deadline_s: float | None = None
+    ) -> dict[int, T | LostError]:
+        """The answers of the present engines by rank; of an engine that is lost, its error."""
+
+        async def call(rank: int) -> T | LostError:
+            try:
+                return await self.group.call_one(rank, ask, what=what, deadline_s=deadline_s)
+            except LostError as error:
+                return error
+
+        ranks = [rank for rank in range(len(self.group.actors)) if rank not in self.group.absent]
+        return dict(zip(ranks, await asyncio.gather(*map(call, ranks)), strict=True))
 
     async def _connection(self) -> tuple[str, EngineClient, transfer.Rendezvous]:
         """Transport, client and meeting point for a transfer group with the present engines."""
@@ -220,21 +243,18 @@ class Engines:
         """From now on replace lost engines, except on shared GPUs; `check` compares all of them with the learner."""
         if not self.cluster.shares_gpus:
             self._check = check
-            self.cluster.before_end = self._recovery.cancel
-            self._recovery.begin(self._max_restarts)
+            self.recovery.begin(self._max_restarts)
 
     async def stop_replacing(self) -> None:
         """Stop replacing engines, since nothing more is sampled."""
-        await self._recovery.close()
+        await self.recovery.close()
 
     async def _join(self, rank: int, new: ActorGroup[RolloutEngine]) -> None:
         """Send a new engine the weights that the others have, once the learners hold them; then it may sample."""
         assert self._check is not None, "only `replace_lost` lets engines be replaced"
-        async with self.learners.weights_lock:
-            await self.learners.weights_lock.wait_for(lambda: not self.learners.updated_since_send)
-            self._recovery.unverified.add(rank)
+        async with self._weights:
+            await self._weights.wait_for(lambda: not self._updated)
             self.group.replace(rank, new)
             await self._transfer()
-            await self._check(self._version)
-            self._recovery.unverified.discard(rank)
-            self.learners.weights_lock.notify_all()
+            await self._check(self.version)
+            self._weights.notify_all()

@@ -34,7 +34,7 @@ def main() -> None:
     while (members := _members(folder, spared)) and time.monotonic() < began + PATIENCE_S:
         shared.update(*map(_shared_memory, members))
         late = time.monotonic() > began + TRACKERS_S
-        for process in [process for process in members if late or not _is_tracker(process)]:
+        for process in [process for process in members if late or TRACKER not in _read(process, "cmdline")]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(LOOK_EVERY_S)
@@ -56,26 +56,24 @@ def _members(folder: str, spared: set[int]) -> set[int]:
             if state == "Z":
                 continue
             parents[int(entry)] = int(parent)
-            if f"{MARK}={folder}".encode() in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
+            if f"{MARK}={folder}".encode() in _read(int(entry), "environ").split(b"\0"):
                 members.add(int(entry))
     while below := {process for process, parent in parents.items() if parent in members} - members:
         members |= below
     return members
 
 
-def _is_tracker(process: int) -> bool:
+def _read(process: int, name: str) -> bytes:
+    """A file of a process in /proc; empty if the process is gone."""
     try:
-        return TRACKER in Path(f"/proc/{process}/cmdline").read_bytes()
+        return Path(f"/proc/{process}/{name}").read_bytes()
     except OSError:
-        return False
+        return b""
 
 
 def _shared_memory(process: int) -> set[str]:
     """The files in shared memory that a process maps; they would stay when it is killed."""
-    try:
-        lines = Path(f"/proc/{process}/maps").read_text().splitlines()
-    except OSError:
-        return set()
+    lines = _read(process, "maps").decode(errors="surrogateescape").splitlines()
     return {line.split(maxsplit=5)[5] for line in lines if SHARED_MEMORY in line}
 
 

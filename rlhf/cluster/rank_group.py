@@ -34,10 +34,6 @@ class RankGroup(ActorGroup[Hosted]):
 
     def __init__(self, name: str, actors: list[Any], *, deadline_s: float) -> None:
         super().__init__(name, actors, deadline_s=deadline_s)
-        # Held while the weights change, and from a transfer to the end of its comparison with the engines. Otherwise a
-        # new engine could be compared with other weights than it was sent.
-        self.weights_lock = asyncio.Condition()
-        self.updated_since_send = False  # whether an update has begun since the last transfer to the engines
         self._epochs: Sequence[Sequence[Minibatch]] = ()
 
     @property
@@ -67,9 +63,7 @@ class RankGroup(ActorGroup[Hosted]):
 
     async def update(self: RankGroup[StepRank], targets: PolicyTargets | ValueTargets) -> list[UpdateOutcome]:
         """Run every optimizer step of the training step; metrics are merged over all ranks."""
-        async with self.weights_lock:
-            self.updated_since_send = True
-            by_rank = await self.call(lambda rank: rank.update(put(targets)), deadline_s=self.update_deadline_s)
+        by_rank = await self.call(lambda rank: rank.update(put(targets)), deadline_s=self.update_deadline_s)
         return [merge_outcomes(ranks) for ranks in zip(*by_rank, strict=True)]
 
     async def hold(self: RankGroup[Any], train: PackedTokens, held_out: PackedTokens | None) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -164,9 +165,7 @@ class RaySession:
     async def compare_nodes(self, *, deadline_s: float) -> None:
         """Check that every node of a cluster that was joined has the same versions installed as this process.
 
-        Raises:
-            ValueError: a node lacks something or has another version.
-            ClusterError: a node does not answer.
+        ValueError if a node lacks something or has another version, ClusterError if it does not answer.
         """
         if self.temp:
             return
@@ -237,11 +236,8 @@ class RaySession:
 
 def error_in_logs(texts: Mapping[str, str]) -> str:
     """The first error that is not caused by the death of another process, with its log; empty if there is none."""
-    for name, text in texts.items():
-        for line in text.splitlines():
-            if error := ERROR_LINE.search(line):
-                return f"{name}: {error[0][:MAX_ERROR_SHOWN]}"
-    return ""
+    found = ((name, ERROR_LINE.search(line)) for name, text in texts.items() for line in text.splitlines())
+    return next((f"{name}: {error[0][:MAX_ERROR_SHOWN]}" for name, error in found if error), "")
 
 
 def _do_nothing(_: Any, **__: Any) -> None:
@@ -250,13 +246,17 @@ def _do_nothing(_: Any, **__: Any) -> None:
 
 @contextlib.contextmanager
 def _own_sigterm_handler() -> Iterator[None]:
-    """A context for ray.init, which sets handlers (Python, C++) that end the program before it can clean up."""
+    """A context for ray.init, which sets handlers (Python, C++) that end the program before it can clean up.
+
+    Only the main thread can set the handler of C++ back: `rlhf.Trainer` starts Ray in another one, and does so later.
+    """
     ours = signal.getsignal(signal.SIGTERM)
     try:
         with mock.patch.object(ray._private.utils, "set_sigterm_handler", _do_nothing):
             yield
     finally:
-        signal.signal(signal.SIGTERM, ours)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, ours)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 # `package.module:name` or `path/to/file.py:name`: a function or class of the user
+GIVEN = "__main__:"  # begins the name of an object that a Python program gave (rlhf.api)
 USER_CODE = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
 
 Resume = Literal["fixed", "free", "rounding"]
@@ -114,6 +115,16 @@ def file_problem(path: Path) -> str:
         return MISSING if isinstance(error, FileNotFoundError | NotADirectoryError) else error_text(error)
 
 
+def check_user_code(name: str) -> str:
+    """The name of a function or class of the user, with its home folder; ValueError if it has another form."""
+    if not USER_CODE.fullmatch(name):
+        raise ValueError(f"{name!r} is not of the form package.module:name or path/to/file.py:name.")
+    return with_home(name)
+
+
+UserCode = Annotated[str, AfterValidator(check_user_code)]
+
+
 class OwnOr:
     """Type of a key that is one of our names or a user function: `Annotated[str, OwnOr("ppo", "gspo")]`."""
 
@@ -126,9 +137,7 @@ class OwnOr:
         if ":" not in value:
             expected = f"{', '.join(map(repr, self._known))}, or MODULE:FUNCTION"
             raise PydanticCustomError("literal_error", "not known", {"expected": expected})
-        if not USER_CODE.fullmatch(value):
-            raise ValueError(f"{value!r} is not of the form package.module:function or path/to/file.py:function.")
-        return with_home(value)
+        return check_user_code(value)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))

@@ -50,7 +50,7 @@ SAME_SIGNAL_S = 0.5
 END_AT_ONCE_S = 10.0  # after a second signal
 NEW_OBJECTS = 20_000  # before a collection of garbage; with Python's 700 it takes a fifth of the imports' time
 
-INSTALLED_CONFIGS = Path(sys.prefix, "share", "rlhf", "configs")  # as pyproject.toml says
+INSTALLED = Path(sys.prefix, "share", "rlhf")  # folders of the package next to its code, as setup.py says
 
 HELP_COLUMNS = 100
 KEYS_HEADER = """\
@@ -82,10 +82,12 @@ PROGRAMS = {
     "score": Program("grade a file of responses"),
     "export": Program("a checkpoint as a model folder"),
     "report": Program("a page about runs"),
+    "watch": Program("a page that follows a run"),
     "show": Program("the rollouts of a run"),
     "dashboard": Program("lay out a wandb dashboard"),
     "doctor": Program("check whether a run will work on this machine"),
     "quickstart": Program("make a tiny model and its data"),
+    "recipe": Program("run a recipe: a ladder of small runs to learn from"),
 }
 WITH_ENGINES = {name: p.config for name, p in PROGRAMS.items() if p.config and issubclass(p.config, GRPOConfig)}
 
@@ -137,10 +139,12 @@ def parse(
     contradictions: Callable[[C], Iterable[str]] = lambda config: config.contradictions(),
     check: Callable[[C], Iterable[str]] = lambda config: (),
     complete: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values,
+    values_of: Callable[[argparse.Namespace], dict[str, Any]] = lambda flags: {},
 ) -> tuple[C, argparse.Namespace]:
     """Arguments -> the config and the flags of `add_flags`; --help lists every key. The others as for `load_config`.
 
-    `check` is not called with --plan and --print-config.
+    `check` is not called with --plan and --print-config. `values_of`: keys that the flags stand for; they win over the
+    files, and no file is needed then.
     """
     parser = parser_of(
         program,
@@ -160,19 +164,21 @@ def parse(
         nearest = nearest or nearest_key(key, [known.name for known in describe_keys(schema)])
         reason = "there is no such flag, and keys are written without dashes, as section.key=value"
         raise ValueError(f"{argument}: {reason}. {nearest} --help lists all.")
-    if not arguments.config:
-        files = [text for text in arguments.overrides if text.endswith((".yaml", ".yml"))]
-        example = (files or ["configs/math.yaml"])[0]
+    files, values = arguments.config or [], values_of(arguments)
+    if not files and not values:
+        named = [text for text in arguments.overrides if text.endswith((".yaml", ".yml"))]
+        example = (named or ["configs/math.yaml"])[0]
         raise ValueError(f"--config: no file given. Name a YAML file: {started_as(program)} --config {example}")
+    arguments.config = files = [config_file(name) for name in files]
     starts_nothing = any(vars(arguments).get(flag) for flag in ("plan", "print_config"))
     try:
         with waiting("starting: checking the config, and the data, models and functions that it names"):
             config = load_config(
-                schema, arguments.config, arguments.overrides, contradictions=contradictions,
+                schema, [*files, values] if values else files, arguments.overrides, contradictions=contradictions,
                 check=(lambda config: ()) if starts_nothing else check, complete=complete,
             )  # fmt: skip
     except ValueError:
-        _check_program(program, schema, arguments.config)
+        _check_program(program, schema, files)
         raise
     return config, arguments
 
@@ -212,16 +218,32 @@ def _key_lines(key: Key) -> Iterable[str]:
     yield from textwrap.wrap(key.description, HELP_COLUMNS, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
-def config_folder() -> Path:
-    """The folder `configs` of the checkout, or the configs that were installed with the package."""
-    checkout = Path(__file__).parents[2] / "configs"
-    return checkout if checkout.is_dir() else INSTALLED_CONFIGS
+def shipped_folder(name: str) -> Path:
+    """The folder `configs` or `recipes` of the checkout, or the one that was installed with the package."""
+    checkout = Path(__file__).parents[2]  # of an installed package: site-packages, where others may have such a folder
+    return (checkout if (checkout / "pyproject.toml").is_file() else INSTALLED) / name
+
+
+def config_file(name: str) -> str:
+    """The file of --config; configs/NAME.yaml, where there is none, is the one of this package, and a line says so."""
+    path = Path(name)
+    own = shipped_folder("configs") / path.name
+    if path.exists() or path.parent != Path("configs") or not own.is_file():
+        return name
+    say(f"--config {name}: not in this folder; taking {own}", file=sys.stderr)
+    return str(own)
 
 
 def check_new_folder(folder: Path, key: str = "") -> None:
     """Raise a ValueError unless an output folder does not exist yet, or is empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{key}{folder}: it exists and is not an empty folder. Name a new folder.")
+
+
+def check_main_thread() -> None:
+    """Raise a ValueError outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError("a program of rlhf runs in the main thread, which gets Ctrl-C and SIGTERM. Call it there.")
 
 
 def run_async(
@@ -232,9 +254,11 @@ def run_async(
     At the first signal `on_signal` is called instead, with its name and a function that cancels the task. Inside a
     running event loop, as in a notebook, that loop waits. ValueError outside of the main thread, which gets signals.
     """
-    if threading.current_thread() is not threading.main_thread():
+    try:
+        check_main_thread()
+    except ValueError:
         main.close()
-        raise ValueError("a program of rlhf runs in the main thread, which gets Ctrl-C and SIGTERM. Call it there.")
+        raise
     received: list[signal.Signals] = []
     # if something hangs while the task is cancelled; child processes end with this one
     exit_soon = threading.Timer(END_AT_ONCE_S, lambda: os._exit(128 + received[0]))
@@ -276,6 +300,10 @@ def run_async(
 
 class NothingToDoError(Exception):
     """There is nothing left to do: the program prints the message and ends with status 0."""
+
+
+class StoppedError(NothingToDoError):
+    """The run has ended before its last step, as the user's own code asked."""
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rlhf.config.base import suggest
+from rlhf.config.base import GIVEN, suggest
 from rlhf.config.conditions import conflicts, unread_keys, value_at
 from rlhf.config.program import dtype_problems
 from rlhf.config.reward import ENVIRONMENT_PART, may_be_accuracy
@@ -48,6 +48,12 @@ SAMPLING_CONFLICTS = {
         for turns in ("tools", "environment.name", "environment.by_name")
     },
     "tools and environment.uses_endpoint": "a program or service offers its own tools in its requests. Remove the key.",
+    "tools and environment.of_package": "the environment brings its own tools. Remove the key.",
+    **{
+        f"data.{name} and environment.of_package": "the environment writes its prompts itself, see environment.args. "
+        "Remove the key."
+        for name in ("system_prompt", "prompt_suffix")
+    },
 }
 PREFIX_CACHE = "vLLM returns experts only with its prefix cache, which is off then. Remove one of them."
 VOCABULARY, REPLACES = "algo.teacher.over=vocabulary", "algo.teacher.reward=replace"
@@ -220,6 +226,14 @@ def _rewards_below_zero(config: GRPOConfig) -> Iterator[str]:
             yield f"reward name={part.name} with weight={part.weight:g}"
 
 
+def package_problems(config: GRPOConfig, which: str) -> Iterator[str]:
+    """Problems of data.train or data.eval (`which`) with an environment of a package, which makes the prompts."""
+    files = [each.path for each in getattr(config.data, which) if not each.is_environment]
+    if files and config.environment.of_package:
+        key, reason = f"data.{which}", f"the prompts come from environment.name={config.environment.name}"
+        yield f"{key}={files[0]}: {reason}. Remove the key, or write {key}={{path: environment, rows: N}}."
+
+
 def environment_problems(config: GRPOConfig) -> Iterator[str]:
     """Problems of prompts that the environment makes."""
     sources = {"data.train": config.data.train, "data.eval": config.data.eval}
@@ -227,6 +241,13 @@ def environment_problems(config: GRPOConfig) -> Iterator[str]:
     if not config.uses_environment_or_tools:
         yield from (f"{key}=environment: nothing makes prompts. Set environment too." for key in made if made[key])
         return
+    given = {f"environment.name={part.name}": part.name for part in config.environment.parts.values()}
+    given |= {f"tools={name}": name for name in config.tools}
+    for key in (key for key, name in given.items() if config.environment.python and name.startswith(GIVEN)):
+        yield (
+            f"environment.python={config.environment.python}: {key} is an object of this Python program, which another "
+            "interpreter cannot read. Put it into a module, and give its name."
+        )
     for key, labels in made.items():
         if labels and config.environment.by_name:
             yield (

@@ -7,6 +7,7 @@ The first two spellings mean the same; the last one has several, chosen by the c
     environment: {name: my.module:play}                         a coroutine that gets `generate`
     environment: {name: program, command: [python, agent.py]}   a program that speaks to the model over HTTP
     environment: {name: service, url: "http://host:8000"}       a service that runs such agents
+    environment: {name: reasoning_gym, dataset: leg_counting}   an environment of that package, see `ADAPTERS`
     environment: {by_name: {chess: my.module:Chess, sums: {name: calculator}}}
 """
 
@@ -16,7 +17,7 @@ import contextlib
 import os
 from ipaddress import IPv4Address
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -33,19 +34,41 @@ from rlhf.config.base import USER_CODE, FilePath, Fraction, Section, key, short_
 from rlhf.config.conditions import conflicts, unread_keys
 
 PROGRAM, SERVICE = "program", "service"
+VERIFIERS, OPENENV, REASONING_GYM = "verifiers", "openenv", "reasoning_gym"
 TOOLS = ("calculator", "python")
-BUILT_IN = (*TOOLS, PROGRAM, SERVICE)
 LOOPBACK = "127.0.0.1"
 
+
+class Adapter(NamedTuple):
+    """How environments of another package become one of ours: its `keys` and `args` are the arguments of `code`."""
+
+    code: str  # a class that plays, as a config of a user would name it
+    keys: tuple[str, ...]  # of which a config has one
+
+
+ADAPTERS = {
+    VERIFIERS: Adapter("rlhf.environments.adapters.verifiers:Verifiers", ("id",)),
+    OPENENV: Adapter("rlhf.environments.adapters.openenv:OpenEnv", ("url", "app")),
+    REASONING_GYM: Adapter("rlhf.environments.adapters.reasoning_gym:ReasoningGym", ("dataset",)),
+}
+BUILT_IN = (*TOOLS, PROGRAM, SERVICE, *ADAPTERS)
 EXAMPLES = {
     PROGRAM: "{name: program, command: [python, agent.py]}",
     SERVICE: '{name: service, url: "http://HOST:PORT"}',
+    VERIFIERS: "{name: verifiers, id: NAME}",
+    OPENENV: '{name: openenv, url: "http://127.0.0.1:8000"}',
+    REASONING_GYM: "{name: reasoning_gym, dataset: leg_counting}",
 }
-NEEDED = {PROGRAM: "command", SERVICE: "url"}
+OF_ENDPOINT = (PROGRAM, SERVICE)  # these speak to the model over HTTP
+NEEDED = {PROGRAM: ("command",), SERVICE: ("url",)} | {name: adapter.keys for name, adapter in ADAPTERS.items()}
 PART_READS_IF = {
     "command": "name=program",
     "returned_files": "name=program",
-    "url": "name=service",
+    "url": "name=service|openenv",
+    "app": "name=openenv",
+    "id": "name=verifiers",
+    "dataset": "name=reasoning_gym",
+    "args": f"name={'|'.join(ADAPTERS)}",
     "key_variable_name": "name=service",
     "timeout_s": "name=program|service",
 }
@@ -68,7 +91,13 @@ class _Driven(Section):
         strict=False,
     )  # fmt: skip
     gives_answer: bool = key(False, "rows have their answers, even if the environment does not name their columns")
-    url: str | None = key(None, "of name: service: its address", pattern="^https?://[^/]", resume="free")
+    url: str | None = key(
+        None, "of name: service or openenv: the server's address", pattern="^https?://[^/]", resume="free"
+    )
+    app: FilePath | None = key(None, "of name: openenv: the application of its server, maze.server.app:app")
+    id: str | None = key(None, "of name: verifiers: the environment, as the package names it", min_length=1)
+    dataset: str | None = key(None, "of name: reasoning_gym: one of its data sets, leg_counting", min_length=1)
+    args: dict[str, Any] = key({}, f"of name: {', '.join(ADAPTERS)}: arguments of the environment or data set")
     key_variable_name: str | None = key(None, "of name: service: variable with its key", resume="free")
     timeout_s: PositiveFloat | None = key(
         None, "of a program or service: seconds that a rollout may take by the clock; null: 600", resume="free"
@@ -84,10 +113,19 @@ class EnvironmentPart(_Driven):
     def _has_what_it_needs(self) -> Self:
         for problem in unread_keys(self, PART_READS_IF, "environment."):
             raise ValueError(problem)
-        if (needed := NEEDED.get(self.name)) and not getattr(self, needed):
-            raise ValueError(f"environment.name={self.name}: {needed} is missing. Write {EXAMPLES[self.name]}.")
+        needed = NEEDED.get(self.name, ())
+        given = [key for key in needed if getattr(self, key)]
+        if needed and not given:
+            missing = f"{' or '.join(needed)} is missing"
+            raise ValueError(f"environment.name={self.name}: {missing}. Write {EXAMPLES[self.name]}.")
+        if len(given) > 1:
+            raise ValueError(f"environment.{' with environment.'.join(given)}: each names it. Keep one of them.")
+        if self.app is not None and not USER_CODE.fullmatch(self.app):
+            form = "Write package.module:name or path/to/file.py:name."
+            raise ValueError(f"environment.app={self.app}: not the name of an application. {form}")
         if needed and self.options:
-            raise ValueError(f"environment.options: a {self.name} takes none. Put them into {needed}.")
+            other = "args" if self.name in ADAPTERS else needed[0]
+            raise ValueError(f"environment.options: {self.name} takes none. Put them into {other}.")
         if self.gives_answer and self.name == SERVICE:
             raise ValueError("environment.gives_answer=true: a service gets the whole row. Remove the key.")
         for pattern in self.returned_files:
@@ -106,11 +144,42 @@ class EnvironmentPart(_Driven):
         except ValueError:  # of the host, or the port
             is_address = False
         if not is_address:
-            raise ValueError(f"environment.url: it names no host and port. Write such as {EXAMPLES[SERVICE]}.")
+            raise ValueError(f"environment.url: it names no host and port. Write such as {EXAMPLES[self.name]}.")
+        if self.name == OPENENV and "@" in address.netloc:
+            raise ValueError("environment.url: OpenEnv's servers take no password. Remove it.")
         if self.key_variable_name and "@" in address.netloc:
             reason = "both authorize the request. Keep one of them."
             raise ValueError(f"environment.key_variable_name with a password in environment.url: {reason}")
         return self
+
+    @property
+    def code(self) -> str:
+        """The name of the class or coroutine that is run."""
+        return ADAPTERS[self.name].code if self.name in ADAPTERS else self.name
+
+    @property
+    def adapted(self) -> str | None:
+        """`module:name` of the code that an adapter loads: an application of OpenEnv, or a taskset of verifiers."""
+        if self.id is None:
+            return self.app
+        return self.id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower() + ":taskset"
+
+    @property
+    def reached_port(self) -> int:
+        """The port of OpenEnv's server, if its address needs no look-up in the network; else 0."""
+        address = urlsplit(self.url or "")
+        with contextlib.suppress(ValueError):  # a name
+            host = LOOPBACK if address.hostname == "localhost" else address.hostname
+            if self.name == OPENENV and IPv4Address(host or ""):
+                return address.port or (443 if address.scheme == "https" else 80)
+        return 0
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the code."""
+        if self.name not in ADAPTERS:
+            return self.options
+        return {key: getattr(self, key) for key in ADAPTERS[self.name].keys} | {"args": self.args}
 
 
 class EnvironmentConfig(_Driven):
@@ -130,8 +199,8 @@ class EnvironmentConfig(_Driven):
     files: tuple[FilePath, ...] = key((), "other files that they may read and write", strict=False, resume="free")
     endpoint_host: str = key(
         LOOPBACK,
-        "IPv4 address of the driver's node at which programs and services reach the model; with 127.0.0.1 they and all "
-        "other environments stay there",
+        "IPv4 address of the driver's node at which a service on another machine reaches the model; other nodes of the "
+        "run listen at their own address then",
         resume="free",
     )
     trained_sequences: tuple[str, ...] = key(
@@ -179,6 +248,10 @@ class EnvironmentConfig(_Driven):
         if self.name is not None and self.by_name:
             reason = "each row would have two environments. Keep one of the keys."
             raise ValueError(f"environment.name={self.name} with environment.by_name: {reason}")
+        for value, part in self.by_name.items():
+            if part.name in ADAPTERS:
+                reason = "it makes the prompts itself, so no row chooses it. Write it as environment.name."
+                raise ValueError(f"environment.by_name.{value}: {part.name}: {reason}")
         remedy = "this key has no effect here. Set it at an entry of environment.by_name."
         for problem in conflicts(self, {f"{of} and by_name": remedy for of in _Driven.model_fields}, "environment."):
             raise ValueError(problem)
@@ -188,8 +261,13 @@ class EnvironmentConfig(_Driven):
             if (value := getattr(self, field)) != type(self).model_fields[field].default:
                 reason = "a service runs in processes of yours, which get nothing from the run. Remove the key."
                 raise ValueError(f"environment.{field}={short_value(value)}: {reason}")
-        if self.endpoint_host != LOOPBACK and not self.uses_endpoint:
-            reason = "this key has no effect without a program or service. Remove the key."
+        for part in self.parts.values():
+            if part.name == OPENENV and part.url and not (self.network or part.reached_port):
+                reason = "its host is no IPv4 address, and environments may look up no name in the network"
+                remedy = "Set environment.network=true, or write an IPv4 address."
+                raise ValueError(f"environment.url={part.url}: {reason}. {remedy}")
+        if self.endpoint_host != LOOPBACK and all(part.name != SERVICE for part in self.parts.values()):
+            reason = "it is for a service on another machine. Everything else is on its node: remove the key."
             raise ValueError(f"environment.endpoint_host={self.endpoint_host}: {reason}")
         return self
 
@@ -199,6 +277,11 @@ class EnvironmentConfig(_Driven):
         if self.name is None:
             return self.by_name
         return {"": EnvironmentPart(name=self.name, **{field: getattr(self, field) for field in _Driven.model_fields})}
+
+    @property
+    def reached_port(self) -> int:
+        """The only port that environments may connect to, without `network`; 0: none."""
+        return max((part.reached_port for part in self.parts.values()), default=0)
 
     @property
     def trained_kinds(self) -> tuple[str, ...]:
@@ -211,8 +294,13 @@ class EnvironmentConfig(_Driven):
         return bool(self.parts) and all(part.name == SERVICE for part in self.parts.values())
 
     @property
+    def of_package(self) -> bool:
+        """True if another package has the environment."""
+        return self.name in ADAPTERS
+
+    @property
     def uses_endpoint(self) -> bool:
-        return any(part.name in NEEDED for part in self.parts.values())
+        return any(part.name in OF_ENDPOINT for part in self.parts.values())
 
 
 def checked_name(name: str, key: str, built_in: tuple[str, ...] = BUILT_IN) -> str:

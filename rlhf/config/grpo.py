@@ -9,7 +9,7 @@ from rlhf.config import contradictions, sections
 from rlhf.config.base import key
 from rlhf.config.conditions import conflicts
 from rlhf.config.data import ENVIRONMENT, DataConfig
-from rlhf.config.environment import TOOLS, EnvironmentConfig, ToolNames
+from rlhf.config.environment import ADAPTERS, TOOLS, EnvironmentConfig, ToolNames
 from rlhf.config.library_options import changes_numbers
 from rlhf.config.program import PLAIN_TEXT_CONFLICTS, TrainingProgramConfig, dtype_problems
 from rlhf.config.reward import ENVIRONMENT_PART, MODEL_PART, RewardConfig
@@ -31,7 +31,7 @@ class GRPOConfig(TrainingProgramConfig):
     reward_model: RewardModelConfig | None = key(None, "a learned reward, added to `reward`; null: none")
     environment: EnvironmentConfig = EnvironmentConfig()
     tools: ToolNames = key((), "functions the model may call: your.module:function, calculator, python")
-    rollout: sections.RolloutConfig
+    rollout: sections.RolloutConfig = sections.RolloutConfig()
     algo: sections.AlgoConfig = sections.AlgoConfig()
     learner: sections.LearnerConfig = sections.LearnerConfig()
     weights: sections.WeightsConfig = sections.WeightsConfig()
@@ -43,10 +43,12 @@ class GRPOConfig(TrainingProgramConfig):
 
     @classmethod
     def completed(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Without data.train the environment makes the prompts, if there is one."""
+        """Without data.train the environment makes the prompts, if there is one; those of a package judge too."""
         data, environment = values.get("data") or {}, values.get("environment")
         if isinstance(environment, dict):
             environment = environment.get("name") or environment.get("by_name")
+        if isinstance(environment, str) and environment in ADAPTERS:
+            values = {"reward": [], **values}
         if environment and isinstance(data, dict) and not data.get("train"):
             return {**values, "data": {**data, "train": ENVIRONMENT}}
         return values
@@ -186,11 +188,13 @@ class GRPOConfig(TrainingProgramConfig):
         yield from conflicts(self, PLAIN_TEXT_CONFLICTS)
         yield from dtype_problems(self, "model.dtype")
         yield from contradictions.environment_problems(self)
+        yield from contradictions.package_problems(self, "eval")
         yield from contradictions.metric_problems(self)
 
     def contradictions(self) -> Iterator[str]:
         yield from contradictions.training_problems(self)
         yield from contradictions.support_problems(self)
+        yield from contradictions.package_problems(self, "train")
         yield from self.sampling_contradictions()
         yield from contradictions.curriculum_problems(self)
         yield from teacher_problems(self)

@@ -88,7 +88,7 @@ SHORT_ENTRIES |= {("reward", "parts", "*"): "name", ("reward", "by_source", "*",
 
 def load_config(
     schema: type[C],
-    files: Sequence[str],
+    files: Sequence[str | Mapping[str, Any]],
     overrides: Sequence[str] = (),
     *,
     contradictions: Callable[[C], Iterable[str]] = lambda config: config.contradictions(),
@@ -97,11 +97,13 @@ def load_config(
 ) -> C:
     """Read the YAML files in order (later ones win), then the overrides (`section.key=value`), and validate.
 
-    `contradictions` between keys and the problems of `check`, such as a missing file, are refused. `complete` adds
-    values for keys that the schema requires and the program does not read.
+    A mapping may stand in place of a file: sections with keys, as Python values. `contradictions` between keys and the
+    problems of `check`, such as a missing file, are refused. `complete` adds values for keys that the schema requires
+    and the program does not read.
     """
     written = read_values(files, overrides)
-    values = resolved(written, f"--config {' '.join(map(str, files))}")
+    names = [str(file) for file in files if not isinstance(file, Mapping)]
+    values = resolved(written, f"--config {' '.join(names)}" if names else "config")
     remember(values, variables(written))
     if unknown := [f"{key}={value}" for key, value in flat_keys(values).items() if HIDDEN in str(value)]:
         reason = "a secret stood here, which is stored nowhere. Set an environment variable to it, and write"
@@ -113,10 +115,11 @@ def load_config(
     return config
 
 
-def read_values(files: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
+def read_values(files: Sequence[str | Mapping[str, Any]], overrides: Sequence[str]) -> dict[str, Any]:
     """Files and overrides merged into one mapping. Does not validate, and leaves each `${...}` as it was written."""
     values: dict[str, Any] = {}
-    for layer in (*map(_read, files), *map(parse_override, overrides)):
+    layers = (dict(file) if isinstance(file, Mapping) else _read(file) for file in files)
+    for layer in (*layers, *map(parse_override, overrides)):
         values = merged(values, layer)
     return values
 

@@ -185,8 +185,8 @@ USER_FIELDS = ("group", "concurrency", *GRANTS)
 
 
 def logged_name(part: str) -> str:
-    """The name of a part in metrics. The folders of an absolute path are dropped."""
-    return re.sub(r"^/(?:[^/]*/)*(?=[^/]*\.py:)", "", part)
+    """The name of a part in metrics: without the folders of an absolute path, or `__main__`."""
+    return re.sub(r"^/(?:[^/]*/)*(?=[^/]*\.py:)|^__main__:", "", part)
 
 
 class RewardPart(Section):
@@ -233,7 +233,7 @@ class RewardConfig(Section):
         json_schema_extra={"default": [{"name": "math"}]},
     )
     by_source: dict[str, tuple[RewardPart, ...]] = key({}, "other parts for the prompts of the named data sources")
-    workers: PositiveInt | None = key(None, "grading processes; null: the cores, at most 8", resume="free")
+    workers: PositiveInt | None = key(None, "grading processes per node; null: the cores, at most 8", resume="free")
     cpu_seconds: PositiveFloat = key(2.0, "CPU seconds that one part may take for one response", resume="free")
     wall_seconds: PositiveFloat = key(10.0, "seconds by the clock, without waiting for a core", resume="free")
     memory_mb: int = key(1024, "memory that a grading process may add, MiB", ge=64, resume="free")

@@ -134,7 +134,7 @@ def engine(config: Any, *, shares_gpus: bool = True) -> Role | None:
     shares = shares_gpus and cluster.placement == "colocated"
     return Role(
         ENGINE, "rollout", "model.path", config.model.path, cluster.engines, cluster.cpus_per_engine,
-        0 if shares else _gpus(config) * cluster.tensor_parallel, hosted="rlhf.rollout.engine:RolloutEngine",
+        0 if shares else _gpus(config) * cluster.tensor_parallel, hosted="rlhf.sampling.engine:RolloutEngine",
         memory="rlhf.check.memory:engine_memory", guest=True, coroutines=True,
         reads="rlhf.data.adapted_layers:adapted_layers",
     )  # fmt: skip

@@ -7,7 +7,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, field_validator
 
-from rlhf.config.base import REQUIRED, FilePath, Fraction, NonNegative, NonNegativeInt, OwnOr, Resume, Section, key
+from rlhf.config.base import (
+    REQUIRED,
+    FilePath,
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    OwnOr,
+    Resume,
+    Section,
+    UserCode,
+    key,
+)
 from rlhf.config.cards import CardName
 from rlhf.config.library_options import check_deepspeed_options, check_engine_options
 from rlhf.config.parsers import check_tool_parser
@@ -76,9 +87,11 @@ class AnyRunConfig(Section):
     deterministic: bool = key(False, "two runs on one machine, and a resumed one, are equal bit for bit; slower")
     export: bool = key(True, "write the final model in Hugging Face format")
     max_restarts: NonNegativeInt = key(
-        3, "engines replaced between two transfers; after other deaths restarts from one checkpoint; 0: a death ends it"
+        3,
+        "engines, and rollout workers, replaced between two transfers; after other deaths restarts from one checkpoint",
     )
     grace_s: NonNegative = key(120.0, "seconds after SIGTERM or Ctrl-C to end the step and save it")
+    callbacks: tuple[UserCode, ...] = key((), "classes with on_step or on_evaluation: [mine.py:Mine]")
 
 
 class RunConfig(AnyRunConfig):
@@ -98,9 +111,9 @@ class SamplingConfig(Section):
 
 
 class RolloutConfig(SamplingConfig):
-    prompts_per_step: PositiveInt = Field(description="prompts of one training step, over all engines")
-    samples_per_prompt: PositiveInt = Field(description="responses sampled for each prompt, the group size G")
-    max_response_tokens: PositiveInt = Field(description="longest response, or turn of a rollout with several, tokens")
+    prompts_per_step: PositiveInt = key(64, "prompts of one training step, over all engines")
+    samples_per_prompt: PositiveInt = key(8, "responses sampled for each prompt, the group size G")
+    max_response_tokens: PositiveInt = key(1024, "longest response, or turn of a rollout with several, tokens")
     max_rollout_tokens: PositiveInt | None = key(
         None, "all that follows the prompt, answers of tools too, tokens; null is max_response_tokens"
     )
@@ -393,6 +406,18 @@ class ClusterConfig(LearnersConfig):
     placement: Literal["separate", "colocated"] = key("separate", "engines and learners on different or the same GPUs")
     offload_while_sampling: bool = key(True, "colocated: optimizer and reference leave the GPU while engines are awake")
     cpus_per_engine: PositiveFloat = key(0.5, "CPU cores reserved for each engine")
+    rollout_workers: Literal["auto"] | NonNegativeInt = key(
+        "auto",
+        "Ray actors that play and grade rollouts, in all; 0: the driver's process does; auto: one per node with "
+        "engines, at most one for 4 cores of the cluster, 0 below 8 cores",
+    )
+
+    @field_validator("rollout_workers", mode="before")
+    @classmethod
+    def _is_auto_or_a_number(cls, value: Any) -> Any:
+        if value == "auto" or (type(value) is int and value >= 0):
+            return value
+        raise ValueError(f"cluster.rollout_workers={value}: set auto, or a whole number from 0.")
 
 
 class PlanConfig(Section):

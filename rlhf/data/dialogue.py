@@ -12,8 +12,8 @@ their thoughts); the log of a rollout keeps the sampled tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,11 +30,13 @@ from rlhf.data.templates import (
 )
 
 Message = dict[str, Any]
+T = TypeVar("T")
 Tools = Sequence[dict[str, Any]] | None
 
 KEY = "data.template"
 ASKED, THOUGHT, REPLIED, SAID = "Question 1", "Thought 1", "Reply 1", "Message"  # contents of the openings
 MAX_CHARS_PER_TOKEN = 16
+REMEMBERED = 128  # renderings: the members of a group have the same prompt, and often the same answers of tools
 # Calls that a template accepts, and their arguments: all of a turn, one (Llama 3.1), arguments as text (DeepSeek V3)
 CALL_FORMS: tuple[tuple[int | None, Any], ...] = ((None, {}), (1, {}), (None, "{}"), (1, "{}"))
 LEFT_OUT = "\n[... {:,} characters left out: they do not fit ...]\n"
@@ -69,11 +71,14 @@ class Dialogue:
     ) -> None:
         self._tokenizer, self._template, self._arguments = tokenizer, template, dict(arguments or {})
         self.stop_ids = frozenset(stop_ids)
+        self._recent: dict[str, Any] = {}  # by function and arguments
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> np.ndarray:
         """Token ids [P] int32 of a conversation up to the start of the assistant's turn."""
-        text = render(messages, self._template, self._tokenizer, tools=tools, arguments=self._arguments)
-        return tokenize([text], self._template, self._tokenizer)[0]
+        return self._remembered(self._prompt, messages, tools)
+
+    def _prompt(self, messages: Sequence[Message], tools: Tools) -> np.ndarray:
+        return self._ids(render(messages, self._template, self._tokenizer, tools=tools, arguments=self._arguments))
 
     def can_go_on(self, token_ids: np.ndarray) -> bool:
         """True if a turn [R] ended with a stop token, so that a suffix can follow. A turn that was cut off did not."""
@@ -90,8 +95,11 @@ class Dialogue:
             messages: messages of other roles than the assistant. Tool messages answer its calls in order.
             after: the sampled stop id; None for the template's own.
         """
+        return self._remembered(self._suffix, messages, tools, after)
+
+    def _suffix(self, messages: Sequence[Message], tools: Tools, after: int | None) -> np.ndarray:
         stop, ids = self._after_turn(_opening(messages), messages, tools)
-        if after not in (None, stop) and stop != self._closing(tools, of_tools=messages[0]["role"] != "tool"):
+        if after not in (None, stop) and stop != self._remembered(self._closing, tools, messages[0]["role"] != "tool"):
             ids = np.concatenate([np.array([stop], np.int32), ids])
         return ids
 
@@ -197,7 +205,8 @@ class Dialogue:
         for count, arguments in CALL_FORMS:
             variant = [_with_calls(message, count, arguments) for message in opening]
             try:
-                return self._text(variant, tools), self._text([*variant, *messages], tools, last=True)
+                before = self._remembered(self._text, variant, tools)
+                return before, self._text([*variant, *messages], tools, last=True)
             except (ValueError, TypeError) as error:  # the latter: of operators in a template
                 errors.append(error)
         raise ValueError(f"{KEY}={self._template}: {errors[0]}") from errors[0]
@@ -210,7 +219,7 @@ class Dialogue:
         """
         assert all(message["role"] != "assistant" for message in messages), "the assistant's turns are sampled"
         before, whole = self._texts(opening, messages, tools)
-        ids, longer = tokenize([before, whole], self._template, self._tokenizer)
+        ids, longer = self._remembered(self._ids, before), self._ids(whole)
         stops, longer_stops = (np.flatnonzero(np.isin(each, list(self.stop_ids))) for each in (ids, longer))
         count = len(stops)
         turn = self._tokenizer.decode(ids[stops[-1] + 1 if count else 0 :].tolist()).rstrip()
@@ -229,7 +238,20 @@ class Dialogue:
         cut = int(longer_stops[count - 1])
         return int(longer[cut]), longer[cut + 1 :]
 
-    def _closing(self, tools: Tools, *, of_tools: bool) -> int:
+    def _ids(self, text: str) -> np.ndarray:
+        return tokenize([text], self._template, self._tokenizer)[0]
+
+    def _remembered(self, make: Callable[..., T], *arguments: Any) -> T:
+        """What a method returns for these arguments; the most recent ones are not rendered again."""
+        key = repr((make.__name__, arguments))
+        if key not in self._recent:
+            self._recent[key] = make(*arguments)
+        made: T = self._recent[key]
+        if len(self._recent) > REMEMBERED:
+            del self._recent[next(iter(self._recent))]  # the oldest
+        return made
+
+    def _closing(self, tools: Tools, of_tools: bool) -> int:
         """The stop id that the template writes before answers of tools, or before other messages."""
         messages = [_answer("tool", 1)] if of_tools else [_user(f"{SAID} 1")]
         return self._after_turn(_opening(messages), messages, tools)[0]

@@ -141,12 +141,41 @@ def first_prompt(loaded: LoadedPrompts) -> Prompt:
     return next(iter(loaded.prompts.values()))[0]
 
 
-def _made_prompts(config: DataConfig, which: Literal["train", "eval"], settings: SourceConfig) -> list[Prompt]:
-    """Prompts without text, for environments that write them. Evaluation prompts have other ids, so other seeds."""
-    count = settings.rows or (config.eval_rows if which == "eval" else None) or MADE_PROMPTS[which]
+def with_rows(
+    config: DataConfig, which: Literal["train", "eval"], loaded: LoadedPrompts, problems: int | None
+) -> LoadedPrompts:
+    """The prompts with as many made ones as the environment has `problems`; None: any number. ValueError: too few."""
+    prompts, sources = dict(loaded.prompts), config_sources(config, which)
+    for key, settings in sources.items():
+        if problems is None or not settings.is_environment:
+            continue
+        if problems == 0:
+            remedy = "`environment.args: {eval: 100}` holds some out, with verifiers; else remove the key."
+            raise ValueError(f"{key}={settings.path}: the environment has no problems for it. {remedy}")
+        if settings.rows is not None and settings.rows > problems:
+            reason = f"the environment has only {problems} problems. Use at most {problems}, or null."
+            raise ValueError(f"{key}: rows={settings.rows}: {reason}")
+        prompts[settings.label] = _made_prompts(config, which, settings, problems)
+    return replace(loaded, prompts=prompts, rows_per_epoch=rows_per_epoch(sources.values(), prompts))
+
+
+def _made_prompts(
+    config: DataConfig, which: Literal["train", "eval"], settings: SourceConfig, problems: int | None = None
+) -> list[Prompt]:
+    """Prompts without text, for environments that write them. Evaluation prompts have other ids, so other seeds.
+
+    `problems`: how many the environment has; None: as many as it is asked for.
+    """
+    usual = MADE_PROMPTS[which]
+    if which == "eval":
+        usual = min(config.eval_rows or usual, problems or config.eval_rows or usual)
+    count = settings.rows or (problems if problems and which == "train" else usual)
     begin = settings.label if which == "train" else f"{settings.label}/{which}"
     no_tokens = np.empty(0, np.int32)
-    return [Prompt(f"{begin}/{number}", 0, no_tokens, (), "", settings.label) for number in range(1, count + 1)]
+    return [
+        Prompt(f"{begin}/{number}", 0, no_tokens, (), "", settings.label, {"number": number, "split": which})
+        for number in range(1, count + 1)
+    ]
 
 
 def _make_prompts(

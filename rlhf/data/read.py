@@ -218,7 +218,7 @@ class Source(Generic[S]):
         try:
             batches = parquet.ParquetFile(path).iter_batches(batch_size=PARQUET_ROWS)
             rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-            yield from starmap(Row, enumerate(map(_table_row, rows), start=1))
+            yield from starmap(Row, enumerate(map(table_row, rows), start=1))
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{self.key}={self.path}: not readable as Parquet ({error}). Write it anew.") from error
 
@@ -235,7 +235,7 @@ class Source(Generic[S]):
                 table = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
             else:
                 table = datasets.load_dataset(str(folder or self.path), name, split=split)
-            yield from starmap(Row, enumerate(map(_table_row, table), start=1))
+            yield from starmap(Row, enumerate(map(table_row, table), start=1))
         except Exception as error:  # the hub's client and the file readers raise many types
             what = "the folder could not be loaded" if folder else "the hub did not give this data set"
             remedy = (
@@ -249,7 +249,7 @@ class Source(Generic[S]):
             raise ValueError(f"{self.key}={self.path}: {what} ({reason}). {remedy}") from error
 
 
-def _table_row(columns: Mapping[str, Any]) -> dict[str, Any]:
+def table_row(columns: Mapping[str, Any]) -> dict[str, Any]:
     """A row of a table without nulls in its messages: a table gives every message and call the keys of all of them."""
     return {name: without_nulls(value) if _are_messages(value) else value for name, value in columns.items()}
 

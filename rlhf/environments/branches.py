@@ -29,18 +29,10 @@ import numpy as np
 from rlhf.config.environment import KINDS
 from rlhf.data.dialogue import Dialogue
 from rlhf.data.messages import joined, read_message
-from rlhf.environments.turns import (
-    CallLimitError,
-    FailedError,
-    Limits,
-    Message,
-    NextTurn,
-    Progress,
-    check_size,
-    prompt_only_sequence,
-)
-from rlhf.rollout.requests import Completion
-from rlhf.rollout.token_log import TokenLog
+from rlhf.environments import turns
+from rlhf.environments.turns import CallLimitError, FailedError, Message
+from rlhf.sampling.requests import Completion
+from rlhf.sampling.token_log import TokenLog
 from rlhf.types import Outcome, Prompt, Rollout
 
 MAX_RENDERED = 1000  # new messages of a request
@@ -85,11 +77,11 @@ class _Context:
 class Branches:
     """The contexts and turns of one rollout."""
 
-    generate: NextTurn
+    generate: turns.NextTurn
     templates: Dialogue
-    limits: Limits
+    limits: turns.Limits
     trained: Collection[str]  # kinds of requests whose sequences are trained
-    progress: Progress = field(default_factory=lambda: Progress(offers_tools=False))
+    progress: turns.Progress = field(default_factory=lambda: turns.Progress(offers_tools=False))
     logs: list[TokenLog] = field(default_factory=list)  # of these sequences
     contexts: list[_Context] = field(default_factory=list)
     sampled: int = 0  # tokens of all turns
@@ -143,7 +135,7 @@ class Branches:
             try:
                 key = "data.max_prompt_tokens + rollout.max_rollout_tokens"
                 messages = request.get("messages") or ()
-                check_size(messages, most=self.limits.max_sequence_tokens, key=key)
+                turns.check_size(messages, most=self.limits.max_sequence_tokens, key=key)
                 units = self._units(messages)
                 log = self._log_of(request, units)
             except FailedError:
@@ -236,12 +228,14 @@ class Branches:
         texts = tuple(text for text, _ in units)
         known = [context for context in self.contexts if context.is_continued_by(request, texts)]
         context = max(known, key=lambda context: context.length, default=None)
-        said = _said_after(context, request, units)
-        if said is not None and any(message["role"] == "assistant" for message in said):
-            context = None  # a later turn was cut or changed, so its text becomes part of a prompt
+        said: list[Message] = []  # the messages after the context
+        if context is not None and (rest := units[len(context.messages or ()) :]) and "token_ids" not in request:
+            said = [_with_text(message) for message in request["messages"][rest[0][1] :]]
+            if any(message["role"] == "assistant" for message in said):
+                context = None  # a later turn was cut or changed, so its text becomes part of a prompt
         if context is None:
             more = self._ids(request)
-        elif said is None:
+        elif "token_ids" in request:
             more = np.asarray(request["token_ids"][context.length :], np.int32)
         else:
             after = int(context.log.token_ids[context.length - 1])
@@ -317,9 +311,9 @@ async def play_coroutine(
     sample: int,
     play: Play,
     *,
-    generate: NextTurn,
+    generate: turns.NextTurn,
     templates: Dialogue,
-    limits: Limits,
+    limits: turns.Limits,
     trained: Collection[str] = KINDS,
 ) -> Rollout:
     """Run a coroutine or program to its end. A failure is the rollout's outcome; it is never raised.
@@ -339,7 +333,7 @@ async def play_coroutine(
     sequences = [sequence for log in branches.logs if (sequence := log.sequence()).response_length]
     progress.calls = dict(branches.kinds)
     progress.untrained_tokens = branches.sampled - sum(sequence.response_length for sequence in sequences)
-    return progress.rollout(prompt, sample, sequences or [prompt_only_sequence(prompt)], outcome)
+    return progress.rollout(prompt, sample, sequences or [turns.prompt_only_sequence(prompt)], outcome)
 
 
 def _texts(message: Mapping[str, Any]) -> list[str]:
@@ -363,16 +357,6 @@ def _few(messages: list[Any]) -> list[Any]:
     if len(messages) > MAX_RENDERED:
         raise FailedError(f"a request has {len(messages)} new messages, but at most {MAX_RENDERED} are accepted.")
     return messages
-
-
-def _said_after(
-    context: _Context | None, request: Mapping[str, Any], units: Sequence[tuple[str, int]]
-) -> list[Message] | None:
-    """The messages of a request after a context; None without a context, or if the request names ids."""
-    if context is None or "token_ids" in request:
-        return None
-    rest = units[len(context.messages or ()) :]
-    return [_with_text(message) for message in request["messages"][rest[0][1] :]] if rest else []
 
 
 def _opening(texts: tuple[str, ...]) -> str | None:

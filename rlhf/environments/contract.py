@@ -42,18 +42,7 @@ CONTAINERS, MAX_NAMES = tuple | frozenset | list | set | dict, 256  # of column 
 
 
 class Environment:
-    """A class or functions, imported and checked, and the pool of the class's instances.
-
-    Attributes:
-        name: the name of the class; an empty string without a class.
-        tools: the schemas of the functions, then of the methods, as the prompt shows them.
-        has_reward, declares_done: True if the class has `get_reward`; if it ends rollouts by `done`.
-        blocking: names of functions and methods that are not coroutines. Only an environment without them can share its
-            process with other rollouts.
-        coroutines: names of the coroutines. An environment without them needs no event loop.
-        idle: instances that wait for another rollout.
-        column_names: names of columns that the code may read, in lower case (see `column_names`).
-    """
+    """A class or functions, imported and checked, and the pool of the class's instances."""
 
     _methods: tuple[str, ...] = ()
 
@@ -71,18 +60,20 @@ class Environment:
             options: arguments for the class, or for the built-in tool.
             tools: names of functions, in the same forms; they do not belong to the class.
 
-        Raises:
-            ValueError: a class or function cannot be imported, made or offered to a model.
+        Raises ValueError if a class or function cannot be imported, made or offered to a model.
         """
         self._functions: dict[str, Callable[..., Any]] = {}
         self._factory: Callable[[], Any] | None = None
-        self.idle: list[Any] = []
+        self.idle: list[Any] = []  # instances that wait for another rollout
         for tool in tools:
             self._add(tool, {}, f"tools: {tool!r}")
         label = f"environment name={name!r}"
         if name in BUILT_IN:
             self._add(name, options or {}, label)
-        self.name, self.has_reward, self.declares_done, self.column_names = "", False, False, set[str]()
+        self.name = ""  # of the class; empty without a class
+        self.has_reward = self.declares_done = False  # whether the class has `get_reward`; whether `done` ends rollouts
+        self.column_names = set[str]()  # of columns that the code may read, in lower case (see `column_names`)
+        # the schemas of the functions, then of the methods, as the prompt shows them
         self.tools = [_schema(function) for function in self._functions.values()]
         waits: dict[str, bool] = {}
         if name is not None and name not in BUILT_IN:
@@ -93,6 +84,7 @@ class Environment:
         if duplicate := next((tool for tool in names if names.count(tool) > 1), None):
             raise ValueError(f"{label}: two tools have the name {duplicate!r}. Rename one of them.")
         waits = {name: inspect.iscoroutinefunction(function) for name, function in self._functions.items()} | waits
+        # Only an environment without blocking functions can share its process; one without coroutines needs no loop.
         self.blocking = tuple(name for name in waits if not waits[name] and name != "close")
         self.coroutines = tuple(name for name in waits if waits[name])
 
@@ -204,8 +196,7 @@ class Episode:
             caused, as `tool: file:line: Type: text`}. A content is text; only a list that a tool returned stays a list,
             as in TRL, and the model reads `content_text` of it.
 
-        Raises:
-            MemoryError: any other exception of a tool becomes its answer.
+        Raises MemoryError; any other exception of a tool becomes its answer.
         """
         outcomes: list[tuple[_Call, Any]] = []  # contents of answers, and exceptions
         waiting: list[tuple[_Call, Any, Any]] = []
@@ -352,6 +343,8 @@ def column_names(function: Callable[..., Any], *others: Any) -> set[str]:
             waiting.append(each.fget)
         elif isinstance(each, staticmethod | classmethod):
             waiting.append(each.__func__)
+        elif isinstance(each, MethodType):
+            waiting += [each.__func__, type(each.__self__)]
         elif isinstance(each, type):
             waiting += [vars(base) for base in each.__mro__ if base.__module__ == each.__module__]
         elif isinstance(each, FunctionType):

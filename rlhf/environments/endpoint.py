@@ -1,6 +1,6 @@
-"""The driver's half of the endpoint: it starts the endpoint's process and answers requests from the rollouts' logs.
+"""The worker's half of the endpoint: it starts the endpoint's process and answers requests from the rollouts' logs.
 
-    Endpoint.play ── open: token ──>  process of `rollout/endpoint.py`
+    Endpoint.play ── open: token ──>  process of `sampling/endpoint.py`
          │        <── ask ──────────    (HTTP <── program, in a process of the environments)
          └── Branches.turn ── answer ──>
 
@@ -27,7 +27,7 @@ from rlhf.environments.branches import Branches, TooLongError
 from rlhf.environments.turns import FailedError
 from rlhf.processes.channel import MAX_BYTES
 from rlhf.processes.output import OutputPipe, PrintedLines
-from rlhf.rollout.chat import BACKLOG, ENDED, MAX_CONNECTIONS
+from rlhf.sampling.chat import BACKLOG, ENDED, MAX_CONNECTIONS
 from rlhf.types import Outcome
 
 PING_S, MAX_PINGS = 5.0, 4  # a silent process is pinged after so many seconds; after so many pings it counts as hung
@@ -54,7 +54,7 @@ class Endpoint:
             self._listening = socket.create_server((config.environment.endpoint_host, 0), backlog=BACKLOG)
         except OSError as error:
             raise ValueError(
-                f"environment.endpoint_host={config.environment.endpoint_host}: the driver's node cannot listen there "
+                f"environment.endpoint_host={config.environment.endpoint_host}: this node cannot listen there "
                 f"({error.strerror}). Use one of the addresses that `hostname -I` prints on it."
             ) from None
         self.host, self.port = self._listening.getsockname()[:2]
@@ -90,7 +90,7 @@ class Endpoint:
         fds, output = [theirs.fileno(), self._listening.fileno()], OutputPipe(self._printed)
         with theirs, open(output.pipe, "wb") as pipe:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rlhf.rollout.endpoint", *map(str, fds)],
+                [sys.executable, "-m", "rlhf.sampling.endpoint", *map(str, fds)],
                 pass_fds=fds,
                 stdin=subprocess.PIPE,
                 stdout=pipe,
@@ -180,14 +180,8 @@ class Endpoint:
         try:
             if request["counts"]:
                 return {"prompt_tokens": await branches.count(messages, tools)}
-            turn = await branches.turn(
-                {
-                    "messages": messages,
-                    "tools": tools,
-                    "offered": tools if request["parses_calls"] else [],
-                    "max_tokens": request["max_tokens"],
-                }
-            )
+            asked = {"messages": messages, "tools": tools, "max_tokens": request["max_tokens"]}
+            turn = await branches.turn({**asked, "offered": tools if request["parses_calls"] else []})
         except FailedError as error:  # the program may go on
             return FULL if isinstance(error, TooLongError) else {"refused": str(error)}
         if turn.completion is None:
@@ -205,7 +199,9 @@ class Endpoint:
         new = sorted({*names} - self._ignored)[: MAX_IGNORED - len(self._ignored)]
         self._ignored |= {*new}
         if new:
-            self._say(f"environment: requests of programs set {', '.join(new)}. They are ignored: the run decides.")
+            self._say(
+                f"warning: environment: requests of programs set {', '.join(new)}. They are ignored: the run decides."
+            )
 
     def _send(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError, RuntimeError):  # the process or its event loop has ended

@@ -18,10 +18,7 @@ def without_places(text: str, *, written: str) -> str:
     """The text with this process's folder for temporary files as `.`, and other paths of ours by their last names.
 
     Ours are the paths of Python and its packages, of this user, those below the folder that the run was started in, and
-    every file of a traceback.
-
-    Args:
-        written: what the model wrote; the paths that it named itself stay.
+    every file of a traceback. Paths in `written`, what the model wrote, stay.
     """
 
     def shown(found: re.Match[str]) -> str:

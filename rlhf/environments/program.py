@@ -76,12 +76,10 @@ class Program:
         self._readable, self._files = readable, files
 
     def play(self, message: Mapping[str, Any], say_alive: Callable[[], None]) -> dict[str, Any]:
-        """Run the program once; returns its outcome.
+        """Run the program once; returns its outcome. RefusedError if it could not be started.
 
-        Raises:
-            LimitError: it took too long, printed too much, died of a signal, or left too many files or a bad reward.
-            ValueError: its exit status is not 0.
-            RefusedError: it could not be started.
+        LimitError if it took too long, printed too much, died of a signal, or left too many files or a bad reward;
+        ValueError if its exit status is not 0.
         """
         folder = Path(tempfile.mkdtemp(prefix="program-"))
         try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import importlib.util
 import random
 import sys
 import types
-from collections.abc import Awaitable, Generator
+from collections.abc import Awaitable, Coroutine, Generator
+from contextvars import ContextVar
 from typing import Any
 
 
@@ -45,6 +47,12 @@ class RandomState:
                 set_state(self._outside[name])
 
 
+def seed_all(seed: int) -> None:
+    """Seed each generator anew, in the state that is in place."""
+    for _, _, set_seed in _generators().values():
+        set_seed(seed)
+
+
 def _generators() -> dict[str, tuple[Any, Any, Any]]:
     """The functions that read, set and seed each generator; numpy's only if it is imported."""
     generators = {"random": (random.getstate, random.setstate, random.seed)}
@@ -73,3 +81,17 @@ def run_with_state(
             if not hasattr(iterator, "throw"):
                 raise
             resume, value = iterator.throw, error
+
+
+of_tasks: ContextVar[RandomState | None] = ContextVar("of_tasks", default=None)  # of tasks that start in this context
+
+
+def start_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
+    """A task factory: a rollout's state is in place in all tasks that its code starts."""
+    if (state := of_tasks.get()) is not None:
+        coroutine = _in_state(coroutine, state)
+    return asyncio.Task(coroutine, loop=loop, **options)
+
+
+async def _in_state(coroutine: Coroutine[Any, Any, Any], state: RandomState) -> Any:
+    return await run_with_state(coroutine, state)

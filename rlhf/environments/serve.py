@@ -50,7 +50,9 @@ def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Returns:
         The environments with the time limit of a call; and for each environment {"tools", "rewards", "blocking",
-        "plays", "program", "withheld"}. Withheld columns hold answers and are not named in its code; rows omit them.
+        "plays", "opens", "program", "withheld", "rows"}. Withheld columns hold answers and are not named in its code;
+        rows omit them. `opens`: it plays, and opens something for each rollout before. `rows`: number of its problems
+        for `train` and `eval`, if it says so.
     """
     parts, answers = hello["environments"], hello["answers"]
     environments = {value: _make(part, hello["tools"]) for value, part in parts.items()}
@@ -64,42 +66,57 @@ def _make(part: Mapping[str, Any], tools: Sequence[str]) -> Kind:
         return None
     if name == PROGRAM:
         return Program(**part["program"])
-    if (play := _coroutine(name)) is None:
+    if (plays := _coroutine(name)) is None:
         try:
             return Environment(name, options=part["options"], tools=tools)
         except ValueError as error:
             known = str(error).startswith(("environment", "tools"))
             raise ValueError(str(error) if known else f"environment name={name!r}: {error}") from None
-    if part["options"] or tools:
+    options = {} if inspect.isclass(plays) else part["options"]
+    if options or tools:
         raise ValueError(
-            f"environment name={name!r}: a coroutine takes no options and no tools: it gets the row, and passes tools "
-            "to `generate`. Remove them."
+            f"environment name={name!r}: a coroutine takes no {'options' if options else 'tools'}: it gets the row, "
+            "and passes tools to `generate`. Remove them; a class with a coroutine `play` may have options."
         )
     seeding.import_numpy()
+    if not inspect.isclass(plays):
+        return plays
+    try:
+        made: Any = plays(**part["options"])
+    except BaseException as error:  # SystemExit and errors of the confinement too
+        if isinstance(error, ValueError) and str(error).startswith("environment."):
+            raise
+        raise ValueError(f"environment name={name!r}: it cannot be made: {type(error).__name__}: {error}") from error
+    play: Play = made.play
     return play
 
 
-def _coroutine(name: str | None) -> Play | None:
-    """The coroutine function of this name; None if the name means anything else or cannot be imported."""
+def _coroutine(name: str | None) -> Any:
+    """The coroutine function of this name, or the class with a coroutine `play`; None if the name means anything else
+    or cannot be imported."""
     if name is None or name in BUILT_IN:
         return None
     with contextlib.suppress(BaseException):  # `Environment` reports the error
-        function = getattr(load_module(name), name.rpartition(":")[2], None)
-        return function if inspect.iscoroutinefunction(function) else None
+        found = getattr(load_module(name), name.rpartition(":")[2], None)
+        has_tools = hasattr(found, "reset")  # a class of tools, which may have one that is called `play`
+        return found if inspect.iscoroutinefunction(found if has_tools else getattr(found, "play", found)) else None
     return None
 
 
 def _describe(environment: Kind, part: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:
     """The description of an environment for the driver, see `load`."""
-    about = {"tools": [], "rewards": True, "blocking": True, "plays": True, "program": True}
+    about: dict[str, Any] = {"tools": [], "rewards": True, "blocking": True, "plays": True, "program": True}
+    about |= {"opens": False, "rows": {}}
     names = set[str]()
     if isinstance(environment, Environment):
         about |= {"tools": environment.tools, "rewards": environment.has_reward, "blocking": bool(environment.blocking)}
         about |= {"plays": False, "program": False}
         names = environment.column_names
     elif environment is not None and not isinstance(environment, Program):
-        about |= {"blocking": False, "program": False}
-        names = column_names(environment)
+        player = getattr(environment, "__self__", None)  # a class that plays
+        about |= {"blocking": False, "program": False, "opens": hasattr(player, "open")}
+        about |= {name: getattr(player, name, usual) for name, usual in (("rows", {}), ("tools", []))}
+        names = column_names(environment, part["options"])
     gives_answer = environment is None or part["gives_answer"]  # a service is a server of the user
     return {**about, "withheld": [] if gives_answer else [column for column in answers if column not in names]}
 
@@ -108,6 +125,7 @@ def serve(channel: Channel, loaded: dict[str, Any]) -> None:
     """Answer messages until the driver hangs up."""
     server = Server(channel, loaded["environments"], loaded["wall_seconds"])
     with contextlib.closing(asyncio.new_event_loop()) as loop:
+        loop.set_task_factory(seeding.start_task)
         is_open = True
         while is_open:
             messages, is_open = channel.receive(wait=True)
@@ -137,11 +155,10 @@ class Server:
 
     def runs_alone(self, message: Mapping[str, Any]) -> bool:
         """Whether the message belongs to a session with blocking calls."""
-        if "environment" in message:
-            environment = self._environments[message["environment"]]
-            is_blocking = isinstance(environment, Environment) and bool(environment.blocking)
-            return isinstance(environment, Program) or is_blocking
-        return not self._tasks
+        if "environment" not in message:
+            return not self._tasks
+        environment = self._environments[message["environment"]]
+        return bool(environment.blocking) if isinstance(environment, Environment) else isinstance(environment, Program)
 
     def run_alone(self, message: Mapping[str, Any], loop: asyncio.AbstractEventLoop) -> None:
         """Answer one message, without an event loop unless the environment has coroutines too."""
@@ -217,9 +234,8 @@ class Server:
         try:
             self._channel.send(answer)
         except (TypeError, ValueError, RecursionError) as error:  # Python writes no number of over 4300 digits
-            self._channel.send(
-                self._failure(message, f"its answer cannot be sent: {error_with_location(error)}", limit=False)
-            )
+            why = f"its answer cannot be sent: {error_with_location(error)}"
+            self._channel.send(self._failure(message, why, limit=False))
 
     async def _answer_to(self, message: Mapping[str, Any], run: Awaiting) -> dict[str, Any]:
         """The answer to a message; an empty dictionary if the message gets none."""
@@ -253,7 +269,10 @@ class Server:
             return environment.play(message, lambda: self._channel.send({"alive": True}))
         assert environment is not None, "the driver asks a service"
         if not isinstance(environment, Environment):
-            return await self._play_coroutine(environment, message)
+            if message["do"] == "play":
+                return await self._play_coroutine(environment, message)
+            self._sessions[session] = await _open(environment, message)
+            return {"messages": None, "text": None}
         episode = self._sessions[session] = environment.episode()
         return await episode.reset(message["row"], message["seeds"])
 
@@ -262,12 +281,13 @@ class Server:
         session = message["session"]
         clock = _Clock(self._wall_seconds, f"it has asked for no turn for {self._wall_seconds:g} seconds")
 
-        async def generate(context: Any, *, tools: Any = (), max_tokens: int | None = None) -> Turn:
-            """The model's turn after these messages or token ids."""
+        async def generate(context: Any, *, tools: Any = None, max_tokens: int | None = None) -> Turn:
+            """The model's turn after these messages or token ids. With tools, calls of these are read; none of []."""
             context = list(context)
             is_ids = bool(context) and not isinstance(context[0], Mapping)
             request = {"token_ids": [int(each) for each in context]} if is_ids else {"messages": context}
-            request |= {"tools": [*tools], "max_tokens": max_tokens}
+            request |= {"tools": [*(tools or ())], "max_tokens": max_tokens}
+            request |= {} if tools is None else {"offered": request["tools"]}
             self._numbers += 1
             number = self._numbers
             self._asked[number] = asyncio.get_running_loop().create_future()
@@ -277,15 +297,41 @@ class Server:
 
         seeds = message["seeds"]
         state = seeding.RandomState(seeding.derive(seeds["group"], seeds["sample"], "play"))
+        seed = {"seed": seeds["group"]} if "seed" in inspect.signature(play).parameters else {}
+        opened = self._sessions.get(session)
         with state:
-            coroutine: Any = play(message["row"], generate)
-        result = await clock.limited(seeding.run_with_state(coroutine, state))
+            coroutine: Any = play(message["row"], generate, *([opened.value] if opened else []), **seed)
+        seeding.of_tasks.set(state)  # of this session's task; `limited` starts another one
+        result = await clock.limited(coroutine)
         try:
             returned = read_returned(result)
         except (TypeError, ValueError) as error:
             raise ValueError(f"the coroutine {error}.") from None
         facts = attributes.plain_json(returned.others)
         return {"reward": returned.score, "parts": returned.numbers, "facts": facts, "attributes": None}
+
+
+async def _open(play: Play, message: Mapping[str, Any]) -> _Opened:
+    """What a class that plays opens for a rollout, in the random state of its group."""
+    player: Any = getattr(play, "__self__", None)
+    group = message["seeds"]["group"]
+    state = seeding.RandomState(seeding.derive(group, "open"))
+    seeding.of_tasks.set(state)  # of tasks that it starts
+    with state:
+        coroutine = player.open(message["row"], seeding.derive(group, "seed"))
+    return _Opened(await seeding.run_with_state(coroutine, state))
+
+
+class _Opened:
+    """What the `open` of a class that plays returned for a rollout."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    async def close(self, *, broken: bool) -> None:
+        """Call its `close`, if it has one."""
+        if callable(close := getattr(self.value, "close", None)) and inspect.isawaitable(result := close()):
+            await result
 
 
 class Turn(dict[str, Any]):

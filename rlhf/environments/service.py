@@ -1,4 +1,4 @@
-"""A service as an environment: for each rollout the driver asks it, it runs an agent and answers with the reward.
+"""A service as an environment: for each rollout the worker asks it, it runs an agent and answers with the reward.
 
     {"row", "seed", "timeout_s", "openai_base_url", "anthropic_base_url", "key"} ── POST ──> service ──> agents
                                     reward, as a program leaves it in its file <── 200 ──       └─> endpoint

@@ -1,163 +1,59 @@
-"""Sessions of environments in the event loop; `hosts.py` and `nodes.py` reach their processes."""
+"""The sessions of environments as rollouts use them; `hosts.py` reaches their processes."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import itertools
-import json
 import math
 import re
-import time
-from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
-from rlhf.config.environment import EnvironmentConfig
 from rlhf.data.messages import read_request
 from rlhf.environments.contract import content_text
 from rlhf.environments.turns import Answers, CallLimitError, FailedError, Message
-from rlhf.processes.channel import as_json
+from rlhf.processes.workers import Worker
 from rlhf.types import Outcome
 
-FULL = "CAPACITY_REACHED"  # in the answer of an OpenEnv server without room for another session
-FULL_PAUSE_S = 0.5
+if TYPE_CHECKING:
+    from rlhf.environments.hosts import Hosts
+
 LEFT_OUT = (
     "Rows leave out columns with answers that the code of their environment does not name: name it as a parameter of "
     "`reset`, or set environment.gives_answer: true"
 )
 MAX_PARTS, MAX_FACTS = 64, 64  # named numbers and facts of one rollout
-FAILED_COUNTS_S = 10.0  # a failed session counts as open so long: a node where all fail gets few new sessions
 
 Answer = Callable[[Mapping[str, Any]], Awaitable[Message]]
 Service = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]  # see `service.Service.play`
 
 
-class Sessions:
-    """The sessions of one node in the event loop; a derived class reaches their processes.
-
-    Args:
-        about: of each environment, by the value of the column that chooses it: {"tools", "rewards", "blocking",
-            "plays", "program", "withheld"}.
-
-    Attributes:
-        services: the environments that are services, by the same value.
-        opened: sessions that were reset; another node may share this set.
-        open_sessions: number of sessions of this node, including those that wait for a process.
-    """
-
-    numbers = itertools.count(1)  # of the sessions of all nodes
-    _say: Callable[[str], None]  # gets a warning; a derived class sets it
-
-    def __init__(self, config: EnvironmentConfig, about: dict[str, dict[str, Any]]) -> None:
-        self.config, self.about, self.open_sessions = config, about, 0
-        self._warned_of_places = False
-        self.services: Mapping[str, Service] = {}
-        self.opened: set[int] = set()
-        self._answers: dict[int, Answer] = {}  # of coroutines, by session
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def open(self, row: Mapping[str, Any], seeds: Mapping[str, int]) -> HostedSession:
-        """Reset the environment of this row; wait for a process, and for room at the environment's server.
-
-        Raises FailedError if the row chooses no environment, or its reset failed.
-        """
-        columns = dict(row)
-        value = "" if "" in self.about else columns.pop("environment", None)
-        if not isinstance(value, str) or value not in self.about:
-            known = ", ".join(self.about)
-            raise FailedError(f"the row's column `environment` is {value!r}, but environment.by_name has only {known}.")
-        columns = {name: cell for name, cell in columns.items() if name.lower() not in self.about[value]["withheld"]}
-        try:
-            json.dumps(columns, default=as_json)
-        except (TypeError, ValueError) as error:
-            raise FailedError(f"open: {error}") from None
-        start = {"environment": value, "row": columns, "seeds": dict(seeds)}
-        began, refusals = time.monotonic(), 0
-        while True:
-            session = HostedSession(self, next(self.numbers), self.about[value], start)
-            self.open_sessions += 1
-            try:
-                await session.begin()
-            except BaseException as error:
-                await session.close()
-                may_leave = self.opened or time.monotonic() - began < self.config.wall_seconds  # a session of ours
-                if not isinstance(error, FailedError) or FULL not in str(error) or not may_leave:
-                    raise
-                refusals += 1
-                if refusals == 2 and not self._warned_of_places:  # a session that has just ended may keep its place
-                    self._warned_of_places = True
-                    self._say(
-                        f"warning: environment: its server is full, and rollouts wait for a place: {error}. Start it "
-                        "with a larger max_concurrent_envs, and set SUPPORTS_CONCURRENT_SESSIONS = True in its class."
-                    )
-            else:
-                self.opened.add(session.number)
-                return session
-            await asyncio.sleep(FULL_PAUSE_S)
-
-    @abstractmethod
-    async def ask(self, session: int, message: dict[str, Any]) -> Any:
-        """Send a request of a session and wait for its answer. The first request names the `environment`."""
-
-    @abstractmethod
-    def tell(self, session: int, message: dict[str, Any]) -> None:
-        """Send a turn to the coroutine that asked for it."""
-
-    @abstractmethod
-    def end(self, session: int, *, broken: bool) -> None:
-        """End a session. If it is `broken`, its instance and its own process are not used again."""
-
-    def answers(self, session: int, answer: Answer) -> None:
-        """Use `answer` for the turns that the coroutine of this session asks for."""
-        self._answers[session] = answer
-
-    def leave(self, session: int, *, broken: bool) -> None:
-        """End a session, and forget it."""
-        self._answers.pop(session, None)
-        self.opened.discard(session)
-        self.end(session, broken=broken)
-        asyncio.get_running_loop().call_later(FAILED_COUNTS_S if broken else 0.0, self._count_ended)
-
-    def _count_ended(self) -> None:
-        self.open_sessions -= 1
-
-    def _answer_turn_request(self, session: int, number: int, request: dict[str, Any]) -> None:
-        """Answer a coroutine's request for a turn."""
-        answer = self._answers.get(session)
-        if answer is not None:
-            self._begin(self._give(answer, session, number, request))
-
-    async def _give(self, answer: Answer, session: int, number: int, request: dict[str, Any]) -> None:
-        try:
-            message = await answer(request)
-        except Exception:  # `play` raises it
-            return
-        self.tell(session, {"answers": number, "session": session, "message": message})
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
 class HostedSession:
     """A rollout's environment in a process of a node. Every method raises CallLimitError or FailedError.
 
-    `plays` is True if a coroutine or program drives the rollout; otherwise the model's calls do.
+    `plays` is True if a coroutine or program drives the rollout; otherwise the model's calls do. `blocking`: it has a
+    process for itself, which a program uses alone, so that processes which it left running end too.
     """
 
-    def __init__(self, hosts: Sessions, number: int, about: Mapping[str, Any], start: dict[str, Any]) -> None:
+    def __init__(self, hosts: Hosts, number: int, about: Mapping[str, Any], start: dict[str, Any]) -> None:
         self.number, self.plays, self.is_program = number, bool(about["plays"]), bool(about["program"])
+        self.blocking, self._opens = bool(about["blocking"]), bool(about["opens"])
         self.tools: list[dict[str, Any]] = list(about["tools"])
         self.opening: list[Message] | None = None  # the messages of `reset`; None: the messages of the row
         self.text = ""  # of `reset`, for the end of the last user message
         self._hosts, self._start, self._withheld = hosts, start, about["withheld"]
         self._broken = False
+        self.answer: Answer | None = None  # gives the turns that its coroutine asks for
+        # the rest is used in the thread of the workers
+        self.worker: Worker | None = None  # None: it waits for one
+        self.asked: dict[int, tuple[str, Future[Any]]] = {}  # requests without an answer
+        self.turns: list[Future[None]] = []  # of its coroutine; the loop alone would not keep them
+        self.queued: list[dict[str, Any]] = []  # messages until it has a worker
+        self.lost: Exception | None = None
 
     async def begin(self) -> None:
-        """Reset the environment. A coroutine or program starts later, in `play` or `run`."""
-        if self.plays:
+        """Reset the environment, or open what it plays with. A coroutine or program starts in `play` or `run`."""
+        if self.plays and not self._opens:
             return
         said = await self._ask({"do": "open", **self._start})
         with _reading_answer("open"):
@@ -179,7 +75,7 @@ class HostedSession:
 
     async def _ask(self, message: dict[str, Any]) -> Any:
         try:
-            return await self._hosts.ask(self.number, message)
+            return await self._hosts.ask(self, message)
         except (CallLimitError, FailedError) as error:
             self._broken = True
             missed = re.search(r"(?:Key|Type|Attribute)Error: (.*)", str(error))
@@ -188,25 +84,9 @@ class HostedSession:
             raise
 
     async def play(self, answer: Answer) -> Outcome:
-        """Run the coroutine to its end; `answer` supplies its turns."""
-        failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-        async def answer_or_fail(request: Mapping[str, Any]) -> Message:
-            try:
-                return await answer(request)
-            except Exception as error:
-                if not failed.done():
-                    failed.set_exception(error)
-                raise
-
-        self._hosts.answers(self.number, answer_or_fail)
-        ended = asyncio.ensure_future(self._ask({"do": "play", **self._start}))
-        try:
-            await asyncio.wait({ended, failed}, return_when=asyncio.FIRST_COMPLETED)
-            return read_outcome((failed if failed.done() else ended).result())
-        finally:
-            ended.cancel()
-            failed.cancel()
+        """Run the coroutine to its end; `answer` supplies its turns, and its errors are raised here."""
+        self.answer = answer
+        return read_outcome(await self._ask({"do": "play", **self._start}))
 
     async def run(self, endpoint: Mapping[str, str]) -> Outcome:
         """Run the program, or ask the service for a rollout. `endpoint`: URL and key of the model."""
@@ -215,7 +95,7 @@ class HostedSession:
 
     async def close(self) -> None:
         """Release the process. It is killed if it still computes or something failed in it."""
-        self._hosts.leave(self.number, broken=self._broken)
+        self._hosts.end(self, broken=self._broken)
 
 
 @contextlib.contextmanager

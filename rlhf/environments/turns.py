@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from rlhf.data.dialogue import Dialogue
-from rlhf.rollout.requests import Completion
-from rlhf.rollout.token_log import TokenLog
+from rlhf.sampling.requests import Completion
+from rlhf.sampling.token_log import TokenLog
 from rlhf.types import Outcome, Prompt, Rollout, TokenSequence
 
 if TYPE_CHECKING:

@@ -97,14 +97,17 @@ class Learner(StepRank):
         return self.run_updates(targets, microbatch)
 
     @torch.no_grad()
-    def canary(self, sequences: list[np.ndarray], in_float32: bool = False) -> list[np.ndarray]:
-        """Log-probs at temperature 1 of given sequences under the current weights: [L] each, entry 0 is 0.
+    def canary(
+        self, sequences: list[np.ndarray], in_float32: bool = False, temperature: float = 1.0
+    ) -> list[np.ndarray]:
+        """Log-probs of given sequences under the current weights: [L] each, entry 0 is 0.
 
         They are packed into one row, so that the comparison also checks packing. `in_float32`: as in `PolicyModel`.
         """
         packed = pack(sequences)
         tokens = DeviceTokens.of(packed, self.device)
-        logprobs = self.deepspeed(tokens, temperature=1.0, in_float32=in_float32).logprobs.float().cpu().numpy()
+        output = self.deepspeed(tokens, temperature=temperature, in_float32=in_float32)
+        logprobs = output.logprobs.float().cpu().numpy()
         return np.split(logprobs, packed.cu_seqlens[1:-1])
 
     def blend_reference(self, decay: float) -> None:

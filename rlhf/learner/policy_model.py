@@ -31,14 +31,14 @@ from rlhf.learner.routing import Routing, choices_of_row, has_balancing_loss, ro
 from rlhf.learner.segments import Segments, checkpoint_contexts, row_of, segments_of
 from rlhf.learner.selective import selective_contexts
 from rlhf.learner.text_model import decoder_of, language_model
-from rlhf.types import PackedTokens
+from rlhf.types import PackedTokens, PromptRow
 
 
 @dataclass(frozen=True)
 class DeviceTokens:
     """A microbatch on the device: columns [T], with positions in each sequence, `rollout_tokens` [S], its segments.
 
-    `support`: None where every token was sampled from the whole vocabulary.
+    `support`: None where every token was sampled from the whole vocabulary. `prompt_rows`: as in `PackedTokens`.
     """
 
     token_ids: Tensor
@@ -49,6 +49,7 @@ class DeviceTokens:
     rollout_tokens: Tensor
     segments: Segments
     support: TokenSupport | None = None
+    prompt_rows: tuple[PromptRow, ...] | None = None
 
     @classmethod
     def of(cls, tokens: PackedTokens, device: torch.device) -> DeviceTokens:
@@ -64,7 +65,8 @@ class DeviceTokens:
             support = TokenSupport(put(tokens.support.ids, torch.int32), put(tokens.support.offsets))
         if (experts := tokens.experts) is not None:
             segments.experts = put(experts[segments.computed.cpu().numpy()], torch.int16)
-        return cls(ids, position_ids, mask, logprobs, segments.cu_seqlens, rollout_tokens, segments, support)
+        bounds, rows = segments.cu_seqlens, tokens.prompt_rows
+        return cls(ids, position_ids, mask, logprobs, bounds, rollout_tokens, segments, support, rows)
 
 
 def transformer_outputs(transformer: PreTrainedModel, tokens: DeviceTokens, **options: Any) -> Any:

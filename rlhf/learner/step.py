@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,9 +34,11 @@ def make_microbatches(
     tokens: PackedTokens, minibatch: Minibatch, rank: int, device: torch.device
 ) -> list[HeldMicrobatch]:
     """A rank's microbatches of a minibatch of these sequences, on its device."""
+    # a loss of the user gets a row of the data for a filler too
+    nothing = replace(filler(), prompt_rows=tokens.prompt_rows and tokens.prompt_rows[:1])
 
     def microbatch(rows: np.ndarray) -> HeldMicrobatch:
-        packed = tokens.take(rows) if len(rows) else filler()
+        packed = tokens.take(rows) if len(rows) else nothing
         index = tokens.token_indices(rows) if len(rows) else np.zeros(FILLER_TOKENS, np.int64)
         return HeldMicrobatch(DeviceTokens.of(packed, device), index, not len(rows), minibatch.denominators)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rlhf.algo import kl, losses
 from rlhf.algo.distillation import HeadInput
 from rlhf.algo.numerics import masked, segment_counts, segment_ids
+from rlhf.algo.own_functions import NO_ROW, ObjectiveError, asked_for, read_loss
 from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.routing import Routing
@@ -62,7 +63,7 @@ def policy_microbatch(
     learner_logprobs = logprobs.detach() if passed_logprobs is None else passed_logprobs
     old_logprobs = rollout_logprobs if algo.old_policy == "engine" else learner_logprobs
 
-    kind = load_function(algo.policy_loss) if algo.has_own_loss else algo.policy_loss
+    kind = _own_loss(algo.policy_loss, tokens) if algo.has_own_loss else algo.policy_loss
     terms = losses.policy_loss(
         logprobs, old_logprobs=old_logprobs, advantages=advantages, response_mask=mask, cu_seqlens=tokens.cu_seqlens,
         rollout_logprobs=rollout_logprobs, kind=kind, clip_low=algo.clip_low, clip_high=algo.clip_high,
@@ -144,10 +145,27 @@ def policy_microbatch(
         "policy/engine_logprob_difference": masked_mean((learner_logprobs - rollout_logprobs).abs(), mask),
         "policy/engine_kl": masked_mean(engine_kl, mask),
     }
+    for name, values in terms.metrics.items():
+        metrics[f"own/loss/{name}"] = masked_mean(values, mask & ~values.isnan())
     metrics |= _mean_by_bin(engine_kl, mask, tokens.position_ids, ENGINE_KL_FROM)
     if config.uses_environment_or_tools:
         metrics |= _mean_by_bin(engine_kl, mask, turn_numbers(mask, tokens.cu_seqlens), ENGINE_KL_OF_TURN)
     return loss, metrics
+
+
+def _own_loss(name: str, tokens: DeviceTokens) -> Callable[..., Any]:
+    """The user's loss with the arguments about rows that it asks for; a ValueError names it if it returns no loss."""
+    function = load_function(name)
+    rows = tokens.prompt_rows or (NO_ROW,) * len(tokens.rollout_tokens)
+    further = asked_for(function, rows, tokens.rollout_tokens)
+
+    def loss(logprobs: Tensor, **columns: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        try:
+            return read_loss(function(logprobs, **columns, **further), len(logprobs))
+        except ObjectiveError as error:
+            raise ValueError(f"algo.policy_loss={name}: {error}. Correct it, and go on with --resume.") from None
+
+    return loss
 
 
 def _mean_by_bin(values: Tensor, mask: Tensor, numbers: Tensor, names: Mapping[int, str]) -> StepMetrics:

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 Watch = Callable[[str], contextlib.AbstractContextManager[Any]]  # a context around work that has a name
 
@@ -53,7 +53,7 @@ LEARNER_PHASES = ("logprobs", "update", "transfer", "canary", "checkpoint")
 
 
 def waiting_seconds(phases: Mapping[str, float], window_s: float, engines_busy_s: float) -> dict[str, float]:
-    """The metrics of idle time: seconds in which no engine had a request, and in which the learners had no work."""
+    """The metrics of idle time: seconds in which the busiest engine had no request, and the learners no work."""
     learners_busy_s = sum(phases.get(phase, 0.0) for phase in LEARNER_PHASES)
     return {
         "time/engine_idle": max(0.0, window_s - engines_busy_s),
@@ -61,8 +61,18 @@ def waiting_seconds(phases: Mapping[str, float], window_s: float, engines_busy_s
     }
 
 
+class EngineWork(NamedTuple):
+    """What an engine did since a moment, evaluations included."""
+
+    tokens: int  # sampled
+    busy_s: float  # with a request
+    kv_cache_usage: float  # the largest fraction of the blocks in use
+    passes: int  # forward passes
+    waiting_passes: int  # after which a request waited for blocks of the KV cache
+
+
 class BusyMeter:
-    """Counts sampled tokens, and seconds in which any engine had a request. Idle time does not lower the rate."""
+    """Counts the sampled tokens of an engine, and the seconds in which it had a request."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -70,22 +80,24 @@ class BusyMeter:
         self._since = 0.0
         self._busy_s = 0.0
 
-    def begin(self) -> None:
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
         if self._running == 0:
             self._since = time.monotonic()
         self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._busy_s += time.monotonic() - self._since
 
-    def end(self) -> None:
-        self._running -= 1
-        if self._running == 0:
-            self._busy_s += time.monotonic() - self._since
-
-    def take(self) -> tuple[float, float]:
-        """(tokens per busy second, busy seconds) since the last call, with evaluations."""
+    def take(self) -> tuple[int, float]:
+        """(tokens, busy seconds) since the last call, with evaluations."""
         now = time.monotonic()
         if self._running:
             self._busy_s += now - self._since
             self._since = now
-        rate, busy_s = self.tokens / self._busy_s if self._busy_s else 0.0, self._busy_s
+        taken = self.tokens, self._busy_s
         self.tokens, self._busy_s = 0, 0.0
-        return rate, busy_s
+        return taken

@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from typing import Any, NamedTuple
 
+from rlhf.log.clock import LEARNER_PHASES
 from rlhf.types import rewards_differ
 
 Row = Mapping[str, Any]
@@ -26,13 +27,17 @@ Row = Mapping[str, Any]
 STEPS = 5  # steps that a rule looks at; one step of few prompts can look odd by chance
 
 FEW_ANSWERS = 0.1
-CUT_OFF, EQUAL_GROUPS = 0.9, 0.95
+CUT_OFF = 0.9
+EQUAL_GROUPS = {"hard": 0.8, "easy": 0.95}  # of the groups; runs that have learned their data end at up to 0.85
 HIGH_KL = 1.0  # nats per token, for the policy against the reference; runs that learn stay below 0.2
 HIGH_CLIP_FRACTION = 0.2  # runs that learn clip less than 0.02 of the tokens
 COLLAPSED = 0.1  # of the first entropy
 TOO_STALE, UNGRADED = 0.05, 0.02  # of the rollouts; of the grades
 FEW_CALLS = 0.05  # mean calls per rollout; with fewer, the share of failed calls is chance
 FAILING_CALLS = 0.9  # of the calls
+WAITING = 0.6  # of the time without evaluations; at a lag of 0 one side always waits for half of it or more
+SLOW = 0.5  # of the learners' waiting
+FULL_CACHE = 0.25  # of the forward passes; 0 where the cache holds all sequences that run at once
 
 
 class View(NamedTuple):
@@ -51,6 +56,10 @@ class View(NamedTuple):
     def rise(self, *names: str) -> float:
         """Sum of the increases of these cumulative counters over the last steps."""
         return sum(self.last[-1].get(name, 0) - self.before.get(name, 0) for name in names)
+
+    def total(self, *names: str) -> float:
+        """Sum of these metrics over the last steps; a row that lacks one counts as 0."""
+        return math.fsum(row.get(name, 0.0) for row in self.last for name in names)
 
     def findings(self) -> Iterator[tuple[str, str, str]]:
         """(title, observation, advice) of each rule that finds a problem."""
@@ -76,13 +85,13 @@ def equal_groups(view: View) -> Problems:
     # with a critic, groups of equal rewards have advantages, unless all groups have the same reward
     has_signal = view.config.get("algo.advantage") == "gae" and rewards_differ((low, high))
     has_signal |= view.config.get("algo.teacher.coef") is not None
-    if not share >= EQUAL_GROUPS or has_signal or any(few_answers(view)):  # that rule names the cause
+    level, remedy = ("easy", "harder") if mean > (low + high) / 2 else ("hard", "easier")
+    if not share >= EQUAL_GROUPS[level] or has_signal or any(few_answers(view)):  # that rule names the cause
         return
     if math.isnan(mean):
         failed = [name for name in view.last[-1] if name.startswith("reward/status/") and view.rise(name) > 0]
         names = ", ".join(name.removeprefix("reward/status/") for name in failed if not name.endswith("/ok"))
         yield f"No response could be scored{names and f' ({names})'}.", "Repair the reward, or the data that it reads."
-    level, remedy = ("easy", "harder") if mean > (low + high) / 2 else ("hard", "easier")
     yield (
         f"In {share:.0%} of the groups all rewards were equal, which teaches nothing; the mean reward was {mean}.",
         f"The data is too {level} for the model: use {remedy} data.train, set rollout.dynamic_sampling=true, or raise "
@@ -175,6 +184,73 @@ def grader_failures(view: View) -> Problems:
         )
 
 
+class Wait(NamedTuple):
+    """One side of a run that waits for the other."""
+
+    who: str  # learner or engine
+    share: float  # of the time without evaluations
+    cause: str
+    keys: tuple[str, ...]  # to raise; the config accepts each of them
+
+    @property
+    def line(self) -> str:
+        """For the terminal: `learner waits 62% (slow prompts): raise rollout.max_policy_lag`."""
+        return f"{self.who} waits {self.share:.0%} ({self.cause}): raise {' or '.join(self.keys)}"
+
+
+def wait(view: View) -> Wait | None:
+    """Who waited for WAITING of the last steps, if a key can change that.
+
+    None where engines and learners share GPUs, since they take turns there. On CPU they share cores, so only learners
+    that wait for slow prompts could do better.
+    """
+    config, learner_s = view.config, view.total("time/learner_idle") - view.total("time/evaluation")
+    window_s = learner_s + view.total(*(f"time/{phase}" for phase in LEARNER_PHASES))
+    if config.get("cluster.placement") != "separate" or window_s <= 0:
+        return None
+    shares = {"learner": learner_s / window_s, "engine": view.total("time/engine_idle") / window_s}
+    who = max(shares, key=shares.__getitem__)
+    lag, on_gpus = config.get("rollout.max_policy_lag", 0), config.get("cluster.device") != "cpu"
+    cause, keys = "", tuple[str, ...]()
+    if who == "learner" and view.total("time/slow_groups") >= SLOW * learner_s:
+        cause, keys = "slow prompts", ("rollout.max_policy_lag",)
+    elif on_gpus and lag:
+        cause, keys = f"{'sampling' if who == 'learner' else 'training'} takes longer", (f"cluster.{OTHERS[who]}",)
+    elif on_gpus and not config.get("run.deterministic"):  # which wants a lag of 0
+        cause, keys = "sampling and training take turns", ("rollout.max_policy_lag", f"cluster.{OTHERS[who]}")
+    return Wait(who, shares[who], cause, keys) if keys and shares[who] >= WAITING else None
+
+
+OTHERS = {"learner": "engines", "engine": "learners"}  # what a side waits for
+
+
+def learner_waits(view: View) -> Problems:
+    yield from _waits(view, "learner")
+
+
+def engine_waits(view: View) -> Problems:
+    yield from _waits(view, "engine")
+
+
+def _waits(view: View, who: str) -> Problems:
+    if (found := wait(view)) is not None and found.who == who:
+        yield (
+            f"The {who}s waited for {found.share:.0%} of the time ({found.cause}).",
+            f"Raise {' or '.join(f'{{{key}}}' for key in found.keys)}; docs/performance.md says more.",
+        )
+
+
+def full_cache(view: View) -> Problems:
+    if (share := view.mean("rollout/kv_cache_wait_fraction")) >= FULL_CACHE:
+        size = "kv_cache_gib" if view.config.get("cluster.device") == "cpu" else "gpu_memory_utilization"
+        yield (
+            f"The KV cache was full in {share:.0%} of the engines' forward passes: requests waited for others to end, "
+            "or were preempted and computed again.",
+            f"Raise {{rollout.{size}}} or {{cluster.engines}}. If no memory is left, lower "
+            "{rollout.max_concurrent_sequences}: then fewer are preempted.",
+        )
+
+
 def no_tool_calls(view: View) -> Problems:
     if view.mean("environment/used_fraction") == 0:
         yield (
@@ -205,7 +281,7 @@ def too_few_turns(view: View) -> Problems:
 
 RULES: dict[str, Callable[[View], Problems]] = {
     "no answers": few_answers,
-    "equal rewards in almost all groups": equal_groups,
+    "equal rewards in most groups": equal_groups,
     "responses are cut off": cut_off,
     "no tool was ever called": no_tool_calls,
     "almost all tool calls fail": failing_tools,
@@ -216,6 +292,9 @@ RULES: dict[str, Callable[[View], Problems]] = {
     "engines and learner drift apart": engine_drift,
     "rollouts are dropped as too old": stale_rollouts,
     "grades are missing": grader_failures,
+    "learners wait": learner_waits,
+    "engines wait": engine_waits,
+    "the KV cache is full": full_cache,
 }
 
 
@@ -268,9 +347,16 @@ class Diagnosis:
 
     def now(self) -> list[Finding]:
         """All findings for the last steps, however few steps there were."""
-        view = View(self._rows[-STEPS:], self._rows[0], self._first, self._config)
         step = self._rows[-1]["step"]
-        return [Finding(title, step, step, seen, advice) for title, seen, advice in view.findings()]
+        return [Finding(title, step, step, seen, advice) for title, seen, advice in self._view().findings()]
+
+    def who_waits(self) -> str:
+        """One line about the side that waited in the last steps; empty before there are STEPS, or if none does."""
+        found = wait(self._view()) if len(self._rows) >= STEPS else None
+        return "" if found is None else found.line
+
+    def _view(self) -> View:
+        return View(self._rows[-STEPS:], self._rows[0], self._first, self._config)
 
 
 def diagnose_run(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Finding]:
@@ -316,6 +402,7 @@ HEALTHY = {
     "policy/geometric_mask_fraction": Range(None, 0.05),
     "policy/off_policy_mask_fraction": Range(None, 0.05),
     "rollout/stopped_fraction": Range(0.9, None),
+    "rollout/kv_cache_wait_fraction": Range(None, 0.05),
     "critic/clip_fraction": Range(None, 0.3),
     "router/max_load": Range(1, 3),
     "router/load_entropy": Range(0.9, None),

@@ -96,6 +96,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Speed": (
         Panel("Step", ("time/step",), "s"),
         Panel("Engines", ("rollout/tokens_per_second",), "tokens/s"),
+        Panel("KV cache of the engines", ("rollout/kv_cache_usage", "rollout/kv_cache_wait_fraction")),
         Panel("Learners", ("learner/tokens_per_second",), "tokens/s"),
         Panel("Model FLOPs utilization", ("learner/mfu",)),
         Panel("Waiting", ("time/engine_idle", "time/learner_idle", "time/slow_groups"), "s"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Column, Table
 
@@ -110,16 +111,23 @@ def keep_lines_up_to(path: Path, step: int) -> int:
     return max(0, unread)
 
 
-def read_rows(file: Path) -> Iterator[Row]:
-    """The JSON objects of a file, one per line. Other lines, such as the end of a growing file, are skipped."""
+def read_rows(file: Path, max_bytes: int | None = None) -> Iterator[Row]:
+    """The JSON objects of a file, one per line; of a part, the lines that its first `max_bytes` hold."""
     with file.open("rb") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line.decode())
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict) and type(row.get(STEP)) is int:
-                yield row
+        yield from parse_rows(
+            lines if max_bytes is None else iter(lambda: lines.readline(max_bytes - lines.tell()), b"")
+        )
+
+
+def parse_rows(lines: Iterable[bytes]) -> Iterator[Row]:
+    """The JSON objects of lines. Other lines, such as the end of a growing file, are skipped."""
+    for line in lines:
+        try:
+            row = json.loads(line.decode())
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and type(row.get(STEP)) is int:
+            yield row
 
 
 def read_summary(run: Path) -> Row:
@@ -228,14 +236,38 @@ def evaluation_table(title: str, by_column: Mapping[str, Mapping[str, float]]) -
     table = Table(Column("metric", overflow="fold"), title=escape(printable(title)))
     for column in by_column:
         table.add_column(escape(printable(column)), justify="right", overflow="fold")
-
-    def cell(values: Mapping[str, float], name: str) -> str:
-        bounds = [f"{values[name + bound]:.3f}" for bound in BOUNDS if name + bound in values]
-        interval = f" ({' to '.join(bounds)})" if bounds else ""
-        return f"{values[name]:.3f}{interval}" if name in values else "-"
-
     for name in dict.fromkeys(name for values in by_column.values() for name in values):
         if not name.endswith(BOUNDS):
             shown = escape(printable(name.removeprefix("eval/")))
-            table.add_row(shown, *(cell(values, name) for values in by_column.values()))
+            table.add_row(shown, *(_with_interval(values, name) for values in by_column.values()))
+    return table
+
+
+def _with_interval(values: Mapping[str, float], name: str) -> str:
+    bounds = [f"{values[name + bound]:.3f}" for bound in BOUNDS if name + bound in values]
+    interval = f" ({' to '.join(bounds)})" if bounds else ""
+    return f"{values[name]:.3f}{interval}" if name in values else "-"
+
+
+def suite_table(title: str, metrics: Mapping[str, float], sizes: Mapping[str, tuple[int, int]]) -> Table:
+    """A table of an evaluation with a row per data set and one for their mean.
+
+    `sizes`: problems and responses per problem (k) of each data set. Ungraded responses and those that were cut off
+    are counts.
+    """
+    numbers = ("problems", "k", "avg@k (95% interval)", "pass@k", "maj@k", "ungraded", "cut off")
+    columns = [Column(name, justify="right") for name in numbers]
+    table = Table(Column("data set", overflow="fold"), *columns, title=escape(printable(title)), box=SIMPLE_HEAD)
+    table.padding, table.show_edge = 0, False  # fits into 80 columns
+    for label, (problems, k) in sizes.items():
+        of, count = f"eval/{label}/", problems * k
+        shares = [metrics.get(f"{of}ungraded_fraction", 1.0), 1.0 - metrics[f"{of}stopped_fraction"]]
+        rates = [f"{metrics[name]:.3f}" if (name := f"{of}{rate}@{k}") in metrics else "-" for rate in ("pass", "maj")]
+        table.add_row(
+            escape(printable(label)), f"{problems:,}", str(k), _with_interval(metrics, f"{of}avg@{k}"), *rates,
+            *(f"{round(share * count):,}" for share in shares),
+        )  # fmt: skip
+    if len(sizes) > 1:
+        table.add_section()
+        table.add_row("mean", "", "", _with_interval(metrics, "eval/mean/avg"), "", "", "", "")
     return table

@@ -23,25 +23,25 @@ from rlhf.config.printing import heartbeat, note_line, printable
 from rlhf.log.sinks import BOUNDS, NO_DETAILS, Details, shown_reward
 
 Row = Mapping[str, Any]
+Columns = Sequence[tuple[str, str, str]]  # of a step's line: title, metric and format; the last ones are dropped first
 
 REFRESHES_PER_S = 4
+TENTHS = 10  # of a run: how often a line says who waits
 PROGRESS_EVERY_S = 30.0  # between two lines about one evaluation, where there is no live view
 RESPONSE_LINES = 4  # shown of each of the two responses in the live view
+ROLLOUT_COLUMNS: Columns = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("kl", "policy/kl_k3", "{:.4f}"),
+    ("length", "rollout/response_length/mean", "{:.4g}"),
+    ("tok/s", "rollout/tokens_per_second", "{:.0f}"),
+    ("s", "time/step", "{:.3g}"),
+    ("entropy", "policy/entropy", "{:.3f}"),
+    ("grad", "learner/grad_norm", "{:.2f}"),
+)
 
 
 class Terminal:
     """The lines of a run, and its live view; in the first `warmup_steps` only the critic is trained."""
-
-    # title, metric and format of each column of a step's line; the last columns are dropped if they do not fit
-    ROLLOUT_COLUMNS = (
-        ("reward", "reward/mean", "{:.3f}"),
-        ("kl", "policy/kl_k3", "{:.4f}"),
-        ("length", "rollout/response_length/mean", "{:.4g}"),
-        ("tok/s", "rollout/tokens_per_second", "{:.0f}"),
-        ("s", "time/step", "{:.3g}"),
-        ("entropy", "policy/entropy", "{:.3f}"),
-        ("grad", "learner/grad_norm", "{:.2f}"),
-    )
 
     def __init__(
         self, console: Console, *, total_steps: int, first_step: int = 0, warmup_steps: int = 0, title: str = ""
@@ -49,15 +49,14 @@ class Terminal:
         self._console = console
         self._is_live = console.is_interactive and console.file.isatty()
         self._total, self._first, self._step = total_steps, first_step, first_step
-        self.columns: Sequence[tuple[str, str, str]] = self.ROLLOUT_COLUMNS
+        self._columns = ROLLOUT_COLUMNS
         self._warmup_steps = warmup_steps
         self._title = title
         self._running: dict[str, float] = {}  # stages and phases: name -> when it began
         self._began = 0.0  # when the first step did
-        self._progress: tuple[str, int, int] | None = None
-        self.sampling_waits_for: Callable[[], str] | None = None  # what a step still needs in the phase `sampling`
+        self._detail: Callable[[], str] | None = None
         self._values: dict[str, Any] = {}
-        self._evaluation = ""
+        self._evaluation = self._waits = ""
         self._responses: Sequence[Row] = ()
 
     # --- events ---
@@ -78,7 +77,11 @@ class Terminal:
             yield
         finally:
             del self._running[name]
-            self._progress = None
+            self._detail = None
+
+    def show(self, detail: Callable[[], str]) -> None:
+        """Show this text after the names of the phases, until one ends."""
+        self._detail = detail
 
     def progress(self, noun: str, total: int) -> Callable[[], None]:
         """Returns a function that counts one more of `total` at each call, until the phase ends."""
@@ -87,7 +90,7 @@ class Terminal:
         def count() -> None:
             nonlocal done, printed
             done += 1
-            self._progress = (noun, done, total)
+            self.show(lambda: f"{noun} {done}/{total}")
             if not self._is_live and time.monotonic() - printed > PROGRESS_EVERY_S:
                 printed = time.monotonic()
                 self.print(f"{noun} {done}/{total}")
@@ -107,7 +110,7 @@ class Terminal:
         self.print("  ".join(parts))
 
     def _shown_values(self) -> list[str]:
-        return [f"{name} {form.format(self._values[key])}" for name, key, form in self.columns if key in self._values]
+        return [f"{name} {form.format(self._values[key])}" for name, key, form in self._columns if key in self._values]
 
     def _eta(self) -> str:
         return f"eta {duration(self.remaining_s())}" if self._step > self._first else "starting"
@@ -125,6 +128,15 @@ class Terminal:
             self._evaluation = "  ".join(filter(None, [f"eval at step {step}", source, *shown]))
             self.print(self._evaluation, style="bold")
 
+    def who_waits(self, line: str) -> None:
+        """Show who waits, from now on in the live view. A line says it once in each tenth of the run.
+
+        A warning of the diagnosis has said it the first time, and it changes slowly.
+        """
+        self._waits = line
+        if line and self._step % max(1, self._total // TENTHS) == 0:
+            self.print(line)
+
     def warn(self, *messages: str) -> None:
         for message in messages:
             self.print(f"warning: {message}", style="yellow", styled=len("warning: "))
@@ -137,14 +149,21 @@ class Terminal:
         self._console.print(shown, soft_wrap=True)
         note_line()
 
+    def status(self) -> dict[str, Any]:
+        """What the run is doing, for `status.json`: phases, the same in words, and seconds left (None: not known)."""
+        remaining_s = round(self.remaining_s(), 1) if self._step > self._first else None
+        phases = {"phases": [*self._running], "now": self._now(), "remaining_s": remaining_s}
+        return {"step": self._step, "steps": self._total, "waits": self._waits, **phases}
+
     def remaining_s(self) -> float:
         """Steps left, times the mean duration so far of a step with the evaluations and saves between steps."""
         return (self._total - self._step) * (time.monotonic() - self._began) / max(1, self._step - self._first)
 
     # --- the live view ---
 
-    def live(self) -> contextlib.AbstractContextManager[Any]:
+    def live(self, columns: Columns = ROLLOUT_COLUMNS) -> contextlib.AbstractContextManager[Any]:
         """A context that shows the live view on a terminal, and elsewhere prints lines until the first step."""
+        self._columns = columns
         if not self._is_live:
             return heartbeat(self._waiting_for, self.print)
         return Live(
@@ -160,6 +179,8 @@ class Terminal:
         parts: list[RenderableType] = [bar, _line(f"now     {self._now()}", "cyan")]
         if self._values:
             parts.append(_line("  ".join(["last  ", *self._shown_values()])))
+        if self._waits:
+            parts.append(_line(self._waits, "yellow"))
         if self._evaluation:
             parts.append(_line(self._evaluation, "bold"))
         return Group(*parts, *map(_response, self._responses))
@@ -168,10 +189,8 @@ class Terminal:
         """The current phases of the run with their seconds so far."""
         running, now = [*self._running.items()], time.monotonic()  # a copy: other threads begin and end phases
         texts = [f"{name} {now - began:.0f} s" for name, began in running if name != "start" or len(running) == 1]
-        if (progress := self._progress) is not None:
-            texts.append("{} {}/{}".format(*progress))
-        if self.sampling_waits_for is not None and "sampling" in self._running:
-            texts.append(self.sampling_waits_for())
+        if (detail := self._detail) is not None:
+            texts.append(detail())
         if self._step < self._warmup_steps:
             texts.append(f"critic warm-up {self._step + 1}/{self._warmup_steps}")
         return ", ".join(texts) or "between two phases"

@@ -7,6 +7,7 @@ rewind a run to the step of a checkpoint. An offline run that is resumed writes 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,8 @@ class WandbSink:
         rewound = [] if resume is None else [common | {"resume_from": f"{resume[0]}?_step={resume[1]}"}]
         online = config.mode == "online" or (config.mode == "auto" and has_wandb_key())
         run = _start_online([*rewound, same_run], run_dir, warn) if online else None
+        if run is None:  # else wandb's telemetry asks the server when the program ends, and waits for an answer
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         self._run = run or wandb.init(mode="offline", settings=_settings(), **same_run)
         self.run_id: str = self._run.id
         self._run.define_metric(STEP, hidden=True)

@@ -8,7 +8,6 @@ are not.
 from __future__ import annotations
 
 import errno
-import functools
 import hashlib
 import importlib
 import importlib.util
@@ -19,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf.processes import objects
 from rlhf.processes.confinement import remedy
 
 Sources = Mapping[str, Mapping[str, str]]  # name of a function or class -> file, relative to its folder -> digest
@@ -31,8 +31,11 @@ STANDARD_LIBRARY = Path(os.__file__).resolve().parent
 def load_module(name: str) -> Any:
     """Import the module of `module:attribute` or `path/to/file.py:attribute`. It may raise anything, also SystemExit.
 
-    A file is imported once, with its full path as module name, so that no two files share a name.
+    A file is imported once, with its full path as module name, so that no two files share a name. The module of an
+    object that a Python program gave (`objects.py`) has this object alone.
     """
+    if objects.is_given(name):
+        return objects.namespace(name)
     module_name = name.rpartition(":")[0]
     if not module_name.endswith(".py"):
         return importlib.import_module(module_name)
@@ -64,6 +67,8 @@ def import_problem(name: str, error: BaseException, *, install: str = "", is_rew
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     places = [f"{file}:{line}" for file, line in frames if file != __file__ and not file.startswith("<frozen")]
     match error:
+        case objects.NotGivenError():
+            return str(error)
         case SyntaxError():
             advice = "Correct that line of the file"
         case ModuleNotFoundError():
@@ -72,11 +77,14 @@ def import_problem(name: str, error: BaseException, *, install: str = "", is_rew
             advice = "Correct the path"
         case _:
             there = f"Correct it at {places[-1]}" if places else "Correct the file"
+            if objects.is_given(name):
+                there = "Put it into a module, and give its name"
             advice = remedy(error, otherwise=there) if is_reward else there
+    if objects.is_given(name):
+        return f"it cannot be unpickled: {type(error).__name__}: {error}. {advice}".removesuffix(". ")
     return f"{module_name} cannot be imported: {type(error).__name__}: {error}. {advice}".removesuffix(". ")
 
 
-@functools.cache
 def load_function(name: str) -> Any:
     """The function of `module:function` or `path/to/file.py:function`, imported once.
 
@@ -106,6 +114,9 @@ def loaded_sources(names: Iterable[str], *, before: Collection[str]) -> dict[str
     new = {file for name in sys.modules.keys() - before if (file := _file(name)) is not None}
     sources = {}
     for name in names:
+        if objects.is_given(name):
+            sources[name] = objects.source_of(name)
+            continue
         module = name.rpartition(":")[0]
         own = _file(os.path.realpath(module) if module.endswith(".py") else module)
         if own is not None:

@@ -170,6 +170,7 @@ class Grants(NamedTuple):
     Attributes:
         readable: files and folders that they may read but not write.
         port: the only TCP port that they may connect to, without the rest of the network; 0 allows none.
+        code_connects: the user's code connects to it, and not only a program that it starts.
     """
 
     env: Sequence[str] = ()
@@ -177,6 +178,7 @@ class Grants(NamedTuple):
     files: Sequence[str] = ()
     readable: Sequence[str] = ()
     port: int = 0
+    code_connects: bool = False
 
     def environment(self, noun: str) -> dict[str, str]:
         """The whole environment of the processes.
@@ -224,7 +226,7 @@ class Grants(NamedTuple):
             [*DEVICES, str(folder), *self.files],
             level=USER, network=self.network, port=port, modes=modes or bool(code),
         )  # fmt: skip
-        if code and not self.network:
+        if code and not self.network and not self.code_connects:
             sys.addaudithook(_refuse_network)
         domain.enter()
         domain.close()

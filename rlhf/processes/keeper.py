@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlhf.processes import objects
 from rlhf.processes.channel import Channel
 from rlhf.processes.code import loaded_sources
 from rlhf.processes.confinement import Grants
@@ -147,6 +148,7 @@ def _work(plan: dict[str, Any], number: int, channel: Channel) -> None:
         file.write("1000")  # if memory runs out, the kernel kills these processes before the trainer's
     unconfined = grants.confine(plan["code"], folder, system=plan["system"], modes=plan["template"])
     before = set(sys.modules)
+    objects.receive(plan["objects"])
     WorkerStdout.muted = number > 1
     try:
         loaded, about = work.load(plan["hello"])

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from rlhf.processes.code import INSTALLED
 from rlhf.processes.confinement import remedy
+from rlhf.processes.objects import MAIN
 
 OURS, STANDARD_LIBRARY = Path(__file__).parents[1], Path(os.__file__).parent  # as code names its file: not resolved
 
@@ -39,7 +40,7 @@ def traceback_lines(error: BaseException) -> list[Line]:
         if file.is_relative_to(OURS):
             continue
         package = package or module.partition(".")[0]
-        has_module = getattr(sys.modules.get(module), "__dict__", None) is frame.f_globals
+        has_module = getattr(sys.modules.get(module), "__dict__", None) is frame.f_globals or module == MAIN
         has_file = has_module and not code.co_filename.startswith("<")
         is_installed = file.is_relative_to(STANDARD_LIBRARY) or not INSTALLED.isdisjoint(file.parts)
         is_own = has_file and (module.partition(".")[0] == package or not is_installed)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
+from rlhf.processes import objects
 from rlhf.processes.channel import Channel
 from rlhf.processes.code import changed_sources
 from rlhf.processes.confinement import Grants, system_files
@@ -123,6 +124,7 @@ class Workers:
             self._environment.pop(name, None)  # they are about this interpreter
         self._folder = tempfile.mkdtemp(prefix=f"rlhf-{noun}s-")
         self._plan: dict[str, Any] = {"work": work, "hello": hello, "code": code, "grants": grants}
+        self._plan["objects"] = objects.sent(code)
         self._plan |= {"folder": self._folder, "memory_mb": memory_mb, "template": template}
         self._plan |= {"path": sys.path if path is None else path, "system": system_files()}
         self.unconfined: tuple[str, ...] = ()
@@ -175,8 +177,10 @@ class Workers:
         with self._adding:
             if self._closing:
                 raise RuntimeError(f"the {self._noun} processes are closed{': ' if self._broken else ''}{self._broken}")
+            first = not self._calls  # else the thread has been woken, and has yet to make the earlier calls
             self._calls.append(partial(function, *arguments))
-        self._wake()
+        if first:
+            self._wake()
 
     def close(self) -> None:
         """Kill every process."""

@@ -2,6 +2,7 @@
 
     python -m rlhf.report runs/mine
     python -m rlhf.report runs/k1 runs/k3 runs/k4 --output kl.html
+    python -m rlhf.report runs/mine --curve mine.svg
 
 The page begins with the differences between the configs, and between them and the defaults. It shows the curves of all
 runs, evaluations, seconds by phase, the diagnosis, and every rollout that was trained on (of long runs those of every
@@ -37,18 +38,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; the others are compared with the first")
     parser.add_argument("--output", help="HTML file (default: see above)")
+    parser.add_argument("--curve", metavar="FILE.svg", help="also draw the evaluations of the runs as a small picture")
+    parser.add_argument("--minutes", action="store_true", help="draw --curve over minutes in place of training steps")
     options = parser.parse_args(argv)
+    if options.minutes and not options.curve:
+        raise ValueError("--minutes: it is for a curve. Add --curve FILE.svg, or remove it.")
+    from rlhf.report.curve import draw_curve
     from rlhf.report.page import write_page
     from rlhf.report.run_files import read_run
 
     runs = [read_run(folder) for folder in {Path(folder).resolve(): folder for folder in options.runs}.values()]
     output = Path(options.output) if options.output else default_output(runs)
+    if options.curve:
+        _write("--curve", Path(options.curve), draw_curve(runs, minutes=options.minutes))
     page = write_page(runs)
-    try:
-        output.write_text(page, errors="replace")
-    except OSError as error:
-        raise ValueError(f"--output {output}: {error.strerror}. Name a file in a folder that exists.") from None
+    _write("--output", output, page)
     say(f"{output}: {len(page) / 2**20:.1f} MiB; open it in a browser")
+
+
+def _write(key: str, file: Path, text: str) -> None:
+    try:
+        file.write_text(text, errors="replace")
+    except OSError as error:
+        raise ValueError(f"{key} {file}: {error.strerror}. Name a file in a folder that exists.") from None
 
 
 def default_output(runs: Sequence[RunFiles]) -> Path:

@@ -1,6 +1,6 @@
 "use strict";
 // Unpacks the data, draws charts when they come into view, and filters the rollouts. All text of a run is put into the
-// page with textContent, never as HTML.
+// page with textContent, never as HTML. The page of rlhf watch has no data in it: it asks for them, and for what is new.
 const $ = (id) => document.getElementById(id);
 const COLORS = matchMedia("(prefers-color-scheme: dark)").matches
   ? ["#56b4e9", "#ff9e5e", "#3ddca4", "#e08fc6", "#f0e442", "#8fc1ff", "#c7c7c7", "#c79bf2"]
@@ -8,7 +8,15 @@ const COLORS = matchMedia("(prefers-color-scheme: dark)").matches
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
 const ROWS_SHOWN = 50;
 const shownSettings = new Set();
-let data, rollouts, matches = [], firstRow = 0, openGroup = null, texts;
+const POLL_MS = 500, RETRY_MS = 5000, MOST_ROLLOUTS = 50000;
+const live = !$("metrics-data").textContent;
+let data, rollouts, settingsSeen = 0, matches = [], firstRow = 0, openGroup = null, texts;
+
+async function ask(path) {
+  const answer = await fetch(path);
+  if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
+  return answer.json();
+}
 
 async function unpack(id) {
   const packed = atob($(id).textContent), bytes = new Uint8Array(packed.length);
@@ -25,9 +33,9 @@ function element(tag, properties = {}, ...children) {
 
 const color = (setting) => COLORS[setting % COLORS.length];
 const dot = (setting) => { const made = element("span", { className: "dot" }); made.style.background = color(setting); return made; };
-const nameOf = (setting) => element("span", {}, dot(setting), data.settings[setting].name);
+const nameOf = (setting) => element("span", { className: "name" }, dot(setting), data.settings[setting].name);
 const settingOf = (run) => data.settings.findIndex((setting) => setting.runs.includes(run));
-const nameOfRun = (run) => element("span", {}, dot(settingOf(run)), data.runs[run].name);
+const nameOfRun = (run) => element("span", { className: "name" }, dot(settingOf(run)), data.runs[run].name);
 const isBand = (setting) => setting.runs.length > 1;
 const known = (values) => (values || []).filter((v) => v !== null);
 const short = (value) => typeof value !== "number" ? (value ?? "-") : String(+value.toPrecision(4));
@@ -67,12 +75,12 @@ function showSummary() {
   });
   table($("summary-table"), ["run", "seed", "program and model", "steps", "time", "reward, first → last", ...evaluations.map((e) => `${e.slice(5)}, first → last`)], rows);
   const thinned = Math.max(...data.settings.map((setting) => setting.every)), bands = data.settings.some(isBand);
-  $("summary").append(element("p", { className: "soft", textContent: `Written ${data.written}. ` +
+  $("summary-note").textContent = `${live ? "Read" : "Written"} ${data.written}. ` +
     (bands ? "Runs whose configs differ only in the seed are one line: the mean of the runs that have a value at a step. Its band, and the interval in " +
       "this table, is the 95% bootstrap interval over seeds; for two or three seeds it goes from the lowest to the highest value. " : "") +
     (data.settings.some((each) => !isBand(each) && evaluations.some((e) => each.series[`${e}/low`])) ?
       `Intervals of ${bands ? "an evaluation of one run" : "evaluations"} hold 95% of bootstrap samples over problems. ` : "") +
-    (thinned > 1 ? `Curves have every ${thinned}th step.` : "") }));
+    (thinned > 1 ? `Curves have every ${thinned}th step.` : "");
 }
 
 function showFindings() {
@@ -96,14 +104,14 @@ function showConfig() {
   const head = () => ["key", ...data.settings.map((_, i) => nameOf(i))];
   const valuesOf = (runs, key) => [...new Set(runs.map((run) => written(data.runs[run].config[key])))].join(", ");
   const row = (key) => [key, ...data.settings.map(({ runs }) => element("span", { textContent: valuesOf(runs, key) }))];
-  if (data.settings.length > 1) table($("differences-table"), head(), data.differing.map(row));
-  else $("differences").remove();
-  $("changed-title").textContent += data.settings.length > 1 ? " in all runs" : "";
-  $("changed-keys").append(...data.changed.map((key) => element("div", {}, element("span", { className: "soft", textContent: `${key}: ` }), valuesOf([0], key))));
+  $("differences").hidden = data.settings.length < 2;
+  table($("differences-table"), head(), data.differing.map(row));
+  $("changed-title").textContent = `What was changed${data.settings.length > 1 ? " in all runs" : ""}`;
+  $("changed-keys").replaceChildren(...data.changed.map((key) => element("div", {}, element("span", { className: "soft", textContent: `${key}: ` }), valuesOf([0], key))));
   $("changed-note").textContent = (data.runs.every((run) => run.program) ? "The keys whose values differ from the defaults. " :
     "The keys whose values differ from the defaults; for a run of another version of rlhf, all keys that are not null. ") + `Config, at the end, has all ${data.keys.length}.`;
   const list = () => table($("config-table"), head(), data.keys.filter((k) => k.includes($("key").value)).map(row));
-  $("key").addEventListener("input", list);
+  $("key").oninput = list;
   list();
 }
 
@@ -169,7 +177,7 @@ function layout(panel, drawn) {
   const positive = drawn.flatMap((t) => known(t.y)).filter((v) => v > 0);
   const axis = { gridcolor: get("--line"), zerolinecolor: get("--line"), automargin: true, exponentformat: "e" };
   return { margin: { l: 48, r: 10, t: 8, b: 24 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { color: get("--soft"), size: 11 }, hovermode: "x unified", hoverlabel: { bgcolor: get("--card"), font: { color: get("--ink") } },
+    font: { color: get("--soft"), size: 11 }, hovermode: "x unified", uirevision: true, hoverlabel: { bgcolor: get("--card"), font: { color: get("--ink") } },
     xaxis: { ...axis }, legend: { orientation: "h", y: -0.18, font: { size: 10 } },
     shapes: bands(panel, drawn, get("--warn-band")),
     yaxis: { ...axis, type: panel.log && positive.length && Math.max(...positive) > 50 * Math.min(...positive) ? "log" : "linear" } };
@@ -182,32 +190,47 @@ function draw(plot) {
   Plotly.react(plot, drawn, layout(plot.panel, drawn), SETTINGS);
 }
 
-function showCharts() {
-  const seen = new IntersectionObserver((entries) => entries.forEach((entry) => {
-    entry.target.visible = entry.isIntersecting;
-    if (entry.isIntersecting && entry.target.stale !== false) { entry.target.stale = false; entry.target.draw(); }
-  }), { rootMargin: "200px" });
-  const add = (grid, title, unit, properties) => {
-    const plot = Object.assign(element("div", { className: "plot" }), properties);
+const plots = new Map(); // section and title -> the plot
+
+const seen = new IntersectionObserver((entries) => entries.forEach((entry) => {
+  entry.target.visible = entry.isIntersecting;
+  if (entry.isIntersecting && entry.target.stale !== false) { entry.target.stale = false; entry.target.draw(); }
+}), { rootMargin: "200px" });
+
+// The plot of a panel in a card at the end of the grid, or the one that is already there.
+function plotOf(grid, section, title) {
+  const key = `${section}/${title}`;
+  if (!plots.has(key)) {
+    const plot = element("div", { className: "plot" });
     plot.setAttribute("role", "img");
     plot.setAttribute("aria-label", title);
-    const card = element("div", { className: "card" }, element("h3", {}, title, element("small", { textContent: unit })), plot);
-    grid.append(card);
+    grid.append(element("div", { className: "card" }, element("h3", {}, title, element("small")), plot));
     seen.observe(plot);
-    return card;
+    plots.set(key, plot);
+  }
+  return plots.get(key);
+}
+
+function showCharts() {
+  const healthy = (panel) => {
+    const same = new Set(panel.metrics.map((metric) => panel.healthy[metric]?.words)).size === 1;
+    return [...new Set(Object.entries(panel.healthy).map(([metric, range]) =>
+      `healthy${same ? "" : ` ${metric.split("/").slice(1).join("/")}`}: ${range.words}`))].join(", ");
   };
   data.sections.forEach(({ title, panels }) => {
-    const grid = element("div", { className: "grid" });
-    if (title === "Speed") add(grid, "Where the time went", "s", { draw() { drawTime(this); } }).classList.add("wide-card");
-    const healthy = (panel) => {
-      const same = new Set(panel.metrics.map((metric) => panel.healthy[metric]?.words)).size === 1;
-      return [...new Set(Object.entries(panel.healthy).map(([metric, range]) =>
-        `healthy${same ? "" : ` ${metric.split("/").slice(1).join("/")}`}: ${range.words}`))].join(", ");
-    };
-    panels.forEach((panel) => add(grid, panel.title, [panel.metrics.length === 1 && panel.metrics[0] !== panel.title ? panel.metrics[0] : "", panel.unit, healthy(panel)].filter(Boolean).join(", "),
-      { panel, section: title, draw() { draw(this); } }));
-    $("charts").append(element("section", { id: title.toLowerCase().replace(/\W+/g, "-") }, element("h2", { textContent: title }), grid));
+    const id = title.toLowerCase().replace(/\W+/g, "-");
+    if (!$(id)) $("charts").append(element("section", { id }, element("h2", { textContent: title }), element("div", { className: "grid" })));
+    const grid = $(id).querySelector(".grid"), describe = (plot, unit) => { plot.parentElement.querySelector("small").textContent = unit; };
+    if (title === "Speed") {
+      const plot = Object.assign(plotOf(grid, title, "Where the time went"), { draw() { drawTime(this); } });
+      plot.parentElement.classList.add("wide-card");
+      describe(plot, "s");
+    }
+    panels.forEach((panel) => describe(Object.assign(plotOf(grid, title, panel.title), { panel, section: title, draw() { draw(this); } }),
+      [panel.metrics.length === 1 && panel.metrics[0] !== panel.title ? panel.metrics[0] : "", panel.unit, healthy(panel)].filter(Boolean).join(", ")));
   });
+  $("contents").replaceChildren(...[...document.querySelectorAll("main section:not([hidden])")].map((section) =>
+    element("a", { href: `#${section.id}`, textContent: section.querySelector("h2").textContent })));
 }
 
 function drawTime(plot) {
@@ -225,21 +248,47 @@ function redraw() {
 
 // --- rollouts ---
 
-function showFilters() {
+// Adds rollouts as `page_rollouts` gives them. Each distinct text is kept once.
+function addRollouts({ columns, texts: theirs, text_columns: named }) {
+  rollouts ??= { columns: {}, texts: [], numbers: new Map(), groups: 0 };
+  texts = rollouts.texts;
+  const numbers = theirs.map((text) => {
+    if (!rollouts.numbers.has(text)) rollouts.numbers.set(text, texts.push(text) - 1);
+    return rollouts.numbers.get(text);
+  });
+  const before = rollouts.groups, renumber = {
+    blocks: (blocks) => blocks && blocks.map(([kind, text]) => [kind, numbers[text]]),
+    group: (group) => { rollouts.groups = Math.max(rollouts.groups, before + group + 1); return before + group; },
+  };
+  for (const name of named) renumber[name] = (text) => numbers[text];
+  for (const [name, column] of Object.entries(columns)) {
+    rollouts.columns[name] = (rollouts.columns[name] || []).concat(renumber[name] ? column.map(renumber[name]) : column);
+  }
+}
+
+// Offers the runs, statuses and ends that there are; what was chosen stays.
+function showOptions() {
   const form = $("filters"), { columns } = rollouts;
-  const options = (name, values, label) => form[name].append(...values.map((value) => element("option", { value, textContent: label(value) })));
+  const options = (name, values, label) => {
+    const chosen = form[name].value;
+    form[name].replaceChildren(element("option", { value: "", textContent: "all" }), ...values.map((value) => element("option", { value, textContent: label(value) })));
+    form[name].value = chosen;
+  };
   options("run", data.runs.map((_, i) => i), (i) => data.runs[i].name);
   for (const name of ["status", "finish_reason"]) options(name, [...new Set(columns[name])], (i) => texts[i]);
-  $("share").textContent = rollouts.every.map((every, i) => every === 1 ? "" :
-    `Of ${data.runs[i].name} this page has the rollouts of one step in ${every}. `).join("");
+}
+
+function connectFilters() {
+  const form = $("filters");
   let waiting;
   form.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(filter, 80); });
   form.addEventListener("reset", () => setTimeout(filter));
   form.addEventListener("submit", (event) => { event.preventDefault(); filter(); });
-  filter();
 }
 
-function filter() {
+function filter() { firstRow = 0; match(); }
+
+function match() {
   const form = $("filters"), c = rollouts.columns, number = (name) => form[name].value === "" ? null : +form[name].value;
   const needle = form.text.value.toLowerCase(), hit = needle ? texts.map((text) => text.toLowerCase().includes(needle)) : null;
   const tests = [];
@@ -256,7 +305,6 @@ function filter() {
   for (let i = 0; i < total; i++) if (tests.every((test) => test(i))) matches.push(i);
   const order = form.order.value, key = order.replace("-", ""), sign = order.startsWith("-") ? -1 : 1;
   if (order) matches.sort((a, b) => sign * ((c[key][a] ?? 0) - (c[key][b] ?? 0)));
-  firstRow = 0;
   showRows();
 }
 
@@ -273,13 +321,13 @@ function showRows() {
   $("previous").disabled = firstRow === 0;
   $("next").disabled = last >= matches.length;
   const answers = (c.extracted || []).some((_, i) => verdict(i)), golds = (c.answer || []).some((i) => texts[i] !== "");
-  const head = ["run", "step", "prompt", "response", ...(answers ? ["extracted"] : []), ...(golds ? ["gold"] : []), "reward", "advantage", "tokens", "status", "end"];
+  const several = data.runs.length > 1, head = [...(several ? ["run"] : []), "step", "prompt", "response", ...(answers ? ["extracted"] : []), ...(golds ? ["gold"] : []), "reward", "advantage", "tokens", "status", "end"];
   const cut = (i) => texts[i].slice(0, 300).replace(/\s+/g, " ");
   const rows = matches.slice(firstRow, last).map((i) => {
     const open = element("button", { type: "button", className: "link", textContent: cut(c.prompt[i]) || "(no prompt)" });
     open.addEventListener("click", () => showGroup(c.group[i]));
     const number = (value) => element("td", { className: "number", textContent: short(value) });
-    return element("tr", {}, element("td", {}, nameOfRun(c.run[i])), number(c.step[i]), element("td", { className: "text" }, open),
+    return element("tr", {}, several ? element("td", {}, nameOfRun(c.run[i])) : null, number(c.step[i]), element("td", { className: "text" }, open),
       element("td", { className: "text", textContent: cut(c.text[i]) }),
       answers ? element("td", { className: verdict(i), textContent: cut(c.extracted[i]) || (verdict(i) ? "none" : "") }) : null,
       golds ? element("td", { textContent: cut(c.answer[i]) }) : null,
@@ -328,13 +376,15 @@ function showGroup(group) {
 
 // --- start ---
 
-function connect() {
-  data.settings.forEach((_, i) => {
-    shownSettings.add(i);
-    const box = element("input", { type: "checkbox", checked: true });
+function showLegend() {
+  $("legend").replaceChildren(...data.settings.map((_, i) => {
+    const box = element("input", { type: "checkbox", checked: shownSettings.has(i) });
     box.addEventListener("change", () => { box.checked ? shownSettings.add(i) : shownSettings.delete(i); redraw(); });
-    $("legend").append(element("label", {}, box, nameOf(i)));
-  });
+    return element("label", {}, box, nameOf(i));
+  }));
+}
+
+function connect() {
   $("axis").addEventListener("change", redraw);
   $("smoothing").addEventListener("input", redraw);
   $("previous").addEventListener("click", () => turnPage(-1));
@@ -343,21 +393,94 @@ function connect() {
   $("earlier").addEventListener("click", () => showGroup(openGroup - 1));
   $("later").addEventListener("click", () => showGroup(openGroup + 1));
   $("close").addEventListener("click", () => $("group").close());
+  connectFilters();
 }
 
-async function start() {
-  data = JSON.parse(await unpack("metrics-data"));
-  connect();
+// Shows everything of `data`, the first time or after it has changed.
+function showData() {
+  document.querySelector("main").hidden = false;
+  for (; settingsSeen < data.settings.length; settingsSeen++) shownSettings.add(settingsSeen);
+  showLegend();
   showSummary();
   showFindings();
   showConfig();
-  document.head.append(element("script", { textContent: await unpack("plotly-code") }));
   showCharts();
-  $("contents").append(...[...document.querySelectorAll("main section")].map((section) =>
-    element("a", { href: `#${section.id}`, textContent: section.querySelector("h2").textContent })));
-  rollouts = JSON.parse(await unpack("rollouts-data"));
-  texts = rollouts.texts;
-  showFilters();
+  redraw();
+}
+
+// --- rlhf watch ---
+
+function showStatus(runs, failure = "") {
+  const ago = (s) => s < 90 ? `${Math.round(s)} s` : duration(s);
+  $("live").replaceChildren(...runs.map((run) => element("p", {},
+    element("strong", { className: `state ${run.state.replace(" ", "-")}`, textContent: run.state }), runs.length > 1 ? ` ${run.name}: ` : " ",
+    [run.step || run.steps ? `step ${run.step}${run.steps ? ` of ${run.steps}` : ""}` : "", run.since_step_s === null ? "" : `the last one ${ago(run.since_step_s)} ago`,
+      run.step_s === null ? "" : `${short(run.step_s)} s per step`, run.remaining_s === null ? "" : `${ago(run.remaining_s)} left`].filter(Boolean).join(", "),
+    run.text ? element("span", { className: "soft", textContent: ` ${run.text}` }) : null,
+    run.waits ? element("span", { className: "bad", textContent: ` ${run.waits}` }) : null)),
+    failure ? element("p", { className: "bad", textContent: failure }) : "");
+}
+
+async function follow() {
+  let version = "", generation = "", steps = [], late = false, runs = [];
+  for (;;) {
+    let pause = POLL_MS;
+    try {
+      const status = await ask("status"), began = Date.now();
+      runs = status.runs;
+      showStatus(runs);
+      if (`${status.generation}` !== generation || (rollouts?.columns.step || []).length > MOST_ROLLOUTS) {
+        [generation, version, rollouts, steps] = [`${status.generation}`, "", undefined, []];
+        $("group").close();
+      }
+      const changed = `${status.version}` !== version;
+      if (changed && status.version.some(Boolean)) {
+        data = await ask("metrics");
+        showData();
+      }
+      if ((changed || late) && data) { // the rollouts of a step come just after its metrics
+        const more = await ask(`rollouts?after=${steps}`);
+        if (!rollouts) $("share").textContent = more.first.map((step, i) => step > 1 ? `${data.runs[i].name}: rollouts from step ${step} on. ` : "").join("") +
+          (more.first.some((step) => step > 1) ? "rlhf report has those of the whole run." : "");
+        addRollouts(more);
+        steps = more.last;
+        showOptions();
+        if (!firstRow) match(); // else someone reads older ones
+      }
+      late = changed;
+      version = `${status.version}`;
+      document.body.dataset.ready = version;
+      pause = Math.max(POLL_MS, 3 * (Date.now() - began));
+    } catch (error) {
+      showStatus(runs, `rlhf watch does not answer (${error.message}). The page shows what it had read.`);
+      pause = RETRY_MS;
+    }
+    await new Promise((done) => setTimeout(done, pause));
+  }
+}
+
+async function start() {
+  connect();
+  if (live) {
+    document.querySelector("h1").textContent = "rlhf watch";
+    document.querySelector("main").hidden = true; // until there is a run
+    $("config").before($("changed")); // the curves come first
+    $("filters").order.value = "-step";
+    const script = element("script", { src: "plotly.js" });
+    document.head.append(script);
+    await new Promise((done, failed) => Object.assign(script, { onload: done, onerror: failed }));
+    await follow();
+    return;
+  }
+  data = JSON.parse(await unpack("metrics-data"));
+  document.head.append(element("script", { textContent: await unpack("plotly-code") }));
+  showData();
+  const packed = JSON.parse(await unpack("rollouts-data"));
+  addRollouts(packed);
+  $("share").textContent = packed.every.map((every, i) => every === 1 ? "" :
+    `Of ${data.runs[i].name} this page has the rollouts of one step in ${every}. `).join("");
+  showOptions();
+  filter();
   document.body.dataset.ready = "true";
 }
 

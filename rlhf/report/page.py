@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -31,49 +31,65 @@ from rlhf.report.settings import RUN_KEYS, differing_keys, over_seeds, settings_
 ROLLOUT_BYTES = 96 * 2**20  # most bytes of rollout files in a page; 100,000 rollouts of the quickstart are 35 MB
 MAX_POINTS, MAX_POINTS_WITH_BAND = 2000, 500  # per curve; drawing a band is slow
 TEXT_KEYS = ("prompt_id", "prompt", "answer", "text", "extracted", "status", "finish_reason")
+# The page of a file loads nothing: all that it shows is in it.
+EMBEDDED = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+MADE_TEXTS = ("conversation", "parts")  # further columns of texts
 TOKEN_KEYS = ("tokens", "token_advantages", "token_differences")
 
 
 def write_page(runs: Sequence[RunFiles]) -> str:
     """The HTML of a report of these runs."""
-    parts = files("rlhf.report")
     notes = [training_data_note(run.rows) for run in runs]
-    names = ", ".join(name + note for name, note in zip(_names(runs), notes, strict=True))
+    names = ", ".join(name + note for name, note in zip(run_names(runs), notes, strict=True))
+    marked = [f": {name}{note}" for name, note in zip(run_names(runs), notes, strict=True) if note]
+    samples = [sample_groups(run, ROLLOUT_BYTES // len(runs)) for run in runs]
+    rollouts = page_rollouts((number, group) for number, (groups, _) in enumerate(samples) for group in groups)
+    data = {
+        "metrics": json.dumps(page_metrics(runs)),
+        "rollouts": json.dumps(rollouts | {"every": [every for _, every in samples]}, ensure_ascii=False),
+    }
+    packed = {name: compressed(text) for name, text in data.items()} | {"plotly": compressed_plotly()}
+    slots = {name: base64.b64encode(content).decode() for name, content in packed.items()}
+    return fill_page(EMBEDDED, names, **slots, note=html.escape("".join(marked)))
+
+
+def fill_page(policy: str, title: str, **slots: str) -> str:
+    """The page with this security policy and title (text), and HTML in further slots; the others stay empty."""
+    parts = files("rlhf.report")
     page = (parts / "page.html").read_text()
-    for slot, text in {
-        "title": html.escape(names),
-        "note": html.escape("".join(f": {name}{note}" for name, note in zip(_names(runs), notes, strict=True) if note)),
-        "style": (parts / "page.css").read_text(),
-        "program": (parts / "page.js").read_text(),
-        "metrics": _packed(json.dumps(_metrics(runs))),
-        "rollouts": _packed(json.dumps(_rollouts(runs), ensure_ascii=False)),
-        "plotly": _packed_plotly(),
-    }.items():
+    fixed = {"title": html.escape(title), "style": (parts / "page.css").read_text(), "program": page_program()}
+    for slot, text in {"policy": policy, **fixed, **slots}.items():
         page = page.replace(f"<!--{slot}-->", text, 1)
     return page
 
 
-def _packed(text: str) -> str:
-    return base64.b64encode(gzip.compress(as_utf8(text).encode(), compresslevel=6, mtime=0)).decode()
+def page_program() -> str:
+    """The JavaScript of the page."""
+    return (files("rlhf.report") / "page.js").read_text()
+
+
+def compressed(text: str, *, level: int = 6) -> bytes:
+    return gzip.compress(as_utf8(text).encode(), compresslevel=level, mtime=0)
 
 
 @cache
-def _packed_plotly() -> str:
+def compressed_plotly() -> bytes:
+    """The plotting library, which makes most of a page."""
     from plotly.offline import get_plotlyjs
 
-    return _packed(get_plotlyjs())
+    return compressed(get_plotlyjs())
 
 
-def _names(runs: Sequence[RunFiles]) -> list[str]:
+def run_names(runs: Sequence[RunFiles]) -> list[str]:
     """The names of the run folders, or their paths if two names are equal."""
     short = [run.name for run in runs]
     return short if len(set(short)) == len(runs) else [str(run.path) for run in runs]
 
 
-def _metrics(runs: Sequence[RunFiles]) -> dict[str, Any]:
+def page_metrics(runs: Sequence[RunFiles]) -> dict[str, Any]:
     """All data of the page except rollouts."""
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    settings, names = settings_of(runs), _names(runs)
+    settings, names = settings_of(runs), run_names(runs)
     sections: list[dict[str, Any]] = [
         {
             "title": title,
@@ -196,16 +212,14 @@ def _seconds(run: RunFiles) -> dict[str, float]:
     return {phase: round(seconds, 1) for phase, seconds in totals.items()}
 
 
-def _rollouts(runs: Sequence[RunFiles]) -> dict[str, Any]:
-    """The rollouts as columns. Each distinct text is stored once, in `texts`."""
+def page_rollouts(groups: Iterable[tuple[int, Sequence[Row]]]) -> dict[str, Any]:
+    """The rollouts of (number of the run, group) as columns. Each distinct text is stored once, in `texts`."""
     texts: dict[str, int] = {}
     columns: dict[str, list[Any]] = defaultdict(list)
-    samples = [sample_groups(run, ROLLOUT_BYTES // len(runs)) for run in runs]
-    groups = [(number, group) for number, (sampled, _) in enumerate(samples) for group in sampled]
     for count, (number, group) in enumerate(groups):
         for row in group:
             _add_row(columns, row, texts, run=number, group=count)
-    return {"columns": columns, "texts": list(texts), "every": [every for _, every in samples]}
+    return {"columns": columns, "texts": list(texts), "text_columns": [*TEXT_KEYS, *MADE_TEXTS]}
 
 
 def _add_row(columns: dict[str, list[Any]], row: Row, texts: dict[str, int], *, run: int, group: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,8 @@ from rlhf.config.non_defaults import config_of_any_program, non_default_values
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.log.sinks import Row, read_rows, read_summary
 from rlhf.rewards.grade import NO_ANSWER
+
+METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -67,21 +69,31 @@ class RunFiles:
 def read_run(folder: str | Path) -> RunFiles:
     """Read a run folder, without an incomplete last line of a running program; ValueError for another folder."""
     path = Path(folder)
-    resumed = path / "config.resumed.yaml"
-    config_file = resumed if resumed.is_file() else path / "config.yaml"
-    if not (path / "metrics.jsonl").is_file() or not config_file.is_file():
+    config_file = config_file_of(path)
+    if not (path / METRICS).is_file() or not config_file.is_file():
         raise ValueError(
             f"{path}: not a run folder: config.yaml or metrics.jsonl is missing. Name the run.dir of a run."
         )
     rows: dict[int, Row] = {}
-    for row in read_rows(path / "metrics.jsonl"):
-        rows.setdefault(row["step"], {}).update(row)
+    add_rows(rows, read_rows(path / METRICS))
     return RunFiles(path, config_file, stored_values(config_file), [rows[step] for step in sorted(rows)])
 
 
-def read_groups(file: Path) -> Iterator[list[Row]]:
-    """The groups of a rollout file, each a list of the rows of one prompt."""
-    for _, group in itertools.groupby(read_rows(file), key=lambda row: (row["prompt_id"], row["epoch"])):
+def config_file_of(run: Path) -> Path:
+    """The config that the run was last started with. The file may be missing."""
+    resumed = run / "config.resumed.yaml"
+    return resumed if resumed.is_file() else run / "config.yaml"
+
+
+def add_rows(by_step: dict[int, Row], rows: Iterable[Row]) -> None:
+    """Add lines of metrics.jsonl to the rows by step: a step may have a line for its training and for evaluations."""
+    for row in rows:
+        by_step.setdefault(row["step"], {}).update(row)
+
+
+def read_groups(file: Path, max_bytes: int | None = None) -> Iterator[list[Row]]:
+    """The groups of a rollout file, or of its first `max_bytes`, each a list of the rows of one prompt."""
+    for _, group in itertools.groupby(read_rows(file, max_bytes), key=lambda row: (row["prompt_id"], row["epoch"])):
         yield list(group)
 
 

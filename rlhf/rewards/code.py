@@ -145,13 +145,10 @@ class Solution(contextlib.AbstractContextManager["Solution"]):
         watch: measures and limits the time of the response's tests.
         stdin: input of a program; None if functions are called instead.
         again: True if the code ended its last process, so that this start counts as its time.
-
-    Attributes:
-        ended: True once the process no longer answers.
     """
 
     def __init__(self, watch: Stopwatch, stdin: str | None = None, *, again: bool = False) -> None:
-        self.ended = False
+        self.ended = False  # True once the process no longer answers
         self._watch, self._rest, self._open = watch, bytearray(), contextlib.ExitStack()
         try:
             self._start(stdin, again=again)

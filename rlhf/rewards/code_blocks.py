@@ -35,23 +35,15 @@ MAX_CHARACTERS = 100_000  # code that is read, from the end of an answer: usuall
 
 
 class Block(NamedTuple):
-    """A block of Python.
-
-    Attributes:
-        functions: names of functions and classes, also of assigned ones; not of outputs such as f = 4.
-        names: all names that it defines, assigns or imports.
-        needs: other names that it uses.
-        runs: its top level calls a function.
-        reads, prints: it uses a name of `READERS`, or of `PRINTERS`.
-    """
+    """A block of Python."""
 
     text: str
-    functions: frozenset[str]
-    names: frozenset[str]
-    needs: frozenset[str]
-    runs: bool
-    reads: bool
-    prints: bool
+    functions: frozenset[str]  # names of functions and classes, also of assigned ones; not of outputs such as f = 4
+    names: frozenset[str]  # all names that it defines, assigns or imports
+    needs: frozenset[str]  # other names that it uses
+    runs: bool  # its top level calls a function
+    reads: bool  # it uses a name of `READERS`
+    prints: bool  # it uses a name of `PRINTERS`
 
 
 def program(answer: str, tests: Tests) -> str | None:

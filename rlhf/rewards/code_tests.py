@@ -84,19 +84,13 @@ class ProgramTest(NamedTuple):
 
 
 class Tests(NamedTuple):
-    """The tests of a row, all of one kind.
-
-    Attributes:
-        functions: names that the calls use.
-        setup: imports of the tests.
-        modules: modules that a program may use, with the names in them, without an import.
-    """
+    """The tests of a row, all of one kind."""
 
     calls: tuple[CallTest, ...] = ()
     programs: tuple[ProgramTest, ...] = ()
-    functions: frozenset[str] = frozenset()
-    setup: str = ""
-    modules: tuple[str, ...] = ()
+    functions: frozenset[str] = frozenset()  # names that the calls use
+    setup: str = ""  # imports of the tests
+    modules: tuple[str, ...] = ()  # modules that a program may use, with the names in them, without an import
 
 
 @contextlib.contextmanager
@@ -119,8 +113,7 @@ def read_tests(cell: Any, function: str = "", tolerance: float = 0.0) -> Tests:
         function: the name of the tested function, where the cell does not say it.
         tolerance: absolute or relative error of a decimal that a program prints, or a function of a pair returns.
 
-    Raises:
-        ValueError: the tests cannot be graded; names the forms that can.
+    Raises ValueError if the tests cannot be graded; it names the forms that can.
     """
     if isinstance(cell, str):
         try:
@@ -187,9 +180,8 @@ def _call_of_pair(pair: dict[str, Any], name: str, tolerance: float) -> CallTest
 def _same(value: Any, wanted: Any, tolerance: float | None = None) -> bool:
     """True if a value equals the wanted one, both as JSON of `as_json`.
 
-    Args:
-        tolerance: of a test whose result is JSON. JSON has no tuples, so a function may return a tuple for a list. None
-            compares the values as Python does.
+    `tolerance`: of a test whose result is JSON. JSON has no tuples, so a function may return a tuple for a list. None
+    compares the values as Python does.
     """
     (kind, given), (other, known) = _opened(value), _opened(wanted)
     if tolerance is not None and {kind, other} == {"list", "tuple"}:

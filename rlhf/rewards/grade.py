@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf.config.reward import FLOAT32_MAX
+from rlhf.config.reward import FLOAT32_MAX, RewardPart
 from rlhf.processes.workers import DIED as DIED  # crashed, or ran out of memory
 from rlhf.processes.workers import TIMEOUT as TIMEOUT  # killed at the deadline
 
@@ -25,6 +25,7 @@ ANSWER_CLASSES = "answer_classes"  # the job that finds equal answers
 WITH_EQUALITY = ("math", "gsm8k", "multiple_choice", "exact", "f1")  # parts that can compare two answers
 MAX_TEXT = 2000  # characters of an extracted answer or a detail that are sent to the driver
 UNGRADED = 0.02  # share of responses without a grade above which there is a warning
+FAILURES = (FAILED, TIMEOUT, DIED)
 STATUSES = (OK, NO_ANSWER, BAD_GOLD, TIMEOUT, DIED, UNSCORABLE, NOT_JUDGED, FAILED)
 
 
@@ -56,24 +57,16 @@ def too_large(value: float, total: float, numbers: Mapping[str, float | None], *
 
 
 class Grade(NamedTuple):
-    """The grade of one response by one part of the reward, or by the whole reward.
+    """The grade of one response by one part of the reward, or by the whole reward."""
 
-    Attributes:
-        value: the reward; None makes the response unscorable.
-        status: one of STATUSES; for the whole reward, the first status that is not ok.
-        extracted: the answer that was graded; empty if the response states none.
-        detail: the reason of a failure, else empty.
-        metrics: further numbers of a user function, which are logged; of the whole reward, the value of every part by
-            name, before its weight, and these numbers as `part/number`.
-        group: one grade per response, from a function that grades a whole group.
-    """
-
-    value: float | None
-    status: str = OK
-    extracted: str = ""
-    detail: str = ""
+    value: float | None  # the reward; None makes the response unscorable
+    status: str = OK  # one of STATUSES; for the whole reward, the first status that is not ok
+    extracted: str = ""  # the answer that was graded; empty if the response states none
+    detail: str = ""  # the reason of a failure, else empty
+    # Further numbers of a user function, which are logged; of the whole reward, the value of every part by name, before
+    # its weight, and these numbers as `part/number`.
     metrics: Mapping[str, float | None] = MappingProxyType({})
-    group: tuple[Grade, ...] = ()
+    group: tuple[Grade, ...] = ()  # one grade per response, from a function that grades a whole group
 
     def as_message(self) -> dict[str, Any]:
         """JSON for the driver, with bounded texts."""
@@ -87,3 +80,15 @@ class Grade(NamedTuple):
         status, extracted, detail = (str(message[name]) for name in ("status", "extracted", "detail"))
         metrics = {str(name): float(number) for name, number in dict(message["metrics"]).items()}
         return Grade(value, status, extracted, detail, metrics, tuple(map(Grade.from_message, message["group"])))
+
+
+def part_outcomes(parts: Sequence[RewardPart], grade: Grade) -> tuple[dict[str, str], dict[str, str]]:
+    """The `part_status` and `errors` of a ScoredRollout; `grade` is that of the whole reward of these parts."""
+    by_part = {part.name: by for part, by in zip(parts, grade.group, strict=True)}
+    errors = {name: " ".join(by.detail.split()) for name, by in by_part.items() if by.status in FAILURES}
+    return {name: by.status for name, by in by_part.items()}, errors
+
+
+def error_text(status: str, detail: str) -> str:
+    """The message of a failed call."""
+    return detail if status == FAILED else f"{status}: {detail}"

@@ -1,4 +1,4 @@
-"""The HTTP client for judges, reward models, teachers and services. It runs in the trainer's process.
+"""The HTTP client for judges, reward models, teachers and services. It runs in the driver and in rollout workers.
 
 A server cannot hold a request, and gets no key but its own: a request has one time limit, a reply has a maximum length
 and is not decompressed, and a redirect is an error. Proxies of the environment (`http_proxy`, `https_proxy`,
@@ -65,8 +65,7 @@ class HttpClient:
         at_once: number of requests at the same time; others wait.
         key_variable_name: environment variable whose value is sent as a bearer token.
 
-    Raises:
-        ValueError: the address is invalid, or the variable is not set.
+    Raises ValueError if the address is invalid, or the variable is not set.
     """
 
     def __init__(
@@ -109,10 +108,9 @@ class HttpClient:
     async def ask(
         self, body: bytes | None, read: Callable[[bytes], T], *, path: str = "", most_bytes: int = MAX_REPLY_BYTES
     ) -> T:
-        """POST this JSON, or GET if it is None, and return `read(reply)`.
+        """POST this JSON, or GET if it is None, and return `read(reply)`. Raises RequestError if no try succeeded.
 
-        Raises:
-            RequestError: no try succeeded. A reply that `read` cannot read counts as a failed try.
+        A reply that `read` cannot read counts as a failed try.
         """
 
         async def attempt() -> T:

@@ -52,8 +52,7 @@ class RewardModelClient:
     async def normalize_on(self, conversations: list[Conversation]) -> None:
         """Give all later scores mean 0 and variance 1 over these conversations (arXiv:1909.08593, sec. 2.1).
 
-        Raises:
-            RuntimeError: fewer than two of them have a score, or all have the same score.
+        Raises RuntimeError if fewer than two of them have a score, or all have the same score.
         """
         scores = [score for score in await self._scores(conversations) if score is not None]
         if not scores or min(scores) == max(scores):

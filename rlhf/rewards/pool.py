@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.config.printing import to_stderr
-from rlhf.config.reward import GRANTS, RewardPart
+from rlhf.config.reward import GRANTS, RewardConfig, RewardPart
 from rlhf.processes.confinement import Grants
 from rlhf.processes.workers import DIED, LOST, Worker, Workers
 from rlhf.rewards.grade import Grade
@@ -50,6 +50,12 @@ def grants_of(part: RewardPart) -> Grants:
 def default_workers() -> int:
     """One worker per core that this process may use, at most 8: each grades thousands of answers per second."""
     return max(1, min(8, len(os.sched_getaffinity(0))))
+
+
+def shared_out(config: RewardConfig, workers: int) -> RewardConfig:
+    """The config of one of several workers of a node: `reward.workers` is divided among them, at least 1 for each."""
+    share = max(1, (config.workers or default_workers()) // workers)
+    return config.model_copy(update={"workers": share})
 
 
 def _runs_code(worker: Worker) -> bool:

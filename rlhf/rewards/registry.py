@@ -203,39 +203,34 @@ def _judge(function: Callable[..., Any], job: dict[str, Any]) -> Any:
     )
 
 
-def _finished(coroutine: Any) -> Any:
-    """The result of a coroutine that must not wait."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return end.value
-    coroutine.close()
-    raise RuntimeError("it waits. Write `async def`.")
-
-
-def call_user_function(function: Callable[..., Any], job: dict[str, Any]) -> Grade:
-    """Call `function(response, answer=, columns=, metadata=, **options)` and check its result."""
+async def _graded(function: Callable[..., Any], job: dict[str, Any]) -> Grade:
+    """The grade of a call, whose result may have to be awaited."""
     try:
         result = _call(function, job)
-        return _grade(function, _finished(result) if inspect.iscoroutine(result) else result, job)
-    except MemoryError:
+        return _grade(function, await result if inspect.isawaitable(result) else result, job)
+    except (asyncio.CancelledError, MemoryError):
         raise
     except BaseException as error:
         return _failed_grade(function, error)
 
 
+def call_user_function(function: Callable[..., Any], job: dict[str, Any]) -> Grade:
+    """Call `function(response, answer=, columns=, metadata=, **options)`, which must not wait, and check its result."""
+    call = _graded(function, job)
+    try:
+        call.send(None)
+    except StopIteration as end:
+        grade: Grade = end.value
+        return grade
+    except asyncio.CancelledError as error:
+        return _failed_grade(function, error)
+    call.close()
+    return _failed_grade(function, RuntimeError("it waits. Write `async def`."))
+
+
 async def call_waiting_function(function: Callable[..., Any], job: dict[str, Any], wall_seconds: float) -> Grade:
     """Await one call for at most `wall_seconds`. A call that ignores its cancellation is abandoned."""
-
-    async def call() -> Grade:
-        try:
-            return _grade(function, await _call(function, job), job)
-        except (asyncio.CancelledError, MemoryError):
-            raise
-        except BaseException as error:
-            return _failed_grade(function, error)
-
-    task = asyncio.ensure_future(call())
+    task = asyncio.ensure_future(_graded(function, job))
     if not (await asyncio.wait({task}, timeout=wall_seconds))[0]:
         task.cancel()
         return Grade(None, TIMEOUT, detail=over_clock(wall_seconds))

@@ -1,7 +1,7 @@
 """Grade by criteria: an OpenAI-compatible endpoint scores each criterion; the value is their weighted mean.
 
-The endpoint is asked from the trainer's process, so that all responses share one cache and one budget. Its answer is
-never run. It must hold `"scores": [...]` in JSON, one number from 0 to 1 for each criterion.
+The endpoint is asked from one process, so that all responses share one cache and one budget. Its answer is never run.
+It must hold `"scores": [...]` in JSON, one number from 0 to 1 for each criterion.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import math
 import operator
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from rlhf.answers.thoughts import answer_of, marks_from_json
 from rlhf.config.printing import as_utf8
-from rlhf.config.reward import Criterion, RubricOptions
+from rlhf.config.reward import Criterion, RewardConfig, RewardPart, RubricOptions
 from rlhf.rewards.grade import BAD_GOLD, FAILED, NO_ANSWER, Grade
 from rlhf.rewards.http_client import HttpClient, RequestError
 
@@ -38,7 +38,16 @@ BEGINS_AS_JSON = ("{", "[", "`")  # in such an answer a mark of a thought is quo
 TRAILING_COMMA = re.compile(r",(?=\s*[\]}])")
 WRITTEN_SCORE = re.compile(r"\s*+(\d++(?:\.\d*+)?)\s*+(?:/\s*+(\d++(?:\.\d*+)?)|(%))?\s*+", re.ASCII)
 
-_USED: dict[str, dict[str, int]] = {}  # spent budget by options, since the program started; a run may start again
+Budgets = dict[str, dict[str, int]]
+Ask = Callable[[str, dict[str, Any]], Awaitable[Grade | str]]  # see `Judge.grade`
+SPENT: Budgets = {}  # by options, since the program started; a run may start again
+
+
+class Rubric(Protocol):
+    """What grades by one rubric."""
+
+    def submit_many(self, jobs: Sequence[dict[str, Any]]) -> list[Future[Grade]]: ...
+    def close(self) -> None: ...
 
 
 class RubricGrader:
@@ -54,7 +63,7 @@ class RubricGrader:
             "reward rubric: ", "url", options.url, timeout_s=options.timeout_s, retries=options.retries,
             at_once=options.requests_at_once, key_variable_name=options.key_variable_name,
         )  # fmt: skip
-        self._used = _USED.setdefault(options.model_dump_json(), {"max_requests": 0, "max_tokens": 0})
+        self._used = SPENT.setdefault(options.model_dump_json(), {"max_requests": 0, "max_tokens": 0})
         self._cache: dict[tuple[str, tuple[float, ...]], asyncio.Task[Grade]] = {}
         self._slots = asyncio.Semaphore(options.requests_at_once)
         self._loop = asyncio.new_event_loop()
@@ -62,7 +71,9 @@ class RubricGrader:
         self._thread.start()
 
     def close(self) -> None:
-        """Cancel all requests."""
+        """Cancel all requests. May be called again."""
+        if self._loop.is_closed():
+            return
         asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -142,6 +153,75 @@ class RubricGrader:
         except ValueError as error:
             return Grade(None, FAILED, detail=str(error), metrics=metrics)
         return Grade(sum(map(operator.mul, weights, scores)) / sum(weights), metrics=metrics)
+
+
+class Judge:
+    """Grades by the rubrics of a config for all rollout workers of a run; an asyncio actor hosts it.
+
+    `spent`: the budgets that were spent before (`SPENT` of the driver).
+    """
+
+    def __init__(self, config: RewardConfig, spent: Budgets) -> None:
+        SPENT.update(spent)
+        self._graders = rubric_graders(config)
+
+    async def grade(self, options: str, job: dict[str, Any]) -> Grade | str:
+        """Grade one job by the rubric with these `options_json`. Returns the reason if its budget is used up."""
+        (future,) = self._graders[options].submit_many([job])
+        try:
+            grade = await asyncio.wrap_future(future)
+        except RuntimeError as error:
+            return str(error)
+        return grade._replace(metrics=dict(grade.metrics))  # the default, a mappingproxy, cannot be pickled
+
+    async def spent(self) -> Budgets:
+        return SPENT
+
+    async def close(self) -> None:
+        for grader in self._graders.values():
+            await asyncio.to_thread(grader.close)
+
+
+class AskedRubric:
+    """A rubric in the scorer of a rollout worker: each job is a call of `ask`, which forwards it to the Judge."""
+
+    def __init__(self, options: str, ask: Ask) -> None:
+        self._options, self._ask = options, ask
+
+    def submit_many(self, jobs: Sequence[dict[str, Any]]) -> list[Future[Grade]]:
+        """Start the calls, in the running event loop."""
+        loop = asyncio.get_running_loop()
+        return [asyncio.run_coroutine_threadsafe(self._grade(job), loop) for job in jobs]
+
+    async def _grade(self, job: dict[str, Any]) -> Grade:
+        grade = await self._ask(self._options, job)
+        if isinstance(grade, str):
+            raise RuntimeError(grade)
+        return grade
+
+    def close(self) -> None:
+        """Nothing: the Judge serves other workers too."""
+
+
+def options_json(part: RewardPart) -> str:
+    """The options of a rubric; parts with the same ones share its grader, whatever their weights."""
+    return json.dumps(part.options, sort_keys=True)
+
+
+def rubric_options(part: RewardPart) -> RubricOptions:
+    return RubricOptions.model_validate_json(options_json(part))
+
+
+def rubric_graders(config: RewardConfig) -> dict[str, RubricGrader]:
+    """A grader for each rubric of the config, by `options_json`."""
+    parts = {options_json(part): part for part in config.all_parts if part.name == "rubric"}
+    return {options: RubricGrader(rubric_options(part)) for options, part in parts.items()}
+
+
+def asked_rubrics(config: RewardConfig, ask: Ask) -> dict[str, AskedRubric]:
+    """The `rubrics` of a Scorer whose rubrics are graded elsewhere; `ask` calls `Judge.grade`."""
+    names = {options_json(part) for part in config.all_parts if part.name == "rubric"}
+    return {options: AskedRubric(options, ask) for options in names}
 
 
 def criteria_of(columns: dict[str, Any], options: RubricOptions) -> Sequence[Criterion]:

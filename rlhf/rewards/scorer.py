@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 from rlhf.answers.thoughts import Marks, opens_thought
 from rlhf.config.data import USUAL_COLUMNS
 from rlhf.config.printing import to_stderr
-from rlhf.config.reward import VERIFIERS, CodeOptions, RewardConfig, RewardPart, RubricOptions
+from rlhf.config.reward import VERIFIERS, CodeOptions, RewardConfig, RewardPart
 from rlhf.processes.confinement import NOT_ALONE, Grants
 from rlhf.processes.outside import BY_CLOCK
 from rlhf.rewards.grade import (
@@ -27,23 +26,22 @@ from rlhf.rewards.grade import (
     BAD_GOLD,
     DIED,
     FAILED,
+    FAILURES,
     NO_ANSWER,
     NOT_JUDGED,
     OK,
-    STATUSES,
     TIMEOUT,
     UNSCORABLE,
     WITH_EQUALITY,
     Grade,
+    part_outcomes,
     too_large,
 )
 from rlhf.rewards.pool import Pool, default_workers, grants_of
-from rlhf.rewards.rubric import RubricGrader, check_criteria
+from rlhf.rewards.rubric import Rubric, check_criteria, options_json, rubric_graders, rubric_options
 from rlhf.types import Prompt, Rollout, ScoredRollout
 
 MAX_CHECKS_AT_ONCE = 4096  # gold answers that are queued at the same time; a data set may have millions
-MAX_ERRORS_KEPT, MAX_ERRORS_SHOWN = 1000, 5  # per part; an error may quote the response, so each may be distinct
-FAILURES = (FAILED, TIMEOUT, DIED)
 COLUMNS_OF_CODE = {name: CodeOptions.model_fields[name].default for name in ("tests", "function")}
 
 
@@ -56,37 +54,36 @@ class BadGold(NamedTuple):
 
 
 class Scorer(AbstractContextManager["Scorer"]):
-    """Scores responses in processes that can be killed; `counters` counts the outcomes by `part/status`.
+    """Scores responses in processes that can be killed.
 
     Args:
         say: called from another thread with each line that user functions print.
+        rubrics: what grades by each rubric, by `options_json`; None: the scorer asks the endpoints itself.
 
     Raises:
         ValueError: a user function cannot be imported, a variable or file that is granted to it does not exist, or the
             kernel cannot confine the code of responses.
-        RuntimeError: raised by every call once user functions have failed more often than the config allows.
     """
 
-    def __init__(self, config: RewardConfig, *, say: Callable[[str], None] = to_stderr) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        say: Callable[[str], None] = to_stderr,
+        rubrics: Mapping[str, Rubric] | None = None,
+    ) -> None:
         self.config = config
-        self.counters: Counter[str] = Counter()
-        self._counted: dict[tuple[int, str], Counter[str]] = {}  # by (epoch, id) of the prompt
-        self._errors: dict[str, Counter[str]] = defaultdict(Counter)  # by part: error -> how often
-        self._reported: dict[str, set[str]] = defaultdict(set)  # by part: errors that new_errors has returned
-        self._over_budget = ""
         by_grants: dict[Grants, list[RewardPart]] = {Grants(): []}
         for part in config.all_parts:
             by_grants.setdefault(grants_of(part), []).extend([part] if part.is_user_function else [])
         for grants in by_grants:
             grants.environment("reward")  # raises ValueError, before anything is started
         self._pools: dict[Grants, Pool] = {}
-        self._rubrics: dict[str, RubricGrader] = {}  # by options
+        self._rubrics: Mapping[str, Rubric] = {}
         limits = config.model_dump(include={"cpu_seconds", "wall_seconds", "memory_mb"})
         limits["workers"] = config.workers or default_workers()
         try:
-            for part in (part for part in config.all_parts if part.name == "rubric"):
-                if _options_json(part) not in self._rubrics:  # a source may name the same rubric with another weight
-                    self._rubrics[_options_json(part)] = RubricGrader(_rubric_options(part))
+            self._rubrics = rubric_graders(config) if rubrics is None else rubrics
             for grants, functions in by_grants.items():
                 self._pools[grants] = Pool(**limits, user_functions=functions, say=say)
             if self.pool.unconfined and any(part.name == "code" for part in config.all_parts):
@@ -143,22 +140,19 @@ class Scorer(AbstractContextManager["Scorer"]):
         of_trl = metadata
         if any(map(self._has_trl_signature, parts)):
             of_trl = [about | _trl_metadata(rollout) for about, rollout in zip(metadata, rollouts, strict=True)]
-        futures = [
-            self._submit(part, self._jobs(part, texts, prompt.answer, prompt.columns, about, marks))
-            for part in parts
-            for about in [of_trl if self._has_trl_signature(part) else metadata]
-        ]
-        columns = [
-            _grade_per_response([await asyncio.wrap_future(future) for future in many], len(texts)) for many in futures
-        ]
-        before = self.counters.copy()
+
+        async def grades_by(part: RewardPart) -> Sequence[Grade]:
+            about = of_trl if self._has_trl_signature(part) else metadata
+            futures = self._submit(part, self._jobs(part, texts, prompt.answer, prompt.columns, about, marks))
+            return _grade_per_response(await asyncio.gather(*map(asyncio.wrap_future, futures)), len(texts))
+
+        columns = await asyncio.gather(*map(grades_by, parts))
         grades = [self._combine(parts, [column[row] for column in columns], prompt.id) for row in range(len(texts))]
-        self._counted[prompt.epoch, prompt.id] = self.counters - before
         vote_of = await self._votes(parts, columns) if metric is not None else {}
         return tuple(
             ScoredRollout(
                 rollout, text, grade.extracted, grade.value, dict(grade.metrics), grade.status,
-                vote=vote_of.get(grade.extracted, grade.extracted),
+                vote_of.get(grade.extracted, grade.extracted), *part_outcomes(parts, grade),
             )
             for rollout, text, grade in zip(rollouts, texts, grades, strict=True)
         )  # fmt: skip
@@ -176,7 +170,7 @@ class Scorer(AbstractContextManager["Scorer"]):
     def try_functions(
         self, prompt: Prompt, responses: Sequence[str], rollout: Rollout | None = None
     ) -> dict[str, Grade]:
-        """Try each function and rubric on the first response, or on all if it takes a group. Changes no counter.
+        """Try each function and rubric on the first response, or on all if it takes a group.
 
         Args:
             rollout: with an environment, a rollout; each response is taken as its last turn.
@@ -247,66 +241,11 @@ class Scorer(AbstractContextManager["Scorer"]):
             futures = iter(self.pool.submit_many(jobs))
             for prompt, part in batch:
                 is_rubric = part.name == "rubric"
-                grade = check_criteria(prompt.columns, _rubric_options(part)) if is_rubric else next(futures).result()
+                grade = check_criteria(prompt.columns, rubric_options(part)) if is_rubric else next(futures).result()
                 if grade.status != OK or grade.value != 1.0:
                     reason = grade.detail or f"{grade.status}, graded {grade.value} against itself"
                     bad.append(BadGold(prompt.id, prompt.answer, f"{part.name}: {reason}"))
         return bad
-
-    def counters_excluding(self, prompts: Iterable[Prompt]) -> dict[str, int]:
-        """The counters, minus the responses to these prompts, which a resumed run grades again.
-
-        Responses to other prompts are counted for good: a later call does not subtract them.
-        """
-        keys = {(prompt.epoch, prompt.id) for prompt in prompts}
-        self._counted = {key: counted for key, counted in self._counted.items() if key in keys}  # forget the others
-        return dict(self.counters - sum(self._counted.values(), Counter()))
-
-    def restore(self, counters: Mapping[str, int]) -> None:
-        """Continue the counters of a resumed run."""
-        self.counters.update(counters)
-
-    def failures(self, part: RewardPart) -> str:
-        """The number of failed calls of a part and its most frequent errors, one per line. Empty if no call failed."""
-        failed = self._calls(part, FAILURES)
-        shown = self._errors[part.name].most_common(MAX_ERRORS_SHOWN)
-        lines = [f"reward {part.name}: {failed} of {self._calls(part)} calls failed"]
-        lines += [f"  {count} x {error}" for error, count in shown]
-        if more := failed - sum(count for _, count in shown):
-            lines.append(f"  {more} x other errors")
-        return "\n".join(lines) if failed else ""
-
-    def failed_always(self, part: RewardPart) -> bool:
-        """True if a part was called and every call failed."""
-        return 0 < self._calls(part) == self._calls(part, FAILURES)
-
-    def missing_value_reason(self, part: RewardPart) -> str:
-        """Why a part gave no value to any response; `new_errors` has the messages of failed calls."""
-        if self.failed_always(part):
-            return "every call failed"
-        counted = {status: count for status in STATUSES if (count := self.counters[f"{part.name}/{status}"])}
-        if part.is_user_function and counted.keys() <= {UNSCORABLE, NOT_JUDGED}:
-            return "it returned None each time"
-        return f"its calls ended as {', '.join(f'{status} ({count})' for status, count in counted.items())}"
-
-    def new_errors(self) -> list[str]:
-        """New errors of functions, environments and reward models, at most MAX_ERRORS_SHOWN per part in all."""
-        messages = []
-        calls = {part.name: part.is_judged_outside and self._calls(part) for part in self.config.all_parts}
-        for name, errors in self._errors.items():
-            reported = self._reported[name]
-            for error, count in errors.most_common() if calls.get(name, True) else ():
-                if error not in reported and len(reported) < MAX_ERRORS_SHOWN:
-                    reported.add(error)
-                    of = f"of {calls[name]} calls" if name in calls else "of its rewards"
-                    messages.append(f"reward {name}: {count} {of} failed with {error}")
-        return messages
-
-    def note(self, name: str, error: str, status: str = FAILED) -> None:
-        """Count an error of a part, also of one that is graded elsewhere, and keep it for `new_errors`."""
-        self.counters[f"{name}/{status}"] += 1
-        if error in self._errors[name] or len(self._errors[name]) < MAX_ERRORS_KEPT:
-            self._errors[name][error] += 1
 
     def _has_trl_signature(self, part: RewardPart) -> bool:
         """True for a function in TRL's signature, which takes a whole group."""
@@ -330,22 +269,17 @@ class Scorer(AbstractContextManager["Scorer"]):
         pairs = zip(texts, metadata, strict=True)
         return [{**job, "response": text, **_job_inputs(part, columns, data, marks)} for text, data in pairs]
 
-    def _calls(self, part: RewardPart, statuses: Sequence[str] = STATUSES) -> int:
-        return sum(self.counters[f"{part.name}/{status}"] for status in statuses)
-
     def _submit(self, part: RewardPart, jobs: Sequence[dict[str, Any]]) -> list[Future[Grade]]:
-        if self._over_budget:
-            raise RuntimeError(self._over_budget)
-        graders = self._rubrics[_options_json(part)] if part.name == "rubric" else self._pools[grants_of(part)]
+        graders = self._rubrics[options_json(part)] if part.name == "rubric" else self._pools[grants_of(part)]
         return graders.submit_many(jobs)
 
     def _combine(self, parts: Sequence[RewardPart], grades: Sequence[Grade], row: str) -> Grade:
-        """Combine the grades by all parts into the grade of one response."""
+        """Combine the grades by all parts into the grade of one response; its `group` has them."""
         values: dict[str, float | None] = {}
         metrics: dict[str, float | None] = {}
         status, extracted, total, judged, unscorable = OK, "", 0.0, 0, False
-        for part, grade in zip(parts, self._within_bound(parts, grades, row), strict=True):
-            self._count(part, grade, row)
+        checked = self._within_bound(parts, grades, row)
+        for part, grade in zip(parts, checked, strict=True):
             values[part.name] = value = _value(part, grade)
             metrics |= {f"{part.name}/{name}": number for name, number in grade.metrics.items()}
             total += part.weight * (value or 0.0)
@@ -356,7 +290,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         if not judged:
             status = NOT_JUDGED
         reward = None if unscorable or status == NOT_JUDGED else total
-        return Grade(reward, status, extracted, metrics=values | metrics)
+        return Grade(reward, status, extracted, metrics=values | metrics, group=tuple(checked))
 
     def _within_bound(self, parts: Sequence[RewardPart], grades: Sequence[Grade], row: str) -> list[Grade]:
         """The grades; too large ones become failures. If a sum is too large, the part with the largest share fails."""
@@ -369,36 +303,6 @@ class Scorer(AbstractContextManager["Scorer"]):
             if problem := too_large(value, total, metrics, bound=self.config.bound, row=row):
                 checked[at] = Grade(None, FAILED, grades[at].extracted, problem)
         return checked
-
-    def _count(self, part: RewardPart, grade: Grade, row: str) -> None:
-        if grade.status not in FAILURES:
-            self.counters[f"{part.name}/{grade.status}"] += 1
-            return
-        self.note(part.name, error_of(grade), grade.status)
-        if not part.is_judged_outside:
-            return
-        failures, calls = self._calls(part, FAILURES), self._calls(part)
-        allowed = max(self.config.failures_always_allowed, self.config.failure_fraction * calls)
-        if failures > allowed:
-            self._over_budget = (
-                f"reward {part.name!r}: {failures} of {calls} calls failed, last for {row} "
-                f"({grade.status}: {grade.detail}), more than reward.failure_fraction={self.config.failure_fraction} "
-                "allows. Repair the function or its endpoint, or raise the fraction."
-            )
-            raise RuntimeError(self._over_budget)
-
-
-def _options_json(part: RewardPart) -> str:
-    return json.dumps(part.options, sort_keys=True)
-
-
-def _rubric_options(part: RewardPart) -> RubricOptions:
-    return RubricOptions.model_validate_json(_options_json(part))
-
-
-def error_of(grade: Grade) -> str:
-    """The message of a failed call, on one line."""
-    return " ".join((grade.detail if grade.status == FAILED else f"{grade.status}: {grade.detail}").split())
 
 
 def _value(part: RewardPart, grade: Grade) -> float | None:

@@ -23,15 +23,10 @@ NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
 
 
 class Judged(NamedTuple):
-    """The result of a function for a group.
+    """The result of a function for a group."""
 
-    Attributes:
-        rewards: one per rollout; None where the function does not judge.
-        metrics: name -> values that the function logged with `log_metric`.
-    """
-
-    rewards: list[float | None]
-    metrics: dict[str, list[float]]
+    rewards: list[float | None]  # one per rollout; None where the function does not judge
+    metrics: dict[str, list[float]]  # name -> values that the function logged with `log_metric`
 
 
 def has_trl_signature(function: Callable[..., Any]) -> bool:
@@ -80,9 +75,8 @@ async def judge(
         rows: per rollout, the columns of its row.
         environments: per rollout an `EnvironmentView`; None without environments.
 
-    Raises:
-        TypeError, ValueError: the function returned another number of rewards, or a value that is no number.
-        Exception: whatever the function raises.
+    Raises whatever the function raises; TypeError or ValueError if it returned another number of rewards, or a value
+    that is no number.
     """
     metrics: dict[str, list[float]] = {}
     given: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0] if name not in NOT_COLUMNS}

@@ -8,6 +8,8 @@ current step, and the loop is synchronous.
 With on_stale=wait no group is discarded for its age: a step takes the oldest groups first, and waits for running groups
 that later steps could not all take in time. Discarding slow groups would remove long and hard prompts from the data.
 
+A loop of one's own dispatches nothing here: it draws prompts, and holds groups until it trains or drops them.
+
 The account, in rollouts: sampled = trained + filtered + stale + failed + waiting, whenever no step is in progress.
 """
 
@@ -19,13 +21,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.types import Prompt, RolloutGroup, StepBatch, rewards_differ
+from rlhf.types import Prompt, Rollout, RolloutGroup, StepBatch, rewards_differ
 
 # An engine gets as many groups as fit in so many of its batches. The samples of a group end at different times, so on
 # average a group fills less than its size; with 3, log-normal lengths keep the batch full (benchmarks/simulator.py).
@@ -103,79 +105,60 @@ class Ticket:
     prompt: Prompt
 
 
+@dataclass(eq=False, repr=False)
 class RolloutBuffer:
-    """Keeps engines busy in the background and gives whole groups to the loop.
+    """Keeps engines busy in the background and gives whole groups to the loop."""
 
-    Args:
-        sample: one prompt -> its graded group.
-        next_ticket: draws the next prompt of the stream.
-        total_steps: training steps of the run; no group is dispatched beyond them.
-        ended: is called with each group as it ends, before any further prompt is drawn.
-        replacements: groups that were already replaced for the current step before the run was resumed.
-        max_replacements: maximum number of groups with equal rewards that are filtered and replaced by groups of other
-            prompts before each training step; further ones are trained. (DAPO, arXiv:2503.14476, sec. 3.2.)
-        deciding_part: the part of the reward that must differ within a group; None: the whole reward.
-        in_order: replace groups only when all have arrived, in the order of their prompts. Otherwise the groups that
-            arrive first would use up `max_replacements`.
-        max_running: maximum number of groups at the engines; None: no limit. A group that waits in an engine's queue
-            already has its version of dispatch, so steps would wait for it too early.
-        deadline_s: seconds that `take` waits for the next group to end.
+    sample: Callable[[Prompt], Awaitable[RolloutGroup]]  # one prompt -> its graded group
+    next_ticket: Callable[[], Ticket]  # draws the next prompt of the stream
+    _: KW_ONLY
+    groups_per_step: int
+    total_steps: int  # training steps of the run; no group is dispatched beyond them. 0 in a loop of one's own
+    staleness: Staleness
+    # Called with each group as it ends, before any further prompt is drawn.
+    ended: Callable[[Ticket, RolloutGroup], None] = lambda *_: None
+    step: int = 0
+    account: Account = field(default_factory=Account)
+    replacements: int = 0  # groups that were already replaced for the current step before the run was resumed
+    # Maximum number of groups with equal rewards that are filtered and replaced by groups of other prompts before each
+    # training step; further ones are trained. (DAPO, arXiv:2503.14476, sec. 3.2.)
+    max_replacements: int = 0
+    deciding_part: str | None = None  # the part of the reward that must differ within a group; None: the whole reward
+    # Replace groups only when all have arrived, in the order of their prompts. Otherwise the groups that arrive first
+    # would use up `max_replacements`.
+    in_order: bool = False
+    # Maximum number of groups at the engines; None: no limit. A group that waits in an engine's queue already has its
+    # version of dispatch, so steps would wait for it too early.
+    max_running: int | None = None
+    deadline_s: float | None = None  # `take` waits so long for the next group to end
 
-    Attributes:
-        slow_wait_s: seconds, since last reset to 0, in which `take` had enough groups and waited for older ones.
-    """
-
-    def __init__(
-        self,
-        sample: Callable[[Prompt], Awaitable[RolloutGroup]],
-        next_ticket: Callable[[], Ticket],
-        *,
-        groups_per_step: int,
-        total_steps: int,
-        staleness: Staleness,
-        ended: Callable[[Ticket, RolloutGroup], None] = lambda *_: None,
-        step: int = 0,
-        account: Account | None = None,
-        replacements: int = 0,
-        max_replacements: int = 0,
-        deciding_part: str | None = None,
-        in_order: bool = False,
-        max_running: int | None = None,
-        deadline_s: float | None = None,
-    ) -> None:
-        self.account = account or Account()
-        self.slow_wait_s = 0.0
-        self._sample, self._next_ticket, self._ended = sample, next_ticket, ended
-        self._groups_per_step = groups_per_step
-        self._total_groups = total_steps * groups_per_step
-        self._staleness = staleness
-        self._step = step
-        self._dispatched = step * groups_per_step
+    def __post_init__(self) -> None:
+        self.slow_wait_s = 0.0  # since last reset to 0: `take` had enough groups and waited for older ones
+        self._total_groups = self.total_steps * self.groups_per_step
+        self._dispatched = self.step * self.groups_per_step
         self._running: dict[asyncio.Task[None], tuple[Ticket, int]] = {}  # and the version at dispatch
         self._ready: list[tuple[Ticket, RolloutGroup]] = []  # in the order of their positions
         self._rollouts_taken = 0  # by the current training step
+        self._held: dict[tuple[int, ...], RolloutGroup] = {}  # by the loop, until they are trained or dropped
+        self._drawn: dict[tuple[str, int], Ticket] = {}  # by `draw`: prompts that are neither trained nor dropped
         self._failure: Exception | None = None
-        self.replacements, self._max_replacements = replacements, max_replacements
-        self._deciding_part, self._in_order = deciding_part, in_order
-        self._max_running = max_running or self._total_groups
-        self._deadline_s = deadline_s
         self._changed = asyncio.Event()
 
     def dispatch(self) -> None:
         """Start as many groups as the staleness rule and `max_running` allow."""
-        ahead = self._staleness.groups_ahead(step=self._step, groups_per_step=self._groups_per_step)
-        allowed = min(ahead, self._total_groups)
-        while self._dispatched < allowed and len(self._running) < self._max_running and self._failure is None:
+        ahead = self.staleness.groups_ahead(step=self.step, groups_per_step=self.groups_per_step)
+        allowed, running = min(ahead, self._total_groups), self.max_running or self._total_groups
+        while self._dispatched < allowed and len(self._running) < running and self._failure is None:
             self._dispatched += 1
-            ticket = self._next_ticket()
-            self._running[asyncio.ensure_future(self._run(ticket))] = ticket, self._step
+            ticket = self.next_ticket()
+            self._running[asyncio.ensure_future(self._run(ticket))] = ticket, self.step
 
     async def _run(self, ticket: Ticket) -> None:
         task = asyncio.current_task()
         assert task is not None
         group: RolloutGroup | None = None
         try:
-            group = await self._sample(ticket.prompt)
+            group = await self.sample(ticket.prompt)
         except Exception as error:
             self._failure = self._failure or error  # the first one; `take` raises it
         except asyncio.CancelledError:  # by `close`, or because a task that the group waited for was cancelled
@@ -184,11 +167,11 @@ class RolloutBuffer:
         del self._running[task]  # before waiters wake up, so that no group counts as both running and ready
         if group is not None:
             self.account.sampled += len(group.samples)
-            self._ended(ticket, group)
+            self.ended(ticket, group)
             self._ready.append((ticket, group))
             self._ready.sort(key=lambda pair: pair[0].position)
             self.dispatch()
-            if not self._in_order:
+            if not self.in_order:
                 self._replace_equal({ticket.position})
             elif not self._running:
                 self._replace_equal({ticket.position for ticket, _ in self._ready})
@@ -198,9 +181,9 @@ class RolloutBuffer:
         """Filter groups at these positions whose rewards are all equal, up to the limit, and dispatch others."""
 
         def is_replaced(ticket: Ticket, group: RolloutGroup) -> bool:
-            if self.replacements >= self._max_replacements or ticket.position not in positions:
+            if self.replacements >= self.max_replacements or ticket.position not in positions:
                 return False
-            equal = not rewards_differ(group.rewards(self._deciding_part))
+            equal = not rewards_differ(group.rewards(self.deciding_part))
             self.replacements += equal
             return equal
 
@@ -225,40 +208,41 @@ class RolloutBuffer:
             self._changed.clear()
             if self._failure is not None:
                 raise self._failure
-            if self._staleness.on_stale == "drop":
+            if self.staleness.on_stale == "drop":
                 self.account.stale += self._discard(lambda _, group: not self._admits(group))
             self.dispatch()
-            enough = len(self._ready) >= self._groups_per_step  # first, since `_must_wait` reads every token span
+            enough = len(self._ready) >= self.groups_per_step  # first, since `_must_wait` reads every token span
             if enough and not self._must_wait():
                 oldest_first = sorted(self._ready, key=lambda pair: pair[1].oldest_version)
-                taken, left = oldest_first[: self._groups_per_step], oldest_first[self._groups_per_step :]
+                taken, left = oldest_first[: self.groups_per_step], oldest_first[self.groups_per_step :]
                 self._ready = sorted(left, key=lambda pair: pair[0].position)
                 groups = [group for _, group in sorted(taken, key=lambda pair: pair[0].position)]
                 assert all(map(self._admits, groups))
                 self._rollouts_taken += _rollouts(groups)
+                self._held |= {_identity(group): group for group in groups}
                 return groups
             await self._next_group()
 
     def _admits(self, group: RolloutGroup) -> bool:
-        return self._staleness.admits(group.oldest_version, step=self._step)
+        return self.staleness.admits(group.oldest_version, step=self.step)
 
     def _must_wait(self) -> bool:
-        return self._staleness.must_wait(
+        return self.staleness.must_wait(
             Counter(group.oldest_version for _, group in self._ready),
             Counter(version for _, version in self._running.values()),
-            step=self._step,
-            groups_per_step=self._groups_per_step,
+            step=self.step,
+            groups_per_step=self.groups_per_step,
         )
 
     async def _next_group(self) -> None:
         """Wait until a running group ends."""
-        enough, began = len(self._ready) >= self._groups_per_step, time.monotonic()
+        enough, began = len(self._ready) >= self.groups_per_step, time.monotonic()
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self.deadline_s):
                 await self._changed.wait()
         except TimeoutError:
             raise TimeoutError(
-                f"no group ended within {self._deadline_s:g} s. {self.waits_for()}. Shorten the responses, or raise "
+                f"no group ended within {self.deadline_s:g} s. {self.waits_for()}. Shorten the responses, or raise "
                 "cluster.step_deadline_s."
             ) from None
         finally:
@@ -267,31 +251,69 @@ class RolloutBuffer:
 
     def waits_for(self) -> str:
         """A sentence about the groups that the training step still needs."""
-        missing = max(1, self._groups_per_step - len(self._ready))
+        missing = max(1, self.groups_per_step - len(self._ready))
         running = sorted(
             (version, ticket.position, ticket.prompt.id) for ticket, version in list(self._running.values())
         )  # a copy: another thread may ask
         oldest = ", ".join(prompt for _, _, prompt in running[:SHOWN_PROMPTS])
-        return f"Step {self._step + 1} waits for groups: {missing} of {len(running)} running (oldest prompts: {oldest})"
+        return f"Step {self.step + 1} waits for groups: {missing} of {len(running)} running (oldest prompts: {oldest})"
 
-    def count(self, batch: StepBatch) -> None:
-        """Add the rollouts of the training step to the account."""
-        assert len(batch.rewards) == self._rollouts_taken, "the batch of a step holds what `take` gave"
+    def count(self, groups: Iterable[RolloutGroup], batch: StepBatch) -> None:
+        """Add the groups of the training step to the account; `batch` has their rollouts."""
+        trained = [self._held.pop(_identity(group)) for group in groups]
+        expected = self._rollouts_taken or _rollouts(trained)
+        assert len(batch.rewards) == expected, "the batch of a step holds what `take` gave"
         self.account.add_step(batch)
         self._rollouts_taken = 0
+        for group in trained:
+            self.drop_prompt(group.prompt)
 
     def begin_next_step(self) -> None:
         """Dispatch groups for the next training step; its weights are in the engines."""
-        self._step += 1
+        self.step += 1
         self.replacements = 0
         self.dispatch()
+
+    # --- a loop of one's own ---
+
+    def draw(self) -> Prompt:
+        """The next prompt of the stream. A resumed run draws it again unless it was trained or dropped."""
+        ticket = self.next_ticket()
+        self._drawn[_key(ticket.prompt)] = ticket
+        return ticket.prompt
+
+    def hold(self, group: RolloutGroup) -> None:
+        """Count a group as sampled, and keep it until it is trained or dropped."""
+        self.account.sampled += len(group.samples)
+        self._held[_identity(group)] = group
+        if (ticket := self._drawn.get(_key(group.prompt))) is not None:
+            self.ended(ticket, group)
+
+    def holds(self, group: RolloutGroup) -> bool:
+        """Whether the group, or one of the same rollouts with other rewards, is held."""
+        return _identity(group) in self._held
+
+    def holds_rollout(self, rollout: Rollout) -> bool:
+        """Whether a group with this rollout is held."""
+        return any(id(rollout.sequences) in identity for identity in self._held)
+
+    def drop(self, group: RolloutGroup) -> None:
+        """Discard a held group, as stale if no step may train it any more."""
+        rollouts = len(self._held.pop(_identity(group)).samples)
+        self.account.filtered += rollouts * self._admits(group)
+        self.account.stale += rollouts * (not self._admits(group))
+        self.drop_prompt(group.prompt)
+
+    def drop_prompt(self, prompt: Prompt) -> None:
+        """A resumed run does not draw this prompt again."""
+        self._drawn.pop(_key(prompt), None)
 
     # --- the account ---
 
     @property
     def waiting(self) -> int:
         """The number of sampled rollouts that are not used yet."""
-        return _rollouts(group for _, group in self._ready) + self._rollouts_taken
+        return _rollouts([*(group for _, group in self._ready), *self._held.values()])
 
     def account_metrics(self) -> dict[str, int]:
         """Numbers of rollouts by use. Raises AssertionError if a rollout was lost or counted twice."""
@@ -302,7 +324,8 @@ class RolloutBuffer:
 
     def outstanding(self) -> list[Ticket]:
         """Dispatched prompts that are not trained yet; a resumed run samples them again."""
-        return [*(ticket for ticket, _ in self._running.values()), *(ticket for ticket, _ in self._ready)]
+        running, ready = self._running.values(), self._ready
+        return [*(ticket for ticket, _ in running), *(ticket for ticket, _ in ready), *self._drawn.values()]
 
     async def close(self) -> None:
         tasks = list(self._running)
@@ -311,6 +334,14 @@ class RolloutBuffer:
         for task in tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+
+
+def _key(prompt: Prompt) -> tuple[str, int]:
+    return prompt.id, prompt.epoch  # an epoch holds no prompt twice
+
+
+def _identity(group: RolloutGroup) -> tuple[int, ...]:
+    return tuple(id(sample.rollout.sequences) for sample in group.samples)
 
 
 def _rollouts(groups: Iterable[RolloutGroup]) -> int:

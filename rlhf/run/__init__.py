@@ -6,5 +6,6 @@ After a fault: `restarts` for the whole run; `cluster/engine_recovery.py` for on
 Where to add a program: its config, a `TrainingProgramConfig`; a file at the top level, with its loop as in `grpo.py`; a
 line in `config.cli.PROGRAMS`. One without engines uses `Run` alone. One that learns from fixed examples, as `sft.py`,
 has a `SupervisedConfig`, a loss (`learner.supervised.SupervisedRank`) and an encoder of its rows
-(`data/conversations.py`). `Run.progress` returns further fields for its checkpoints.
+(`data/conversations.py`). It passes `progress`, which returns further fields for checkpoints, to
+`Run.checkpoint_if_due` and `Run.finish`.
 """

@@ -17,18 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.secrets import hide
-from rlhf.run.checkpoint_files import (
-    BEST,
-    LATEST,
-    MANIFEST,
-    PARTIAL,
-    RUN_ID,
-    belongs_to_run,
-    checkpoint_step,
-    find_damage,
-    manifest_files,
-    sorted_checkpoints,
-)
+from rlhf.run import checkpoint_files
 from rlhf.run.threads import call_in_thread
 
 WAITS_S = (1.0, 5.0, 25.0)  # before each further try of a failed request
@@ -40,8 +29,7 @@ OTHER_MIRROR = "Name another address, correct the access to it, or set it to nul
 class Mirror:
     """Checkpoints at an address such as s3://bucket/run. Its methods raise OSError if the address does not answer.
 
-    Raises:
-        ValueError: fsspec does not know this kind of address, or the package for it is not installed.
+    ValueError if fsspec does not know this kind of address, or the package for it is not installed.
     """
 
     def __init__(self, url: str, *, waits_s: Sequence[float] = WAITS_S, answer_s: float = ANSWER_S) -> None:
@@ -60,7 +48,9 @@ class Mirror:
 
     def checkpoints(self) -> list[str]:
         """Names of the complete checkpoints in the mirror, oldest first."""
-        return sorted_checkpoints(path.split("/")[-2] for path in self._glob(f"step-*/{MANIFEST}"))
+        return checkpoint_files.sorted_checkpoints(
+            path.split("/")[-2] for path in self._glob(f"step-*/{checkpoint_files.MANIFEST}")
+        )
 
     def check_empty(self) -> None:
         """Before a new run: ValueError if the mirror cannot be read or holds checkpoints."""
@@ -79,11 +69,11 @@ class Mirror:
 
         `anew` takes it from a run that has no checkpoint there, such as one that ended in start-up.
         """
-        owner = self._line(RUN_ID)
+        owner = self._line(checkpoint_files.RUN_ID)
         if not owner or (anew and owner != run_id and not self.checkpoints()):
             self._request(self._fs.makedirs, self._root, True)
-            self._write(RUN_ID, run_id)
-            owner = self._line(RUN_ID)  # two runs may have begun at the same time
+            self._write(checkpoint_files.RUN_ID, run_id)
+            owner = self._line(checkpoint_files.RUN_ID)  # two runs may have begun at the same time
         if owner != run_id:
             raise OSError(f"checkpoint.mirror={hide(self.url)}: it is the mirror of another run, {owner}")
 
@@ -94,48 +84,55 @@ class Mirror:
         the one that `best` names.
         """
         self.claim(run_id)
-        manifest = (checkpoint / MANIFEST).read_bytes()
-        if self._read(f"{checkpoint.name}/{MANIFEST}") != manifest:
+        manifest = (checkpoint / checkpoint_files.MANIFEST).read_bytes()
+        if self._read(f"{checkpoint.name}/{checkpoint_files.MANIFEST}") != manifest:
             pairs = [(path, path.name) for path in others if path.is_file()]
-            files = (*sorted(manifest_files(manifest), key=lambda name: (name != RUN_ID, name)), MANIFEST)
-            pairs += [(checkpoint / name, f"{checkpoint.name}/{name}") for name in files]
+            names = sorted(
+                checkpoint_files.manifest_files(manifest), key=lambda name: (name != checkpoint_files.RUN_ID, name)
+            )
+            pairs += [(checkpoint / name, f"{checkpoint.name}/{name}") for name in (*names, checkpoint_files.MANIFEST)]
             for local, name in pairs:
                 self._request(self._put, local, f"{self._root}/{name}", size=local.stat().st_size)
         self._write(pointer, checkpoint.name)
-        if pointer == LATEST:
-            older = [name for name in self._folders(run_id) if checkpoint_step(name) < checkpoint_step(checkpoint.name)]
+        if pointer == checkpoint_files.LATEST:
+            step = checkpoint_files.checkpoint_step(checkpoint.name)
+            older = [name for name in self._folders(run_id) if checkpoint_files.checkpoint_step(name) < step]
             whole = [name for name in self.checkpoints() if name in (*older, checkpoint.name)]
-            kept = [*whole[-keep:], self._line(BEST)]
+            kept = [*whole[-keep:], self._line(checkpoint_files.BEST)]
             self._remove(name for name in older if name not in kept)
 
     def remove_newer(self, than: str, run_id: str) -> None:
         """Remove this run's newer checkpoints, and `latest` and `best` if they name one of those."""
         self.claim(run_id)
-        step = checkpoint_step(than)
-        self._remove(file for file in (LATEST, BEST) if checkpoint_step(self._line(file)) > step)
-        self._remove(name for name in self._folders(run_id) if checkpoint_step(name) > step)
+        step = checkpoint_files.checkpoint_step(than)
+        self._remove(
+            file
+            for file in (checkpoint_files.LATEST, checkpoint_files.BEST)
+            if checkpoint_files.checkpoint_step(self._line(file)) > step
+        )
+        self._remove(name for name in self._folders(run_id) if checkpoint_files.checkpoint_step(name) > step)
 
     def fetch(self, name: str, checkpoints: Path, run_id: str) -> str:
         """Copy a checkpoint of the run `run_id` (empty: any) into a folder; returns the problem, or an empty string."""
-        partial, final = checkpoints / f"{name}{PARTIAL}", checkpoints / name
-        owner = self._line(f"{name}/{RUN_ID}")
+        partial, final = checkpoints / f"{name}{checkpoint_files.PARTIAL}", checkpoints / name
+        owner = self._line(f"{name}/{checkpoint_files.RUN_ID}")
         if run_id and owner and owner != run_id:
             return f"it is of another run, {owner}"
-        if final.exists() and not belongs_to_run(final, run_id or owner):
+        if final.exists() and not checkpoint_files.belongs_to_run(final, run_id or owner):
             return f"{name} already exists, but is not of this run"
         try:
-            manifest: bytes = self._request(self._fs.cat_file, f"{self._root}/{name}/{MANIFEST}")
-            files = manifest_files(manifest)
+            manifest: bytes = self._request(self._fs.cat_file, f"{self._root}/{name}/{checkpoint_files.MANIFEST}")
+            wanted = checkpoint_files.manifest_files(manifest)
         except ValueError as error:
             return str(error)
-        for file, written in files.items():
+        for file, written in wanted.items():
             (partial / file).parent.mkdir(parents=True, exist_ok=True)
             try:
                 self._request(self._fs.get_file, f"{self._root}/{name}/{file}", str(partial / file), size=written.bytes)
             except FileNotFoundError:
                 return f"{file} is missing"
-        (partial / MANIFEST).write_bytes(manifest)
-        if damage := find_damage(partial):
+        (partial / checkpoint_files.MANIFEST).write_bytes(manifest)
+        if damage := checkpoint_files.find_damage(partial):
             return damage
         shutil.rmtree(final, ignore_errors=True)  # a damaged one
         partial.rename(final)
@@ -153,8 +150,8 @@ class Mirror:
 
     def _folders(self, run_id: str) -> list[str]:
         """Names of this run's checkpoints in the mirror, including incomplete ones."""
-        names = sorted_checkpoints(path.rpartition("/")[2] for path in self._glob("step-*"))
-        return [name for name in names if self._line(f"{name}/{RUN_ID}") == run_id]
+        names = checkpoint_files.sorted_checkpoints(path.rpartition("/")[2] for path in self._glob("step-*"))
+        return [name for name in names if self._line(f"{name}/{checkpoint_files.RUN_ID}") == run_id]
 
     def _glob(self, pattern: str) -> list[str]:
         self._fs.invalidate_cache()

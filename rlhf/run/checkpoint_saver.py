@@ -38,10 +38,8 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
 class CheckpointSaver:
     """Saves one checkpoint at a time; first `write_log` writes the rows that wait for room on the disk, or OSError.
 
-    Attributes:
-        save_error: why the newest checkpoint could not be written; empty if it was. The run goes on and tries again
-            after the next step: the previous checkpoint is complete, and ending the run would lose as much.
-        writing_step: the step of the current save, or of the last one; 0 if it failed.
+    If a checkpoint cannot be written, the run goes on and tries again after the next step: the previous one is
+    complete, and ending the run would lose as much.
     """
 
     def __init__(
@@ -54,13 +52,14 @@ class CheckpointSaver:
         warn: Callable[[str], None],
         write_log: Callable[[], None] = lambda: None,
     ) -> None:
-        self.save_error, self.writing_step = "", 0
+        self.save_error = ""  # why the newest checkpoint could not be written; empty if it was
+        self.writing_step = 0  # the step of the current save, or of the last one; 0 if it failed
         self._tokenizer = tokenizer_files(tokenizer)
         self._config, self._folder, self._mirror, self._warn = config, folder, mirror, warn
         self._checkpoints, self._write_log = checkpoints, write_log
         self._writing: asyncio.Task[None] | None = None
         self._sending: asyncio.Task[None] | None = None
-        self._has_unsent = False
+        self._has_unsent, self._being_copied = False, ""
         self._removing = asyncio.Lock()  # held while checkpoints are removed, and while one is chosen to be copied
 
     async def save(self, state: RunState) -> None:
@@ -94,8 +93,9 @@ class CheckpointSaver:
             keep, best = self._config.keep, self._config.best
             async with self._removing:
                 await asyncio.to_thread(  # the loop must serve the engines meanwhile
-                    self._folder.finish_checkpoint, partial, state, keep=keep, best=best, written=written
-                )
+                    self._folder.finish_checkpoint, partial, state,
+                    keep=keep, best=best, written=written, being_copied=self._being_copied,
+                )  # fmt: skip
         except ClusterError:
             raise
         except Exception as error:
@@ -121,7 +121,7 @@ class CheckpointSaver:
             checkpoint = self._folder.checkpoints / name
             if not name or not checkpoint.is_dir():
                 return
-            self._folder.being_copied = name
+            self._being_copied = name
         others = [self._folder.path / "config.yaml", self._folder.metrics]
         try:
             await asyncio.to_thread(
@@ -131,14 +131,12 @@ class CheckpointSaver:
             why = str(error) if isinstance(error, OSError) else error_text(error)
             self._warn(f"{name} was not copied: {why}. The next checkpoint will be.")
         finally:
-            self._folder.being_copied = ""
+            self._being_copied = ""
 
     def fail(self, step: int, error: Exception, partial: Path | None = None) -> None:
         """Warn that the checkpoint of a step could not be written, and remove its partial folder."""
-        self.save_error, self.writing_step = (
-            f"the checkpoint of step {step} could not be written: {error_text(error)}.",
-            0,
-        )
+        self.save_error = f"the checkpoint of step {step} could not be written: {error_text(error)}."
+        self.writing_step = 0
         remedy = "Make room meanwhile." if isinstance(error, OSError) else "Remove the cause meanwhile."
         self._warn(f"{self.save_error} It is tried again after the next step. {remedy}")
         if partial is not None:

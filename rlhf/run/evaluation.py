@@ -80,9 +80,7 @@ def group_metrics(groups: Sequence[RolloutGroup], metric: str) -> dict[str, floa
     pass@k: share of problems with a right response, if all values are from 0 to 1.
     maj@k: value of the most frequent answer.
     pass@k and maj@k count only problems whose k responses are all graded, because an ungraded one may be right.
-
-    Args:
-        metric: the name of the metric; empty if nothing grades the responses.
+    `metric`: the name of the metric; empty if nothing grades the responses.
     """
     k, samples = len(groups[0].samples), [sample for group in groups for sample in group.samples]
     metrics: dict[str, float] = {}
@@ -142,13 +140,40 @@ def ungraded_warning(source: str, groups: Sequence[RolloutGroup], metric: str) -
 def bootstrap_interval(values: np.ndarray) -> tuple[Any, Any]:
     """The 2.5% and 97.5% quantiles of the mean in RESAMPLES draws of N problems each, with replacement.
 
-    Args:
-        values: [N], one per problem, since responses to the same problem are not independent; or [N, P] for P
-            intervals at once.
+    `values`: [N], one per problem, since responses to the same problem are not independent; [N, P] for P intervals.
     """
+    return _interval(_drawn_means(values, np.random.default_rng(0)))
+
+
+def mean_over_sets(groups: Mapping[str, Sequence[RolloutGroup]], metrics: Mapping[str, str]) -> dict[str, float]:
+    """The mean of avg@k over the data sets, each with the same weight, as eval/mean/avg with /low and /high.
+
+    The interval is that of `bootstrap_interval`; each draw takes problems of every data set. Empty if no response of a
+    data set is graded.
+    """
+    by_set = [_means(_values(rows, metrics[source])) for source, rows in groups.items()]
+    if not all(map(len, by_set)):
+        return {}
+    rng = np.random.default_rng(0)
+    low, high = _interval(np.mean([_drawn_means(values, rng) for values in by_set], axis=0))
+    mean = float(np.mean([values.mean() for values in by_set]))
+    return {"eval/mean/avg": mean, "eval/mean/avg/low": low, "eval/mean/avg/high": high}
+
+
+def sizes_of_sets(groups: Mapping[str, Sequence[RolloutGroup]]) -> dict[str, tuple[int, int]]:
+    """The number of problems of each data set, and of responses to each."""
+    return {source: (len(rows), len(rows[0].samples)) for source, rows in groups.items()}
+
+
+def _drawn_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """[RESAMPLES] or [RESAMPLES, P] means of N problems that are drawn with replacement."""
     problems = len(values)
-    drawn = np.random.default_rng(0).multinomial(problems, np.full(problems, 1 / problems), size=RESAMPLES)
-    low, high = np.quantile(drawn @ values / problems, [0.025, 0.975], axis=0).tolist()
+    drawn = rng.multinomial(problems, np.full(problems, 1 / problems), size=RESAMPLES)
+    return drawn @ values / problems
+
+
+def _interval(means: np.ndarray) -> tuple[Any, Any]:
+    low, high = np.quantile(means, [0.025, 0.975], axis=0).tolist()
     return low, high
 
 
@@ -165,24 +190,16 @@ def _majority(group: RolloutGroup, metric: str) -> float | None:
 
 
 class Comparison(NamedTuple):
-    """A metric before and after on the same problems.
+    """A metric before and after on the same problems."""
 
-    Attributes:
-        name: accuracy if all values are from 0 to 1, else the name of the metric.
-        problems: number of problems with a graded response in both evaluations; `left_out` counts the others.
-        before, after: mean over the problems of the mean value of their graded responses.
-        better, worse: number of problems with a higher or a lower mean.
-        ungraded: number of responses without a value, before and after.
-    """
-
-    name: str
-    problems: int
-    left_out: int
-    before: float
+    name: str  # accuracy if all values are from 0 to 1, else the name of the metric
+    problems: int  # with a graded response in both evaluations
+    left_out: int  # the other problems
+    before: float  # mean over the problems of the mean value of their graded responses
     after: float
-    better: int
+    better: int  # problems with a higher mean
     worse: int
-    ungraded: tuple[int, int]
+    ungraded: tuple[int, int]  # responses without a value, before and after
     p_value: float
 
     def __str__(self) -> str:
@@ -290,10 +307,8 @@ def sign_flip_p_value(differences: np.ndarray) -> float:
     If nothing changed, each difference is as likely to have the other sign. The p-value is the share of all
     assignments of signs whose sum is at least as far from 0 as the observed one. It is exact for whole numbers;
     otherwise it is estimated from SIGNS random assignments and the observed one. With one response per problem, right
-    or wrong, this is McNemar's exact test.
-
-    Args:
-        differences: [N], one per problem: the sum over its responses, after minus before.
+    or wrong, this is McNemar's exact test. `differences`: [N], one per problem: the sum over its responses, after minus
+    before.
     """
     observed, most = abs(differences.sum()), np.abs(differences).sum()
     if most > MAX_SUM or (differences != differences.round()).any():

@@ -27,24 +27,7 @@ from rlhf.config.references import from_environment
 from rlhf.data.read import is_same_data
 from rlhf.log.patient_files import NEW, PatientFiles
 from rlhf.log.sinks import SUMMARY, read_summary
-from rlhf.run.checkpoint_files import (
-    BEST,
-    LATEST,
-    PARTIAL,
-    RUN_ID,
-    all_checkpoints,
-    belongs_to_run,
-    checkpoint_step,
-    complete_checkpoints,
-    find_damage,
-    read_line,
-    remove,
-    replace_synced,
-    sorted_checkpoints,
-    sync,
-    write_manifest,
-    write_synced,
-)
+from rlhf.run import checkpoint_files
 from rlhf.run.checkpoint_mirror import OTHER_MIRROR, Mirror
 from rlhf.run.state import RunState
 from rlhf.types import WrittenFile
@@ -54,7 +37,9 @@ LOCK = ".lock"
 # Files and folders of a run that has not finished a step.
 FIRST_NAMES = re.compile(
     r"(config\.yaml|run_id)(\.new)?|wandb|tensorboard|logs|report\.html|\.lock|rollouts|checkpoints|metrics\.jsonl"
+    r"|objects|status\.(json|new)"
 )
+GIVEN = "objects"  # rows and models that a Python program gave; they are there before the run
 NAMES_SHOWN = 3  # file names in the message about a folder that cannot be used
 CONFIG, RESUMED_CONFIG = "config.yaml", "config.resumed.yaml"
 
@@ -64,17 +49,7 @@ C = TypeVar("C", bound=TrainingProgramConfig)
 class RunFolder:
     """Paths and files of one run.
 
-    Attributes:
-        id: the id of the run, which its checkpoints and its mirror hold too. On a bare node it is read from the
-            checkpoint.
-        restored: the verified checkpoint that a resumed run goes on from: the newest, or the one named `start_at`.
-        damaged: name -> reason, of newer checkpoints that are damaged or incomplete.
-        saved_step: the step of the newest complete checkpoint; 0 if there is none.
-        not_removed: the reasons why older checkpoints are still there after the last save.
-        being_copied: the name of a checkpoint that saves must not remove; empty if there is none.
-
-    Raises:
-        ValueError: the folder already holds a run and `resume` is False, or there is nothing to resume.
+    ValueError if the folder already holds a run and `resume` is False, or there is nothing to resume.
     """
 
     def __init__(
@@ -86,11 +61,13 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.summary = self.path / SUMMARY
-        self.id = read_line(self.path / RUN_ID)
+        # of the run; its checkpoints and mirror hold it too, and on a bare node it is read from the checkpoint
+        self.id = checkpoint_files.read_line(self.path / checkpoint_files.RUN_ID)
+        # the verified checkpoint that a resumed run goes on from: the newest, or the one named `start_at`
         self.restored: Path | None = None
-        self.damaged: dict[str, str] = {}
-        self.saved_step, self.being_copied = 0, ""
-        self.not_removed: tuple[str, ...] = ()
+        self.damaged: dict[str, str] = {}  # name -> reason, of newer checkpoints that are damaged or incomplete
+        self.saved_step = 0  # of the newest complete checkpoint; 0 if there is none
+        self.not_removed: tuple[str, ...] = ()  # why older checkpoints are still there after the last save
         self._resume, self._start_at, self._mirror = resume, start_at, mirror
         self._lock_file: TextIO | None = None
         if resume:
@@ -116,10 +93,8 @@ class RunFolder:
     def create(self, config: Section) -> None:
         """Make the folders and save the resolved config; a resumed run saves its config next to the first one.
 
-        A new run replaces config and metrics of an earlier one that finished no step here.
-
-        Raises:
-            ValueError: another run is using the folder, or it cannot be written.
+        A new run replaces config and metrics of an earlier one that finished no step here. ValueError if another run is
+        using the folder, or it cannot be written.
         """
         try:
             for folder in (self.path, self.rollouts, self.checkpoints):
@@ -135,20 +110,20 @@ class RunFolder:
                 raise ValueError(f"{error}. {OTHER_MIRROR}") from None
 
     def _write_first_files(self, config: Section) -> None:
-        for left in self.checkpoints.glob(f"step-*{PARTIAL}"):
-            if checkpoint_step(left.stem) >= 0:
-                remove(left)
+        for left in self.checkpoints.glob(f"step-*{checkpoint_files.PARTIAL}"):
+            if checkpoint_files.checkpoint_step(left.stem) >= 0:
+                checkpoint_files.remove(left)
         if self.restored is not None:
             for path in self.rollouts.iterdir():  # steps that are run again, and what a killed run left incomplete
-                step = checkpoint_step(path.stem)
+                step = checkpoint_files.checkpoint_step(path.stem)
                 if step >= 0 and (path.suffix == NEW or (path.suffix == ".jsonl" and step > self.saved_step)):
                     path.unlink()
             if self._start_at is not None:
                 self._remove_newer(self.restored.name)
-        replace_synced(self.path / RUN_ID, f"{self.id}\n")
+        checkpoint_files.replace_synced(self.path / checkpoint_files.RUN_ID, f"{self.id}\n")
         if not self._resume:
             self.metrics.unlink(missing_ok=True)
-        replace_synced(self.path / (RESUMED_CONFIG if self._resume else CONFIG), resolved_yaml(config))
+        checkpoint_files.replace_synced(self.path / (RESUMED_CONFIG if self._resume else CONFIG), resolved_yaml(config))
 
     def _remove_newer(self, than: str) -> None:
         """Remove newer checkpoints here and in the mirror, and their names: a later --resume would take them."""
@@ -160,12 +135,17 @@ class RunFolder:
                     f"{error}. --resume-from {self._start_at} removes newer checkpoints there: correct the address or "
                     "the access to it, or set it to null."
                 ) from None
-        replace_synced(self.checkpoints / LATEST, f"{than}\n")
-        step, best = checkpoint_step(than), self.checkpoints / BEST
-        if checkpoint_step(read_line(best)) > step:
+        checkpoint_files.replace_synced(self.checkpoints / checkpoint_files.LATEST, f"{than}\n")
+        step, best = checkpoint_files.checkpoint_step(than), self.checkpoints / checkpoint_files.BEST
+        if checkpoint_files.checkpoint_step(checkpoint_files.read_line(best)) > step:
             best.unlink()
-        for newer in all_checkpoints(self.checkpoints):
-            if checkpoint_step(newer.name) > step and belongs_to_run(newer, self.id) and (why := remove(newer)):
+        later = [
+            path
+            for path in checkpoint_files.all_checkpoints(self.checkpoints)
+            if checkpoint_files.checkpoint_step(path.name) > step
+        ]
+        for newer in later:
+            if checkpoint_files.belongs_to_run(newer, self.id) and (why := checkpoint_files.remove(newer)):
                 raise ValueError(
                     f"--resume-from {self._start_at}: {newer} is newer and could not be removed ({why}). Remove it by "
                     "hand: a later --resume would take it."
@@ -199,16 +179,17 @@ class RunFolder:
                 in_mirror = set(mirror.checkpoints())
             except OSError as error:
                 self.damaged["the mirror"] = str(error)
-        for name in self._checkpoints_to_try(in_mirror.union(path.name for path in all_checkpoints(self.checkpoints))):
+        here = {path.name for path in checkpoint_files.all_checkpoints(self.checkpoints)}
+        for name in self._checkpoints_to_try(in_mirror | here):
             path = self.checkpoints / name
-            owner = read_line(path / RUN_ID)
+            owner = checkpoint_files.read_line(path / checkpoint_files.RUN_ID)
             if self.id and owner and owner != self.id:
                 damage = f"it is of another run, {owner}"
-            elif (damage := find_damage(path)) and mirror is not None and name in in_mirror:
+            elif (damage := checkpoint_files.find_damage(path)) and mirror is not None and name in in_mirror:
                 damage = self._fetch(mirror, name)
             if not damage:
                 self.restored, self.saved_step = path, self.read_state(path).step
-                self.id = self.id or read_line(path / RUN_ID)
+                self.id = self.id or checkpoint_files.read_line(path / checkpoint_files.RUN_ID)
                 return
             self.damaged[name] = damage
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.damaged.items())
@@ -221,14 +202,14 @@ class RunFolder:
     def _checkpoints_to_try(self, names: Collection[str]) -> list[str]:
         """The checkpoints to try: all, newest first, or the one that `start_at` names."""
         if self._start_at is None:
-            return sorted_checkpoints(names)[::-1]
+            return checkpoint_files.sorted_checkpoints(names)[::-1]
         file = self.checkpoints / self._start_at
-        if self._start_at == BEST and self._mirror is not None and not file.is_file():
+        if self._start_at == checkpoint_files.BEST and self._mirror is not None and not file.is_file():
             file.parent.mkdir(parents=True, exist_ok=True)
             self._mirror.fetch_file(file)
-        name = read_line(file) if file.is_file() else self._start_at
+        name = checkpoint_files.read_line(file) if file.is_file() else self._start_at
         if name not in names:
-            known = ", ".join(sorted_checkpoints(names))
+            known = ", ".join(checkpoint_files.sorted_checkpoints(names))
             remedy = f"Name one of {known}; `best` needs a run with checkpoint.best" if known else "Start without it"
             raise ValueError(f"--resume-from {self._start_at}: no such checkpoint in {self.checkpoints}. {remedy}.")
         return [name]
@@ -247,16 +228,16 @@ class RunFolder:
 
     def begin_checkpoint(self, step: int) -> Path:
         """Make the folder that `finish_checkpoint` renames; OSError if another run's folder has its final name."""
-        folder = self.checkpoints / f"step-{step:06d}{PARTIAL}"
+        folder = self.checkpoints / f"step-{step:06d}{checkpoint_files.PARTIAL}"
         final = folder.with_suffix("")
-        if final.exists() and not belongs_to_run(final, self.id):
+        if final.exists() and not checkpoint_files.belongs_to_run(final, self.id):
             raise OSError(f"{final} already exists, but is not of this run; rename it, or move it away")
         shutil.rmtree(folder, ignore_errors=True)
         if self._lock_file is not None:  # a run folder that was renamed is not made a second time
             self.checkpoints.mkdir(exist_ok=True)
         folder.mkdir(parents=self._lock_file is None)
         try:
-            write_synced(folder / RUN_ID, f"{self.id}\n")
+            checkpoint_files.write_synced(folder / checkpoint_files.RUN_ID, f"{self.id}\n")
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -270,42 +251,41 @@ class RunFolder:
         keep: int,
         best: str | None = None,
         written: Mapping[str, WrittenFile] | None = None,
+        being_copied: str = "",
     ) -> Path:
         """Write the driver's state and the manifest, rename the folder, then point `latest` to it.
 
         Every file is synced before the next one is written: after a crash at any moment, the newest folder with the
         name of a checkpoint is complete. Older checkpoints beyond `keep`, except `being_copied`, are removed last.
+        OSError if the disk is full, or a file of `written` is missing.
 
         Args:
             best: a metric of the evaluations; the checkpoint with its highest value is kept, and named in `best`.
             written: the files that the learners wrote, by path in the folder.
-
-        Raises:
-            OSError: the disk is full, or a file of `written` is missing.
         """
         if self.metrics.exists():
-            sync(self.metrics)  # a resumed run appends after its last line
-        write_synced(folder / STATE_FILE, state.to_json())
-        write_manifest(folder, written or {})
+            checkpoint_files.sync(self.metrics)  # a resumed run appends after its last line
+        checkpoint_files.write_synced(folder / STATE_FILE, state.to_json())
+        checkpoint_files.write_manifest(folder, written or {})
         final = folder.with_suffix("")
         if final.exists():  # a damaged one, which the run did not resume from
             shutil.rmtree(final)
         folder.rename(final)
-        sync(self.checkpoints)
-        replace_synced(self.checkpoints / LATEST, f"{final.name}\n")
+        checkpoint_files.sync(self.checkpoints)
+        checkpoint_files.replace_synced(self.checkpoints / checkpoint_files.LATEST, f"{final.name}\n")
         self.damaged.pop(final.name, None)
         self.saved_step = state.step
         complete = [
             path
-            for path in complete_checkpoints(self.checkpoints)
-            if path.name not in self.damaged and belongs_to_run(path, self.id)
+            for path in checkpoint_files.complete_checkpoints(self.checkpoints)
+            if path.name not in self.damaged and checkpoint_files.belongs_to_run(path, self.id)
         ]
-        kept = [*complete[-keep:], self.checkpoints / self.being_copied]
-        steps = [checkpoint_step(path.name) for path in complete]
+        kept = [*complete[-keep:], self.checkpoints / being_copied]
+        steps = [checkpoint_files.checkpoint_step(path.name) for path in complete]
         if best is not None and (step := best_step(state.evaluations, best, among=steps)) is not None:
             kept.append(self.checkpoints / f"step-{step:06d}")
-            replace_synced(self.checkpoints / BEST, f"{kept[-1].name}\n")
-        self.not_removed = tuple(filter(None, (remove(path) for path in complete if path not in kept)))
+            checkpoint_files.replace_synced(self.checkpoints / checkpoint_files.BEST, f"{kept[-1].name}\n")
+        self.not_removed = tuple(filter(None, (checkpoint_files.remove(path) for path in complete if path not in kept)))
         return final
 
     @staticmethod
@@ -328,7 +308,7 @@ class RunFolder:
         files.replace(self.rollouts / f"step-{step:06d}.jsonl", as_utf8(lines))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        replace_synced(self.summary, json.dumps(summary, indent=2) + "\n")
+        checkpoint_files.replace_synced(self.summary, json.dumps(summary, indent=2) + "\n")
 
 
 def best_step(
@@ -348,9 +328,9 @@ def why_unusable(folder: Path) -> str:
     if not folder.is_dir() or not any(folder.iterdir()) or _has_no_finished_step(folder):
         return ""
     path = folder if folder.name not in ("", "..") else folder.resolve()
-    complete = complete_checkpoints(folder / "checkpoints")
-    is_run = (folder / RUN_ID).is_file() or all((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
-    if complete or is_run:
+    complete = checkpoint_files.complete_checkpoints(folder / "checkpoints")
+    has_log = all((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
+    if complete or has_log or (folder / checkpoint_files.RUN_ID).is_file():
         advice = "Go on with it (--resume), write" if complete else "Write"
         return (
             f"run.dir={folder}: already holds a run. {advice} to another folder (run.dir={path}-2), or remove it "
@@ -367,6 +347,8 @@ def why_unusable(folder: Path) -> str:
 def _has_no_finished_step(folder: Path) -> bool:
     """Whether the folder holds only files that a run writes before it finishes its first step."""
     rollouts, checkpoints, metrics = folder / "rollouts", folder / "checkpoints", folder / "metrics.jsonl"
+    if [path.name for path in folder.iterdir()] == [GIVEN]:
+        return True
     if not (rollouts.is_dir() and checkpoints.is_dir()) or any((*rollouts.iterdir(), *checkpoints.iterdir())):
         return False  # no run began here, or it has finished a step
     try:
@@ -402,7 +384,9 @@ def _date_of_run(config: TrainingProgramConfig) -> datetime.date | None:
 def _runs_around(path: str) -> Iterator[Path]:
     """The run folders that contain a model. A checkpoint has a run id too, but no config."""
     folders = dict.fromkeys((*Path(path).absolute().parents, *Path(path).resolve().parents))
-    return (folder for folder in folders if (folder / RUN_ID).is_file() and (folder / CONFIG).is_file())
+    return (
+        folder for folder in folders if (folder / checkpoint_files.RUN_ID).is_file() and (folder / CONFIG).is_file()
+    )
 
 
 def config_that_trained_on(source: DatasetConfig, path: str) -> Path | None:

@@ -72,6 +72,15 @@ def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
     return RunData(train, load(config.data, "eval", tokenizer))
 
 
+def sized(
+    data: RunData, config: GRPOConfig, with_rows: Callable[[Literal["train", "eval"], LoadedPrompts], LoadedPrompts]
+) -> RunData:
+    """The prompts, with as many as the environment has problems. ValueError if they are fewer than asked for."""
+    data = RunData(with_rows("train", data.train), with_rows("eval", data.evaluation))
+    _check_prompts_suffice(config, data.train)
+    return data
+
+
 def _check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:
     if problem := too_few_prompts(sum(prompts.rows_per_epoch.values()), config.rollout.prompts_per_step):
         raise ValueError(problem)

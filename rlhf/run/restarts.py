@@ -23,11 +23,9 @@ def train_with_restarts(
 ) -> None:
     """Train, and restart after a LostError: at most `run.max_restarts` times in a row without a new checkpoint.
 
-    Of the program's flags, `resume` and `resume_from` are read.
-
-    Raises:
-        LostError: the last failure, if no checkpoint was complete, the first start failed, a signal had asked the run
-            to end, or too many restarts in a row brought no new checkpoint.
+    Of the program's flags, `resume` and `resume_from` are read. The last LostError is raised if no checkpoint was
+    complete, the first start failed, a signal had asked the run to end, or too many restarts in a row brought no new
+    checkpoint.
     """
     resume, start_at, restarted = flags.resume or flags.resume_from is not None, flags.resume_from, False
     if supervisor.follows_lost_driver():
@@ -46,7 +44,8 @@ def train_with_restarts(
             if not restart or not has_started or run.stop.requested:
                 raise
             run.log.warn(" ".join([str(error), *getattr(error, "__notes__", ()), restart]))
-        run.folder.unlock()
+        finally:
+            run.folder.unlock()
         del run
         gc.collect()  # the prompts of the lost run, before those of the next are read
         resume, start_at, restarted = True, None, True

@@ -160,8 +160,7 @@ def _other_metrics(config: GRPOConfig, state: RunState) -> Iterator[str]:
 def code_warnings(noun: str, before: Sources, now: Sources, *, restarted: bool) -> list[str]:
     """A warning for each user function, class or tool whose code has changed since the run began.
 
-    Raises:
-        ValueError: the code of a run that restarts itself has changed.
+    Raises ValueError if code has changed and the run restarts itself.
     """
     warnings = [f"{name} has changed since the run began." for name in changed_sources(before, now, noun=noun)]
     if warnings and restarted:

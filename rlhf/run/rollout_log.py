@@ -5,16 +5,31 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlhf.config.reward import logged_name
-from rlhf.log.reductions import Binned, Histogram, Mean, StepMetrics, counts_of
+from rlhf.log.reductions import Binned, Histogram, Mean, StepMetrics, UpdateOutcome, counts_of
 from rlhf.rewards.grade import count_answers
-from rlhf.types import PolicyTargets, Rollout, RolloutGroup, ScoredRollout, StepBatch, rewards_differ
+from rlhf.types import Minibatch, PolicyTargets, Rollout, RolloutGroup, ScoredRollout, StepBatch, rewards_differ
 
 DIGITS = 4  # to which values of a token are rounded
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A training step with its number, from 1."""
+
+    step: int
+    groups: Sequence[RolloutGroup]
+    batch: StepBatch
+    advantages: np.ndarray  # [R]
+    targets: PolicyTargets
+    epochs: Sequence[Sequence[Minibatch]]  # of the policy; empty while a critic warms up
+    updates: Sequence[UpdateOutcome]
+    extra_metrics: dict[str, float]  # of the program; logged as they are
 
 
 def rollout_metrics(

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
 from rlhf.cluster.canary import Canary
 from rlhf.cluster.engines import Engines
+from rlhf.cluster.rollout_workers import RolloutWorkers
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.library_options import changes_numbers
 from rlhf.config.reward import logged_name
@@ -23,22 +22,23 @@ from rlhf.data.vocabulary import check_vocabularies
 from rlhf.environments.rollouts import FailedEnvironments
 from rlhf.environments.start import StartedEnvironments
 from rlhf.log.clock import waiting_seconds
-from rlhf.log.reductions import UpdateOutcome, mean_over_updates, to_histograms, to_values
+from rlhf.log.reductions import Counts, mean_over_updates, to_histograms, to_values
 from rlhf.log.sinks import Details
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import RolloutBuffer, Staleness, groups_at_engines
-from rlhf.rollout.sampler import Sampler
+from rlhf.rollout.purpose import evaluation_purpose, texts_purpose, training_purpose
 from rlhf.run.evaluation import evaluate, evaluation_metrics, rollouts_of, ungraded_warning
-from rlhf.run.grading import Grading, normalize_scores, reward_model_client, silent_rewards
-from rlhf.run.prompts import PromptTickets, RunData, read_data, source_lines, without_bad_gold
+from rlhf.run.prompts import PromptTickets, RunData, read_data, sized, source_lines, without_bad_gold
 from rlhf.run.resume import code_warnings
-from rlhf.run.rollout_log import rollout_metrics, rollout_rows, token_values
+from rlhf.run.reward_outcomes import RewardOutcomes, silent_rewards
+from rlhf.run.reward_scale import normalize_scores
+from rlhf.run.rollout_log import FinishedStep, rollout_metrics, rollout_rows, token_values
 from rlhf.run.run import Run
 from rlhf.run.speed import LearnerSpeed
 from rlhf.run.teachers import Teachers
 from rlhf.run.threads import in_thread
 from rlhf.run.useless_steps import UselessSteps
-from rlhf.types import Minibatch, PolicyTargets, Prompt, RolloutGroup, StepBatch
+from rlhf.types import Prompt, RolloutGroup, StepBatch
 
 SAY_FRACTION = 0.1  # of cluster.step_deadline_s; a step that waits longer says for which groups
 TABLES, GROUPS_IN_TABLE = 20, 2  # tables of sampled responses in a run, for wandb; groups in each
@@ -47,8 +47,13 @@ C = TypeVar("C", bound=GRPOConfig)
 
 
 @contextlib.asynccontextmanager
-async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = Engines) -> AsyncIterator[RolloutLoop[C]]:
-    """Start a run and its rollout side: the gold answers are graded first, then engines and learners start."""
+async def rollout_loop(
+    run: Run[C], *, make_engines: Callable[..., Engines] = Engines, dispatches: bool = True
+) -> AsyncIterator[RolloutLoop[C]]:
+    """Start a run and its rollout side: the gold answers are graded first, then engines and learners start.
+
+    `dispatches`: sample groups in the background, as `take_groups` needs them.
+    """
     config, say = run.config, run.log.print
     async with contextlib.AsyncExitStack() as exit_stack:
         with run.clock.phase("start"):
@@ -67,6 +72,7 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
                     now = environments.hosts.sources
                     changed = code_warnings("environment", run.state.environments, now, restarted=run.restarted)
                     run.log.warn(*environments.warnings, *changed)
+                    data = sized(data, config, environments.with_rows)
                     first = await environments.first_prompt(first)
             run.log.warn(*rollout_warnings(config, run.tokenizer))
             for key, loaded in (("data.eval", data.evaluation), ("data", data.train)):
@@ -77,7 +83,6 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
             with run.log.terminal.stage("grader"):
                 scorer = Scorer(config.reward, say=partial(say, wrap=False))
                 exit_stack.callback(scorer.close)
-                scorer.restore(run.state.reward_status)
                 changed = code_warnings("reward", run.state.rewards, scorer.sources, restarted=run.restarted)
                 run.log.warn(*scorer.warnings, *changed)
                 # takes minutes for a large data set; SIGTERM must still be handled
@@ -89,18 +94,26 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
                 metric_of=partial(config.metric_of, trains=True),
             )  # fmt: skip
             await exit_stack.enter_async_context(run.open_cluster())
-            if environments is not None:
-                await run.cluster.host_environments(environments.spread)
             if environments is not None and run.state.outstanding:
                 opened = len(run.state.outstanding) * config.rollout.samples_per_prompt
                 say(f"up to {opened} rollouts that were open when the run was saved begin anew")
             engines = await exit_stack.enter_async_context(make_engines(run.cluster, config))
             speed = LearnerSpeed(config, (await run.cluster.learners.call(lambda learner: learner.device_name()))[0])
-            loop = RolloutLoop(run, data, tickets, scorer, engines, speed, first, teachers, environments)
+            outcomes = RewardOutcomes(config.reward, run.state.reward_status)
+            workers = await exit_stack.enter_async_context(
+                RolloutWorkers(
+                    engines, config, run.tokenizer, scorer, environments,
+                    say=partial(say, wrap=False), check=outcomes.check,
+                )
+            )  # fmt: skip
+            loop = RolloutLoop(
+                run, data, tickets, scorer, outcomes, engines, workers, speed, first, teachers, environments,
+                dispatches=dispatches,
+            )  # fmt: skip
             exit_stack.push_async_callback(loop.buffer.close)
             with run.log.terminal.stage("check"):
                 await loop.check_start()
-            engines.meter.take()  # tokens that the checks sampled belong to no step
+            await engines.take_work()  # tokens that the checks sampled belong to no step
         run.end_start_up()
         yield loop
 
@@ -117,17 +130,21 @@ class RolloutLoop(Generic[C]):
         data: RunData,
         tickets: PromptTickets,
         scorer: Scorer,
+        outcomes: RewardOutcomes,
         engines: Engines,
+        workers: RolloutWorkers,
         speed: LearnerSpeed,
         first: Prompt,
         teachers: Teachers,
         environments: StartedEnvironments | None = None,
+        *,
+        dispatches: bool = True,
     ) -> None:
         config = run.config
         self.engines, self.scorer, self.data, self.tickets, self.speed = engines, scorer, data, tickets, speed
-        self.grading = Grading(config, scorer, run.tokenizer, reward_model_client(config, run.cluster))
-        truncate_token = truncate_token_id(config.rollout, run.tokenizer)
-        self.sampler = Sampler(config, truncate_token, engines.generate, self.grading, environments)
+        self.workers, self.outcomes = workers, outcomes
+        self._truncate_token = truncate_token_id(config.rollout, run.tokenizer)
+        self.training_purpose = training_purpose(config, self._truncate_token)
         self.teachers = teachers
         self.failed_environments = FailedEnvironments(config.environment.max_failed_fraction)
         self._environments = environments
@@ -144,11 +161,11 @@ class RolloutLoop(Generic[C]):
             return_support=bool(config.rollout.restriction),
         )
         self.buffer = RolloutBuffer(
-            self.sampler.for_training,
+            self.rollout_for_training,
             self.tickets.next,
             ended=self.tickets.record,
             groups_per_step=config.rollout.prompts_per_step,
-            total_steps=config.run.steps,
+            total_steps=config.run.steps * dispatches,
             staleness=Staleness(config.rollout.max_policy_lag, config.rollout.on_stale),
             step=run.first_step,
             account=run.state.account,
@@ -167,14 +184,13 @@ class RolloutLoop(Generic[C]):
         )
         self._warned: set[str] = set()  # data sets with ungraded responses; checkpoint.best that was not measured
         self._run = run
-        run.progress = self.progress
-        run.log.terminal.sampling_waits_for = self.buffer.waits_for
 
     async def check_start(self) -> None:
         """Check that engines and learners hold the same weights, before and after a checkpoint is loaded."""
         run = self._run
         await self.canary.measure_noise()  # before a checkpoint is loaded: both sides hold model.path
-        await normalize_scores(self.grading, self.sampler, self.data.train, run.config, run.state)
+        purpose = texts_purpose(run.config, self._truncate_token)
+        await normalize_scores(self.workers, purpose, self.data.train, run.config, run.state)
         if run.restored is not None:
             await self.engines.sleep_if_colocated()
             await run.cluster.load(run.restored)
@@ -182,20 +198,18 @@ class RolloutLoop(Generic[C]):
         self.engines.replace_lost(self.canary.check)
 
     async def finish(self) -> None:
-        """End the run after its last step. An engine that is lost from now on does not cancel the export."""
+        """End the run after its last step. An engine or worker lost from now on does not cancel the export."""
         await self.engines.stop_replacing()
-        await self._run.finish(self.buffer.account_metrics())
+        await self.workers.stop_replacing()
+        await self._run.finish(self.buffer.account_metrics(), self.progress)
 
     async def publish(self, version: int) -> dict[str, float]:
         """Send the weights to the engines as `version`; metrics of that and of `Canary.check`, which may raise."""
-        learners = self._run.cluster.learners
-        async with learners.weights_lock:
-            with self._run.clock.phase("transfer"):
-                await self.engines.send_weights(version)
-            with self._run.clock.phase("canary"):
-                compared = await self.canary.check(version)
-            learners.weights_lock.notify_all()
-        return compared | self.engines.transfer_metrics
+        return await self.engines.publish(version, self.canary.check, watch=self._run.clock.phase)
+
+    async def checkpoint_if_due(self, step: int) -> None:
+        """`Run.checkpoint_if_due`, with the progress of the rollout side."""
+        await self._run.checkpoint_if_due(step, self.progress)
 
     def progress(self) -> dict[str, Any]:
         """The rollout side's fields of the state in a checkpoint."""
@@ -210,14 +224,21 @@ class RolloutLoop(Generic[C]):
             # a resumed run samples the waiting rollouts again
             "account": replace(account, sampled=account.sampled - buffer.waiting),
             "replacements": buffer.replacements,
-            "reward_status": self.scorer.counters_excluding([ticket.prompt for ticket in outstanding]),
+            "reward_status": dict(self.outcomes.counters),
         }
 
     # --- a training step ---
 
+    def rollout_for_training(self, prompt: Prompt) -> Awaitable[RolloutGroup]:
+        """Sample and grade the group of a prompt, with the settings of `rollout`."""
+        return self.workers.rollout_group(prompt, self.training_purpose)
+
     async def take_groups(self, step: int) -> Sequence[RolloutGroup]:
         """The graded groups for the step after `step` finished ones. A signal meanwhile saves and ends the run."""
         run, buffer = self._run, self.buffer
+        if run.ends and not run.stop.requested:  # as the evaluation before the first step asked
+            await self.checkpoint_if_due(step)
+        run.log.terminal.show(buffer.waits_for)
         say_s = run.config.cluster.step_deadline_s * SAY_FRACTION
         say = asyncio.get_running_loop().call_later(say_s, lambda: run.log.print(f"{buffer.waits_for()}."))
         try:
@@ -225,13 +246,13 @@ class RolloutLoop(Generic[C]):
         finally:
             say.cancel()
         if groups is None:
-            await run.checkpoint_if_due(step)
+            await self.checkpoint_if_due(step)
         assert groups is not None, "checkpoint_if_due ends the run"
         return groups
 
-    def count(self, batch: StepBatch) -> None:
+    def count(self, groups: Sequence[RolloutGroup], batch: StepBatch) -> None:
         """Count the rollouts of the step by their use, and their tokens."""
-        self.buffer.count(batch)
+        self.buffer.count(groups, batch)
         response_tokens, tokens = int(batch.response_lengths.sum()), self._run.state.tokens
         tokens["prompt"] += len(batch.tokens.token_ids) - response_tokens
         tokens["response"] += response_tokens
@@ -244,73 +265,81 @@ class RolloutLoop(Generic[C]):
         elif algo.ref_update == "replace" and done % algo.ref_every == 0:
             await learners.call(lambda learner: learner.blend_reference(0.0))
 
-    def log_step(
-        self,
-        step: int,
-        groups: Sequence[RolloutGroup],
-        batch: StepBatch,
-        advantages: np.ndarray,
-        targets: PolicyTargets,
-        epochs: Sequence[Sequence[Minibatch]],
-        updates: Sequence[UpdateOutcome],
-        extra_metrics: dict[str, float],
-    ) -> None:
-        """Write the metrics and the rollouts of a finished step; `extra_metrics` are logged as they are.
-
-        `advantages` has shape [R]. `epochs` are minibatches of the policy; empty while a critic warms up.
-        """
+    async def step_metrics(self, done: FinishedStep) -> tuple[dict[str, Any], dict[str, Counts]]:
+        """The metrics of a finished step, and its histograms. The next step's times and rates begin here."""
         run, config, rollout = self._run, self._run.config, self._run.config.rollout
-        update_metrics = mean_over_updates(updates)
-        metrics = rollout_metrics(groups, advantages, version=step - 1, asynchronous=rollout.max_policy_lag > 0)
+        engine_metrics, engines_busy_s = await self.engines.take_work()  # first: what follows is of one moment
+        update_metrics, asynchronous = mean_over_updates(done.updates), rollout.max_policy_lag > 0
+        metrics = rollout_metrics(done.groups, done.advantages, version=done.step - 1, asynchronous=asynchronous)
         if not config.learns_from_rewards:  # groups of equal rewards teach as much as others
             del metrics["reward/equal_group_fraction"]
         metrics |= update_metrics
-        values = to_values(metrics) | extra_metrics | self.buffer.account_metrics()
+        values = to_values(metrics) | done.extra_metrics | self.buffer.account_metrics()
         values["time/step"] = run.clock.step_seconds()
         phases, window_s = run.clock.take()
-        rate, engines_busy_s = self.engines.meter.take()
         values |= waiting_seconds(phases, window_s, engines_busy_s)
-        values |= self.speed.step_metrics(batch, epochs, run.cluster.learners.shared, phases.get("update", 0.0))
+        shared, update_s = run.cluster.learners.shared, phases.get("update", 0.0)
+        values |= self.speed.step_metrics(done.batch, done.epochs, shared, update_s)
         values["time/slow_groups"], self.buffer.slow_wait_s = self.buffer.slow_wait_s, 0.0
-        values |= {"rollout/tokens_per_second": rate, "data/epoch": self.tickets.stream.epochs}
+        values |= engine_metrics | {"data/epoch": self.tickets.stream.epochs}
         values |= {} if (curriculum := self.tickets.stream.curriculum) is None else curriculum.metrics()
         # without a pass before them, later updates compare the engines with a policy that has moved
         moves = config.training.updates_per_step > 1 and not config.needs_old_logprobs_pass
         lag = max(rollout.max_policy_lag, moves)
         values |= self.canary.check_rollouts(update_metrics, temperature=rollout.temperature, max_lag=lag)
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}
-        counted = self.scorer.counters_excluding([ticket.prompt for ticket in self.buffer.outstanding()])
-        values |= {f"reward/status/{logged_name(name)}": count for name, count in counted.items()}
-        rows = rollout_rows(step, groups, advantages.tolist())
-        in_table = sum(len(group.samples) for group in groups[:GROUPS_IN_TABLE])
-        shown = [] if step % -(-config.run.steps // TABLES) else rows[:in_table]
-        run.log_step(step, values, Details(to_histograms(metrics), shown))
+        self.outcomes.add_step(done.groups)
+        values |= {f"reward/status/{logged_name(name)}": count for name, count in self.outcomes.counters.items()}
+        return values, to_histograms(metrics)
+
+    def write_step(self, done: FinishedStep, metrics: dict[str, Any], histograms: dict[str, Counts]) -> dict[str, Any]:
+        """Write the metrics, the table of responses and the rollouts of a finished step. Returns the logged metrics."""
+        run, config = self._run, self._run.config
+        rows = rollout_rows(done.step, done.groups, done.advantages.tolist())
+        in_table = sum(len(group.samples) for group in done.groups[:GROUPS_IN_TABLE])
+        shown = [] if done.step % -(-config.run.steps // TABLES) else rows[:in_table]
+        logged = run.log_step(done.step, metrics, Details(histograms, shown), done.groups)
         if config.logging.rollouts:
             if config.logging.token_values:
-                values_by_rollout = token_values(batch, targets, run.tokenizer)
+                values_by_rollout = token_values(done.batch, done.targets, run.tokenizer)
                 rows = [row | more for row, more in zip(rows, values_by_rollout, strict=True)]
-            run.folder.write_rollouts(step, rows, run.log.files)
-        rollouts = [sample.rollout for group in groups for sample in group.samples]
-        failed, run.failure = self.failed_environments.check(rollouts)
-        run.log.warn(*self.scorer.new_errors(), *failed)
-        if step == run.first_step + 1:
-            silent, notes = silent_rewards(config, self.scorer, groups, step=step)
+            run.folder.write_rollouts(done.step, rows, run.log.files)
+        return logged
+
+    def judge_step(self, done: FinishedStep) -> None:
+        """Warn of failed environments and rewards, and count a useless step; too many failures end the run."""
+        run = self._run
+        failed, failure = self.failed_environments.check([s.rollout for group in done.groups for s in group.samples])
+        run.log.warn(*self.outcomes.new_errors(), *failed)
+        if failure:
+            run.end_after_step(failure)
+        if done.step == run.first_step + 1:
+            silent, notes = silent_rewards(run.config, self.outcomes, done.groups, step=done.step)
             run.log.warn(*silent)
             for note in notes:
                 run.log.print(note)
-        self.useless_steps.after_step(groups, advantages, updates, trained=int(batch.trained.sum()))
+        trained = int(done.batch.trained.sum())
+        self.useless_steps.after_step(done.groups, done.advantages, done.updates, trained=trained)
 
     # --- evaluation ---
 
+    def rollout_for_evaluation(self, prompt: Prompt) -> Awaitable[RolloutGroup]:
+        """Sample and grade a held-out prompt, with the settings of its data set."""
+        purpose = evaluation_purpose(self._run.config, self._truncate_token, prompt.source)
+        return self.workers.rollout_group(prompt, purpose)
+
     async def evaluate_if_due(self, step: int) -> None:
         """Evaluate on data.eval if it is due. If a stop was requested, skip it; the resumed run evaluates."""
+        if self._run.evaluation_is_due(step) and self.data.evaluation.prompts:
+            await self.evaluate(step)
+
+    async def evaluate(self, step: int) -> None:
+        """Evaluate the weights of the engines on data.eval, and log that under `step`."""
         run, prompts = self._run, self.data.evaluation.prompts
-        if not run.evaluation_is_due(step) or not prompts:
-            return
         with run.clock.phase("evaluation"):
             at_once = run.config.evaluation_groups_at_once
             count = run.log.terminal.progress("problem", sum(map(len, prompts.values())))
-            evaluation = evaluate(prompts, self.sampler.for_evaluation, at_once=at_once, count=count)
+            evaluation = evaluate(prompts, self.rollout_for_evaluation, at_once=at_once, count=count)
             groups = await run.stop.unless_requested(evaluation)
         if groups is not None:  # else a resumed run does this evaluation
             run.log.warn(*self.failed_environments.check(rollouts_of(groups))[0])

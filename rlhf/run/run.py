@@ -7,11 +7,13 @@ import contextlib
 import shutil
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rlhf.check.start_checks import dtype_warnings, learning_rate_warnings
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.cluster import Cluster
+from rlhf.config import cli
 from rlhf.config.base import error_text
 from rlhf.config.load import flat_keys
 from rlhf.config.model_folder import full_name
@@ -22,6 +24,8 @@ from rlhf.log.clock import Clock
 from rlhf.log.diagnosis import Diagnosis
 from rlhf.log.panels import metric_title
 from rlhf.log.sinks import NO_DETAILS, TRAINED_SHARE, Details, evaluation_table
+from rlhf.log.terminal import ROLLOUT_COLUMNS, Columns
+from rlhf.run.callbacks import Callbacks
 from rlhf.run.checkpoint_files import PARTIAL
 from rlhf.run.checkpoint_mirror import Mirror
 from rlhf.run.checkpoint_saver import CheckpointSaver
@@ -31,11 +35,13 @@ from rlhf.run.resume import check_not_finished, check_resumed_state, model_finge
 from rlhf.run.run_log import RunLog
 from rlhf.run.state import RunState, code_state
 from rlhf.run.stop import Stop
+from rlhf.types import RolloutGroup
 
 SAVE_S = 60.0  # a failed run waits this long for the checkpoint that is being written
 LOST_SAVE_S = 15.0  # the same if Ray has ended: learners that are still alive may complete it
 
 C = TypeVar("C", bound=TrainingProgramConfig)
+Progress = Callable[[], Mapping[str, Any]]  # fields of the state that the program's own loop adds to a checkpoint
 
 
 class Run(Generic[C]):
@@ -50,12 +56,6 @@ class Run(Generic[C]):
 
     Raises:
         ValueError: the folder cannot be used, or its checkpoint does not fit the config.
-
-    Attributes:
-        state: the counters of the run so far; a resumed run begins with the state of its checkpoint.
-        restored: the checkpoint that a resumed run goes on from.
-        progress: returns the fields of the state that the program's own loop adds to a checkpoint.
-        failure: why the run is saved and ends at the next step boundary; empty while nothing is wrong.
     """
 
     def __init__(
@@ -70,9 +70,11 @@ class Run(Generic[C]):
         self.config, self.restarted = config, restarted
         if resume and start_at is None:
             check_not_finished(config)
+        self.callbacks = Callbacks(config.run.callbacks)
         mirror = None if config.checkpoint.mirror is None else Mirror(config.checkpoint.mirror)
         self.folder = RunFolder(config.run.dir, resume=resume, mirror=mirror, start_at=start_at)
-        self.restored = self.folder.restored
+        self.restored = self.folder.restored  # the checkpoint that a resumed run goes on from
+        # the counters of the run so far; a resumed run begins with the state of its checkpoint
         self.state = RunState() if self.restored is None else RunFolder.read_state(self.restored)
         check_resumed_state(config, self.folder.path, self.state)
         self.first_step = self.state.step
@@ -86,8 +88,7 @@ class Run(Generic[C]):
             config.checkpoint, self.folder, self.cluster.checkpoints, self.tokenizer, mirror, self.log.warn,
             self.log.files.check,
         )  # fmt: skip
-        self.progress: Callable[[], Mapping[str, Any]] = dict
-        self.failure = ""
+        self._failure, self._stop_reason = "", ""
         self._trained_shares: dict[str, float] = {}  # metrics of every evaluation
 
     def check_held_out(self, train: Iterable[Hashable], held_out: Mapping[str, Sequence[Hashable]]) -> None:
@@ -111,9 +112,9 @@ class Run(Generic[C]):
     # --- start and end ---
 
     @contextlib.contextmanager
-    def live_output(self) -> Iterator[None]:
+    def live_output(self, columns: Columns = ROLLOUT_COLUMNS) -> Iterator[None]:
         """A context with the run's output and live view; it begins with warnings about config and checkpoint."""
-        with self.log.terminal.live():
+        with self.log.terminal.live(columns):
             warnings = (*self.config.warnings(), *learning_rate_warnings(self.config), *dtype_warnings(self.config))
             self.log.warn(*warnings, *self.folder.warnings, *resume_warnings(self.config, self.state))
             if self.restored is not None:
@@ -158,11 +159,44 @@ class Run(Generic[C]):
         ):
             self.log.warn(f"{file} was not written: {why}.")
 
-    def log_step(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
-        """Write the metrics of a finished step, and report problems that they show."""
-        self.log.write(step, values, details)
+    def log_step(
+        self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS, groups: Sequence[RolloutGroup] = ()
+    ) -> dict[str, Any]:
+        """Call the callbacks, write the metrics of a finished step with theirs, and report problems that they show."""
+        logged = {**values, **self._call_callbacks("on_step", step, values, list(groups))}
+        self.log.write(step, logged, details)
         for finding in self.diagnosis.after_step(step, values):
             self.log.alert(finding.title, finding.text)
+        self.log.terminal.who_waits(self.diagnosis.who_waits())
+        return logged
+
+    def end_after_step(self, failure: str) -> None:
+        """Save and end the run at the next step boundary; its RuntimeError begins with `failure`."""
+        self._failure = failure
+
+    def stop_after_step(self, reason: str) -> None:
+        """Save and end the run at the next step boundary, unless it is the last; `reason`: who asked for it.
+
+        The run then ends with a StoppedError, which is no failure.
+        """
+        self._stop_reason = reason
+
+    @property
+    def ends(self) -> bool:
+        """Whether the run is to end at the next step boundary."""
+        return self.stop.requested or bool(self._failure or self._stop_reason)
+
+    def _call_callbacks(self, method: str, step: int, values: Mapping[str, Any], *further: Any) -> dict[str, float]:
+        """The further metrics of the callbacks. They may end the run after this step."""
+        if not self.callbacks:
+            return {}
+        with self.clock.phase("callbacks"):
+            called = self.callbacks.call(method, step, values, *further)
+        if called.failure:
+            self.end_after_step(called.failure)
+        elif called.stopped_by and step < self.config.steps:
+            self.stop_after_step(f"the callback {called.stopped_by}")
+        return called.metrics
 
     def evaluation_is_due(self, step: int) -> bool:
         """Whether the `evaluation` section asks for an evaluation after this many steps that was not done yet."""
@@ -176,8 +210,9 @@ class Run(Generic[C]):
     def log_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Store and write the metrics of an evaluation after `step` training steps."""
         values = {**values, **self._trained_shares}
-        self.state.evaluations[step] = values
         self.diagnosis.after_evaluation(values)
+        values |= self._call_callbacks("on_evaluation", step, values)
+        self.state.evaluations[step] = values
         self.log.write(step, values)
         self.log.terminal.evaluation(step, values)
 
@@ -188,46 +223,46 @@ class Run(Generic[C]):
         every, best = self.config.checkpoint_every, self.config.checkpoint.best
         is_best = best is not None and best_step(self.state.evaluations, best) == step
         is_last = step == self.config.steps
-        ends = self.stop.requested or bool(self.failure)
-        return every is not None and (step % every == 0 or is_last or is_best or ends)
+        return every is not None and (step % every == 0 or is_last or is_best or self.ends)
 
-    async def checkpoint_if_due(self, step: int) -> None:
-        """Write a checkpoint if due, or if the last save failed; then end the run if a signal or `failure` asks for it.
+    async def checkpoint_if_due(self, step: int, progress: Progress) -> None:
+        """Write a checkpoint if due, or if the last save failed; then end the run if that was asked for.
 
-        Raises:
-            RuntimeError: the run has a `failure`; it is saved.
-            CancelledError: a signal ends the run; it is saved.
+        The saved run ends with a RuntimeError if `end_after_step` was called, a StoppedError if `stop_after_step` was,
+        and a CancelledError after a signal.
         """
         is_due = self.checkpoint_is_due(step)
         with self.clock.phase("checkpoint"), self.stop.saving():
             if (is_due and step > max(self.folder.saved_step, self.saver.writing_step)) or self.saver.save_error:
-                await self._save(step)
-        if self.stop.requested or self.failure:
+                await self._save(step, progress)
+        if self.ends:
             await self._end_if_asked(step)
 
     async def _end_if_asked(self, step: int) -> None:
-        """Complete the save in progress; then end the run, if a signal or a failure asks for that."""
+        """Complete the save in progress; then end the run, if a signal, a failure or a callback asks for that."""
         with self.clock.phase("checkpoint"), self.stop.saving():
             await self.saver.finish()
-        if not (self.stop.requested or self.failure):
+        if not self.ends:
             return
         self.stop.close()
         saved = self.folder.saved_step
         kept = f"Go on from step {saved} with --resume." if saved else "Nothing was saved."
-        if self.failure:
-            raise RuntimeError(f"{self.failure} The run ends after step {step}. {kept}")
+        if self._failure:
+            raise RuntimeError(f"{self._failure} The run ends after step {step}. {kept}")
+        if self._stop_reason:
+            raise cli.StoppedError(f"the run ends after step {step}, as {self._stop_reason} asked. {kept}")
         self.log.print(f"the run ends after step {step}, as a signal asked. {kept}")
         raise asyncio.CancelledError
 
-    async def _save(self, step: int) -> None:
+    async def _save(self, step: int, progress: Progress) -> None:
         try:
-            state = await self._state_after(step)
+            state = await self._state_after(step, progress)
         except OSError as error:  # files of a model are no longer there
             self.saver.fail(step, error)
         else:
             await self.saver.save(state)
 
-    async def _state_after(self, step: int) -> RunState:
+    async def _state_after(self, step: int, progress: Progress) -> RunState:
         counts = await self.cluster.learners.call(lambda learner: learner.update_counts())
         self.state.updates_taken, self.state.updates_skipped = counts[0]
         if not self.state.models:
@@ -246,24 +281,22 @@ class Run(Generic[C]):
             # copies, because the loop goes on changing these
             tokens=dict(self.state.tokens),
             evaluations=dict(self.state.evaluations),
-            **self.progress(),
+            **progress(),
         )
 
-    async def finish(self, counted: Mapping[str, Any]) -> None:
+    async def finish(self, counted: Mapping[str, Any], progress: Progress) -> None:
         """Export the model and write the summary together with the counters `counted`.
 
-        Raises:
-            OSError: the end of the log could not be written.
-            RuntimeError: the export failed, and the run does not count as finished; or the last checkpoint could not
-                be written, although the export and the summary were.
+        OSError if the end of the log could not be written. RuntimeError if the export failed, and the run does not
+        count as finished; or if the last checkpoint could not be written, although the export and the summary were.
         """
         steps = self.config.steps
         await self._end_if_asked(steps)
         self.stop.close()
         if self.config.run.export:
             with self.clock.phase("export"):
-                await self._export(steps)
-        end = await self._state_after(steps)
+                await self._export(steps, progress)
+        end = await self._state_after(steps, progress)
         self.folder.write_summary({**end.summary(), "updates_planned": self.config.training.total_updates, **counted})
         if after := end.evaluations.get(steps):
             training_s = sum(spent for phase, spent in end.seconds.items() if phase not in ("start", "evaluation"))
@@ -278,30 +311,48 @@ class Run(Generic[C]):
         if self.saver.save_error:
             raise RuntimeError(f"{self.saver.save_error} Remove the cause, and repeat the last steps with --resume.")
 
-    async def _export(self, steps: int) -> None:
-        """Write run.dir/model, or raise a RuntimeError that names the checkpoint of the weights, made if needed."""
-        exported = self.folder.model.with_suffix(PARTIAL)
+    async def save(self, step: int, progress: Progress) -> None:
+        """Write the checkpoint of `step` now, unless it was written. RuntimeError if that failed."""
+        with self.clock.phase("checkpoint"), self.stop.saving():
+            if step > max(self.folder.saved_step, self.saver.writing_step):
+                await self._save(step, progress)
+            await self.saver.finish()
+        if self.saver.save_error:
+            raise RuntimeError(self.saver.save_error)
+
+    async def export(self, folder: Path, step: int, progress: Progress) -> str:
+        """Write the weights after `step` steps as a model folder, in place of an earlier one.
+
+        Returns why that failed; an empty string if it did not.
+        """
+        exported = folder.with_name(folder.name + PARTIAL)
         shutil.rmtree(exported, ignore_errors=True)
         try:
-            self.folder.path.stat()  # a run folder that was renamed is not made a second time
+            folder.parent.stat()  # a run folder that was renamed is not made a second time
             results = await self.cluster.learners.call(
                 lambda learner: learner.try_export(str(exported.resolve()), self.config.model.path)
             )
             why = next((failure for failure, _ in results if failure), "")
-            self.log.warn(*(f"{self.folder.model}: {warning}" for _, warning in results if warning))
+            self.log.warn(*(f"{folder}: {warning}" for _, warning in results if warning))
             if not why:
-                (exported / "README.md").write_text(model_card(await self._state_after(steps)))
-                shutil.rmtree(self.folder.model, ignore_errors=True)  # from an earlier end, before run.steps grew
-                exported.rename(self.folder.model)
+                (exported / "README.md").write_text(model_card(await self._state_after(step, progress)))
+                shutil.rmtree(folder, ignore_errors=True)  # from an earlier end, before run.steps grew
+                exported.rename(folder)
         except ClusterError:
             raise
         except Exception as error:
             why = error_text(error)
+        if why:
+            shutil.rmtree(exported, ignore_errors=True)  # a full disk may then hold a checkpoint
+        return why
+
+    async def _export(self, steps: int, progress: Progress) -> None:
+        """Write run.dir/model, or raise a RuntimeError that names the checkpoint of the weights, made if needed."""
+        why = await self.export(self.folder.model, steps, progress)
         if not why:
             return
-        shutil.rmtree(exported, ignore_errors=True)  # a full disk may then hold a checkpoint
         if self.folder.saved_step < steps:
-            await self._save(steps)
+            await self._save(steps, progress)
             await self.saver.finish()
         saved = self.folder.saved_step
         kept = "No checkpoint was written."

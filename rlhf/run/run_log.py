@@ -10,36 +10,30 @@ from typing import Any
 from rich.console import Console
 
 from rlhf.cluster.node_report import report
+from rlhf.config import cli
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.secrets import hide_in_output
 from rlhf.log import sinks
 from rlhf.log.patient_files import PatientFiles
 from rlhf.log.sinks import NO_DETAILS, Details
+from rlhf.log.status import status_file
 from rlhf.log.terminal import Terminal
 from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState, code_state
 
 
 class RunLog:
-    """All sinks of a run; ValueError if the config asks for one whose package is not installed.
-
-    Attributes:
-        files: writes metrics.jsonl and the rollouts.
-        wandb_run_id: id of the run on wandb, which a resumed run continues; None without one.
-    """
+    """All sinks of a run; ValueError if the config asks for one whose package is not installed."""
 
     def __init__(self, config: TrainingProgramConfig, state: RunState) -> None:
         self.console = Console()
+        idle_steps = config.training.idle_steps
         self.terminal = Terminal(
-            self.console,
-            total_steps=config.steps,
-            first_step=state.step,
-            warmup_steps=config.training.idle_steps,
-            title=config.run.dir,
+            self.console, total_steps=config.steps, first_step=state.step, warmup_steps=idle_steps, title=config.run.dir
         )
         self.warn, self.print = self.terminal.warn, self.terminal.print
-        self.files = PatientFiles(self.warn)
-        self.wandb_run_id = state.wandb_run_id
+        self.files = PatientFiles(self.warn)  # writes metrics.jsonl and the rollouts
+        self.wandb_run_id = state.wandb_run_id  # of the run on wandb, which a resumed run continues; None without one
         _check_packages(config)
         self._config, self._first_step = config, state.step
         self._sinks: list[sinks.Sink] = []
@@ -47,6 +41,7 @@ class RunLog:
 
     def open(self, folder: RunFolder, exit_stack: contextlib.AsyncExitStack) -> None:
         """Open every sink. `exit_stack` closes them, and tells them whether the run failed."""
+        exit_stack.enter_context(status_file(folder.path, self.terminal.status))
         resume_step = self._first_step if folder.restored is not None else None
         self._sinks.append(sinks.JsonlSink(folder.metrics, self.files, resume_step=resume_step))
         exit_stack.push(self._write_what_waits)
@@ -70,7 +65,11 @@ class RunLog:
 
     def _add(self, tracker: sinks.Tracker, key: str, exit_stack: contextlib.AsyncExitStack) -> sinks.OptionalTracker:
         optional = sinks.OptionalTracker(tracker, key, self.warn)
-        exit_stack.push(lambda kind, *_: optional.close(failed=kind is not None))
+
+        def close(kind: type[BaseException] | None, *_: Any) -> None:
+            optional.close(failed=kind is not None and not issubclass(kind, cli.StoppedError))
+
+        exit_stack.push(close)
         self._sinks.append(optional)
         return optional
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import subprocess
 from dataclasses import asdict, dataclass, field, fields
@@ -13,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter
 
+import rlhf
 from rlhf.rollout.buffer import Account
 
 GIT_S = 5.0  # longest time of a call of git
@@ -20,52 +20,38 @@ GIT_S = 5.0  # longest time of a call of git
 
 @dataclass
 class RunState:
-    """`driver.json` of a checkpoint; the defaults are those of a new run.
-
-    Attributes:
-        step: completed training steps.
-        config: the stored form of the config (see `references`).
-        models: fingerprints of the parts of each start model, by role.
-        rewards, environments: fingerprints of the code files of each user function, environment and tool, by its name.
-        code: version and git state of the program.
-        updates: the config keys that set the number of optimizer steps; a resumed run must have the same values.
-        stream: the position in the order of the prompts, and a fingerprint of the data.
-        outstanding: positions of prompts that were dispatched and not trained on; a resumed run samples them again.
-        replacements: groups that dynamic sampling has replaced for the next training step.
-        updates_skipped: optimizer steps with a non-finite gradient.
-        reward_status: how often each part of the reward ended with each status.
-        evaluations: metrics by training step.
-        kl_controller: `coef`, the coefficient of the KL in PPO; empty in GRPO.
-        reward_scale: mean and std of the reward model's scores over responses of the start policy, if it was measured.
-        base: the start model, by its name on the hub or its whole path; empty if an environment variable names it.
-        example: the first prompt, as messages; or as text, if no chat template wrote it.
-    """
+    """`driver.json` of a checkpoint; the defaults are those of a new run."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
-    step: int = 0
+    step: int = 0  # completed training steps
     program: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
-    models: dict[str, dict[str, str]] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)  # the stored form (see `references`)
+    models: dict[str, dict[str, str]] = field(default_factory=dict)  # role -> fingerprints of its start model's parts
+    # Fingerprints of the code files of each user function, environment and tool, by its name.
     rewards: dict[str, dict[str, str]] = field(default_factory=dict)
     environments: dict[str, dict[str, str]] = field(default_factory=dict)
-    code: dict[str, str] = field(default_factory=dict)
+    code: dict[str, str] = field(default_factory=dict)  # version and git state of the program
+    # The config keys that set the number of optimizer steps; a resumed run must have the same values.
     updates: dict[str, int] = field(default_factory=dict)
+    # Position in the order of the prompts; fingerprint of the data.
     stream: dict[str, Any] = field(default_factory=dict)
+    # Positions of prompts that were dispatched and not trained on; a resumed run samples them again.
     outstanding: list[int] = field(default_factory=list)
     account: Account = field(default_factory=Account)
-    replacements: int = 0
+    replacements: int = 0  # groups that dynamic sampling has replaced for the next training step
     updates_taken: int = 0
-    updates_skipped: int = 0
+    updates_skipped: int = 0  # optimizer steps with a non-finite gradient
     tokens: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "response": 0})
-    reward_status: dict[str, int] = field(default_factory=dict)
-    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    reward_status: dict[str, int] = field(default_factory=dict)  # of trained groups, by `part/status`
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics by training step
     wandb_run_id: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-    kl_controller: dict[str, float] = field(default_factory=dict)
+    kl_controller: dict[str, float] = field(default_factory=dict)  # `coef`: of the KL in PPO; empty in GRPO
+    # Mean and std of the reward model's scores over responses of the start policy, if it was measured.
     reward_scale: dict[str, float] = field(default_factory=dict)
-    base: str = ""
-    example: list[dict[str, Any]] | str = ""
+    base: str = ""  # the start model, by its name on the hub or its whole path; empty if a variable names it
+    example: list[dict[str, Any]] | str = ""  # the first prompt: messages; text, if no chat template wrote it
 
     def summary(self) -> dict[str, Any]:
         """The part of the state that a finished run writes to `summary.json`."""
@@ -100,7 +86,7 @@ def code_state() -> dict[str, str]:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True).stdout.strip()
 
-    state = {"rlhf": importlib.metadata.version("rlhf")}
+    state = {"rlhf": rlhf.__version__}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         if git("ls-files", Path(__file__).name):  # not a package installed inside another project's repository
             changed = "yes" if git("status", "--porcelain", "-uno") else "no"

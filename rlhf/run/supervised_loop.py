@@ -31,7 +31,7 @@ async def train_on_examples(run: Run[Any], data: TrainEval) -> None:
     """
     async with contextlib.AsyncExitStack() as exit_stack:
         with run.clock.phase("start"):
-            exit_stack.enter_context(run.live_output())
+            exit_stack.enter_context(run.live_output(COLUMNS))
             loop = SupervisedLoop(run, data)
             await exit_stack.enter_async_context(run.open_cluster())
             with run.log.terminal.stage("examples"):
@@ -40,11 +40,13 @@ async def train_on_examples(run: Run[Any], data: TrainEval) -> None:
                     await run.cluster.load(run.restored)
         run.end_start_up()
         await loop.evaluate_if_due(run.first_step)
+        if run.ends:  # as that evaluation asked
+            await run.checkpoint_if_due(run.first_step, loop.progress)
         for step in range(run.first_step, run.config.steps):
             await loop.train(step)
             await loop.evaluate_if_due(step + 1)
-            await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
-        await run.finish({})
+            await run.checkpoint_if_due(step + 1, loop.progress)  # SIGTERM ends the run here, saved
+        await run.finish({}, loop.progress)
 
 
 class SupervisedLoop:
@@ -53,7 +55,6 @@ class SupervisedLoop:
     def __init__(self, run: Run[SupervisedConfig], data: TrainEval) -> None:
         self._run, self._data = run, data
         self._skipped = 0  # updates in a row
-        run.log.terminal.columns = COLUMNS
         for name, examples in {"train": data.train, "eval": data.held_out}.items():
             if examples is not None:
                 left_out = left_out_text(examples.too_long, run.config.data.max_tokens, examples.bad_rows)
@@ -61,21 +62,24 @@ class SupervisedLoop:
                 run.log.print(f"data {name}: {examples.rows} examples, {count:,} tokens{left_out}")
         if data.held_out is not None:
             run.check_held_out(data.train.row_keys, {"eval": [*data.held_out.row_keys]})
-        stream = {"sources": {"train": {"rows": data.train.rows, "fingerprint": data.train.fingerprint}}}
-        if run.state.stream not in ({}, stream):
+        sources = {"train": {"rows": data.train.rows, "fingerprint": data.train.fingerprint}}
+        self._stream = {"sources": sources}
+        if run.state.stream not in ({}, self._stream):
             raise ValueError(
-                f"data.train: the run began with {run.state.stream['sources']} and would go on with "
-                f"{stream['sources']}. Resume with the same rows, tokenizer and template, or start another run.dir."
+                f"data.train: the run began with {run.state.stream['sources']} and would go on with {sources}. "
+                "Resume with the same rows, tokenizer and template, or start another run.dir."
             )
         tokens = data.train.tokens
-        example = run.tokenizer.decode(tokens.token_ids[: int(tokens.response_mask.argmax())].tolist())
-        run.progress = lambda: {"stream": stream, "example": example}
+        self._example = run.tokenizer.decode(tokens.token_ids[: int(tokens.response_mask.argmax())].tolist())
+
+    def progress(self) -> dict[str, Any]:
+        """The fields of the state in a checkpoint that say what the examples are."""
+        return {"stream": self._stream, "example": self._example}
 
     async def train(self, step: int) -> None:
         """Take the optimizer step with this number, from 0, and log its metrics; the learners draw the minibatch.
 
-        Raises:
-            RuntimeError: too many updates in a row were skipped.
+        RuntimeError if too many updates in a row were skipped.
         """
         run = self._run
         run.clock.start_step()

@@ -85,8 +85,11 @@ class Teachers:
         self._servers: dict[str, Server] = {}
         for source, teacher in self._by_source.items():
             if teacher.endpoint is not None and teacher.endpoint not in self._servers:
-                self._servers[teacher.endpoint] = Server(config, teacher.endpoint, tokenizer)
-                self._servers[teacher.endpoint].check(prompts[source][0].token_ids.tolist())
+                server = self._servers[teacher.endpoint] = Server(config, teacher.endpoint, tokenizer)
+                try:  # ValueError if it has another vocabulary
+                    asyncio.run(server.logprobs(prompts[source][0].token_ids.tolist()))
+                except RequestError as error:
+                    raise ValueError(str(error)) from None
 
     async def logprobs(
         self, groups: Sequence[RolloutGroup], batch: StepBatch, rows: np.ndarray, learners: Any, *, step: int
@@ -154,13 +157,6 @@ class Server:
             "algo.teacher.", "endpoint", endpoint,
             timeout_s=settings.timeout_s, retries=settings.retries, at_once=settings.concurrent_requests,
         )  # fmt: skip
-
-    def check(self, token_ids: Sequence[int]) -> None:
-        """Ask for the log-probs of a prompt; ValueError if the request fails or the server has another vocabulary."""
-        try:
-            asyncio.run(self.logprobs(token_ids))
-        except RequestError as error:
-            raise ValueError(str(error)) from None
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of these tokens at temperature 1; the first one is 0.

@@ -22,9 +22,8 @@ def skipped_updates_warnings(
 ) -> list[str]:
     """A warning with the number of skipped optimizer steps of a step and the reason; none if all were taken.
 
-    Args:
-        non_finite: column -> the rollouts with NaN or inf in it, numbered as in rollouts/, if the whole step was
-            skipped for them; else {}, and a gradient was not finite.
+    `non_finite`: column -> the rollouts with NaN or inf in it, numbered as in rollouts/, if the whole step was skipped
+    for them; else {}, and a gradient was not finite.
     """
     skipped = sum(not update.taken for update in updates)
     if not skipped:

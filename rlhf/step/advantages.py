@@ -6,7 +6,9 @@ on the token budget.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,8 +49,14 @@ def penalize_kl(
     return np.where(np.abs(rewards) <= FLOAT32_MAX, rewards, np.nan)
 
 
-def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str, normalize_over: str = "responses") -> np.ndarray:
-    """[R] advantage of each rollout; 0 for unscorable ones. `kind` is a value of `algo.advantage`.
+def step_advantages(
+    batch: StepBatch,
+    rewards: np.ndarray,
+    kind: str | Callable[..., Any],
+    normalize_over: str = "responses",
+    metrics: dict[str, float] | None = None,
+) -> np.ndarray:
+    """[R] advantage of each rollout; 0 for unscorable ones. `kind` is a value of `algo.advantage`, or a function.
 
     A function of the user gets the rewards [R'] and groups [R'] of the scorable rollouts only.
 
@@ -56,16 +64,25 @@ def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str, normalize_
         rewards: [R], with or without the KL penalty; NaN is unscorable. Equal rewards are recognized by
             `batch.rewards`, which have no penalty.
         normalize_over: whether the statistics of REINFORCE++ count responses or tokens, as `algo.normalize_over`.
+        metrics: gets those that a function of the user returns.
     """
-    if ":" in kind:
+    if callable(kind) or ":" in kind:
+        function = kind if callable(kind) else load_function(kind)
         scorable = ~np.isnan(rewards)
         advantages = np.zeros_like(rewards)
         if scorable.any():
-            arguments = torch.from_numpy(rewards[scorable]), torch.from_numpy(batch.groups[scorable])
+            groups, counts = batch.groups[scorable], batch.per_rollout(batch.response_lengths)[scorable]
+            given, numbers, sampled = map(torch.from_numpy, (rewards[scorable], groups, counts))
+            rows = [batch.prompt_rows[group] for group in groups]
             try:
-                advantages[scorable] = own_advantages(load_function(kind), *arguments).numpy()
+                own, logged = own_advantages(function, given, numbers, rows, sampled)
             except ObjectiveError as error:
+                if callable(kind):
+                    raise
                 raise RuntimeError(f"algo.advantage={kind}: {error}. Correct it, and go on with --resume.") from None
+            advantages[scorable] = own.numpy()
+            if metrics is not None:
+                metrics.update({f"own/advantage/{name}": value for name, value in logged.items()})
         return advantages
     lengths = torch.from_numpy(batch.per_rollout(batch.response_lengths)) if normalize_over == "tokens" else None
     groups = torch.from_numpy(batch.groups)

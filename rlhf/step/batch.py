@@ -8,17 +8,22 @@ from dataclasses import replace
 
 import numpy as np
 
+from rlhf.algo.own_functions import needs_rows
 from rlhf.algo.packing import pack, shared_beginnings
-from rlhf.types import RolloutGroup, StepBatch
+from rlhf.processes.code import load_function
+from rlhf.types import PromptRow, RolloutGroup, StepBatch
 
 
-def make_batch(groups: Sequence[RolloutGroup], *, mask_truncated: bool, needs_reward: bool = True) -> StepBatch:
+def make_batch(
+    groups: Sequence[RolloutGroup], *, mask_truncated: bool, needs_reward: bool = True, policy_loss: str = ""
+) -> StepBatch:
     """Flatten groups in their order: the rollouts of a group are neighbours, in the order of its samples.
 
     Args:
         mask_truncated: leave rollouts that did not stop by themselves out of the loss, like unscorable ones.
         needs_reward: False if teachers replace rewards. A rollout without a reward is then trained with reward 0,
             unless it was aborted.
+        policy_loss: a loss of the user (`algo.policy_loss`) gets the rows of the data if it asks for them.
     """
     samples = [sample for group in groups for sample in group.samples]
     rollouts = [sample.rollout for sample in samples]
@@ -50,9 +55,13 @@ def make_batch(groups: Sequence[RolloutGroup], *, mask_truncated: bool, needs_re
         groups=np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups]),
         rewards=rewards,
         trained=scorable & stopped if mask_truncated else scorable,
+        prompt_rows=tuple(PromptRow(group.prompt.source, group.prompt.columns) for group in groups),
     )
     rollout_tokens = batch.per_rollout(batch.response_lengths)[batch.rollouts]
-    return replace(batch, tokens=replace(tokens, rollout_tokens=rollout_tokens))
+    prompt_rows = None
+    if ":" in policy_loss and needs_rows(load_function(policy_loss)):
+        prompt_rows = tuple(batch.prompt_rows[group] for group in batch.groups[batch.rollouts])
+    return replace(batch, tokens=replace(tokens, rollout_tokens=rollout_tokens, prompt_rows=prompt_rows))
 
 
 def sum_over_responses(batch: StepBatch, column: np.ndarray) -> np.ndarray:

@@ -298,7 +298,7 @@ def make_sender(
 def register_with_vllm() -> None:
     """The entry point of our plugin for vLLM. It runs in every vLLM process, in some more than once."""
     gc.freeze()  # imported modules stay
-    gc.enable()  # rollout/vllm_process.py stopped it
+    gc.enable()  # sampling/vllm_process.py stopped it
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform

@@ -15,7 +15,7 @@ from fake_canary import PROMPTS, FakeEngines, all_but_the_head, everything
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.canary import FAR, MIN_TOKENS, MOVED_FAR, SEQUENCES, TOLERANCE, Canary
 from rlhf.log.reductions import ENGINE_KL_FROM, Mean, StepMetrics
-from rlhf.rollout.requests import Completion
+from rlhf.sampling.requests import Completion, SamplingSettings
 
 
 def make(transfer: Any, *, rounding: float = 0.0) -> tuple[FakeEngines, Canary]:
@@ -125,9 +125,9 @@ def test_where_engines_return_what_they_sampled_from_the_texts_come_from_few_tok
     asked: list[int | None] = []
 
     class Recorded(FakeEngines):
-        async def generate(self, token_ids: Any, settings: Any, **more: Any) -> Any:
+        def sample(self, settings: SamplingSettings) -> Completion:
             asked.append(settings.top_k)
-            return await super().generate(token_ids, settings, **more)
+            return super().sample(settings)
 
     for return_support in (False, True):
         engines = Recorded(lambda trained, served: None)
@@ -181,11 +181,11 @@ def test_the_sequences_are_the_shortest_prompts_each_with_a_response_that_the_en
 class DependsOnTheBatch(FakeEngines):
     """What it samples first, next to others, has a last token that is rounded differently."""
 
-    async def generate(self, *arguments: Any, **options: Any) -> list[Completion]:
-        (completion,) = await super().generate(*arguments, **options)
+    def sample(self, settings: SamplingSettings) -> Completion:
+        completion = super().sample(settings)
         self.sampled += 1
         last = np.arange(len(completion.token_ids)) == len(completion.token_ids) - 1
-        return [dataclasses.replace(completion, logprobs=1e-8 * (last & (self.sampled == 1)))]
+        return dataclasses.replace(completion, logprobs=1e-8 * (last & (self.sampled == 1)))
 
     sampled = 0
 

@@ -53,7 +53,7 @@ def learners(count: int) -> Role:
 
 
 def engines(cpus: float) -> Role:
-    hosted = "rlhf.rollout.engine:RolloutEngine"
+    hosted = "rlhf.sampling.engine:RolloutEngine"
     return Role(ENGINE, "rollout", "model.path", "m", 1, cpus=cpus, gpus=0, hosted=hosted, memory="", coroutines=True)
 
 

@@ -61,7 +61,13 @@ def last_error(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, errors.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("command", "part"), [(CONTROL, "control service (gcs_server)"), (RAYLET, "manager (raylet)")])
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [
+        pytest.param(CONTROL, "control service (gcs_server)", marks=pytest.mark.faults),
+        (RAYLET, "manager (raylet)"),
+    ],
+)
 def test_the_death_of_a_part_of_the_own_ray_is_named(command: str, part: str) -> None:
     process = start()
     started = below({process.pid})
@@ -105,7 +111,10 @@ def cluster() -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize(
     ("command", "problem"),
-    [(CONTROL, "control service does not answer"), (RAYLET, "on this machine (raylet) has ended")],
+    [
+        (CONTROL, "control service does not answer"),
+        pytest.param(RAYLET, "on this machine (raylet) has ended", marks=pytest.mark.faults),
+    ],
 )
 def test_a_run_that_joined_a_cluster_ends_with_the_status_that_launchers_resume_on(
     cluster: tuple[int, str], command: str, problem: str

@@ -60,8 +60,9 @@ class FakeEngines:
     def __init__(self, memory: Memory) -> None:
         self.memory, self.calls = memory, []
         self.present = self.actors = ["engine 0"]
+        self.homes = {"id 0": "engine 0"}
 
-    async def call_one(self, rank: int, ask: Callable[[Any], Any], *, what: str) -> None:
+    async def call_one(self, rank: int, ask: Callable[[Any], Any], **_: Any) -> None:
         await self.call(ask)
 
     async def call(self, ask: Callable[[Any], Any], **_: Any) -> None:
@@ -81,7 +82,9 @@ class SharedGPU(Cluster):
 
     def __init__(self, *, offload: bool = True) -> None:
         self.config: Any = SimpleNamespace(
-            cluster=SimpleNamespace(placement="colocated", offload_while_sampling=offload, min_engines=1),
+            cluster=SimpleNamespace(
+                placement="colocated", offload_while_sampling=offload, min_engines=1, step_deadline_s=1.0
+            ),
             run=SimpleNamespace(max_restarts=0),
         )
         self.shares_gpus, self.trains, self.first_step, self.memory = True, True, 0, Memory()

@@ -14,6 +14,7 @@ from rlhf.cluster.actors import ActorGroup, ClusterError, LostError, record_call
 from rlhf.cluster.cluster import Cluster
 from rlhf.cluster.engines import Engines
 from rlhf.config.roles import ENGINE, LEARNER
+from rlhf.log.clock import EngineWork
 
 
 class DeadEngine(ActorGroup):
@@ -57,7 +58,7 @@ class FakeEngines(ActorGroup):
         self.calls.append(record_call(ask)[0])
         return []
 
-    async def call_one(self, rank: int, ask: Callable[[Any], Any], *, what: str) -> Any:
+    async def call_one(self, rank: int, ask: Callable[[Any], Any], **_: Any) -> Any:
         return await self.call(ask)
 
 
@@ -87,6 +88,41 @@ def test_the_error_of_a_learner_is_that_of_an_engine_that_another_task_replaces(
     asyncio.run(transfer())
 
 
+def started(group: Any, learners: Any = None) -> Engines:
+    class Started(Cluster):
+        def __init__(self) -> None:
+            self.shares_gpus, self.trains, self.first_step = False, True, 0
+
+        def group(self, role: str) -> Any:
+            return {LEARNER: learners, ENGINE: group}[role]
+
+    cluster = SimpleNamespace(min_engines=1, step_deadline_s=1.0)
+    config: Any = SimpleNamespace(cluster=cluster, run=SimpleNamespace(max_restarts=0))
+    return Engines(Started(), config)
+
+
+def test_the_work_of_several_engines_without_a_lost_one() -> None:
+    async def work(*done: EngineWork | None) -> tuple[float, ...]:
+        class Measured(FakeEngines):
+            async def call_one(self, rank: int, ask: Callable[[Any], Any], **_: Any) -> Any:
+                assert record_call(ask) == ("take_work",)
+                if (own := done[rank]) is None:
+                    raise LostError("engine 1 is lost")
+                return own
+
+        group = Measured()
+        group.actors = group.actors[: len(done)]
+        metrics, busy_s = await started(group).take_work()
+        return busy_s, *metrics.values()
+
+    # tokens over the seconds of the busiest engine; the fullest cache; waiting passes over all passes
+    one, other, idle = EngineWork(30, 1.5, 0.3, 10, 1), EngineWork(60, 2.0, 0.9, 30, 9), EngineWork(0, 0.0, 0.0, 0, 0)
+    assert asyncio.run(work(one)) == (1.5, 20.0, 0.3, 0.1)
+    assert asyncio.run(work(one, other)) == (2.0, 45.0, 0.9, 0.25)
+    assert asyncio.run(work(one, None)) == (1.5, 20.0, 0.3, 0.1)
+    assert asyncio.run(work(idle, None)) == (0.0, 0.0, 0.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
@@ -105,16 +141,8 @@ def test_after_a_failed_transfer_no_engine_goes_on_sampling(
             group.calls.append(record_call(ask)[0])
             raise error
 
-    class Started(Cluster):
-        def __init__(self) -> None:
-            self.shares_gpus, self.trains, self.first_step = False, True, 0
-
-        def group(self, role: str) -> Any:
-            return {LEARNER: Learners(), ENGINE: group}[role]
-
     async def transfer() -> None:
-        config: Any = SimpleNamespace(cluster=SimpleNamespace(min_engines=1), run=SimpleNamespace(max_restarts=0))
-        engines = Engines(Started(), config)
+        engines = started(group, Learners())
         engines._connected = group.present
         await engines.send_weights(5)
 

@@ -277,7 +277,7 @@ def test_a_bad_row_is_named_with_its_value_and_the_remedy(config: Path, tmp_path
         (report, ["nowhere"], ("nowhere", "no", "run")),
         (export.main, ["nowhere", "model"], ("nowhere", "neither a run", "Name one")),
         (quickstart.main, ["--output", "."], ("--output=.", "not an empty folder", "Name a new folder")),
-        (command.main, ["configs", "copy", "mth"], ("configs copy", "mth", "There are agent_quickstart, cispo, ")),
+        (command.main, ["configs", "copy", "mth"], ("configs copy", "mth", "There are cispo, cpu, ")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -107,10 +107,9 @@ def test_overrides_win_over_all_files_wherever_they_stand(argv: tuple[str, ...])
 
 def configs_of_policies() -> list[tuple[str, ...]]:
     """Every config of rlhf.grpo and rlhf.ppo in this repository, an overlay after the one that it stands on."""
-    others = {"cpu.yaml", "eval_math.yaml", "reward_model_quickstart.yaml", "sft_quickstart.yaml"}
+    others = {"cpu.yaml", "reward_model_quickstart.yaml", "sft_quickstart.yaml"}
     names = {path.name for path in (ROOT / "configs").glob("*.yaml")} - others
     below = {"cispo.yaml": "dapo.yaml", "reinforce_pp.yaml": "dr_grpo.yaml"}
-    below["agent_quickstart.yaml"] = "tools_quickstart.yaml"
     return [(below[name], name) if name in below else (name,) for name in sorted(names)]
 
 

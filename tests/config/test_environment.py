@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,53 @@ def test_several_environments_are_chosen_by_the_row() -> None:
     config = load(DATA, "environment={by_name: {a: my.module:A, b: {name: b.py:B, options: {level: 3}}}}")
     assert {name: part.name for name, part in config.environment.parts.items()} == {"a": "my.module:A", "b": "b.py:B"}
     assert config.environment.parts["b"].options == {"level": 3}
+
+
+def test_an_environment_of_a_package_is_one_line_and_brings_prompts_and_reward() -> None:
+    config = load("environment={name: reasoning_gym, dataset: leg_counting, args: {size: 20}}")
+    assert [source.is_environment for source in config.data.train] == [True]
+    assert config.reward.parts == ()
+    assert not config.environment.uses_endpoint
+    (part,) = config.environment.parts.values()
+    assert part.code == "rlhf.environments.adapters.reasoning_gym:ReasoningGym"
+    assert part.arguments == {"dataset": "leg_counting", "args": {"size": 20}}
+    (part,) = load("environment={name: openenv, url: 'http://localhost/maze'}").environment.parts.values()
+    assert (part.arguments, part.reached_port) == (
+        {"url": "http://localhost/maze", "app": None, "args": {}}, 80,
+    )  # fmt: skip
+    with_eval = load("environment={name: reasoning_gym, dataset: ab}", "data.eval=environment")
+    assert with_eval.metrics == {"environment": "environment"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["environment=reasoning_gym"], ["dataset is missing", "{name: reasoning_gym, dataset: leg_counting}"]),
+        (
+            ["environment={name: openenv, url: 'https://maze.example.com'}"],
+            ["environment.url=https://maze.example.com", "environment.network=true", "IPv4 address"],
+        ),
+        (["environment={name: openenv, url: 'http://a:b@127.0.0.1'}"], ["environment.url", "no password"]),
+        (["environment={name: openenv, url: 'http://localhost', app: 'a.b:app'}"], ["url with environment.app"]),
+        (["environment={name: openenv, app: a.b}"], ["environment.app=a.b", "package.module:name"]),
+        (["environment={name: openenv}"], ["url or app is missing", 'url: "http://127.0.0.1:8000"']),
+        (["environment={name: my.module:Game, dataset: ab}"], ["dataset=ab", "environment.name=reasoning_gym"]),
+        (["environment={name: reasoning_gym, dataset: ab, options: {size: 3}}"], ["options", "Put them into args"]),
+        (["environment={by_name: {a: {name: reasoning_gym, dataset: ab}}}", DATA], ["by_name.a", "environment.name"]),
+        (
+            ["environment={name: reasoning_gym, dataset: ab}", "data.system_prompt=Be brief."],
+            ["data.system_prompt=Be brief.", "environment.args", "Remove the key"],
+        ),
+        (["environment={name: reasoning_gym, dataset: ab}", "tools=[calculator]"], ["tools", "brings its own tools"]),
+        (
+            ["environment={name: reasoning_gym, dataset: ab}", DATA],
+            ["data.train=a.jsonl", "environment.name=reasoning_gym", "{path: environment, rows: N}"],
+        ),
+    ],
+)  # fmt: skip
+def test_an_environment_of_a_package_that_cannot_be_is_refused(overrides: list[str], parts: list[str]) -> None:
+    message = refusal(*overrides)
+    assert all(part in message for part in parts), message
 
 
 def test_tools_are_a_list_of_names_and_nothing_else_is_needed() -> None:
@@ -94,12 +142,14 @@ def test_trained_sequences_are_all_or_some_and_the_resolved_config_says_which(tm
 def test_an_evaluation_needs_no_data_to_train_on() -> None:
     from rlhf.evaluate import complete
 
-    overrides = ["model.path=model", "data.eval=a.jsonl", "evaluation.max_response_tokens=8"]
-    by_name = "environment={by_name: {a: my.module:A}}"
-    config = load_config(
-        GRPOConfig, [], [*overrides, by_name], complete=complete, contradictions=GRPOConfig.sampling_contradictions
-    )
-    assert config.uses_environment_or_tools
+    how: dict[str, Any] = {"complete": complete, "contradictions": GRPOConfig.sampling_contradictions}
+    overrides = ["model.path=model", "evaluation.max_response_tokens=8"]
+    by_name = ["data.eval=a.jsonl", "environment={by_name: {a: my.module:A}}"]
+    assert load_config(GRPOConfig, [], [*overrides, *by_name], **how).uses_environment_or_tools
+    of_package = ["data.eval=environment", "environment={name: reasoning_gym, dataset: ab}"]
+    assert load_config(GRPOConfig, [], [*overrides, *of_package], **how).metrics == {"environment": "environment"}
+    with pytest.raises(ValueError, match=r"data\.eval=a\.jsonl: the prompts come from"):
+        load_config(GRPOConfig, [], [*overrides, "data.eval=a.jsonl", of_package[1]], **how)
 
 
 def test_one_of_several_environments_without_a_name_is_refused() -> None:

@@ -19,7 +19,7 @@ from rlhf.config.library_options import (
 )
 from rlhf.config.load import validated
 from rlhf.config.sections import LearnerConfig
-from rlhf.rollout.requests import engine_arguments
+from rlhf.sampling.requests import engine_arguments
 
 CONFIG: dict[str, Any] = {
     "run": {"dir": "run", "steps": 10},

@@ -18,6 +18,7 @@ from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOAlgoConfig, PPOConfig
 from rlhf.config.reward import RewardConfig
 from rlhf.config.sections import AlgoConfig, LearnerConfig, RolloutConfig
+from rlhf.config.suites import suite_values
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,20 +68,20 @@ def test_a_recipe_is_planned_in_under_a_second(files: tuple[str, ...], capsys: p
     assert re.search(r"^  optimizer steps, learner +[\d,]+ steps", output, re.MULTILINE)
 
 
-def test_the_evaluation_on_mathematics_loads_as_its_command_says_and_samples_as_its_paper() -> None:
-    (command,) = re.findall(r"^#     (rlhf evaluate .*)$", (ROOT / "configs/eval_math.yaml").read_text(), re.MULTILINE)
-    _, _, _, file, *overrides = command.split()
+def test_the_suite_of_mathematics_samples_as_its_papers() -> None:
+    values = suite_values("math", ROOT / "configs/suites")
     read = partial(
         load_config, GRPOConfig, contradictions=GRPOConfig.sampling_contradictions, complete=evaluate.complete
     )
-    config = read([str(ROOT / file)], overrides[:1])
+    config = read([values], ["model.path=x"])
     assert not list(config.warnings())
     drawn = {name: (each.samples_per_prompt, each.temperature, each.top_p) for name, each in config.evaluations.items()}
-    assert drawn == {"MATH-500": (4, 0.6, 0.95), "aime_2024": (32, 0.6, 0.95), "aime25": (32, 0.6, 0.95)}
+    competitions = dict.fromkeys(("aime24", "aime25", "amc23"), (32, 0.6, 0.95))
+    assert drawn == {"gsm8k": (1, 0.6, 0.95), "math500": (4, 0.6, 0.95), **competitions}
     assert config.reward.parts[0].name == "math"
-    longer = "rollout.max_response_tokens=32768"
-    assert longer in (ROOT / file).read_text()
-    read([str(ROOT / file)], [longer])
+    longer = "evaluation.max_response_tokens=32768"
+    assert longer in (ROOT / "configs/suites/math.yaml").read_text()
+    read([values], ["model.path=x", longer])
 
 
 def test_dapos_rewards_are_one_and_minus_one_up_to_a_shift_and_the_published_overlong_penalty() -> None:

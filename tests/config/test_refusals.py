@@ -215,6 +215,7 @@ REFUSED = {
     "environment={name: service, url: 'http://a'}; tools=[calculator]": 'tools=["calculator"]',
     "environment={name: service, url: 'http://a', endpoint_host: 0.0.0.0}": "environment.endpoint_host='0.0.0.0'",
     "environment={name: a:B, endpoint_host: 10.0.0.1}": "environment.endpoint_host=10.0.0.1",
+    "environment={name: program, command: [a], endpoint_host: 10.0.0.1}": "environment.endpoint_host=10.0.0.1",
     "environment={name: program, command: [x], timeout_s: 0}": "environment.timeout_s=0",
     "environment={name: a:b, trained_sequences: [fist]}": "environment.trained_sequences=['fist']",
     "environment={name: a:b, trained_sequences: []}": "environment.trained_sequences=[]",

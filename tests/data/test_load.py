@@ -13,7 +13,7 @@ import pytest
 
 from rlhf.config.data import DataConfig, SourceConfig
 from rlhf.config.sections import ModelConfig
-from rlhf.data.load import LoadedPrompts, first_prompt, load_prompts, show_prompt
+from rlhf.data.load import LoadedPrompts, first_prompt, load_prompts, show_prompt, with_rows
 from rlhf.data.model_files import load_tokenizer
 from rlhf.data.order import PromptStream
 from rlhf.data.read import check_source
@@ -505,6 +505,31 @@ def test_an_environment_makes_prompts_that_have_other_ids_in_an_evaluation(folde
     assert [prompt.id for prompt in held_out.prompts["games"]] == ["games/eval/1", "games/eval/2"]
     first = train.prompts["environment"][0]
     assert (first.messages, len(first.token_ids), train.rows_per_epoch) == ((), 0, {"environment": 3})
+    assert (first.columns, held_out.prompts["games"][1].columns) == (
+        {"number": 1, "split": "train"}, {"number": 2, "split": "eval"},
+    )  # fmt: skip
+
+
+def test_an_epoch_has_as_many_prompts_as_the_environment_has_problems(folder: Path, tokenizer: Any) -> None:
+    def sizes(problems: int | None, **sections: Any) -> list[int]:
+        config = DataConfig(train="environment", eval="environment", **sections)
+        sets = {which: load_prompts(config, which, tokenizer) for which in ("train", "eval")}
+        sized = [with_rows(config, which, loaded, problems) for which, loaded in sets.items()]
+        assert [each.rows_per_epoch["environment"] for each in sized] == [
+            len(each.prompts["environment"]) for each in sized
+        ]
+        return [len(each.prompts["environment"]) for each in sized]
+
+    assert sizes(None) == [4096, 128]
+    assert sizes(500) == [500, 128]
+    assert sizes(20) == [20, 20]
+    assert sizes(20, eval_rows=7) == [20, 7]
+    assert sizes(20, eval_rows=50) == [20, 20]
+    config = DataConfig(train=[{"path": "environment", "rows": 30}])
+    with pytest.raises(ValueError, match="rows=30: the environment has only 20 problems"):
+        with_rows(config, "train", load_prompts(config, "train", tokenizer), 20)
+    with pytest.raises(ValueError, match=r"=environment: the environment has no problems for it\. `environment\.args"):
+        with_rows(config, "train", load_prompts(config, "train", tokenizer), 0)
 
 
 def test_rows_without_a_prompt_are_read_for_an_environment_alone(folder: Path, tokenizer: Any) -> None:

@@ -12,7 +12,7 @@ from worlds import make_config
 from rlhf.data.model_files import load_tokenizer
 from rlhf.learner.hub_format import empty_model
 from rlhf.learner.policy_model import load_policy
-from rlhf.rollout.requests import engine_arguments
+from rlhf.sampling.requests import engine_arguments
 
 CODE = """
 from pathlib import Path

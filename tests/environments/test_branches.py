@@ -15,8 +15,8 @@ from fake_environments import Script, Templates, prompt, text
 from rlhf.config.environment import KINDS
 from rlhf.environments.branches import Branches, play_coroutine
 from rlhf.environments.turns import FailedError, Limits
-from rlhf.rollout.requests import Completion
 from rlhf.run.rollout_log import environment_metrics
+from rlhf.sampling.requests import Completion
 from rlhf.types import Outcome, Rollout
 
 ROOMY = Limits(max_response_tokens=50, max_rollout_tokens=500)

@@ -21,7 +21,7 @@ from rlhf.environments.branches import Branches
 from rlhf.environments.endpoint import Endpoint
 from rlhf.environments.turns import FailedError, Limits
 from rlhf.processes.outside import may_signal
-from rlhf.rollout.chat import MAX_CONNECTIONS
+from rlhf.sampling.chat import MAX_CONNECTIONS
 from rlhf.types import Outcome
 
 pytestmark = pytest.mark.slow

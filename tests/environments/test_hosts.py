@@ -31,8 +31,9 @@ LIMITS = {"cpu_seconds": 1.0, "wall_seconds": 2.0, "memory_mb": 256, "processes"
 def hosts(
     name: str | None, *, tools: tuple[str, ...] = (), say: Callable[[str], None] = lambda line: None, **keys: Any
 ) -> Iterator[Hosts]:
+    alone = keys.pop("alone", True)
     config = EnvironmentConfig(**{"name": name and f"{FILE}:{name}", **LIMITS, **keys})
-    opened = Hosts(config, tools, say=say)
+    opened = Hosts(config, tools, say=say, alone=alone)
     try:
         yield opened
     finally:
@@ -93,7 +94,7 @@ def test_an_answer_that_was_left_out_is_named_where_it_is_missed(tmp_path: Path,
 
 
 def test_a_full_server_makes_sessions_wait_until_one_of_ours_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf.environments.sessions.FULL_PAUSE_S", 0.01)
+    monkeypatch.setattr("rlhf.environments.hosts.FULL_PAUSE_S", 0.01)
 
     async def play(opened: Hosts) -> list[str]:
         async def one() -> str:
@@ -112,9 +113,15 @@ def test_a_full_server_makes_sessions_wait_until_one_of_ours_leaves(monkeypatch:
 
 
 def test_a_server_that_others_have_filled_costs_the_rollout_after_wall_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf.environments.sessions.FULL_PAUSE_S", 0.01)
+    monkeypatch.setattr("rlhf.environments.hosts.FULL_PAUSE_S", 0.01)
     with hosts("AlwaysFull", wall_seconds=0.2) as opened, pytest.raises(FailedError, match="CAPACITY_REACHED"):
         asyncio.run(opened.open({}, SEEDS))
+
+
+def test_a_server_that_another_worker_may_have_filled_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.environments.hosts.FULL_PAUSE_S", 0.01)
+    with hosts("AlwaysFull", wall_seconds=0.2, alone=False) as opened, pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(opened.open({}, SEEDS), 1.0))
 
 
 def test_calls_that_block_have_a_process_each_and_coroutines_share_one() -> None:
@@ -395,3 +402,147 @@ def test_an_error_of_the_engines_ends_the_coroutine_and_is_raised() -> None:
 
     with hosts("debate") as opened, pytest.raises(ConnectionError):
         asyncio.run(play(opened))
+
+
+DRAWS = """
+import asyncio
+import random
+
+async def draw():
+    await asyncio.sleep(0.001)
+    return random.random()
+
+async def play(row, generate, seed):
+    await generate([{"role": "user", "content": "x"}])
+    first, second = await asyncio.gather(draw(), asyncio.create_task(draw()))
+    return {"score": first, "second": second, "seed": seed}
+"""
+
+
+def test_tasks_of_a_coroutine_have_the_random_state_of_their_rollout(tmp_path: Path) -> None:
+    (tmp_path / "draws.py").write_text(DRAWS)
+
+    async def turn(request: Any) -> dict[str, Any]:
+        await asyncio.sleep(0.001)
+        return {"role": "assistant", "content": "", "finish_reason": "stop", "token_ids": []}
+
+    async def drawn(opened: Hosts, *samples: int) -> list[Any]:
+        async def one(sample: int) -> Any:
+            async with session(opened, sample) as each:
+                outcome = await each.play(turn)
+            return outcome.reward, outcome.parts
+
+        return await asyncio.gather(*map(one, samples))
+
+    with Hosts(EnvironmentConfig(name=f"{tmp_path / 'draws.py'}:play", **LIMITS), say=lambda line: None) as opened:
+        together = asyncio.run(drawn(opened, 0, 1, 2))
+        assert together == [asyncio.run(drawn(opened, sample))[0] for sample in (0, 1, 2)]
+    numbers = {number for reward, parts in together for number in (reward, parts["second"])}
+    assert len(numbers) == 6
+    assert all(parts["seed"] == SEEDS["group"] for _, parts in together)
+
+
+PLAYER = """
+class Player:
+    def __init__(self, level, args):
+        if level < 1:
+            raise ValueError(f"environment.level={level}: below 1.")
+        self.level, self.rows = level, {"train": 5}
+
+    async def play(self, row, generate):
+        turn = await generate([{"role": "user", "content": f"{row['number'] * self.level}"}])
+        return {"score": float(turn["content"]), "level": args_of(self)}
+
+def args_of(player):
+    return player.level
+"""
+
+
+OPENER = """
+import asyncio
+import random
+
+class Place:
+    taken = 0
+
+    def __init__(self, number, seed):
+        Place.taken += 1
+        if Place.taken > 2:
+            Place.taken -= 1
+            raise RuntimeError("CAPACITY_REACHED")
+        self.number, self.seed, self.drawn = number, seed, random.random()
+
+    async def begin(self):
+        self.drawn_later = random.random()
+        return self
+
+    async def close(self):
+        Place.taken -= 1
+
+class Opener:
+    async def open(self, row, seed):
+        place = Place(row["number"], seed)
+        await asyncio.sleep(0.001)
+        return await asyncio.create_task(place.begin())
+
+    async def play(self, row, generate, place):
+        await generate([{"role": "user", "content": "?"}])
+        if row.get("fails"):
+            raise ValueError("no game")
+        drawn = {"first": place.drawn, "second": place.drawn_later}
+        return {"score": place.number, "seed": place.seed, "taken": Place.taken, **drawn}
+"""
+
+
+def test_a_class_that_plays_may_open_something_that_is_closed_with_the_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf.environments.hosts.FULL_PAUSE_S", 0.01)
+    (tmp_path / "opener.py").write_text(OPENER)
+
+    async def play(opened: Hosts, number: int, **row: Any) -> Any:
+        async def turn(_: Any) -> dict[str, Any]:
+            await asyncio.sleep(0.01)
+            return {"role": "assistant", "content": "", "finish_reason": "stop", "token_ids": []}
+
+        async with session(opened, number=number, **row) as one:
+            return await one.play(turn)
+
+    async def together(opened: Hosts) -> Any:
+        with pytest.raises(FailedError, match="no game"):
+            await play(opened, 9, fails=True)
+        return await asyncio.gather(*(play(opened, number) for number in range(6)))
+
+    config = EnvironmentConfig(name=f"{tmp_path / 'opener.py'}:Opener", **LIMITS)
+    with Hosts(config, say=lambda line: None) as opened:
+        outcomes = asyncio.run(together(opened))
+    assert [outcome.reward for outcome in outcomes] == [0, 1, 2, 3, 4, 5]
+    # all have the seed and the random state of the group
+    assert len({tuple(outcome.parts[name] for name in ("seed", "first", "second")) for outcome in outcomes}) == 1
+    assert max(outcome.parts["taken"] for outcome in outcomes) == 2  # the others waited for a place
+
+
+def test_a_class_that_plays_has_options_and_says_how_many_problems_it_has(tmp_path: Path) -> None:
+    (tmp_path / "player.py").write_text(PLAYER)
+    how: dict[str, Any] = {"name": f"{tmp_path / 'player.py'}:Player", **LIMITS}
+
+    async def play(opened: Hosts) -> Any:
+        async def turn(request: Any) -> dict[str, Any]:
+            return {
+                "role": "assistant",
+                "content": request["messages"][0]["content"],
+                "finish_reason": "stop",
+                "token_ids": [],
+            }
+
+        async with session(opened, number=4) as one:
+            return await one.play(turn)
+
+    with Hosts(EnvironmentConfig(**how, options={"level": 3, "args": {}}), say=lambda line: None) as opened:
+        assert opened.about[""]["rows"] == {"train": 5}
+        outcome = asyncio.run(play(opened))
+        assert (outcome.reward, outcome.parts) == (12.0, {"level": 3.0})
+    with pytest.raises(ValueError, match=r"^environment.level=0: below 1\.$"):
+        Hosts(EnvironmentConfig(**how, options={"level": 0, "args": {}}))
+    with pytest.raises(ValueError, match=r"it cannot be made: TypeError: .* 'args'"):
+        Hosts(EnvironmentConfig(**how, options={"level": 1}))

@@ -21,10 +21,10 @@ from rlhf.environments.start import answer_columns
 from rlhf.environments.turns import CallLimitError, FailedError
 from rlhf.rewards.model_client import conversation
 from rlhf.rewards.scorer import Scorer
-from rlhf.rollout.requests import Completion, Parsing, SamplingSettings
-from rlhf.rollout.sampler import Sampler
-from rlhf.run.grading import Grading
+from rlhf.rollout.purpose import training_purpose
+from rlhf.rollout.worker import RolloutWorker
 from rlhf.run.rollout_log import rollout_metrics, rollout_rows
+from rlhf.sampling.requests import Completion, Parsing, SamplingSettings
 from rlhf.step.batch import make_batch
 from rlhf.types import Outcome, Prompt, RolloutGroup, ScoredRollout
 
@@ -80,9 +80,8 @@ def config_of(tmp_path: Path, **sections: Any) -> GRPOConfig:
 
 def play(config: GRPOConfig, hosts: Hosts, engine: Engine, of: Prompt) -> RolloutGroup:
     environments = Environments(config, hosts, Templates(), PARSING, Tokenizer())
-    grading = Grading(config, cast(Scorer, Ungraded()), Tokenizer())
-    sampler = Sampler(config, None, cast(Any, engine.generate), grading, environments)
-    return asyncio.run(sampler.for_training(of))
+    worker = RolloutWorker(config, Tokenizer(), cast(Any, engine.generate), cast(Scorer, Ungraded()), environments)
+    return asyncio.run(worker.rollout_group(of, training_purpose(config, None)))
 
 
 class Ungraded:
@@ -232,10 +231,13 @@ def test_a_fault_of_a_tool_is_told_once_and_its_rollouts_go_on(tmp_path: Path) -
 
 def test_seeds_follow_from_the_place_in_the_stream(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    environments = Environments(config, Hosts(), Templates(), PARSING, Tokenizer())
-    first, again = environments.seeds(prompt(), 0), environments.seeds(dataclasses.replace(prompt(), epoch=1), 0)
-    assert first["group"] != again["group"]
-    assert environments.seeds(prompt(), 1) == {**first, "sample": 1}
+    hosts = Hosts(LocalSession(), LocalSession(), LocalSession())
+    environments = Environments(config, cast(Any, hosts), Templates(), PARSING, Tokenizer())
+    for of, sample in ((prompt(), 0), (dataclasses.replace(prompt(), epoch=1), 0), (prompt(), 1)):
+        asyncio.run(environments.open(of, sample))
+    first, of_next_epoch, second = hosts.seeds
+    assert first["group"] != of_next_epoch["group"]
+    assert second == {**first, "sample": 1}
 
 
 def test_columns_with_answers_are_those_of_data_code_and_rubrics(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ from rlhf.environments.service import Service
 from rlhf.environments.sessions import read_outcome
 from rlhf.environments.turns import Limits
 from rlhf.quickstart import write_quickstart
-from rlhf.rollout.chat import CONNECTING, MAX_CONNECTIONS, MAX_STRANGERS, STRANGER_S
-from rlhf.rollout.requests import Completion
+from rlhf.sampling.chat import CONNECTING, MAX_CONNECTIONS, MAX_STRANGERS, STRANGER_S
+from rlhf.sampling.requests import Completion
 from rlhf.types import Outcome, Prompt, Rollout, VersionSpan
 
 pytestmark = pytest.mark.stack

@@ -83,7 +83,7 @@ def test_log_probs_of_engine_and_learner_agree_over_turns_and_branches(
         "algo": {"kl_coef": 0.05},
         "learner": {"minibatches_per_epoch": 2, "max_tokens_per_microbatch": 512, "optimizer": {"lr": 1e-3}},
         "reward": [],
-        "cluster": {"device": "cpu"},
+        "cluster": {"device": "cpu", "rollout_workers": int(algorithm == "grpo")},  # one as an actor
         "logging": {"wandb": {"mode": "disabled"}},
     }  # fmt: skip
     file = tmp_path / "config.yaml"

@@ -19,7 +19,7 @@ from worlds import make_config
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.quickstart import write_quickstart
-from rlhf.rollout.requests import Completion, SamplingSettings
+from rlhf.sampling.requests import Completion, SamplingSettings
 
 pytestmark = pytest.mark.slow  # they start processes
 
@@ -123,3 +123,33 @@ def test_a_run_ends_saved_when_too_many_environments_fail(
     shown = " ".join(capfd.readouterr().out.split())
     assert "environment: 2 of 2 rollouts failed: finish: " in shown  # of the evaluation at the start
     assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
+
+
+PLAYER = """
+class Player:
+    rows = {"train": 3, "eval": 1}
+
+    async def play(self, row, generate):
+        turn = await generate([{"role": "user", "content": f"problem {row['number']} of {row['split']}"}])
+        return {"score": 0.5, "epoch": row["epoch"]}
+"""
+
+
+def test_an_epoch_has_each_problem_of_a_class_that_plays_once_and_the_first_prompt_is_shown(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "player.py").write_text(PLAYER)
+    config = config_of(model, tmp_path / "run", "Guess")
+    player = config.environment.model_copy(update={"name": f"{tmp_path / 'player.py'}:Player"})
+    sources = {"eval": tuple(each.model_copy(update={"rows": None}) for each in config.data.eval)}
+    config = config.model_copy(
+        update={"environment": player, "data": config.data.model_copy(update=sources)}
+    )  # fmt: skip
+    asyncio.run(drive(config, monkeypatch))
+    rows = [row for step in (1, 2, 3) for row in rows_of(config, step)]
+    drawn = [row["prompt_id"] for row in rows][::2]
+    assert sorted(drawn[:3]) == sorted(drawn[3:]) == [f"environment/{number}" for number in (1, 2, 3)]
+    assert [row["reward_parts"]["environment/epoch"] for row in rows] == [0.0] * 6 + [1.0] * 6
+    shown = capfd.readouterr().out
+    assert "problem 1 of train" in shown
+    assert "data.eval environment: 1 prompts" in shown

@@ -198,17 +198,18 @@ def nan_in_gradient(learner: Any, *, once: bool = True) -> None:
 
 def nan_in_engine_logprob(faults: Faults) -> None:
     """In the next response of an engine, at its last token."""
-    sampler = faults.loop.sampler
-    generate = sampler._generate
+    worker = faults.loop.workers.local
+    assert worker is not None
+    generate = worker.generate
 
     async def spoiled(*arguments: Any, **options: Any) -> list[Any]:
-        sampler._generate = generate
+        worker.generate = generate
         first, *others = await generate(*arguments, **options)
         logprobs = first.logprobs.copy()
         logprobs[-1] = float("nan")
         return [replace(first, logprobs=logprobs), *others]
 
-    sampler._generate = spoiled
+    worker.generate = spoiled
 
 
 def lose_weights(faults: Faults, engine: str, name: str) -> None:
@@ -242,6 +243,7 @@ def watch_moments(faults: Faults) -> None:
     """Wrap what the moments are made of."""
     from rlhf import grpo
     from rlhf.cluster.actors import ActorGroup, record_call
+    from rlhf.cluster.engine_choice import EngineChoice
     from rlhf.cluster.engines import Engines
     from rlhf.log.clock import Clock
 
@@ -277,6 +279,7 @@ def watch_moments(faults: Faults) -> None:
 
     setattr(ActorGroup, "call", call)  # noqa: B010
     setattr(ActorGroup, "call_one", after_sending(ActorGroup.call_one))  # noqa: B010
+    setattr(EngineChoice, "generate", after_sending(EngineChoice.generate, "generate"))  # noqa: B010
     setattr(ActorGroup, "build", after_sending(ActorGroup.build, "build"))  # noqa: B010
     setattr(grpo, "train_step", in_step)  # noqa: B010
     setattr(Clock, "phase", in_phase)  # noqa: B010

@@ -11,7 +11,8 @@ import pytest
 from answers.test_cases import ANSWERS
 
 from rlhf.config.reward import RewardConfig
-from rlhf.rewards.scorer import FAILURES, Scorer
+from rlhf.rewards.grade import FAILURES
+from rlhf.rewards.scorer import Scorer
 
 pytestmark = pytest.mark.faults
 

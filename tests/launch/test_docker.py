@@ -59,7 +59,7 @@ def test_an_image_gets_all_that_it_copies_and_that_its_set_up_and_scripts_need(p
     assert set(copied(path)) <= let_in
     assert all((ROOT / source).exists() for source in let_in)
     needed = re.findall(r"tools/[\w.-]+|gpu-constraints.txt", (ROOT / "tools/setup.sh").read_text())
-    assert {"pyproject.toml", "rlhf", "launch", "configs", *needed} <= set(copied(path))
+    assert {"pyproject.toml", "setup.py", "rlhf", "launch", "configs", "recipes", *needed} <= set(copied(path))
     assert f"tools/setup.sh {path.suffix[1:]}" in path.read_text()
     for script in re.findall(r'\["([^"]+)"\]', " ".join(of_kind(path, "ENTRYPOINT") + of_kind(path, "HEALTHCHECK"))):
         assert script in copied(path)

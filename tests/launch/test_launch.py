@@ -154,10 +154,10 @@ class Sandbox:
         more = ["--deadline", environment.pop("DEADLINE", str(WAIT_S)), "--module", "stand_in_program"]
         return self.start(LAUNCH / "ray_node_setup.sh", *flags, *more, *arguments, **environment)
 
-    def other_version(self, name: str = "rlhf", version: str = "9.9.9") -> str:
+    def other_version(self, name: str = "rlhf-trainer", version: str = "9.9.9") -> str:
         """A PYTHONPATH on which a package seems to be installed in another version."""
         folder = self.folder / f"{name}-{version}"
-        info = folder / f"{name}-{version}.dist-info"
+        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         (info / "entry_points.txt").write_text(
@@ -867,6 +867,7 @@ def test_a_real_node_that_is_killed_ends_the_other_and_leaves_nothing(real: Sand
     assert eventually(lambda: not is_alive(real.programs()[0]["pid"]) and not left_behind(real)), left_behind(real)
 
 
+@pytest.mark.faults
 @pytest.mark.stack
 def test_a_signal_ends_real_nodes_and_no_other_ray(real: Sandbox, tmp_path: Path) -> None:
     with ray_folder() as folder:

@@ -6,10 +6,11 @@ import dataclasses
 import time
 
 import numpy as np
+import pytest
 from documented import check_documented
 from worlds import make_groups
 
-from rlhf.log.clock import Clock, waiting_seconds
+from rlhf.log.clock import BusyMeter, Clock, waiting_seconds
 from rlhf.log.reductions import Last, Mean, Sum, UpdateOutcome, mean_over_updates, to_values
 from rlhf.run.rollout_log import rollout_metrics
 from rlhf.types import RolloutGroup, VersionSpan
@@ -18,6 +19,19 @@ from rlhf.types import RolloutGroup, VersionSpan
 def test_who_waited_for_whom() -> None:
     phases = {"sampling": 3.0, "logprobs": 1.0, "update": 4.0, "transfer": 0.5, "evaluation": 1.0}
     assert waiting_seconds(phases, 10.0, 6.5) == {"time/engine_idle": 3.5, "time/learner_idle": 4.5}
+
+
+def test_an_engine_is_busy_from_its_first_open_request_to_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1.0, 3.0, 7.0, 20.0, 30.0]  # the outer request begins, `take`, it ends, `take` twice
+    monkeypatch.setattr(time, "monotonic", lambda: now.pop(0))
+    meter = BusyMeter()
+    with meter.request():
+        with meter.request():
+            pass
+        assert meter.take() == (0, 2.0)
+    meter.tokens += 30
+    assert meter.take() == (30, 4.0)
+    assert meter.take() == (0, 0.0)
 
 
 def test_phases_between_two_logs_belong_to_the_later_step() -> None:

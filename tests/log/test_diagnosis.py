@@ -41,6 +41,7 @@ def since_40(rate: float) -> Any:
 
 
 GRADER = {"reward/status/math/timeout": since_40(30), "reward/status/math/ok": lambda step: 512 * step}
+WAITS = {"time/learner_idle": 8.0, "time/engine_idle": 0.5, "time/update": 4.0, "time/transfer": 1.0}
 ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no answers": ({"reward/answered_fraction": 0.0}, {}, "data.prompt_suffix"),
     "no answers, cut off": (
@@ -60,13 +61,13 @@ ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"rollout.max_turns": 3},
         "rollout.max_turns=3",
     ),
-    "equal rewards in almost all groups": ({"reward/equal_group_fraction": 1.0}, {}, "harder data.train"),
-    "equal rewards in almost all groups, too hard": (
-        {"reward/equal_group_fraction": 0.97, "reward/mean": 0.01},
+    "equal rewards in most groups": ({"reward/equal_group_fraction": 1.0}, {}, "harder data.train"),
+    "equal rewards in most groups, too hard": (
+        {"reward/equal_group_fraction": 0.8, "reward/mean": 0.01},
         {},
         "easier data.train",
     ),
-    "equal rewards in almost all groups, one value": (
+    "equal rewards in most groups, one value": (
         {"reward/equal_group_fraction": 1.0, "reward/mean": 0.0, "reward/max": 0.0},
         {},
         "Does the reward read the answers",
@@ -83,8 +84,16 @@ ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"algo.kl_estimator": "k3", "algo.kl_place": "reward", "algo.kl_coef": 0.1},
         "algo.kl_estimator=k3 in the reward limits the KL little near the reference: use k1.",
     ),
-    "entropy collapsed": ({"policy/entropy": 0.001, "reward/mean": 0.3}, {}, "learner.optimizer.lr=0.0005"),
-    "much clipping": ({"policy/clip_fraction": 0.4}, {}, "learner.minibatches_per_epoch=2"),
+    "entropy collapsed": (
+        {"policy/entropy": 0.001, "reward/mean": 0.3},
+        {},
+        f"optimizer.lr={CONFIG['learner.optimizer.lr']}",
+    ),
+    "much clipping": (
+        {"policy/clip_fraction": 0.4},
+        {},
+        f"minibatches_per_epoch={CONFIG['learner.minibatches_per_epoch']}",
+    ),
     "engines and learner drift apart": (
         {"policy/engine_kl_excess": 7.0, "policy/engine_kl/from_64": 0.2},
         {},
@@ -96,6 +105,24 @@ ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "Lower rollout.max_policy_lag=4",
     ),
     "rollouts are dropped as too old": ({"account/stale": since_40(100)}, {}, "rollout.max_policy_lag=0"),
+    "learners wait": (WAITS | {"time/slow_groups": 5.0}, {"rollout.max_policy_lag": 1}, "max_policy_lag=1"),
+    "engines wait": (
+        {"time/learner_idle": 2.0, "time/engine_idle": 8.0, "time/update": 8.0},
+        {"rollout.max_policy_lag": 2, "cluster.device": "cuda"},
+        "The engines waited for 80% of the time (training takes longer). Raise cluster.learners=1",
+    ),
+    "the KV cache is full": (
+        {"rollout/kv_cache_wait_fraction": 0.4},
+        {},
+        "full in 40% of the engines' forward passes: requests waited for others to end, or were preempted and computed "
+        "again. Raise rollout.kv_cache_gib=0.25 or cluster.engines=1. If no memory is left, lower "
+        "rollout.max_concurrent_sequences=256",
+    ),
+    "the KV cache is full, on GPUs": (
+        {"rollout/kv_cache_wait_fraction": 0.25},
+        {"cluster.device": "cuda"},
+        "Raise rollout.gpu_memory_utilization=0.85 or",
+    ),
     "grades are missing": (GRADER, {}, "(math/timeout). Raise reward.wall_seconds=10.0"),
 }
 
@@ -107,6 +134,40 @@ def test_a_rule_finds_the_illness_it_is_for_and_names_the_key_to_turn(illness: s
     finding = found[illness.split(",")[0]]
     assert expected.casefold() in finding.text.casefold()
     assert 41 <= finding.first <= 80
+
+
+@pytest.mark.parametrize(
+    ("metrics", "config", "line"),
+    [
+        ({"time/slow_groups": 5.0}, {"rollout.max_policy_lag": 1}, "(slow prompts): raise rollout.max_policy_lag"),
+        ({}, {"rollout.max_policy_lag": 1, "cluster.device": "cuda"}, "(sampling takes longer): raise cluster.engines"),
+        (
+            {},
+            {"cluster.device": "cuda"},
+            "(sampling and training take turns): raise rollout.max_policy_lag or cluster.engines",
+        ),
+        ({}, {}, ""),  # on CPU both compute on the same cores
+        ({}, {"cluster.device": "cuda", "run.deterministic": True}, ""),  # which refuses a lag
+        ({}, {"cluster.device": "cuda", "cluster.placement": "colocated"}, ""),  # they take turns on shared GPUs
+        ({"time/learner_idle": 7.0}, {"cluster.device": "cuda"}, ""),  # 7 of 12 s are less than 60%
+        ({"time/evaluation": 4.0}, {"cluster.device": "cuda"}, ""),  # an evaluation is no wait: 4 of 9 s
+    ],
+)
+def test_the_terminal_line_says_who_waits_and_names_a_key_that_the_config_accepts(
+    metrics: Row, config: Row, line: str
+) -> None:
+    diagnosis = Diagnosis(CONFIG | config)
+    for row in ill(**(WAITS | metrics)):
+        diagnosis.after_step(row["step"], row)
+    assert diagnosis.who_waits() == (line and f"learner waits 62% {line}")
+
+
+def test_nobody_is_said_to_wait_before_several_steps_agree() -> None:
+    diagnosis = Diagnosis(CONFIG | {"cluster.device": "cuda"})
+    for step in range(1, 6):
+        assert diagnosis.who_waits() == ""
+        diagnosis.after_step(step, {**WAITS, "time/step": 1.0})
+    assert diagnosis.who_waits().startswith("learner waits 62%")
 
 
 def test_every_rule_has_a_run_that_is_ill_by_it() -> None:

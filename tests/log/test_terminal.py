@@ -110,6 +110,19 @@ def test_a_path_is_never_broken_and_text_that_is_shown_as_it_is_neither() -> Non
     assert printed.getvalue() == f"run folder:\n  {path}\na prompt  with {'x ' * 100}\n"
 
 
+def test_who_waits_is_said_once_in_each_tenth_of_a_run_and_always_in_the_live_view() -> None:
+    run, printed = in_file(total_steps=40)
+    waits = "learner waits 62% (slow prompts): raise rollout.max_policy_lag"
+    for step in range(1, 13):
+        run.log(step, STEP)
+        run.who_waits(waits)
+    assert printed.getvalue().count(waits) == 3  # after steps 4, 8 and 12
+    assert run.status()["waits"] == waits
+    shown = StringIO()
+    Console(file=shown, width=80).print(run.view())
+    assert waits in shown.getvalue()
+
+
 def test_the_remaining_time_is_that_of_the_steps_left_with_what_comes_between_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

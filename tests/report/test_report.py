@@ -15,10 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import yaml
+from moving_picture import moving_picture
 from worlds import make_config, make_groups
 
 from rlhf import show
@@ -27,6 +29,7 @@ from rlhf.config.load import flat_keys, validated
 from rlhf.log.patient_files import PatientFiles
 from rlhf.log.sinks import JsonlSink, table_of_responses
 from rlhf.report import __main__ as report
+from rlhf.report import curve
 from rlhf.report.page import write_page
 from rlhf.report.run_files import RunFiles, read_groups, read_run, sample_groups
 from rlhf.report.settings import differing_keys, over_seeds
@@ -511,3 +514,71 @@ def test_a_pipe_among_the_rollouts_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     os.mkfifo(tmp_path / "rollouts" / "step-1.jsonl")
     assert RunFiles(tmp_path, tmp_path / "config.yaml", {}, []).rollout_files() == {}
+
+
+# --- the curve ---
+
+
+def test_the_curve_shows_the_evaluation_before_and_after_and_the_reward_of_each_step(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", data={"eval": "test.jsonl"})
+    report.main([str(path), "--curve", str(tmp_path / "curve.svg")])
+    svg = ElementTree.parse(tmp_path / "curve.svg").getroot()
+    texts = [text.text for text in svg.findall(".//{*}text")]
+    assert [text for text in texts if text and ":" in text] == [
+        "accuracy (math): 0.25 → 0.75",
+        "reward in training: 0.10 → 0.40",
+    ]
+    evaluation, reward = (
+        [*map(float, re.split("[ ,]", line.get("points", "")))] for line in svg.findall(".//{*}polyline")
+    )
+    assert len(evaluation) == 4
+    assert len(reward) == 8
+    assert evaluation[0] < reward[0]  # step 0 is before step 1
+    assert evaluation[2] == reward[-2]  # both end at the last step
+    assert evaluation[1] - evaluation[3] == pytest.approx(curve.PLOT_HEIGHT / 2, abs=0.1)
+    assert curve.draw_curve([read_run(path)]) == (tmp_path / "curve.svg").read_text()
+
+
+def test_the_moving_picture_draws_the_curve_next_to_responses_of_the_first_and_the_last_step(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", text=HOSTILE, data={"eval": "test.jsonl"})
+    svg = ElementTree.fromstring(moving_picture(run))
+    texts = [text.text or "" for text in svg.findall(".//{*}text")]
+    assert [text for text in texts if text.startswith("step ")] == ["step 1", "step 4"]
+    assert any("</script>" in text for text in texts)
+    assert not svg.findall(".//{*}script") + svg.findall(".//{*}img")
+    moving = {animation.get("attributeName") for animation in svg.findall(".//{*}polyline/{*}animate")}
+    assert moving == {"stroke-dashoffset"}
+    assert {line.get("stroke-dashoffset") for line in svg.findall(".//{*}polyline")} == {None}
+
+
+def test_a_reward_outside_of_0_to_1_is_drawn_between_its_own_bounds() -> None:
+    line = curve.Line("reward", [(1, -3.0), (2, 1.0), (3, 5.0)])
+    assert [line.height(value) for _, value in line.points] == [0.0, 0.5, 1.0]
+    assert [curve.Line("accuracy", [(0, 0.2), (1, 0.9)]).height(value) for value in (0.2, 0.9)] == [0.2, 0.9]
+    assert curve.Line("constant", [(0, 2.0), (1, 2.0)]).height(2.0) == 0.5
+
+
+def test_the_curves_of_several_runs_carry_their_names_and_no_reward(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / name, data={"eval": "test.jsonl"})) for name in ("a<b", "c")]
+    labels = re.findall(r"<text [^>]*>(.*: .*)</text>", curve.draw_curve(runs))
+    assert labels == ["a&lt;b, accuracy (math): 0.25 → 0.75", "c, accuracy (math): 0.25 → 0.75"]
+    nothing = dataclasses.replace(runs[0], rows=[{"step": 1, "train/loss": 2.0}])
+    with pytest.raises(ValueError, match=r"--curve: .*a<b: there is no evaluation and no reward to draw"):
+        curve.draw_curve([nothing])
+
+
+def test_over_minutes_a_run_that_takes_half_of_the_time_ends_in_the_middle(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", data={"eval": "test.jsonl"}))
+    runs = [
+        dataclasses.replace(run, rows=[{**row, "time": 1e9 + row["step"] * seconds} for row in run.rows])
+        for seconds in (60, 30)
+    ]
+    svg = curve.draw_curve(runs, minutes=True)
+    ends = [float(points.split()[-1].split(",")[0]) for points in re.findall(r'points="([^"]*)"', svg)]
+    assert ends == [curve.WIDTH - curve.RIGHT, (curve.WIDTH - curve.RIGHT + curve.LEFT) / 2]
+    assert "minutes of training" in svg
+
+
+@pytest.mark.parametrize(("last", "between"), [(1, 1), (6, 1), (30, 5), (80, 20), (500, 100), (1000, 200)])
+def test_the_axis_of_steps_has_round_numbers(last: int, between: int) -> None:
+    assert curve.step_between_ticks(last) == between

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 from waiting import WAIT_S, eventually, wait_full, worker_pids
 
-from rlhf.config.reward import RewardPart
+from rlhf.config.reward import RewardConfig, RewardPart
 from rlhf.processes.outside import Stopwatch, children_of, may_signal
 from rlhf.processes.workers import TIMEOUT
 from rlhf.rewards.grade import Grade
-from rlhf.rewards.pool import Pool
+from rlhf.rewards.pool import Pool, default_workers, shared_out
 
 pytestmark = pytest.mark.slow
 
@@ -197,7 +197,7 @@ def test_a_hijacked_worker_cannot_prolong_the_time_of_its_job(tmp_path: Path) ->
     )
     name = f"{tmp_path}/beats.py:score"
     with Pool(workers=1, wall_seconds=0.5, user_functions=[RewardPart(name=name)]) as pool:
-        assert pool.submit(job("x", name)).result(timeout=20).status == "timeout"
+        assert pool.submit(job("x", name)).result(timeout=WAIT_S).status == "timeout"
 
 
 @pytest.mark.stack
@@ -316,3 +316,11 @@ def test_jobs_held_with_one_that_hangs_are_tried_again_in_parts(monkeypatch: pyt
     assert held == [200, 25, 3, 1]
     assert futures[7].result().status == "timeout"
     assert [future.result().status for future in futures[:7]] == ["ok"] * 7
+
+
+@pytest.mark.parametrize(("configured", "workers", "share"), [(8, 2, 4), (8, 3, 2), (1, 4, 1), (None, 1, None)])
+def test_the_grading_processes_of_a_node_are_divided_among_its_rollout_workers(
+    configured: int | None, workers: int, share: int | None
+) -> None:
+    config = RewardConfig(workers=configured)
+    assert shared_out(config, workers).workers == (share or default_workers())

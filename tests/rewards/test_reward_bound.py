@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -16,12 +15,16 @@ from worlds import make_config, rollout_of
 
 from rlhf.config.reward import FLOAT32_MAX, RewardConfig
 from rlhf.environments.sessions import read_outcome
+from rlhf.learner import tiny_model
 from rlhf.log.reductions import HISTOGRAM_BINS, counts_of
 from rlhf.processes.returned import read_returned, read_scores
 from rlhf.rewards.model_client import RewardModelClient
 from rlhf.rewards.scorer import Scorer
-from rlhf.run.grading import Grading
-from rlhf.types import Outcome, Prompt, ScoredRollout
+from rlhf.rollout.purpose import Purpose
+from rlhf.rollout.worker import RolloutWorker
+from rlhf.run.reward_outcomes import RewardOutcomes
+from rlhf.sampling.requests import SamplingSettings
+from rlhf.types import Outcome, Prompt, RolloutGroup, ScoredRollout
 
 FUNCTIONS = """
 from decimal import Decimal
@@ -114,7 +117,6 @@ def prompt(source: str) -> Prompt:
 def test_a_reward_that_is_too_large_is_unscorable_with_part_row_value_and_remedy(
     scorer: Scorer, source: str, returned: str, reward: float | None, problem: str
 ) -> None:
-    scorer._errors.clear()
     rollouts = [rollout_of([1, 2]), rollout_of([1, 2])]
     graded = asyncio.run(scorer.score_group(prompt(source), rollouts, [returned, "1"]))
     assert graded[0].reward == reward
@@ -122,8 +124,9 @@ def test_a_reward_that_is_too_large_is_unscorable_with_part_row_value_and_remedy
     assert graded[1].reward is not None or (source, problem) == ("of_trl", FLOAT)  # then the whole call failed
     for sample in graded:
         assert all(number is None or abs(number) <= FLOAT32_MAX for number in sample.reward_parts.values())
-    scorer._reported.clear()
-    told = scorer.new_errors()
+    outcomes = RewardOutcomes(scorer.config)
+    outcomes.check(RolloutGroup(prompt(source), graded))
+    told = outcomes.new_errors()
     assert bool(told) == bool(problem)
     assert problem in "".join(told)
     if problem in (BOUND, FLOAT32):
@@ -168,25 +171,25 @@ def test_a_reward_of_the_config_is_within_the_bound_too(section: dict[str, Any],
         make_config(tmp_path, **section)
 
 
-def graded_by(tmp_path: Path, given: float | None, outcome: Outcome | None = None, **sections: Any) -> tuple[Any, Any]:
-    """A rollout that functions gave `given`, with what its environment or reward model adds, and what is noted."""
+def graded_by(tmp_path: Path, given: float | None, outcome: Outcome | None = None, **sections: Any) -> ScoredRollout:
+    """A rollout that functions gave `given`, with what its environment or reward model adds."""
     config = make_config(tmp_path, environment={"name": "a.b:C", "weight": 2.0, "failed_reward": -1.0})
-    noted: list[Any] = []
 
-    async def score_group(_: Any, rollouts: Any, texts: Any, *__: Any, **___: Any) -> Any:
-        return tuple(ScoredRollout(*pair, "", given, {}, "ok") for pair in zip(rollouts, texts, strict=True))
+    class Given:
+        async def score_group(self, _: Any, rollouts: Any, texts: Any, *__: Any, **___: Any) -> Any:
+            pairs, ok = zip(rollouts, texts, strict=True), {"part_status": {"f": "ok"}}
+            return tuple(ScoredRollout(*pair, "", given, {}, "ok", **ok) for pair in pairs)
 
     async def score(conversations: list[Any]) -> list[float | None]:
         return [sections["score"]] * len(conversations)
 
     model = RewardModelClient([score], weight=2.0) if "score" in sections else None
-    scorer = SimpleNamespace(score_group=score_group, note=lambda *args: noted.append(args))
-    grading = Grading.__new__(Grading)
-    grading.reward_model, grading._marks = model, ()
-    grading._config, grading._scorer = config, cast(Any, scorer)
+    given_as: Any = Given()
+    worker = RolloutWorker(config, tiny_model.make_tokenizer(), cast(Any, None), given_as, cast(Any, object()), model)
+    purpose = Purpose("training", 1, SamplingSettings(1.0, 9))
     rollout = replace(rollout_of([1, 2]), facts={"ended_by": "answer"}, outcome=outcome or Outcome())
-    (sample,) = asyncio.run(grading(prompt("p"), [rollout], cast(Any, None), trains=True))
-    return sample, noted
+    (sample,) = asyncio.run(worker.grade(prompt("p"), [rollout], purpose))
+    return sample
 
 
 @pytest.mark.parametrize(
@@ -205,17 +208,18 @@ def test_what_is_too_large_of_an_environment_gives_the_rollout_the_failed_reward
     tmp_path: Path, reward: float | None, parts: dict[str, float], given: float | None
 ) -> None:
     said = {"reward": reward, "parts": parts, "facts": {}, "attributes": None}
-    sample, noted = graded_by(tmp_path, given, read_outcome(json.loads(json.dumps(said))))
+    sample = graded_by(tmp_path, given, read_outcome(json.loads(json.dumps(said))))
     assert (sample.reward, sample.status, sample.reward_parts) == (-1.0, "call_limit", {})
-    ((part, problem),) = noted
+    assert sample.part_status == {"f": "ok", "environment": "failed"}
+    ((part, problem),) = sample.errors.items()
     assert part == "environment"
     assert sample.rollout.facts == {"ended_by": "call_limit", "error": problem}
     assert "Scale it down" in problem
 
 
 def test_an_environment_may_give_what_the_bound_allows(tmp_path: Path) -> None:
-    sample, noted = graded_by(tmp_path, -10.0, Outcome(reward=5000.0, parts={"n": 1e30}))
-    assert (sample.reward, sample.status, noted) == (9990.0, "ok", [])
+    sample = graded_by(tmp_path, -10.0, Outcome(reward=5000.0, parts={"n": 1e30}))
+    assert (sample.reward, sample.status, sample.errors) == (9990.0, "ok", {})
 
 
 @pytest.mark.parametrize(
@@ -224,10 +228,11 @@ def test_an_environment_may_give_what_the_bound_allows(tmp_path: Path) -> None:
 def test_a_score_of_a_reward_model_that_is_too_large_is_unscorable(
     tmp_path: Path, score: float, reward: float | None
 ) -> None:
-    sample, noted = graded_by(tmp_path, 1.0, score=score)
+    sample = graded_by(tmp_path, 1.0, score=score)
     assert sample.reward == reward
     assert sample.reward_parts["reward_model"] == (None if reward is None else score)
-    assert [part for part, _ in noted] == (["reward_model"] if score == 6000.0 else [])
+    assert list(sample.errors) == (["reward_model"] if score == 6000.0 else [])
+    assert sample.part_status == {"f": "ok"} | ({"reward_model": "failed"} if score == 6000.0 else {})
 
 
 def test_a_number_of_an_environment_that_no_float_holds_is_over_every_bound() -> None:

@@ -53,7 +53,7 @@ def make(task: Task, *, max_replacements: int, lag: int = 0) -> RolloutBuffer:
 
 def book(buffer: RolloutBuffer, taken: list[RolloutGroup]) -> None:
     """Count a step; raises if the account does not add up."""
-    buffer.count(make_batch(taken, mask_truncated=False))
+    buffer.count(taken, make_batch(taken, mask_truncated=False))
     buffer.account_metrics()
 
 

@@ -179,9 +179,9 @@ def test_a_folder_that_is_renamed_at_the_end_is_not_made_a_second_time(
 ) -> None:
     folder, export = Path(config.run.dir), Run._export
 
-    async def renamed(self: Any, steps: int) -> None:
+    async def renamed(self: Any, *arguments: Any) -> None:
         folder.rename(folder.with_name("renamed"))
-        await export(self, steps)
+        await export(self, *arguments)
 
     monkeypatch.setattr(Run, "_export", renamed)
     with pytest.raises(RuntimeError, match=r"the export failed: .*No such file or directory"):
@@ -209,6 +209,7 @@ def test_a_run_that_a_signal_ended_goes_on_with_its_account_and_repeats_what_was
     assert saved["program"] == "grpo"
     account, used = saved["account"], 2 * PROMPTS * SAMPLES
     assert account["sampled"] == account["trained"] + account["filtered"] == used
+    assert saved["reward_status"] == {"math/ok": used}  # not those of groups that wait, and are sampled again
     assert saved["updates_taken"] == 2
     run, engines = asyncio.run(drive(config, monkeypatch, resume=True))
     cluster: Any = run.cluster
@@ -218,6 +219,7 @@ def test_a_run_that_a_signal_ended_goes_on_with_its_account_and_repeats_what_was
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[-1]["account/sampled"] == SAMPLED
     assert rows[-1]["account/trained"] == SAMPLED - CUT_OFF
+    assert [row["reward/status/math/ok"] for row in rows] == [step * PROMPTS * SAMPLES for step in (1, 2, 3, 4)]
     trained = [line for step in (1, 2, 3, 4) for line in prompts_trained(config, step)]
     assert len(set(trained)) == len(trained) == STEPS * PROMPTS
 
@@ -311,13 +313,14 @@ def test_a_reward_that_is_always_none_is_told_at_the_first_step_and_ends_the_run
         _: Any, prompt: Any, rollouts: Any, texts: Any, *__: Any, **___: Any
     ) -> tuple[ScoredRollout, ...]:
         pairs = zip(rollouts, texts, strict=True)
-        return tuple(ScoredRollout(*pair, "", None, {"math": None}, "unscorable") for pair in pairs)
+        of_parts: Any = ("", {"math": "unscorable"})
+        return tuple(ScoredRollout(*pair, "", None, {"math": None}, "unscorable", *of_parts) for pair in pairs)
 
     monkeypatch.setattr(FakeScorer, "score_group", nothing)
     with pytest.raises(RuntimeError, match="no rollout was trained on"):
         asyncio.run(drive(config, monkeypatch))
     shown = " ".join(capsys.readouterr().out.split())
-    assert shown.count("warning: reward: every reward of step 1 was None: math: it returned None each time.") == 1
+    assert shown.count("warning: reward: every reward of step 1 was None: math: its calls ended as unscorable (") == 1
     assert shown.count("every reward of step") == 1
 
 

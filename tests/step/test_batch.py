@@ -9,7 +9,7 @@ import pytest
 from worlds import group_of, make_groups, rollout_of
 
 from rlhf.config.sections import AlgoConfig
-from rlhf.rollout.sampler import penalize_non_stop
+from rlhf.rollout.worker import penalize_non_stop
 from rlhf.step.advantages import penalize_kl, step_advantages
 from rlhf.step.batch import (
     broadcast_to_tokens,

@@ -23,7 +23,7 @@ from rlhf.learner.policy_model import DeviceTokens, load_policy
 from rlhf.types import World
 from tools.model_table import stack_result
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.faults]
 
 AGREEMENT = 0.03  # mean |log-prob difference|; measured: 0.006, and 0.09 from the start model
 

@@ -25,11 +25,11 @@ def test_an_engine_prefills_as_many_tokens_at_once_as_vllm_does_offline(
     from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from rlhf.rollout import engine
+    from rlhf.sampling import engine
 
     chosen = []
 
-    def start(arguments: Any, usage_context: Any = UsageContext.ENGINE_CONTEXT) -> Any:
+    def start(arguments: Any, usage_context: Any = UsageContext.ENGINE_CONTEXT, **_: Any) -> Any:
         started = arguments.create_engine_config(usage_context)
         chosen.append(started.scheduler_config.max_num_batched_tokens)
         return SimpleNamespace(vllm_config=started)
@@ -47,9 +47,9 @@ def test_an_engine_prefills_as_many_tokens_at_once_as_vllm_does_offline(
 def test_an_engine_that_keeps_its_kv_has_no_prefix_cache_and_its_logprobs_are_processed_ones(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    from rlhf.rollout import engine
+    from rlhf.sampling import engine
 
-    def start(arguments: Any, usage_context: Any) -> Any:
+    def start(arguments: Any, usage_context: Any, **_: Any) -> Any:
         started = arguments.create_engine_config(usage_context)
         if fault == "a prefix cache":
             started.cache_config.enable_prefix_caching = True
@@ -71,11 +71,11 @@ def test_an_engine_that_keeps_its_kv_has_no_prefix_cache_and_its_logprobs_are_pr
 def test_a_deterministic_engine_computes_prompts_whole_and_refuses_a_cache_in_which_a_sequence_may_lose_its_place(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlhf.rollout import engine
+    from rlhf.sampling import engine
 
     ended = []
 
-    def start(arguments: Any, usage_context: Any) -> Any:
+    def start(arguments: Any, usage_context: Any, **_: Any) -> Any:
         started = arguments.create_engine_config(usage_context)
         scheduler = started.scheduler_config
         assert not scheduler.enable_chunked_prefill

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from rlhf.check.doctor.runner import Finding, Patient, Status
+from rlhf.cluster.rollout_workers import RolloutWorkers
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import flat_keys
-from rlhf.config.printing import printable
+from rlhf.config.printing import printable, to_stderr
 from rlhf.config.reward import RewardConfig
 from rlhf.data.model_files import load_tokenizer, truncate_token_id
 from rlhf.environments.start import StartedEnvironments
@@ -19,8 +20,8 @@ from rlhf.log.diagnosis import View
 from rlhf.log.reductions import to_values
 from rlhf.rewards.grade import TIMEOUT
 from rlhf.rewards.scorer import Scorer
-from rlhf.rollout.sampler import Sampler
-from rlhf.run.grading import Grading, reward_model_client
+from rlhf.rollout.purpose import training_purpose
+from rlhf.run.reward_outcomes import RewardOutcomes
 from rlhf.run.rollout_log import rollout_metrics
 from rlhf.run.threads import in_thread
 from rlhf.types import RolloutGroup
@@ -76,11 +77,14 @@ async def check_responses(patient: Patient) -> Finding:
         play = None
         if config.uses_environment_or_tools:
             play = exit_stack.enter_context(await in_thread(StartedEnvironments, config, tokenizer))
-            await engines.cluster.host_environments(play.spread)
-        grading = Grading(config, scorer, tokenizer, reward_model_client(config, engines.cluster))
-        sampler = Sampler(config, truncate_token_id(config.rollout, tokenizer), engines.generate, grading, play)
-        groups = await asyncio.gather(*map(sampler.for_training, prompts))
-        statuses = {f"reward/status/{name}": float(count) for name, count in scorer.counters.items()}
+        purpose = training_purpose(config, truncate_token_id(config.rollout, tokenizer))
+        outcomes = RewardOutcomes(config.reward)
+        async with RolloutWorkers(
+            engines, config, tokenizer, scorer, play, say=to_stderr, check=outcomes.check
+        ) as workers:
+            groups = await asyncio.gather(*(workers.rollout_group(prompt, purpose) for prompt in prompts))
+        outcomes.add_step(groups)
+        statuses = {f"reward/status/{name}": float(count) for name, count in outcomes.counters.items()}
     return judge_responses(config, groups, statuses, tiny=patient.tiny)
 
 

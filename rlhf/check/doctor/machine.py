@@ -9,6 +9,7 @@ from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from rlhf import DISTRIBUTION
 from rlhf.check.doctor.runner import Finding, Patient
 from rlhf.check.memory import GIB
 from rlhf.check.resources import joins_a_cluster
@@ -22,7 +23,6 @@ from rlhf.run.threads import in_thread
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-DISTRIBUTION = "rlhf"
 BUILDS = ("cpu", "gpu")  # extras, one of which is installed: vLLM for this kind of machine
 
 RAY_FULL_FRACTION = 0.95  # Ray refuses objects if the disk with its folder is fuller

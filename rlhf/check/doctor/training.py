@@ -23,8 +23,8 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.library_options import changes_numbers
 from rlhf.config.program import with_values
 from rlhf.log.reductions import merge_metrics
-from rlhf.rollout.requests import SamplingSettings
-from rlhf.rollout.sampler import to_rollout
+from rlhf.rollout.worker import to_rollout
+from rlhf.sampling.requests import SamplingSettings
 from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.minibatches import plan_epochs
 from rlhf.types import (
@@ -120,17 +120,18 @@ def _targets(batch: StepBatch, old: np.ndarray) -> PolicyTargets:
     return PolicyTargets(broadcast_to_tokens(batch, advantages), old, None)
 
 
-def _step_batch(rollouts: list[Rollout]) -> StepBatch:
+def _step_batch(patient: Patient, rollouts: list[Rollout]) -> StepBatch:
+    """The rollouts as the group of one prompt of the data; its row is that of them all for a loss that reads rows."""
     samples = tuple(ScoredRollout(rollout, "", "", 0.0, {}, "ok") for rollout in rollouts)
-    prompt = Prompt("doctor", 0, rollouts[0].sequences[0].token_ids[:1], (), "", "doctor")
-    return make_batch([RolloutGroup(prompt, samples)], mask_truncated=False)
+    group = RolloutGroup(patient.prompts[0], samples)
+    return make_batch([group], mask_truncated=False, policy_loss=patient.config.algo.policy_loss)
 
 
 async def _sample(engines: Engines, prompts: Sequence[Prompt], settings: SamplingSettings) -> list[Rollout]:
     """SAMPLES rollouts of each prompt, over all engines."""
 
     async def sample(prompt: Prompt) -> list[Rollout]:
-        completions = await engines.generate(prompt.token_ids, settings, samples=SAMPLES, what=prompt.id)
+        completions = await engines.choice.generate(prompt.token_ids, settings, samples=SAMPLES, what=prompt.id)
         return [to_rollout(prompt, sample, completion) for sample, completion in enumerate(completions)]
 
     return [rollout for group in await asyncio.gather(*map(sample, prompts)) for rollout in group]
@@ -147,7 +148,7 @@ async def check_update(patient: Patient) -> Finding:
     length = min(RESPONSE_TOKENS, config.rollout.max_response_tokens)
     settings = SamplingSettings(config.rollout.temperature, length, **config.rollout.restriction)
     await engines.wake_if_asleep(0)
-    batch = _step_batch(await _sample(engines, patient.prompts, settings))
+    batch = _step_batch(patient, await _sample(engines, patient.prompts, settings))
     await engines.sleep_if_colocated()
     await engines.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
     (old,) = await engines.learners.compute(lambda learner: learner.apply(on_rank.old_logprobs))
@@ -219,7 +220,7 @@ async def check_microbatch(patient: Patient) -> Finding:
 
     engines, ids = patient.engines, np.concatenate([prompt.token_ids for prompt in patient.prompts])
     config, rollouts = _full_microbatches(patient.config, ids)
-    batch = _step_batch(rollouts)
+    batch = _step_batch(patient, rollouts)
     await engines.sleep_if_colocated()
     await engines.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
     zeros = np.zeros(len(batch.tokens.token_ids), np.float32)
