@@ -441,7 +441,8 @@ class Trainer:
 
         async with self._learners:
             self._check_published("update")
-            self._check_turn("update")
+            if not self.config.rollout.max_policy_lag:
+                self._check_turn("update")
             self._check_groups(groups)
             advantage = None if advantages is None else self._advantage_function(advantages, groups)
             self._begin_step()
@@ -451,6 +452,8 @@ class Trainer:
                     done = await grpo.update(self._run, self._loop, groups, self.step, advantage=advantage)
                 except ObjectiveError as error:
                     await self._profile.aclose()
+                    if self._sampling:
+                        await self._loop.engines.wake_if_asleep(self.step)
                     raise AdvantagesError(f"update: advantages: {error}. Correct it.") from error
                 self._updated = done
         taken = sum(update.taken for update in done.updates)
@@ -586,7 +589,8 @@ class Trainer:
             )
         takes_turns = self._run.cluster.shares_gpus
         async with self._learners if takes_turns else contextlib.nullcontext():
-            await self._loop.engines.wake_if_asleep(self.step)
+            if self._updated is None:  # else they wake when it is published
+                await self._loop.engines.wake_if_asleep(self.step)
             self._sampling += 1
         try:
             yield self._sampling == 1

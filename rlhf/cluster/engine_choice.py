@@ -43,7 +43,7 @@ class EngineChoice:
 
     Args:
         worker: number of the worker. Workers with different numbers begin with different engines.
-        deadline_s: of a request (`cluster.step_deadline_s`).
+        deadline_s: of a request (`GRPOConfig.request_deadline_s`).
         report: called after a failed request with the engine, the number of the list that it was chosen from, the
             error, and whether the engine was silent until the deadline. A newer list must follow.
     """

@@ -67,7 +67,7 @@ class Engines:
             background=cluster.background,
             min_engines=config.cluster.min_engines,
         )
-        self.choice = EngineChoice(0, config.cluster.step_deadline_s, self.recovery.report)
+        self.choice = EngineChoice(0, config.request_deadline_s, self.recovery.report)
         self.recovery.subscribe(self.choice)
         self._check: Callable[[int], Awaitable[Any]] | None = None
 
@@ -112,6 +112,11 @@ class Engines:
         }
         return metrics, busy_s
 
+    async def cached_sequences(self) -> float | None:
+        """How many sequences of the greatest length all KV caches hold together; None if vLLM does not say."""
+        held = await self.group.call(lambda engine: engine.cached_sequences())
+        return None if None in held else sum(each for each in held if each is not None)
+
     # --- weights ---
 
     async def update_learners(self, targets: PolicyTargets) -> list[UpdateOutcome]:
@@ -142,8 +147,8 @@ class Engines:
     async def send_weights(self, version: int) -> None:
         """Send the learners' weights to all engines and label them `version`.
 
-        Running requests pause and go on with the new weights. Colocated engines have no requests; they sleep until the
-        weights come, to leave memory for the buffers. Call `publish` after `replace_lost`.
+        Running requests pause and go on with the new weights. Colocated engines sleep until the weights come, to leave
+        memory for the buffers. Call `publish` after `replace_lost`.
         """
         await self.sleep_if_colocated()
         self.recovery.begin_transfer()
@@ -157,7 +162,7 @@ class Engines:
         await self._transfer()
 
     async def sleep_if_colocated(self) -> None:
-        """Let engines on the learners' GPUs free their memory until the next weights arrive."""
+        """Let engines on the learners' GPUs free their memory until the next weights arrive; their requests wait."""
         if self.cluster.shares_gpus and not self._asleep:
             await self.group.call(lambda engine: engine.sleep())
             self._asleep = True

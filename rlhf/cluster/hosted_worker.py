@@ -79,7 +79,7 @@ class HostedWorker:
             self._end_processes = opened.pop_all().close
         for warning in warnings:
             self._say(f"warning: {warning}")
-        deadline_s = config.cluster.step_deadline_s
+        deadline_s = config.request_deadline_s
         self._choice = EngineChoice(parts.number, deadline_s, lambda *report: self._put(FailedRequest(*report)))
         self._choice.update(*parts.engines)
         client = None

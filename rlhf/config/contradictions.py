@@ -110,8 +110,8 @@ TRAINING_CONFLICTS = {
     "weights.transfer=delta and cluster.placement=colocated": "on shared GPUs nothing is sent. Set transfer=full.",
     "cluster.tensor_parallel>1 and model.lora": "an engine on several GPUs cannot split the adapter. Set it to 1.",
     "cluster.placement=colocated and cluster.device=cpu": "there are no GPUs to share. Use placement=separate.",
-    "cluster.placement=colocated and rollout.max_policy_lag>0": (
-        "on shared GPUs, sampling and training take turns. Use placement=separate, or a lag of 0."
+    "cluster.placement=colocated and rollout.on_weight_update=keep_kv": (
+        "engines on shared GPUs sleep while learners train, and keep no keys. Set on_weight_update=recompute."
     ),
 }
 WARNINGS = {

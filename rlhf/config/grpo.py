@@ -142,6 +142,12 @@ class GRPOConfig(TrainingProgramConfig):
         return 1 if self.model.lora is not None or changes_numbers(self.rollout.engine) else 2
 
     @property
+    def request_deadline_s(self) -> float:
+        """Seconds that a request on an engine may take. On shared GPUs it waits for a training step per step of lag."""
+        trainings = self.rollout.max_policy_lag if self.cluster.placement == "colocated" else 0
+        return (1 + trainings) * self.cluster.step_deadline_s
+
+    @property
     def noise_seed(self) -> int | None:
         """Seed of the sampling noise in a deterministic run. None: noise depends on the order of arrival."""
         return self.run.seed if self.run.deterministic else None

@@ -167,9 +167,8 @@ class Branches:
         self.promised += budget
         try:
             offered = {"offered": request["offered"]} if "offered" in request else {}
-            completion = await self.generate(
-                log.token_ids, max_tokens=budget, turn=turn, recorded=log.recorded, **offered
-            )
+            asked = self.generate(log.token_ids, max_tokens=budget, turn=turn, recorded=log.recorded, **offered)
+            completion = await self.progress.sampled(asked)
             log.add_sampled(completion)
             self.sampled += len(completion.token_ids)
         finally:

@@ -102,6 +102,7 @@ class Progress:
     calls: dict[str, int] = field(default_factory=dict)  # requests of a coroutine or program, by kind
     untrained_tokens: int = 0  # of sequences that `environment.trained_sequences` leaves out
     environment_s: float = 0.0
+    asleep_s: float = 0.0  # of the engines, which do not count towards `max_rollout_s`
     finish_reason: str = "stop"
     ended_by: str = "answer"
 
@@ -123,8 +124,15 @@ class Progress:
         """The name of the limit of turns or time that the rollout has reached."""
         if limits.max_turns is not None and self.turns >= limits.max_turns:
             return "max_turns"
-        is_late = limits.max_rollout_s is not None and time.monotonic() - self.began > limits.max_rollout_s
-        return "max_rollout_s" if is_late else None
+        spent_s = time.monotonic() - self.began - self.asleep_s
+        return "max_rollout_s" if limits.max_rollout_s is not None and spent_s > limits.max_rollout_s else None
+
+    async def sampled(self, request: Awaitable[Completion]) -> Completion:
+        """Wait for a turn, and count the seconds in which its engine slept; turns may be sampled at the same time."""
+        before_s = self.asleep_s
+        completion = await request
+        self.asleep_s = max(self.asleep_s, before_s + completion.asleep_s)
+        return completion
 
     async def timed(self, answer: Awaitable[Any]) -> Any:
         """Wait for the environment, and count the seconds."""
@@ -171,7 +179,8 @@ async def _turns(
     while True:
         left = log.room(limits.max_rollout_tokens)
         budget = min(limits.max_response_tokens, left)
-        completion = await generate(log.token_ids, max_tokens=budget, turn=progress.turns, recorded=log.recorded)
+        turn = generate(log.token_ids, max_tokens=budget, turn=progress.turns, recorded=log.recorded)
+        completion = await progress.sampled(turn)
         log.add_sampled(completion)
         progress.turns += 1
         assert completion.message is not None, "an engine parses the turns of a rollout with an environment"

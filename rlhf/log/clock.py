@@ -72,32 +72,47 @@ class EngineWork(NamedTuple):
 
 
 class BusyMeter:
-    """Counts the sampled tokens of an engine, and the seconds in which it had a request."""
+    """Counts the sampled tokens of an engine, and the seconds in which it had a request and did not sleep.
+
+    Attributes:
+        asleep_s: seconds that it has slept, up to the last wake.
+    """
 
     def __init__(self) -> None:
-        self.tokens = 0
-        self._running = 0
-        self._since = 0.0
-        self._busy_s = 0.0
+        self.tokens, self.asleep_s = 0, 0.0
+        self._running, self._asleep = 0, False
+        self._since, self._busy_s = time.monotonic(), 0.0
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        if self._running == 0:
-            self._since = time.monotonic()
+        self._count()
         self._running += 1
         try:
             yield
         finally:
+            self._count()
             self._running -= 1
-            if self._running == 0:
-                self._busy_s += time.monotonic() - self._since
+
+    def sleep(self) -> None:
+        self._count()
+        self._asleep = True
+
+    def wake_up(self) -> None:
+        self._count()
+        self._asleep = False
+
+    def _count(self) -> None:
+        """Count the seconds since the last call as what the engine did in them."""
+        now = time.monotonic()
+        if self._asleep:
+            self.asleep_s += now - self._since
+        elif self._running:
+            self._busy_s += now - self._since
+        self._since = now
 
     def take(self) -> tuple[int, float]:
         """(tokens, busy seconds) since the last call, with evaluations."""
-        now = time.monotonic()
-        if self._running:
-            self._busy_s += now - self._since
-            self._since = now
+        self._count()
         taken = self.tokens, self._busy_s
         self.tokens, self._busy_s = 0, 0.0
         return taken

@@ -35,10 +35,19 @@ BATCHES_AT_ENGINE = 3
 SHOWN_PROMPTS = 3  # named in a message about waiting
 
 
-def groups_at_engines(config: GRPOConfig) -> int:
-    """The number of groups that keeps the batches of all engines full, with some to spare."""
-    groups = config.cluster.engines * config.rollout.max_concurrent_sequences / config.rollout.samples_per_prompt
-    return math.ceil(BATCHES_AT_ENGINE * groups)
+def groups_at_engines(config: GRPOConfig, cached_sequences: float | None = None) -> int:
+    """The number of groups that keeps the batches of all engines full, with some to spare.
+
+    Args:
+        cached_sequences: on shared GPUs, how many sequences of the greatest length all KV caches hold. Each sleep of
+            the engines empties them, so no group is begun whose sequences might have to wait for a place once more.
+            The groups of one training step always are.
+    """
+    samples = config.rollout.samples_per_prompt
+    groups = math.ceil(BATCHES_AT_ENGINE * config.cluster.engines * config.rollout.max_concurrent_sequences / samples)
+    if cached_sequences is None:
+        return groups
+    return min(groups, max(config.rollout.prompts_per_step, int(cached_sequences / samples)))
 
 
 @dataclass

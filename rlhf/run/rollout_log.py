@@ -59,11 +59,24 @@ def rollout_metrics(
             lags[version - span.version] += span.end - span.start
         for lag, tokens in sorted(lags.items()):
             metrics[f"rollout/tokens_at_lag/{lag}"] = Mean(float(tokens), float(lags.total()))
+        interrupted = [places for rollout in sampled if (places := interruptions(rollout))]
+        metrics["rollout/interrupted"] = Mean(float(len(interrupted)), 1.0)
+        metrics["rollout/recomputed_tokens"] = Mean(float(sum(map(sum, interrupted))), 1.0)
     metrics |= environment_metrics([sample.rollout for sample in samples if sample.rollout.outcome is not None])
     for name in dict.fromkeys(name for sample in samples for name in sample.reward_parts):
         known = [value for s in samples if (value := s.reward_parts.get(name)) is not None]
         metrics[f"reward/part/{logged_name(name)}"] = _mean(known)
     return metrics
+
+
+def interruptions(rollout: Rollout) -> list[int]:
+    """Where new weights came in the middle of a turn: how many tokens its sequence had, whose keys were dropped."""
+    return [
+        before.end
+        for sequence in rollout.sequences
+        for before, after in itertools.pairwise(sequence.version_spans)
+        if before.end == after.start
+    ]
 
 
 def environment_metrics(rollouts: Sequence[Rollout]) -> StepMetrics:

@@ -106,9 +106,10 @@ async def rollout_loop(
                     say=partial(say, wrap=False), check=outcomes.check,
                 )
             )  # fmt: skip
+            cached_sequences = await engines.cached_sequences() if run.cluster.shares_gpus else None
             loop = RolloutLoop(
                 run, data, tickets, scorer, outcomes, engines, workers, speed, first, teachers, environments,
-                dispatches=dispatches,
+                dispatches=dispatches, cached_sequences=cached_sequences,
             )  # fmt: skip
             exit_stack.push_async_callback(loop.buffer.close)
             with run.log.terminal.stage("check"):
@@ -122,6 +123,7 @@ class RolloutLoop(Generic[C]):
     """The parts of a run that need engines; made by `rollout_loop`, when everything has started.
 
     `first` is the first prompt, as the model gets it. Without `environments` a rollout is one response.
+    `cached_sequences`: as of `groups_at_engines`.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class RolloutLoop(Generic[C]):
         environments: StartedEnvironments | None = None,
         *,
         dispatches: bool = True,
+        cached_sequences: float | None = None,
     ) -> None:
         config = run.config
         self.engines, self.scorer, self.data, self.tickets, self.speed = engines, scorer, data, tickets, speed
@@ -173,9 +176,8 @@ class RolloutLoop(Generic[C]):
             max_replacements=config.rollout.max_replacements if config.rollout.dynamic_sampling else 0,
             deciding_part=config.rollout.dynamic_sampling_part,
             in_order=config.run.deterministic,
-            max_running=None if config.run.deterministic else groups_at_engines(config),
-            # the call of an engine has step_deadline_s; another engine may then take its place
-            deadline_s=2 * config.cluster.step_deadline_s,
+            max_running=None if config.run.deterministic else groups_at_engines(config, cached_sequences),
+            deadline_s=2 * config.request_deadline_s,  # after a first one, another engine may take its place
         )
         teacher = config.algo.teacher
         loss_teaches = config.algo.has_own_loss or (teacher is not None and teacher.in_loss)

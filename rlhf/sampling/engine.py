@@ -135,12 +135,14 @@ class RolloutEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             routed_experts_prompt_start=len(token_ids) if settings.experts_from is None else settings.experts_from,
         )
+        slept_s = self._meter.asleep_s
         with self._meter.request():
             final = await self._run(token_ids, params, priority=ROLLOUT_PRIORITY)
         self._meter.tokens += sum(len(output.token_ids) for output in final.outputs)
         asked = None if settings.experts_from is None else len(token_ids) - settings.experts_from
+        asleep_s = self._meter.asleep_s - slept_s
         completions = [
-            settings.stopped_at_token(_completion(output, self._rank, self._supported, asked))
+            settings.stopped_at_token(_completion(output, self._rank, self._supported, asked, asleep_s))
             for output in final.outputs
         ]
         assert len(completions) == samples, f"asked for {samples} samples, the engine returned {len(completions)}"
@@ -169,6 +171,10 @@ class RolloutEngine:
             raise
         assert outputs, "the engine ended a request without an output"
         return outputs[-1]
+
+    async def cached_sequences(self) -> float | None:
+        """How many sequences of the greatest length its KV cache holds; None if vLLM does not say."""
+        return self._engine.vllm_config.cache_config.kv_cache_max_concurrency
 
     async def take_work(self) -> EngineWork:
         """What the engine did since the last call. Tokens and seconds are those of `generate`."""
@@ -257,11 +263,18 @@ class RolloutEngine:
     # --- sharing a GPU with a learner ---
 
     async def sleep(self) -> None:
-        """Free the GPU memory. The KV cache is dropped, and so are weights that will be sent again, except buffers."""
-        await self._engine.sleep(level=self._sleep_level)
+        """Free the GPU memory. The KV cache is dropped, and so are weights that will be sent again, except buffers.
+
+        Running requests keep their tokens: after the last wake they compute their keys again, and go on. New requests
+        wait until then.
+        """
+        await self._engine.sleep(level=self._sleep_level, mode="keep")
+        self._meter.sleep()
 
     async def wake_up(self, tags: list[str]) -> None:
-        await self._engine.wake_up(tags)
+        """Take memory back: first for `weights`, then for `kv_cache`, after which requests go on."""
+        if await self._engine.wake_up(tags):
+            self._meter.wake_up()
 
     async def check_health(self) -> None:
         """Raise if a process of the engine has died or failed to load weights; the actor itself stays alive.
@@ -315,7 +328,9 @@ def _load_class(path: str) -> None:
                 ) from error
 
 
-def _completion(output: CompletionOutput, engine: int, supported: int | None, routed: int | None) -> Completion:
+def _completion(
+    output: CompletionOutput, engine: int, supported: int | None, routed: int | None, asleep_s: float
+) -> Completion:
     """The completion of one sample. Raises RuntimeError if a token lacks its own log-prob, support or experts.
 
     Args:
@@ -345,4 +360,5 @@ def _completion(output: CompletionOutput, engine: int, supported: int | None, ro
         engine=engine,
         support=None if supported is None else support_of(token_ids, kept_ids, supported),
         experts=experts,
+        asleep_s=asleep_s,
     )

@@ -87,6 +87,7 @@ async def publish_while_one_starts(engines_in_all: int, after: int) -> None:
         cluster=SimpleNamespace(**vars(sections), start_deadline_s=1.0, step_deadline_s=1.0),
         run=SimpleNamespace(max_restarts=1),
         model=SimpleNamespace(lora=None),
+        request_deadline_s=1.0,
     )
     cluster: Any = SimpleNamespace(
         group=lambda _: group, learners=learners, first_step=0, shares_gpus=False, trains=True,

@@ -86,6 +86,7 @@ class SharedGPU(Cluster):
                 placement="colocated", offload_while_sampling=offload, min_engines=1, step_deadline_s=1.0
             ),
             run=SimpleNamespace(max_restarts=0),
+            request_deadline_s=1.0,
         )
         self.shares_gpus, self.trains, self.first_step, self.memory = True, True, 0, Memory()
         self.ranks: Mapping[str, Any] = {}

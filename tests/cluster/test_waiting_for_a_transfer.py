@@ -97,7 +97,7 @@ def started(group: Any, learners: Any = None) -> Engines:
             return {LEARNER: learners, ENGINE: group}[role]
 
     cluster = SimpleNamespace(min_engines=1, step_deadline_s=1.0)
-    config: Any = SimpleNamespace(cluster=cluster, run=SimpleNamespace(max_restarts=0))
+    config: Any = SimpleNamespace(cluster=cluster, run=SimpleNamespace(max_restarts=0), request_deadline_s=1.0)
     return Engines(Started(), config)
 
 

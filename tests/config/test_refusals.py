@@ -55,7 +55,7 @@ NAMED = (
     "learner.zero_stage=0; model.dtype=bfloat16",
     "weights.transfer=delta; cluster.placement=colocated",
     "cluster.placement=colocated; cluster.device=cpu",
-    "cluster.placement=colocated; rollout.max_policy_lag=1",
+    "cluster.placement=colocated; rollout.on_weight_update=keep_kv",
     "run.deterministic=true; rollout.max_policy_lag=1",
     "run.deterministic=true; reward_model.endpoint=http://h/score",
     "data.eval=environment",

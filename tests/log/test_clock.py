@@ -22,16 +22,36 @@ def test_who_waited_for_whom() -> None:
 
 
 def test_an_engine_is_busy_from_its_first_open_request_to_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1.0, 3.0, 7.0, 20.0, 30.0]  # the outer request begins, `take`, it ends, `take` twice
-    monkeypatch.setattr(time, "monotonic", lambda: now.pop(0))
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     meter = BusyMeter()
+    now[0] = 1.0
     with meter.request():
         with meter.request():
-            pass
+            now[0] = 3.0
         assert meter.take() == (0, 2.0)
+        now[0] = 7.0
     meter.tokens += 30
+    now[0] = 20.0
     assert meter.take() == (30, 4.0)
+    now[0] = 30.0
     assert meter.take() == (0, 0.0)
+
+
+def test_an_engine_that_sleeps_is_not_busy_though_it_has_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    meter = BusyMeter()
+    with meter.request():
+        now[0] = 2.0
+        meter.sleep()
+        now[0] = 7.0
+        assert meter.take() == (0, 2.0)
+        now[0] = 10.0
+        meter.wake_up()
+        now[0] = 11.0
+    assert meter.take() == (0, 1.0)
+    assert meter.asleep_s == 8.0
 
 
 def test_phases_between_two_logs_belong_to_the_later_step() -> None:
