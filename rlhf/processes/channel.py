@@ -14,7 +14,13 @@ SEND_S = 10.0  # a peer that reads nothing for so long counts as dead
 
 
 class Channel:
-    """One end of a stream socket."""
+    """One end of a stream socket.
+
+    Attributes:
+        problem: why `receive` has failed; empty if the peer has just left.
+    """
+
+    problem = ""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
@@ -56,15 +62,21 @@ class Channel:
                 fds += new
         except BlockingIOError:
             return [], True
-        except OSError:
+        except ConnectionResetError:  # the peer left messages unread
+            return [], False
+        except OSError as error:
+            self.problem = f"the channel cannot be read: {error}"
             return [], False
         self._rest += data
         if b"\n" not in data:
-            return [], bool(data) and len(self._rest) < MAX_BYTES
+            if len(self._rest) >= MAX_BYTES:
+                self.problem = f"a message has over {MAX_BYTES} bytes"
+            return [], bool(data) and not self.problem
         *lines, self._rest = self._rest.split(b"\n")
         try:
             return [json.loads(line) for line in lines], True
         except (ValueError, RecursionError):
+            self.problem = "a message is not JSON"
             return [], False
 
 

@@ -75,11 +75,14 @@ class KeeperProcess(Forker):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def end(self) -> None:
-        """Have it kill every worker, and wait until it has ended; after CLOSE_S it is killed."""
+    def end(self) -> int:
+        """Have it kill every worker, and wait until it has ended; after CLOSE_S it is killed.
+
+        Returns its exit status, or minus the signal that ended it.
+        """
         self.channel.socket.close()
         try:
-            self._process.wait(CLOSE_S)
+            return self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
             self.kill()
-            self._process.wait()
+            return self._process.wait()

@@ -64,9 +64,10 @@ class Keeper:
         gc.freeze()  # the memory stays shared with the workers: the garbage collector does not write to it
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: self._end())
+        signal.signal(signal.SIGTERM, lambda number, _: self._end(-number))
+        status, is_open = 0, True
         try:
-            while True:
+            while is_open:
                 waits_for: list[Any] = [self._control.socket, self._wake_read]
                 select.select(waits_for, [], [], RETRY_S if self._orphans else None)
                 with contextlib.suppress(BlockingIOError):
@@ -74,11 +75,15 @@ class Keeper:
                 commands, is_open = self._control.receive(fds=self._fds)
                 for command in commands:
                     self._execute(command)
-                if not is_open:
-                    self._end()
                 self._reap_workers()
-        except OSError:
-            self._end()
+            if self._control.problem:
+                raise RuntimeError(self._control.problem)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the driver has left
+        except Exception:
+            traceback.print_exc()
+            status = 1
+        self._end(status)
 
     def _execute(self, command: dict[str, Any]) -> None:
         if "fork" in command:
@@ -93,19 +98,24 @@ class Keeper:
     def _fork(self, number: int) -> None:
         """Fork a worker; its channel and output pipe came with the command."""
         (channel, pipe), self._fds = self._fds[:2], self._fds[2:]
-        pid = os.fork()
-        if pid == 0:
-            try:
-                self._leave(pipe)
-                self._begin(number, Channel(socket.socket(fileno=channel)))
-            except Exception:
-                traceback.print_exc()  # the keeper reports only that the worker ended
-            finally:
-                os._exit(0)  # a fork must not run the exit handlers of the keeper
+        try:
+            pid = os.fork()
+        except OSError as error:  # too many processes, or too little memory
+            reply = {"gone": number, "cannot_fork": str(error)}
+        else:
+            if pid == 0:
+                try:
+                    self._leave(pipe)
+                    self._begin(number, Channel(socket.socket(fileno=channel)))
+                except Exception:
+                    traceback.print_exc()  # the keeper reports only that the worker ended
+                finally:
+                    os._exit(0)  # a fork must not run the exit handlers of the keeper
+            self._numbers[pid] = number
+            reply = {"forked": number, "pid": pid}
         os.close(channel)
         os.close(pipe)
-        self._numbers[pid] = number
-        self._control.send({"forked": number, "pid": pid})
+        self._control.send(reply)
 
     def _leave(self, pipe: int) -> None:
         """Close and reset everything that belongs to the keeper."""
@@ -131,11 +141,15 @@ class Keeper:
             remove(self._folder / str(pid))
             self._control.send({"gone": number})
 
-    def _end(self) -> NoReturn:
+    def _end(self, status: int) -> NoReturn:
+        """Kill every worker, and end with this exit status, or by the signal of this negative number."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         kill_children(spared=())
         remove(self._folder)
-        os._exit(0)
+        if status < 0:
+            signal.signal(-status, signal.SIG_DFL)
+            os.kill(os.getpid(), -status)
+        os._exit(status)
 
 
 # --- the workers ---

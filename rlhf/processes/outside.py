@@ -161,4 +161,5 @@ def remove(folder: str | Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.isdir(folder) and not os.path.islink(folder):
         script = 'chmod -R u+rwx "$1"; rm -rf "$1"'
-        subprocess.run(["/bin/sh", "-c", script, "sh", folder], stderr=subprocess.DEVNULL, check=False)
+        with contextlib.suppress(OSError):  # no process can be started now
+            subprocess.run(["/bin/sh", "-c", script, "sh", folder], stderr=subprocess.DEVNULL, check=False)

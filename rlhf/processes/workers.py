@@ -33,9 +33,9 @@ DIED = "died"  # it ended, or exceeded another limit
 LOST = "lost"  # the process that forked it has ended, so its work is not to blame
 
 POLL_S = 0.02  # how often limits are checked while work is done
-MAX_FAILED_STARTS = 5  # in a row; after more, further starts would fail too
+MAX_FAILED_STARTS = 5  # of workers or keepers, in a row; after more, further starts would fail too
 MAX_STARTING = 32  # fork commands at a time, so that sending never blocks
-RETRY_S = 1.0  # pause before workers are started again after one could not load the code
+RETRY_S = 1.0  # pause before workers are started again after one could not load the code, or not be forked
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class Workers:
 
     Attributes:
         unconfined: those of `files` and `network` that this kernel cannot forbid the workers.
-        keeper: the process that forks the workers; a new one if it was killed.
+        keeper: the process that forks the workers; a new one if it was lost.
         sources: fingerprints of the code. A worker that loads other code is ended.
 
     Raises:
@@ -95,7 +95,7 @@ class Workers:
     """
 
     keeper_silent_s, ping_s = 20.0, 1.0  # seconds without an answer until the keeper is replaced; pause between pings
-    reload_s = 30.0  # how long new workers try to load the code as it was, before everything is given up
+    reload_s = 30.0  # how long new workers try to start, with the code as it was, before everything is given up
     end_s = 0.0  # time for idle workers to end by themselves when all is closed, before they are killed
 
     def __init__(
@@ -130,12 +130,12 @@ class Workers:
         self.unconfined: tuple[str, ...] = ()
         self.sources: dict[str, dict[str, str]] = {}
         self._printed = PrintedLines(noun, code, say)
-        self._cannot_load = ""  # why new workers cannot load the code
-        self._cannot_load_since = self._fork_after = 0.0
+        self._cannot_start = ""  # why new workers cannot load the code, or not be forked
+        self._cannot_start_since = self._fork_after = 0.0
         self._calls: deque[Callable[[], None]] = deque()
         self._adding = threading.Lock()  # a call is added before the last ones are made, or refused
         self._workers: dict[int, Worker] = {}
-        self._numbers = self._failed_starts = 0
+        self._numbers = self._failed_starts = self._lost_keepers = 0
         self._closing, self._broken = False, ""
         self._started: Future[None] = Future()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -233,7 +233,7 @@ class Workers:
         worker.watch.stop()
         self._selector.unregister(worker.channel.socket)
         worker.forker.send({"kill": worker.number})
-        if not worker.ready and why != LOST and detail != self._cannot_load:
+        if not worker.ready and why != LOST and detail != self._cannot_start:
             self._failed_starts += 1
         if worker.is_template:
             for other in self._below(worker):  # before the end of each is seen, and taken for its own
@@ -284,12 +284,11 @@ class Workers:
             forker = template.below if template else self.keeper
             missing = missing if template else 1
         missing = min(missing, MAX_STARTING - sum(not worker.pid for worker in live))
-        if missing <= 0 or forker is None or (self._cannot_load and time.monotonic() < self._fork_after):
+        if missing <= 0 or forker is None or (self._cannot_start and time.monotonic() < self._fork_after):
             return
-        if self._cannot_load and time.monotonic() - self._cannot_load_since > self.reload_s:
-            raise RuntimeError(
-                f"{self._cannot_load} New processes have tried for {self.reload_s:.0f} s. Continue with --resume."
-            )
+        if self._cannot_start and time.monotonic() - self._cannot_start_since > self.reload_s:
+            remedy = " Continue with --resume." if self._started.done() else ""
+            raise RuntimeError(f"{self._cannot_start} New processes have tried for {self.reload_s:.0f} s.{remedy}")
         for _ in range(missing):
             self._fork(forker, is_template=self._plan["template"] and forker is self.keeper)
 
@@ -311,7 +310,7 @@ class Workers:
             return
         if not self._handle_messages(forker.channel, partial(self._on_forker_message, forker)):
             if template is None:
-                self._restart_keeper()
+                self._replace_keeper()
             else:
                 self.kill(template, DIED)
 
@@ -321,7 +320,10 @@ class Workers:
         if worker is None or worker.forker is not forker:
             return
         if "gone" in message:
-            if worker.below is None:
+            if error := message.get("cannot_fork"):
+                remedy = "Look at the limits of processes (`ulimit -u`, pids.max of the container) and at free memory."
+                self._postpone(worker, f"{self._noun}: no process can be forked: {error}. {remedy}")
+            elif worker.below is None:
                 self._on_worker(worker)  # its last messages
             self._remove(worker, DIED)
         else:
@@ -347,19 +349,20 @@ class Workers:
         try:
             for message in messages:
                 handle(message)
-        except Exception:
+        except Exception as error:
+            channel.problem = f"a message of it raised {type(error).__name__}: {error}"
             return False
         return is_open
 
     def _on_first_message(self, worker: Worker, message: dict[str, Any]) -> None:
         if "broken" in message:
-            self._postpone(worker, str(message["broken"]))
+            self._refuse(worker, str(message["broken"]))
             return
         self.sources = self.sources or message["sources"]
         if changed := "; ".join(changed_sources(self.sources, message["sources"], noun=self._noun)):
-            self._postpone(worker, f"{changed} has changed since the run began. Put it back as it was.")
+            self._refuse(worker, f"{changed} has changed since the run began. Put it back as it was.")
             return
-        self._cannot_load, self._failed_starts = "", 0
+        self._cannot_start, self._failed_starts, self._lost_keepers = "", 0, 0
         self.unconfined = tuple(map(str, message["unconfined"]))
         worker.ready, worker.about = True, message["ready"]
         if worker.is_template:
@@ -381,23 +384,26 @@ class Workers:
         if not output.ended and not output.read() and output.ended:
             self._selector.unregister(output)
 
-    def _postpone(self, worker: Worker, problem: str) -> None:
+    def _refuse(self, worker: Worker, problem: str) -> None:
         """End a worker that cannot load the code: the start fails, or later other workers try for `reload_s`."""
         if not self._started.done():
             self._started.set_exception(ValueError(problem))
-        if self._started.exception() is not None:
-            return
+        if self._started.exception() is None:
+            self._postpone(worker, problem)
+
+    def _postpone(self, worker: Worker, problem: str) -> None:
+        """End a worker that cannot start; for `reload_s` other workers try."""
         now = time.monotonic()
-        if not self._cannot_load:
-            self._cannot_load_since = now
+        if not self._cannot_start:
+            self._cannot_start_since = now
             self._say(f"{problem} New processes try again for {self.reload_s:.0f} s.")
-        self._cannot_load, self._fork_after = problem, now + RETRY_S
+        self._cannot_start, self._fork_after = problem, now + RETRY_S
         self.kill(worker, DIED, problem)
 
     def _enforce_limits(self) -> None:
         if self.keeper.is_silent(ping_s=self.ping_s):
             self.keeper.kill()
-            self._restart_keeper()
+            self._replace_keeper("it did not answer")
         for worker in list(self._workers.values()):
             if worker.doomed:
                 continue
@@ -426,15 +432,23 @@ class Workers:
             self._selector.unregister(worker.output)
         worker.output.close()
 
-    def _restart_keeper(self) -> None:
-        """Start again after the keeper was killed, and with it every worker."""
-        if not self._started.done():
-            raise RuntimeError(f"the {self._noun} processes ended while loading; their own message is above")
+    def _replace_keeper(self, why: str = "") -> None:
+        """Start again after the keeper was lost, and with it every worker; `why` is for messages.
+
+        Raises RuntimeError if it ended by itself while the processes load, or several were lost in a row.
+        """
         self._selector.unregister(self.keeper.channel.socket)
-        self.keeper.end()
+        status = self.keeper.end()
         for worker in list(self._workers.values()):
             if worker.number in self._workers:
                 self._remove(worker, LOST)
+        how = f"was ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
+        why = "; ".join(filter(None, (how, why or self.keeper.channel.problem)))
+        lost = f"{self._noun}: the keeper of the processes, process {self.keeper.pid}, {why}."
+        self._lost_keepers += 1
+        if self._lost_keepers > MAX_FAILED_STARTS or (status >= 0 and not self._started.done()):
+            raise RuntimeError(f"{lost} Its own messages, if it had any, are above.")
+        self._say(f"warning: {lost} Another one starts, and the processes with it.")
         self._failed_starts = 0
         self._start_keeper()
 

@@ -18,7 +18,7 @@ import pytest
 from waiting import WAIT_S, eventually, wait_full, worker_pids
 
 from rlhf.processes.forkers import PACKAGE
-from rlhf.processes.workers import Worker, Workers
+from rlhf.processes.workers import MAX_FAILED_STARTS, Worker, Workers
 
 pytestmark = pytest.mark.slow  # they start processes
 
@@ -214,3 +214,93 @@ def test_code_that_cannot_be_loaded_fails_the_start_and_later_ends_the_workers(t
     assert "it cannot be loaded" in running.reason
     with pytest.raises(ValueError, match="it cannot be loaded"):
         Told(tmp_path)
+
+
+class Unlucky(Told):
+    """The first keepers are lost as soon as they have started."""
+
+    lost_keepers, keepers = 2, 0
+
+    def lose(self) -> None:
+        os.kill(self.keeper.pid, signal.SIGKILL)
+
+    def _start_keeper(self) -> None:
+        super()._start_keeper()
+        self.keepers += 1
+        if self.keepers <= self.lost_keepers:
+            self.lose()
+
+
+def test_keepers_that_are_killed_while_the_processes_load_are_replaced_a_few_times(tmp_path: Path) -> None:
+    lost: list[int] = []
+
+    class Hopeless(Unlucky):
+        lost_keepers = 100
+
+        def lose(self) -> None:
+            lost.append(self.keeper.pid)
+            super().lose()
+
+    with Unlucky(tmp_path, size=1) as running:
+        assert wait_full(running) == 1
+        assert running.keepers == 3
+        assert [line.partition("process ")[2].partition(" ")[2] for line in running.printed] == [
+            "was ended by signal 9. Another one starts, and the processes with it."
+        ] * 2
+    with pytest.raises(RuntimeError, match=r"^environment: the keeper of the processes.* was ended by signal 9\. "):
+        Hopeless(tmp_path, size=1)
+    assert len(lost) == MAX_FAILED_STARTS + 1
+
+
+def test_a_keeper_that_fails_while_the_processes_load_says_why_and_fails_the_start(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Garbled(Unlucky):
+        def lose(self) -> None:
+            self.keeper.channel.socket.sendall(b"no JSON\n")
+
+    with pytest.raises(RuntimeError, match=r"ended with exit status 1\. Its own messages"):
+        Garbled(tmp_path, size=1)
+    assert "RuntimeError: a message is not JSON" in capfd.readouterr().err
+
+
+FULL = """
+import os
+real = os.fork
+
+def fork():
+    if os.path.exists({full!r}):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return real()
+
+os.fork = fork
+exec(open({work!r}).read())
+"""
+
+
+def test_where_no_process_can_be_forked_workers_are_tried_again_for_some_time(tmp_path: Path) -> None:
+    class Patient(Told):
+        reload_s = 240.0
+
+    full, said = tmp_path / "full", list[str]()
+    (tmp_path / "template_work.py").write_text(FULL.format(full=str(full), work=str(FIXTURES / "template_work.py")))
+
+    def say(line: str) -> None:
+        said.append(line)
+        full.unlink()
+
+    full.touch()
+    with Patient(tmp_path, size=1, path=[str(tmp_path)], say=say) as running:
+        assert wait_full(running) == 1
+        (first,) = running.free()
+        full.touch()
+        running.size = 3
+        assert wait_full(running) == 3
+        assert first in running.free()
+    assert len(said) == 2, "once for the template, once for two workers"
+    assert all(
+        "no process can be forked: [Errno 11] Resource temporarily unavailable. Look at" in line for line in said
+    )
+    full.touch()
+    with pytest.raises(RuntimeError, match=r"no process can be forked.* New processes have tried for 1 s\.$"):
+        Told(tmp_path, size=1, path=[str(tmp_path)])
