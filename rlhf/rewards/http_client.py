@@ -26,7 +26,8 @@ from rlhf.config.secrets import hide, remember
 from rlhf.processes.outside import over_clock
 from rlhf.rewards.patience import patiently
 
-CONNECT_S, FIRST_WAIT_S = 30.0, 0.5  # limit for a connection; pause before the second try
+CONNECT_S, CONNECT_SHARE = 30.0, 0.5  # limits for a connection: seconds, and share of the limit for a request
+FIRST_WAIT_S = 0.5  # pause before the second try
 MAX_RETRY_AFTER_S = 60.0  # longest pause that a server may ask for
 MAX_REPLY_BYTES, MAX_SHOWN = 1 << 20, 1000  # largest reply; characters of a reply in a message
 HERE = re.compile(r"(?:::ffff:)?(?:127[.0-9]+|0\.0\.0\.0)|::1?|(?:.+\.|ip6-)?localhost(?:\.localdomain)?")
@@ -134,7 +135,7 @@ class HttpClient:
             raise type(error)(printable(" ".join(hide(said).split()))) from None
 
     async def _reply(self, body: bytes | None, url: URL, most_bytes: int) -> bytes:
-        connect_s = min(CONNECT_S, self._timeout_s / 2)  # shorter: tells apart a server that was not reached
+        connect_s = min(CONNECT_S, CONNECT_SHARE * self._timeout_s)  # tells apart a server that was not reached
         times = aiohttp.ClientTimeout(total=self._timeout_s, connect=connect_s)
         proxy = proxy_of(url)
         through = f" through the proxy {hide(proxy)}" if proxy else ""
@@ -149,7 +150,12 @@ class HttpClient:
                 text = bytearray()
                 while len(text) <= most_bytes and (more := await reply.content.read(most_bytes + 1 - len(text))):
                     text += more
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.ClientHttpProxyError) as error:
+        except aiohttp.ConnectionTimeoutError:
+            remedy = "See whether this machine can reach it"
+            if connect_s < CONNECT_S:
+                remedy += f"; a larger {self._section}timeout_s gives a connection more time"
+            raise UnconnectedError(f"no connection{through} within {connect_s:g} seconds. {remedy}") from None
+        except (aiohttp.ClientConnectorError, aiohttp.ClientHttpProxyError) as error:
             raise UnconnectedError(f"{type(error).__name__}{through}: {_beginning(str(error))}") from None
         except TimeoutError:
             raise LateError(f"{over_clock(self._timeout_s)} ({self._section}timeout_s){through}") from None
