@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from processes import Process, below, running, shared_memory
+from shared_cpu import allow
 from waiting import STACK_WAIT_S
 
 BETWEEN_S = 1.0  # between two signals, so that the run's own code has had its turn
@@ -293,6 +294,7 @@ def main() -> int:
 
     faults = [Fault(step, at, do, tuple(words)) for step, at, do, words in json.loads(sys.argv[1])]
     watch_moments(Faults(faults, Path(sys.argv[2])))
+    allow()
     return supervise(lambda: grpo.main(sys.argv[3:]))
 
 

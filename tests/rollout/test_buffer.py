@@ -7,14 +7,15 @@ import heapq
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from waiting import WAIT_S
-from worlds import rollout_of
+from worlds import make_config, rollout_of
 
-from rlhf.rollout.buffer import RolloutBuffer, Staleness, Ticket
+from rlhf.rollout.buffer import RolloutBuffer, Staleness, Ticket, groups_at_engines
 from rlhf.step.batch import make_batch
 from rlhf.types import Prompt, RolloutGroup, ScoredRollout, VersionSpan
 
@@ -88,6 +89,11 @@ class Clockwork:
             await settle()
         self.now = max(self.now, time)
 
+    def stand_still(self, seconds: float) -> None:
+        """Nothing goes on, as in engines that sleep."""
+        self.now += seconds
+        self._ends = [(end + seconds, position, ended) for end, position, ended in self._ends]
+
     async def done(self, awaitable: Awaitable[list[RolloutGroup]]) -> list[RolloutGroup]:
         task = asyncio.ensure_future(awaitable)
         await settle()
@@ -102,14 +108,17 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def train(engines: Clockwork, buffer: RolloutBuffer, steps: int) -> list[list[int]]:
-    """Train these steps, each of 1 second; positions of the prompts of each."""
+async def train(engines: Clockwork, buffer: RolloutBuffer, steps: int, *, in_turns: bool = False) -> list[list[int]]:
+    """Train these steps, each of 1 second; positions of the prompts of each. `in_turns`: engines sleep meanwhile."""
     taken = []
     for step in range(steps):
         groups = await engines.done(buffer.take())
         taken.append([int(g.prompt.id.removeprefix("p")) for g in groups])
         consume(buffer, groups)
-        await engines.until(engines.now + 1.0)
+        if in_turns:
+            engines.stand_still(1.0)
+        else:
+            await engines.until(engines.now + 1.0)
         engines.version = step + 1
         buffer.begin_next_step()
         buffer.account_metrics()  # raises if it does not add up
@@ -158,13 +167,14 @@ def test_with_a_lag_engines_run_ahead_by_so_many_steps_and_no_more(lag: int) -> 
 
 @pytest.mark.parametrize("slow_s", [3, 6])
 @pytest.mark.parametrize("lag", [1, 2, 4])
-def test_every_prompt_is_trained_in_time_however_slow_it_is(lag: int, slow_s: int) -> None:
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_every_prompt_is_trained_in_time_however_slow_it_is(lag: int, slow_s: int, in_turns: bool) -> None:
     """A quarter of the prompts takes 3 or 6 steps: their share among the trained is their share among the drawn."""
 
     async def run() -> None:
         engines = Clockwork(lambda position: slow_s if position % 4 == 0 else 1)
         buffer = make(engines, lag=lag, groups=8, steps=20)
-        taken = await train(engines, buffer, 20)
+        taken = await train(engines, buffer, 20, in_turns=in_turns)
         assert sorted(chain(*taken)) == list(range(8 * 20))
         assert all(len(positions) == 8 for positions in taken)
         for step in range(lag, 20):  # a prompt is drawn at most `lag` steps before it is trained
@@ -330,6 +340,14 @@ def test_never_more_groups_are_with_the_engines_than_given_and_every_step_gets_i
         assert most == max_running
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("cached", "groups"), [(None, 24), (1000.0, 24), (70.0, 17), (9.0, 4)])
+def test_on_shared_gpus_no_more_groups_begin_than_the_caches_hold_and_at_least_those_of_a_step(
+    cached: float | None, groups: int, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path / "model", rollout={"max_concurrent_sequences": 32, "prompts_per_step": 4})
+    assert groups_at_engines(config, cached) == groups
 
 
 def test_no_group_is_sampled_beyond_the_last_step() -> None:

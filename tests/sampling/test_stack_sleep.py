@@ -7,20 +7,23 @@ and are computed again after the last part has woken.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from fake_environments import Templates, call
 from shared_cpu import REFUSED
 from worlds import make_config
 
 from rlhf.config import contradictions
+from rlhf.environments.turns import Answers, Limits, play_turns
 from rlhf.rollout.worker import to_rollout
 from rlhf.run.rollout_log import interruptions
 from rlhf.sampling.requests import Completion, SamplingSettings
-from rlhf.types import Prompt
+from rlhf.types import Outcome, Prompt, Rollout
 
 pytestmark = pytest.mark.stack
 
@@ -37,8 +40,40 @@ class Sampled(NamedTuple):
     stopped: tuple[list[Completion], list[Completion]]
     learner: list[np.ndarray]  # its log-probs of the slept sequences
     late: Completion  # of a request that came while the engines slept
+    played: Rollout  # its tool answered while the engines slept
     answered_asleep: int
     busy: tuple[float, float]  # seconds of the engine before and after a sleep of a second
+
+
+class Session:
+    """Of a rollout whose model calls a tool in every turn."""
+
+    tools = None
+
+    def __init__(self) -> None:
+        self.asleep = asyncio.Event()
+
+    async def call(self, calls: Any) -> Answers:
+        await self.asleep.wait()
+        return Answers([{"role": "tool", "content": "7"}])
+
+    async def finish(self) -> Outcome:
+        return Outcome()
+
+
+class Talk(Templates):
+    def can_go_on(self, token_ids: np.ndarray) -> bool:
+        return True  # a turn ends at its last token
+
+
+async def play(session: Any, generate: Any) -> Rollout:
+    async def turn(token_ids: np.ndarray, *, turn: int, **_: Any) -> Completion:
+        (completion,) = await generate(token_ids, LATER, seed=turn)
+        message = {"role": "assistant", "content": "", "tool_calls": [call("wait")]}
+        return replace(completion, finish_reason="stop", message=message)
+
+    limits = Limits(LATER.max_tokens, max_rollout_tokens=200, max_turns=2)
+    return await play_turns(PROMPTS[3], 0, session, generate=turn, templates=Talk(), limits=limits)  # type: ignore[arg-type]
 
 
 async def sample_with_sleeps(config: Any) -> Sampled:
@@ -63,10 +98,12 @@ async def sample_with_sleeps(config: Any) -> Sampled:
         through = [completion for (completion,) in await asyncio.gather(*ask_all())]
         await engines.send_weights(0)  # nothing is left in the prefix cache
 
-        asked = ask_all()
+        asked, session = ask_all(), Session()
+        playing = asyncio.ensure_future(play(session, generate))
         await generate(PROMPTS[0].token_ids, LATER)  # sampled together with the others, so they are under way
         await engines.sleep_if_colocated()
         before, _ = await engines.take_work(), await asyncio.sleep(1.0)
+        session.asleep.set()
         late = asyncio.ensure_future(generate(PROMPTS[1].token_ids, LATER, seed=7))
         done = sum(each.done() for each in asked)
         _, asleep_s = await engines.take_work()
@@ -76,11 +113,21 @@ async def sample_with_sleeps(config: Any) -> Sampled:
         await engines.send_weights(2)  # to engines that are awake: they sleep first
         slept = [completion for (completion,) in await asyncio.gather(*asked)]
         rollouts = [to_rollout(prompt, 0, completion) for prompt, completion in zip(PROMPTS, slept, strict=False)]
+        rollouts.append(await playing)
         (learner,) = await engines.learners.call(
             lambda learner: learner.canary([rollout.sequences[0].token_ids for rollout in rollouts])
         )
         (said,) = await late
-    return Sampled(through[:64], slept[:64], (through[64:], slept[64:]), learner, said, answered, (before[1], asleep_s))
+    return Sampled(
+        through[:64],
+        slept[:64],
+        (through[64:], slept[64:]),
+        learner,
+        said,
+        rollouts[-1],
+        answered,
+        (before[1], asleep_s),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +199,7 @@ def test_requests_that_slept_twice_have_the_tokens_of_those_that_did_not(
 
 
 def test_their_log_probs_are_the_learners_and_their_spans_name_the_weights(sampled: Sampled) -> None:
-    for prompt, slept, learner in zip(PROMPTS, sampled.slept, sampled.learner, strict=True):
+    for prompt, slept, learner in zip(PROMPTS, sampled.slept, sampled.learner, strict=False):
         assert np.abs(slept.logprobs - learner[len(prompt.token_ids) :]).max() < 1e-4
         spans = slept.version_spans
         assert [span.version for span in spans] == [0, 1, 2][: len(spans)]
@@ -160,6 +207,15 @@ def test_their_log_probs_are_the_learners_and_their_spans_name_the_weights(sampl
         assert spans[-1].end == len(slept.token_ids)
         places = interruptions(to_rollout(prompt, 0, slept))
         assert places == [len(prompt.token_ids) + span.end for span in spans[:-1]]
+
+
+def test_a_tool_answers_while_the_engines_sleep_and_its_rollout_goes_on(sampled: Sampled) -> None:
+    (sequence,) = sampled.played.sequences
+    assert sampled.played.facts["turns"] == 2
+    assert {span.version for span in sequence.version_spans} >= {0, 1}
+    differences = np.abs(sequence.rollout_logprobs - sampled.learner[-1])[sequence.response_mask]
+    assert len(differences) == 2 * LATER.max_tokens
+    assert differences.max() < 1e-4
 
 
 def test_stop_strings_stop_across_a_sleep(sampled: Sampled) -> None:
