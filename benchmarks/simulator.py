@@ -4,14 +4,17 @@
 
 An engine with n sequences makes one token of each in a + b n seconds (a: reading the weights, b: attention and the
 sampler), and stands still for `request_s` when a request is prefilled. A training step takes `training_s` on all
-learners together, then `transfer_s` in which engines pause, too, and prefill again what they had under way. Dispatch
-and staleness are those of rlhf.rollout.buffer. The bound of a step is max(sampling, training) + transfer, where
-sampling is a step's tokens on engines that are always full.
+learners together, then `transfer_s` in which engines pause, too, and prefill again what they had under way. On shared
+GPUs engines pause from the moment when a step has its groups until the transfer ends. Dispatch and staleness are those
+of rlhf.rollout.buffer. The bound of a step is max(sampling, training) + transfer, where sampling is a step's tokens on
+engines that are always full; on shared GPUs it is the sum.
 
 Without --replay: clusters of 8 to 1,000 GPUs, three of four for engines and one for learners, a step of 512 groups of 8
 for every 8 GPUs, log-normal lengths (median 400, at most 4,096), so balanced that sampling and training take the same,
 which is where any delay of one is felt by the other. The longest response takes about as long as a step; with steps
 that are shorter than their longest responses no lag of 2 reaches the bound, since those responses come too late.
+Then configs/math.yaml on 8 H100s by the account of --plan, on shared GPUs and on separate ones; and a setting for which
+verl publishes the time of its synchronous and its colocated asynchronous mode (`VERL`).
 With --replay: the numbers of a measured run, and how far the simulation is from it.
 """
 
@@ -22,17 +25,24 @@ import json
 import math
 import sys
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Row
+from rlhf.check import speed
+from rlhf.check.hours import step_time
+from rlhf.check.model_shape import read_shape
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import load_config
+from rlhf.config.program import with_values
 from rlhf.rollout.buffer import BATCHES_AT_ENGINE, Staleness
 
+FLAGSHIP = str(Path(__file__).parents[1] / "configs/math.yaml")
 STEPS, FIRST = 10, 4  # simulated steps, and the first ones that the mean excludes
 
 
@@ -52,6 +62,9 @@ class System:
     max_policy_lag: int
     prompt_tokens: int = 0
     on_stale: Literal["wait", "drop"] = "wait"
+    shared: bool = False  # engines and learners have the same GPUs: engines stand still while learners train
+    swap_s: float = 0.0  # on shared GPUs, per step: state to host memory and back
+    batches_ahead: int | None = None  # dispatched before they can train; by default the largest lag
 
     def token_s(self, running: int) -> float:
         return self.base_s + self.sequence_s * running
@@ -80,6 +93,8 @@ class Simulation:
     stale: int = 0
     trained: list[int] = field(default_factory=list)  # numbers of groups
     slow_wait_s: float = 0.0  # in which a step had enough groups and waited for older ones
+    interrupted: int = 0  # sequences that were under way at a transfer
+    recomputed_tokens: float = 0.0  # of these sequences, prompts included
 
     def run(self) -> float:
         """Mean seconds of a step, without the first ones and the last, for which nothing more is sampled."""
@@ -101,6 +116,8 @@ class Simulation:
         self._learner_busy = False
         self._max_running = math.ceil(BATCHES_AT_ENGINE * system.engines * system.slots / len(self.lengths[0]))
         self._staleness = Staleness(system.max_policy_lag, system.on_stale)
+        ahead = system.max_policy_lag if system.batches_ahead is None else system.batches_ahead
+        self._ahead = Staleness(ahead)
         self._dispatch()
         while len(self.done_at) < self.steps:
             self.now, kind, which, stamp = heapq.heappop(self._events)
@@ -116,7 +133,7 @@ class Simulation:
     # --- the buffer's rules ---
 
     def _dispatch(self) -> None:
-        allowed = self._staleness.groups_ahead(step=self._step, groups_per_step=self.system.groups_per_step)
+        allowed = self._ahead.groups_ahead(step=self._step, groups_per_step=self.system.groups_per_step)
         touched = set()
         while self._dispatched < allowed and self._running.total() < self._max_running:
             self._dispatched += 1
@@ -160,7 +177,11 @@ class Simulation:
         self._ready_at -= Counter(self._version_of[group] for group in oldest_first[: self.system.groups_per_step])
         self._ready = oldest_first[self.system.groups_per_step :]
         self._learner_busy = True
-        heapq.heappush(self._events, (self.now + self.system.training_s, 1, 0, 0))
+        seconds = self.system.training_s + self.system.swap_s
+        if self.system.shared:
+            for index in range(len(self._engines)):
+                self._pause(index, seconds)
+        heapq.heappush(self._events, (self.now + seconds, 1, 0, 0))
 
     def _step_done(self) -> None:
         self._learner_busy = False
@@ -209,13 +230,20 @@ class Simulation:
             self._dispatch()
             self._take([group])
 
+    def _pause(self, index: int, seconds: float) -> None:
+        """An engine stands still; it keeps what it has under way."""
+        self._advance(index)
+        self._engines[index].at += seconds
+        self._fill(index)
+
     def _transfer(self) -> None:
         """New weights: every engine stands for the transfer and for the prefill of what it has under way."""
         for index, engine in enumerate(self._engines):
             self._advance(index)
             tokens = sum(engine.clock - start + self.system.prompt_tokens for _, start, _ in engine.running)
-            engine.at += self.system.transfer_s + tokens * self.system.prefill_token_s
-            self._fill(index)
+            self.interrupted += len(engine.running)
+            self.recomputed_tokens += tokens
+            self._pause(index, self.system.transfer_s + tokens * self.system.prefill_token_s)
         heapq.heappush(self._events, (self.now + self.system.transfer_s, 2, 0, 0))
 
 
@@ -233,7 +261,7 @@ def row_of(name: str, system: System, lengths: Sequence[Sequence[int]], steps: i
     simulation = Simulation(system, lengths, steps)
     step_s = simulation.run()
     sampling, training = bound_s(system, lengths)
-    bound = max(sampling, training) + system.transfer_s
+    bound = system.transfer_s + (sampling + training + system.swap_s if system.shared else max(sampling, training))
     return {
         "run": name, "lag": system.max_policy_lag, "step s": step_s, "sampling s": sampling, "training s": training,
         "bound s": bound, "above the bound": step_s / bound - 1,
@@ -252,6 +280,119 @@ def large_cluster(gpus: int, lag: int) -> tuple[System, list[list[int]]]:
         prefill_token_s=2e-5, groups_per_step=groups, max_policy_lag=lag,
     )  # fmt: skip
     return replace(system, training_s=bound_s(system, lengths)[0]), lengths
+
+
+def long_tailed(groups: int, samples: int, *, mean: float, sigma: float, most: int) -> list[list[int]]:
+    """Log-normal lengths that are cut at `most`; the median is such that their mean is `mean`."""
+    factors = np.exp(sigma * np.random.default_rng(0).normal(size=(groups, samples)))
+    low, high = 0.0, float(most)
+    while high - low > 1e-3:
+        median = (low + high) / 2
+        low, high = (median, high) if np.minimum(median * factors, most).mean() < mean else (low, median)
+    return np.clip(low * factors, 1, most).astype(int).tolist()
+
+
+def flagship(sigma: float, lag: int, **cluster: Any) -> tuple[System, list[list[int]]]:
+    """configs/math.yaml by the account of --plan; assumed: log-normal lengths, 0.3 s to send weights and to wake."""
+    config = load_config(GRPOConfig, [FLAGSHIP])
+    config = with_values(config, cluster=cluster, rollout={"max_policy_lag": lag})
+    shape, rollout, lengths = read_shape(config.model.path), config.rollout, speed.Lengths.of(config)
+    time = step_time(config, shape)
+    assert time is not None
+    slots = rollout.max_concurrent_sequences
+    alone, full = (speed.decode_step_s(shape, config, batch)[0] for batch in (1, slots))
+    sequence_s = (full - alone) / (slots - 1)
+    system = System(
+        engines=config.cluster.engines, slots=slots, base_s=alone - sequence_s, sequence_s=sequence_s,
+        request_s=speed.prefill_s(shape, config, lengths.prompt / rollout.samples_per_prompt),
+        training_s=time.update + time.logprobs + time.sending + time.host, swap_s=time.turns, transfer_s=0.3,
+        prefill_token_s=speed.prefill_s(shape, config, 1), groups_per_step=rollout.prompts_per_step,
+        max_policy_lag=lag, prompt_tokens=lengths.prompt, shared=config.cluster.placement == "colocated",
+    )  # fmt: skip
+    pool = 4 * rollout.prompts_per_step
+    return system, long_tailed(
+        pool, rollout.samples_per_prompt, mean=lengths.response, sigma=sigma, most=rollout.longest
+    )
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "8 shared": {"placement": "colocated", "learners": 8, "engines": 8},
+    "4 engines, 4 learners": {"placement": "separate", "learners": 4, "engines": 4},
+    "3 engines, 5 learners": {"placement": "separate", "learners": 5, "engines": 3},
+}
+
+
+def flagship_rows(*, quick: bool) -> Iterator[Row]:
+    """Seconds per step of each layout and lag."""
+    for sigma in (0.5,) if quick else (0.5, 1.0):
+        synchronous = 0.0
+        for name, cluster in list(LAYOUTS.items())[: 1 if quick else None]:
+            for lag in (0, 1, 2):
+                system, lengths = flagship(sigma, lag, **cluster)
+                steps = STEPS if quick else 2 * STEPS
+                simulation = Simulation(system, lengths, steps)
+                step_s = simulation.run()
+                synchronous = synchronous or step_s
+                yield {
+                    "sigma": sigma, "GPUs": name, "lag": lag, "step s": step_s,
+                    "of shared, lag 0": step_s / synchronous,
+                    "training s": system.training_s + system.swap_s,
+                    "waiting for slow groups s": simulation.slow_wait_s / steps,
+                    "interrupted rollouts": simulation.interrupted / steps,
+                    "tokens computed again": simulation.recomputed_tokens / steps,
+                }  # fmt: skip
+
+
+# Published (verl-project/verl 1b86216, docs/advance/v1_async_trainer.md): Qwen3.5-35B-A3B on four nodes of 8 GPUs, an
+# engine on 4, 64 prompts per step, at most 32,768 tokens; hours of 150 steps. The mean length is that of `sync`, whose
+# tokens per second are those of 512 sequences per step, so 8 samples per prompt. By the defaults of
+# verl/trainer/config/ppo_trainer.yaml one batch is dispatched ahead, and a group may be 8 steps old.
+VERL_HOURS = {"sync": 22.79, "colocate_async": 14.72, "separate_async": 14.10}  # the last one has 2 nodes of engines
+VERL_STEP_S = {mode: hours * 3600 / 150 for mode, hours in VERL_HOURS.items()}
+VERL_LENGTHS = {"mean": 12_720, "most": 32_768}
+# Assumed: a token as the account of --plan has it for an H100 and 12 sequences or more, 10 microseconds of them for the
+# states of linear attention; 100,000 tokens of prefill per second.
+VERL = System(
+    engines=8, slots=1024, base_s=11.4e-3, sequence_s=4.9e-5, request_s=0.0, training_s=0.0, transfer_s=0.0,
+    prefill_token_s=1e-5, groups_per_step=64, max_policy_lag=0, shared=True,
+)  # fmt: skip
+STEEP = {"base_s": 6e-3, "sequence_s": 1e-4}  # from one sequence alone to 128
+
+
+def verl_row(steps: int, *, sigma: float = 0.7, training_s: float | None = None, **token: float) -> Row:
+    """The simulated modes over the published synchronous one.
+
+    Args:
+        training_s: seconds of a step's training, swap and transfer; the speed of the engines is then scaled so that
+            the synchronous step is as long as the published one. None: what the account's speed leaves of that step.
+    """
+    lengths = long_tailed(64 * steps, 8, sigma=sigma, **VERL_LENGTHS)
+    system, published = replace(VERL, **token), VERL_STEP_S["sync"]
+    sampling_s = Simulation(system, lengths, steps).run()
+    training_s = published - sampling_s if training_s is None else training_s
+    scale = (published - training_s) / sampling_s
+    system = replace(system, base_s=scale * system.base_s, sequence_s=scale * system.sequence_s, training_s=training_s)
+    one_ahead = replace(system, max_policy_lag=8, batches_ahead=1)
+    modes = {
+        "verl's colocated": one_ahead,
+        "verl's separate": replace(one_ahead, shared=False, engines=4, training_s=2 * training_s),
+        "ours, lag 1": replace(system, max_policy_lag=1),
+        "ours, lag 2": replace(system, max_policy_lag=2),
+    }
+    row: Row = {"sigma": sigma, "training s": training_s, "ms of a token": 1e3 * system.base_s}
+    row |= {"one more sequence": system.sequence_s / system.base_s}
+    return row | {name: Simulation(mode, lengths, steps).run() / published for name, mode in modes.items()}
+
+
+def verl_rows(*, quick: bool) -> Iterator[Row]:
+    """The assumptions one at a time, and the three of them that are worst together."""
+    most = VERL_STEP_S["separate_async"] / 2  # two nodes train within a step of that mode, so four in half of it
+    cases: list[dict[str, float]] = [
+        {}, {"sigma": 0.5}, {"sigma": 1.0}, {"training_s": 80.0}, {"training_s": most}, {"training_s": 80.0, **STEEP},
+        {"sigma": 1.0, "training_s": most, **STEEP},
+    ]  # fmt: skip
+    for case in cases[: 1 if quick else None]:
+        yield verl_row(STEPS if quick else 4 * STEPS, **case)
 
 
 def replayed(file: Path) -> list[Row]:
@@ -283,6 +424,12 @@ def main() -> int:
         for lag in (0, 1, 2, 4) if gpus < 256 else (2,):
             rows.append(row_of(f"{gpus} GPUs", *large_cluster(gpus, lag), STEPS))
     harness.report("simulator", "engines and learners simulated, log-normal lengths", rows, options)
+    rows = list(flagship_rows(quick=options.quick))
+    harness.report("simulator-flagship", "configs/math.yaml simulated by the account of --plan", rows, options)
+    published = {name: round(each / VERL_STEP_S["sync"], 2) for name, each in VERL_STEP_S.items()}
+    title = "a published setting of verl simulated, over its synchronous mode"
+    rows = list(verl_rows(quick=options.quick))
+    harness.report("simulator-verl", title, rows, options, [f"published: {published}"])
     return 0
 
 

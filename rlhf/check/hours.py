@@ -41,17 +41,22 @@ class StepTime:
     sending: float  # gradients and weights between learners, only the part that does not overlap with computing
     host: float  # the optimizer, if it is in host memory
     logprobs: float = 0.0
-    sampling: float = 0.0
-    tail: float = 0.0  # the part of `sampling` in which the longest response is alone
+    sampling: float = 0.0  # from the first to the last token of a step's responses
+    tail: float = 0.0  # the part of `sampling` in which the longest response remains
     turns: float = 0.0  # swapping engines and learners on shared GPUs
-    overlaps: bool = False  # sampling and training run at the same time
+    interrupted: float = 0.0  # prefill of the responses that were under way when the engines slept
+    shared: bool = False  # sampling and training never run at the same time
+    lag: int = 0
     engine_speed: float = 0.0
     learner_speed: float = 0.0
 
     @property
     def total(self) -> float:
-        training = self.logprobs + self.update + self.host + self.sending
-        return self.turns + (max(self.sampling, training) if self.overlaps else self.sampling + training)
+        """The engines are full at best, and a step's responses have `lag` more steps to end before their training."""
+        training, full = self.logprobs + self.update + self.host + self.sending, self.sampling - self.tail
+        if self.shared:
+            return self.turns + self.interrupted + training + max(full, self.sampling / (1 + self.lag))
+        return max(full, training, (self.sampling + training) / (1 + self.lag))
 
 
 def step_time(config: GRPOConfig, shape: ModelShape | None, scale: Scale | None = None) -> StepTime | None:
@@ -61,13 +66,12 @@ def step_time(config: GRPOConfig, shape: ModelShape | None, scale: Scale | None 
     """
     plan, cluster, lengths = config.plan, config.cluster, Lengths.of(config)
     learner, engine = plan.learner_tokens_per_second, plan.engine_tokens_per_second
-    tail = sending = turns = 0.0
-    overlaps = config.rollout.max_policy_lag > 0
+    tail = sending = turns = interrupted = 0.0
     epoch = config.rollouts_per_step * lengths.sequence / cluster.learners  # tokens of one learner
     epochs = max(training.epochs_per_step for _, training in config.trained_roles())
     if shape is not None and cluster.device == "cuda":
         scale = scale or Scale.of(config, shape)
-        if engine is None and not overlaps:  # a measured throughput has the tail in it
+        if engine is None:  # a measured throughput has the tail in it
             tail = speed.tail_s(shape, config)
         if learner is None:
             computing = epochs * epoch * speed.compute_s(shape, config)
@@ -76,7 +80,7 @@ def step_time(config: GRPOConfig, shape: ModelShape | None, scale: Scale | None 
                 sending += _communication_s(config, shape, role, training, microbatches, computing)
         learner = scale.learner / speed.compute_s(shape, config)
         engine = scale.engine * speed.decode_tokens_per_second(shape, config)
-        turns = speed.swap_s(shape, config)
+        turns, interrupted = speed.swap_s(shape, config), speed.interrupted_s(shape, config)
     if learner is None or engine is None:
         return None
     passes = speed.forward_passes(config)
@@ -88,7 +92,9 @@ def step_time(config: GRPOConfig, shape: ModelShape | None, scale: Scale | None 
         sampling=config.rollouts_per_step * lengths.response / (cluster.engines * engine) + tail,
         tail=tail,
         turns=turns,
-        overlaps=overlaps,
+        interrupted=interrupted,
+        shared=cluster.placement == "colocated",
+        lag=config.rollout.max_policy_lag,
         engine_speed=engine,
         learner_speed=learner,
     )
@@ -139,18 +145,21 @@ def time_rows(config: GRPOConfig, time: StepTime) -> list[tuple[str, str]]:
     assumed = [name for name in ("engine", "learner") if getattr(plan, f"{name}_tokens_per_second") is None]
     keys = " and ".join(f"plan.{name}_tokens_per_second" for name in assumed)
     forward = f"{quantity(passes, 'pass')}, each 1/{round(1 / FORWARD_SHARE)} of an epoch"
-    how = "sampling at the same time as the rest" if time.overlaps else "one after the other"
-    last = f" + {time.tail:,.1f} s of the longest response alone" if time.tail else ""
+    how = "one after the other" if time.shared or not time.lag else "sampling at the same time as the rest"
+    last = f" + {time.tail:,.1f} s of the longest response" + " alone" * (not time.lag) if time.tail else ""
+    spread = f", which may extend over {time.lag + 1} steps" if time.tail and time.lag else ""
     return [
         *([("speeds", f"{speed.card_description(config)}; to use measured ones set {keys}")] if assumed else []),
         ("lengths", _lengths_text(config)),
         ("tokens per step", f"{tokens:,}, of which sampled {sampled:,}"),
-        ("sampling", f"{sampled:,} / {engines}{last} = {time.sampling:,.1f} s"),
+        ("sampling", f"{sampled:,} / {engines}{last} = {time.sampling:,.1f} s{spread}"),
         ("log-probs", f"{forward} = {time.logprobs:,.1f} s" if passes else "none"),
         ("update", f"{tokens:,} x {quantity(epochs, 'epoch')} / {learners} = {time.update:,.1f} s"),
         *([("sent between learners", f"{time.sending:,.1f} s that do not overlap")] if time.sending else []),
         *([("optimizer in host memory", f"{time.host:,.1f} s")] if time.host else []),
         *([("taking turns", f"state and weights to host memory and back: {time.turns:,.1f} s")] if time.turns else []),
+        *([("interrupted responses", f"keys and values computed again: {time.interrupted:,.1f} s")]
+          if time.interrupted else []),
         ("one step", f"{time.total:,.1f} s, {how}; transfer, evaluation, checkpoints not included"),
         ("the run", f"{quantity(config.run.steps, 'step')} = {hours:,.1f} hours, {config.run.steps * tokens:,} tokens, "
          f"{count_gpus(roles) * hours:,.0f} GPU-hours"),

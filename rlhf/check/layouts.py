@@ -1,4 +1,4 @@
-"""Layouts of the GPUs that a run has, by the seconds of a step: separate, separate with a lag of 1, and colocated.
+"""Layouts of the GPUs that a run has, by the seconds of a step: separate and colocated, each without a lag and with 1.
 
 The search finds the fastest layout of each kind that fits. It varies the split of the GPUs, ZeRO's stage, checkpointing
 and the GPUs of an engine. If nothing fits, it tries a smaller microbatch, then an optimizer in host memory, then more
@@ -25,7 +25,10 @@ C = TypeVar("C", bound=TrainingProgramConfig)
 SPLITS = 16  # shares of the GPUs that are tried for the learners
 STAGES = (1, 2, 3)  # of ZeRO: from the fewest bytes that are sent to the least memory
 SHARES = (0.85, 0.75, 0.65, 0.55, 0.45, 0.35, 0.25)  # of a GPU, for an engine next to a learner's weights
-KINDS = {"separate": ("separate", 0), "separate, lag 1": ("separate", 1), "colocated": ("colocated", 0)}
+KINDS = {
+    "separate": ("separate", 0), "separate, lag 1": ("separate", 1),
+    "colocated": ("colocated", 0), "colocated, lag 1": ("colocated", 1),
+}  # fmt: skip
 NODES, NODE_GPUS = (1, 2, 4, 8), 8  # numbers of nodes to try; GPUs per node, if the config has one GPU per node
 SMALL_MICROBATCH = 4096  # tokens, if a sequence has no more
 ADAPTERS = LoraConfig(rank=32, alpha=64)

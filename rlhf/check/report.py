@@ -200,12 +200,14 @@ def _layouts(config: TrainingProgramConfig, searched: Sequence[Search]) -> list[
     """The seconds of each kind of layout with its keys to paste, or the reason why none fits."""
     lines = []
     for gpus, layouts in searched:
+        fastest = min((each.seconds for each in layouts.values() if isinstance(each, Layout)), default=0.0)
         for kind, layout in layouts.items():
             label = f"{quantity(gpus, 'GPU')}, {kind}"
             if isinstance(layout, Layout):
                 keys = changed_keys(config, layout.config)
                 as_set = f", {AS_SET}" if keys == AS_SET else ""
-                lines += rows((label, f"{layout.seconds:,.1f} s{as_set}")) + [f"    {keys}"] * (not as_set)
+                best = ", the fastest" * (layout.seconds == fastest)
+                lines += rows((label, f"{layout.seconds:,.1f} s{best}{as_set}")) + [f"    {keys}"] * (not as_set)
             else:
                 lines += rows((label, f"none: {layout}"))
     return lines

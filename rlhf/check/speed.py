@@ -101,19 +101,25 @@ def compute_s(shape: ModelShape, config: TrainingProgramConfig, lengths: Lengths
 
 def decode_tokens_per_second(shape: ModelShape, config: GRPOConfig) -> float:
     """Sampled tokens per second of one full engine; the time includes prompts."""
-    step, batch = _decode_step_s(shape, config)
+    step, batch = decode_step_s(shape, config)
     lengths = Lengths.of(config)
-    prefill = 2 * shape.active_parameters * lengths.prompt / config.rollout.samples_per_prompt
-    prefill /= GEMM * config.cluster.tensor_parallel * relative_rates(config).tflops
+    prefill = prefill_s(shape, config, lengths.prompt / config.rollout.samples_per_prompt)
     return lengths.response / (lengths.response * step / batch + prefill)
 
 
-def _decode_step_s(shape: ModelShape, config: GRPOConfig, batch: int | None = None) -> tuple[float, int]:
+def prefill_s(shape: ModelShape, config: GRPOConfig, tokens: float) -> float:
+    """Seconds in which one engine computes the keys and values of `tokens` that are given."""
+    return (
+        2 * shape.active_parameters * tokens / (GEMM * config.cluster.tensor_parallel * relative_rates(config).tflops)
+    )
+
+
+def decode_step_s(shape: ModelShape, config: GRPOConfig, batch: int | None = None) -> tuple[float, int]:
     """Seconds of one decoding step, and how many sequences it has; by default as many as there are at once."""
     cluster, lengths, rates = config.cluster, Lengths.of(config), relative_rates(config)
     gemm, bandwidth = GEMM * rates.tflops, BANDWIDTH * rates.bandwidth
     per_token, held = kv_cache(shape, config)
-    waiting = -(-config.rollouts_per_step // cluster.engines)
+    waiting = -(-config.rollouts_per_step * (1 + config.rollout.max_policy_lag) // cluster.engines)
     fits = max(1, held // lengths.sequence)
     batch = batch or min(config.rollout.max_concurrent_sequences, waiting, fits)
     gpus, b = cluster.tensor_parallel, BYTES[config.model.dtype]
@@ -130,9 +136,25 @@ def _decode_step_s(shape: ModelShape, config: GRPOConfig, batch: int | None = No
 
 
 def tail_s(shape: ModelShape, config: GRPOConfig) -> float:
-    """Seconds at the end of a synchronous step in which the longest response is alone."""
+    """Seconds from the mean response's end to the longest one's, which is then alone.
+
+    With a lag, responses of later steps take the places of those that end. The engine is half full, assumed: between
+    the last response alone and a full batch (benchmarks/simulator.py).
+    """
     longest = config.rollout.longest - Lengths.of(config).response
-    return max(0, longest) * _decode_step_s(shape, config, 1)[0]
+    return max(0, longest) * decode_step_s(shape, config, _half_batch(shape, config))[0]
+
+
+def interrupted_s(shape: ModelShape, config: GRPOConfig) -> float:
+    """Seconds per step of computing again what a sleep interrupts: half a batch of mean sequences, assumed."""
+    if config.cluster.placement != "colocated" or not config.rollout.max_policy_lag:
+        return 0.0
+    return prefill_s(shape, config, _half_batch(shape, config) * Lengths.of(config).sequence)
+
+
+def _half_batch(shape: ModelShape, config: GRPOConfig) -> int:
+    """Half of an engine's sequences; one without a lag."""
+    return max(1, decode_step_s(shape, config)[1] // 2) if config.rollout.max_policy_lag else 1
 
 
 # --- communication between learners ---
