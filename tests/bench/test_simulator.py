@@ -133,9 +133,7 @@ def test_on_shared_gpus_every_group_is_trained_once_whatever_its_length(lag: int
 @pytest.mark.parametrize(("name", "lag"), [("8 shared", 0), ("8 shared", 1), ("4 engines, 4 learners", 1)])
 def test_the_plan_of_the_flagship_is_within_a_twentieth_of_the_simulation(name: str, lag: int) -> None:
     system, lengths = flagship(0.5, lag, **LAYOUTS[name])
-    config = with_values(
-        load_config(GRPOConfig, [FLAGSHIP]), cluster=LAYOUTS[name], rollout={"max_policy_lag": lag}
-    )
+    config = with_values(load_config(GRPOConfig, [FLAGSHIP]), cluster=LAYOUTS[name], rollout={"max_policy_lag": lag})
     time = step_time(config, shape_at(config.model.path))
     assert time is not None
     step_s = Simulation(system, lengths, QUICK).run()
