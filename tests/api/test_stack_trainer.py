@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +88,52 @@ def test_a_loop_trains_and_one_that_is_interrupted_and_resumed_has_the_weights_o
     theirs = read_steps(tmp_path / "run")
     for name in ("reward/mean", "policy/kl_k3", "learner/grad_norm", "learner/lr"):
         assert [row[name] for row in ours] == [row[name] for row in theirs]
+
+
+IN_TURNS = """
+import asyncio, json, sys
+import rlhf, shared_cpu
+
+shared_cpu.allow()
+config, *_ = sys.argv[1:]
+
+async def main():
+    spans = []
+    async with rlhf.Trainer(config) as trainer:
+        groups = await trainer.sample_async(await trainer.next_prompts_async())
+        while trainer.step < trainer.config.run.steps:
+            more = asyncio.ensure_future(trainer.sample_async(await trainer.next_prompts_async()))
+            await asyncio.sleep(0.2)  # its requests are under way
+            await trainer.update_async(groups)  # the engines sleep
+            assert not more.done()
+            await trainer.publish_async()
+            groups = await more
+            spans += [len(sample.rollout.version_spans) for group in groups for sample in group.samples]
+        await trainer.drop_async(groups)
+    print(json.dumps(spans))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.faults
+def test_a_loop_samples_ahead_on_shared_gpus(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path, tiny_model_dir, cluster={"device": "cpu", "placement": "colocated"},
+        rollout={"max_policy_lag": 1, "max_response_tokens": 400}, learner={"max_tokens_per_microbatch": 4096},
+        logging={"wandb": {"mode": "disabled"}},
+    )  # fmt: skip
+    program = tmp_path / "loop.py"
+    program.write_text(IN_TURNS)
+    command = [sys.executable, str(program), str(config)]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    loop = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=STACK_WAIT_S,
+        check=False,
+    )  # fmt: skip
+    assert loop.returncode == 0, loop.stderr[-3000:]
+    assert max(json.loads(loop.stdout.splitlines()[-1])) == 2
+    steps = read_steps(tmp_path / "run")
+    check_account(steps)
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert all(row["sync/canary_difference"] < CANARY_BOUND for row in steps)

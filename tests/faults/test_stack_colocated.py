@@ -86,11 +86,14 @@ def test_programs_that_stream_and_coroutines_go_on_while_engines_sleep_and_every
 
 
 @pytest.mark.faults
-def test_ppo_with_a_lag_on_shared_gpus(tiny_model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("program", "lora"), [("ppo", "null"), ("grpo", "{rank: 8}")])
+def test_ppo_and_adapters_with_a_lag_on_shared_gpus(
+    tiny_model_dir: Path, tmp_path: Path, program: str, lora: str
+) -> None:
     config = write_config(
         tmp_path, tiny_model_dir, cluster=SHARED, rollout={"max_policy_lag": 2}, evaluation={"every": 1}
     )
-    done = run("ppo", "--config", config, "run.steps=5")
+    done = run(program, "--config", config, "run.steps=5", f"model.lora={lora}")
     assert done.returncode == 0, done.stderr[-3000:]
     check(tmp_path / "run", lag=2, steps=5)
 
