@@ -201,22 +201,23 @@ class Wait(NamedTuple):
 def wait(view: View) -> Wait | None:
     """Who waited for WAITING of the last steps, if a key can change that.
 
-    None where engines and learners share GPUs, since they take turns there. On CPU they share cores, so only learners
-    that wait for slow prompts could do better.
+    On shared GPUs they take turns, and on CPU they share cores, so only learners that wait for slow prompts could do
+    better there.
     """
     config, learner_s = view.config, view.total("time/learner_idle") - view.total("time/evaluation")
     window_s = learner_s + view.total(*(f"time/{phase}" for phase in LEARNER_PHASES))
-    if config.get("cluster.placement") != "separate" or window_s <= 0:
+    if window_s <= 0:
         return None
     shares = {"learner": learner_s / window_s, "engine": view.total("time/engine_idle") / window_s}
     who = max(shares, key=shares.__getitem__)
-    lag, on_gpus = config.get("rollout.max_policy_lag", 0), config.get("cluster.device") != "cpu"
+    lag = config.get("rollout.max_policy_lag", 0)
+    apart = config.get("cluster.device") != "cpu" and config.get("cluster.placement") == "separate"
     cause, keys = "", tuple[str, ...]()
     if who == "learner" and view.total("time/slow_groups") >= SLOW * learner_s:
         cause, keys = "slow prompts", ("rollout.max_policy_lag",)
-    elif on_gpus and lag:
+    elif apart and lag:
         cause, keys = f"{'sampling' if who == 'learner' else 'training'} takes longer", (f"cluster.{OTHERS[who]}",)
-    elif on_gpus and not config.get("run.deterministic"):  # which wants a lag of 0
+    elif apart and not config.get("run.deterministic"):  # which wants a lag of 0
         cause, keys = "sampling and training take turns", ("rollout.max_policy_lag", f"cluster.{OTHERS[who]}")
     return Wait(who, shares[who], cause, keys) if keys and shares[who] >= WAITING else None
 

@@ -149,6 +149,11 @@ def test_a_rule_finds_the_illness_it_is_for_and_names_the_key_to_turn(illness: s
         ({}, {}, ""),  # on CPU both compute on the same cores
         ({}, {"cluster.device": "cuda", "run.deterministic": True}, ""),  # which refuses a lag
         ({}, {"cluster.device": "cuda", "cluster.placement": "colocated"}, ""),  # they take turns on shared GPUs
+        (
+            {"time/slow_groups": 5.0},
+            {"rollout.max_policy_lag": 1, "cluster.device": "cuda", "cluster.placement": "colocated"},
+            "(slow prompts): raise rollout.max_policy_lag",
+        ),
         ({"time/learner_idle": 7.0}, {"cluster.device": "cuda"}, ""),  # 7 of 12 s are less than 60%
         ({"time/evaluation": 4.0}, {"cluster.device": "cuda"}, ""),  # an evaluation is no wait: 4 of 9 s
     ],
