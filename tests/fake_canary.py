@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,14 @@ class Weights:
 class FakeEngines:
     """Learners and engines that hold weights; `transfer` says what a transfer carries over."""
 
+    sleeps = False
+
     def __init__(self, transfer: Any, *, rounding: float = 0.0) -> None:
         self.trained, self.served = Weights(rounding), Weights(-rounding)
         self.saved = (1.0, 1.0)
         self.transfer = transfer
         self.sent: list[int] = []
-        self.colocated = self.asleep = False
+        self.asleep = False
         self.learners, self.group = Side(self, self.trained), Side(self, self.served)
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -57,7 +60,7 @@ class FakeEngines:
         self.transfer(self.trained, self.served)
 
     async def sleep_if_colocated(self) -> None:
-        self.asleep = self.colocated
+        self.asleep = self.sleeps
 
     async def wake_if_asleep(self, version: int) -> bool:
         slept = self.asleep
@@ -70,6 +73,12 @@ class FakeEngines:
         ids = np.arange(49, 49 - settings.max_tokens, -1, dtype=np.int32)
         return Completion(ids, np.zeros(len(ids)), "length", ())
 
+    def sample_everywhere(self, beginning: np.ndarray, settings: SamplingSettings) -> list[Completion]:
+        """The response of each engine, with its log-probs."""
+        completion = self.sample(settings)
+        (logprobs,) = self.served.logprobs([np.concatenate([beginning, completion.token_ids])])
+        return [replace(completion, logprobs=logprobs[len(beginning) :])]
+
 
 class Side:
     """One side, so that `canary` is asked of the right weights."""
@@ -80,7 +89,10 @@ class Side:
     async def call(self, ask: Callable[[Any], Any]) -> list[Any]:
         method, *arguments = record_call(ask)
         if method == "canary":
-            return [self.weights.logprobs(*arguments)]
+            return [self.weights.logprobs(*arguments[:2])]
+        if method == "generate":
+            assert not self.both.asleep
+            return [[completion] for completion in self.both.sample_everywhere(*arguments[:2])]
         return await self.both.call(method, *arguments)
 
     async def call_one(self, rank: int, ask: Callable[[Any], Any], *, what: str) -> list[Completion]:

@@ -11,6 +11,10 @@ engines must follow each block, and then get the true weights back. All tensors 
 would attend to noise, and an old query projection in them would not be seen. Later the canary runs after every
 transfer; the float32 pass is made again where the difference is larger than the rounding at the start explains.
 
+An engine scores given sequences in one pass. Sampling uses more, which a sleep may break alone: caches of states, what
+kernels for single tokens keep outside of weights and buffers, captured graphs. So on shared GPUs every engine also
+samples after its first sleeps, and the learner scores what it sampled.
+
 These sequences are short, the rollouts of a step are not, and their log-probs are known on both sides anyway. So
 `check_rollouts` compares policy/engine_kl, by the position of tokens in their sequences, with the measured rounding.
 """
@@ -18,8 +22,8 @@ These sequences are short, the rollouts of a step are not, and their log-probs a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -27,7 +31,8 @@ from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.engines import Engines
 from rlhf.log.reductions import ENGINE_KL_FROM, Mean, StepMetrics, merge_metrics
 from rlhf.sampling.requests import Completion, SamplingSettings, request_seed
-from rlhf.types import Prompt
+from rlhf.sampling.token_log import TokenLog
+from rlhf.types import Prompt, TokenSequence
 
 SEQUENCES = 8
 CANDIDATES = 64  # prompts; the shortest of them are taken
@@ -51,6 +56,11 @@ FAR = 1e6  # logged in place of NaN and infinity
 # then between 0.8 and 1.25.
 ENGINE_LIMIT = 0.2
 MOVED = 5.0  # the perturbation must move log-probs by this many tolerances, or following it would prove nothing
+SLEEP_REMEDY = (
+    "The engine agrees on given sequences, so a sleep broke what only sampling uses, or kernels for single tokens "
+    "compute something else. Set cluster.placement=separate, where engines never sleep, or try "
+    "rollout.enforce_eager=true, which captures no graphs."
+)
 
 Logprobs = Sequence[np.ndarray]
 
@@ -117,21 +127,27 @@ class Canary:
         return difference
 
     async def check_start(self, version: int) -> dict[str, float]:
-        """Send perturbed weights, check that the engines follow, and send the true ones; errors as of `check`."""
+        """Send perturbed weights, check that the engines follow, and send the true ones; metrics, errors as of `check`.
+
+        Where engines sleep they did so for each transfer, so what they sample is checked too.
+        """
         true = await self._learner_logprobs()
         names = (await self._engines.learners.call(lambda learner: learner.tensor_names()))[0]
         blocks = np.array_split(np.arange(len(names)), -(-len(names) // BLOCK_TENSORS))
         for block in blocks:
             await self._check_block(version, true, int(block[0]), int(block[-1]) + 1, names)
         await self._engines.send_weights(version)
-        return await self.check(version)
+        metrics = await self.check(version)
+        if self._engines.sleeps:
+            metrics["sync/sampled_difference"] = await self.check_sampled(version)
+        return metrics
 
     async def _check_block(self, version: int, true: Logprobs, start: int, stop: int, names: list[str]) -> None:
         what = f"{names[start]} to {names[stop - 1]}"
         await self._engines.learners.call(lambda learner: learner.perturb_weights(start, stop))
         try:
             exact, rounded = await self._exact_and_rounded()
-            bound = max(TOLERANCE, NOISE_FACTOR * max(_difference(exact, rounded)[0], self._engine_noise))
+            bound = self._bound(exact, rounded)
             moved, _ = _difference(true, exact)
             if not moved >= MOVED * bound:
                 raise ClusterError(
@@ -162,6 +178,36 @@ class Canary:
                 difference = _compare(expected, await self._engine_logprobs(), problem, self.tolerance)
         return {"sync/canary_difference": difference, "sync/canary_tolerance": self.tolerance}
 
+    async def check_sampled(self, version: int) -> float:
+        """Let every engine sample, and compare the log-probs of its tokens with the learner's; errors as of `check`.
+
+        Call it with engines that are awake, after `check`. Returns the largest difference.
+        """
+        requests = [self._request(prompt, whole=True) for prompt in self._prompts]
+        by_prompt = await asyncio.gather(*(self._engines.group.call(ask) for _, ask in requests))
+        differences = []
+        for engine, responses in enumerate(zip(*by_prompt, strict=True)):
+            pairs = zip(requests, responses, strict=True)
+            rows = [_row(beginning, completion) for (beginning, _), (completion,) in pairs]
+            differences.append(await self._check_rows(engine, rows))
+        await self._engines.wake_if_asleep(version)
+        return max(differences)
+
+    async def _check_rows(self, engine: int, rows: Sequence[TokenSequence]) -> float:
+        reported = _sampled_part(rows, [row.rollout_logprobs for row in rows])
+        problem = "sampled tokens after a sleep, and gave them other log-probs than the learner computes"
+
+        def judge(expected: Logprobs, bound: float) -> float:
+            return _check_engine(engine, expected, reported, problem, bound, SLEEP_REMEDY)
+
+        try:
+            return judge(await self._learner_logprobs(rows), self.tolerance)
+        except ClusterError:
+            if not self._rounds:
+                raise
+        exact, rounded = await self._exact_and_rounded(rows)
+        return judge(exact, max(self.tolerance, self._bound(exact, rounded)))  # these may be few tokens
+
     def check_rollouts(self, metrics: StepMetrics, *, temperature: float, max_lag: int) -> dict[str, float]:
         """The KL between engines and learner on trained rollouts, divided by the bound that rounding explains.
 
@@ -185,29 +231,58 @@ class Canary:
         ratios = [kl / bounds[name] for name, kl in seen.items()]
         return {"policy/engine_kl_excess": max(ratio if ratio < FAR else FAR for ratio in ratios)}  # NaN is far
 
-    async def _sample_response(self, prompt: Prompt) -> tuple[np.ndarray, Completion]:
-        """The beginning of a prompt, and a response to it that the first engine samples."""
+    def _request(self, prompt: Prompt, *, whole: bool = False) -> tuple[np.ndarray, Callable[[Any], Any]]:
+        """The beginning of a prompt, and the call of an engine that samples one response to it.
+
+        `whole`: the response goes on after an end, so that all engines sample equally many tokens.
+        """
         beginning = prompt.token_ids[: min(PROMPT_TOKENS, self._max_tokens - 1)]
         length = min(RESPONSE_TOKENS, self._max_tokens - len(beginning))
-        settings = SamplingSettings(1.0, length, top_k=self._top_k)
+        settings = SamplingSettings(1.0, length, top_k=self._top_k, whole=whole)
         seed = request_seed(self._noise_seed, prompt)
-        (completion,) = await self._engines.group.call_one(
-            0, lambda engine: engine.generate(beginning, settings, 1, seed), what=f"sampling {prompt.id}"
-        )
+        return beginning, lambda engine: engine.generate(beginning, settings, 1, seed)
+
+    async def _sample_response(self, prompt: Prompt) -> tuple[np.ndarray, Completion]:
+        """The beginning of a prompt, and a response to it that the first engine samples."""
+        beginning, ask = self._request(prompt)
+        (completion,) = await self._engines.group.call_one(0, ask, what=f"sampling {prompt.id}")
         return beginning, completion
 
-    async def _learner_logprobs(self, *, in_float32: bool = False) -> Logprobs:
-        by_rank = await self._engines.learners.call(lambda learner: learner.canary(self.sequences, in_float32))
-        return by_rank[0]
+    async def _learner_logprobs(
+        self, rows: Sequence[TokenSequence] | None = None, *, in_float32: bool = False
+    ) -> Logprobs:
+        """Of the canary's sequences; or of the sampled tokens of rows, each among the tokens of its support."""
+        learners = self._engines.learners
+        if rows is None:
+            by_rank = await learners.call(lambda learner: learner.canary(self.sequences, in_float32))
+            return by_rank[0]
+        sequences, supports = [row.token_ids for row in rows], [row.support for row in rows]
+        by_rank = await learners.call(lambda learner: learner.canary(sequences, in_float32, 1.0, supports))
+        return _sampled_part(rows, by_rank[0])
 
     async def _engine_logprobs(self) -> list[Logprobs]:
         return await self._engines.group.call(lambda engine: engine.canary(self.sequences))
 
-    async def _exact_and_rounded(self) -> tuple[Logprobs, Logprobs]:
+    async def _exact_and_rounded(self, rows: Sequence[TokenSequence] | None = None) -> tuple[Logprobs, Logprobs]:
         """The learner's log-probs in float32, and those in its own type."""
         await self._engines.sleep_if_colocated()  # the float32 pass needs memory for another embedding
-        rounded = await self._learner_logprobs()
-        return await self._learner_logprobs(in_float32=True) if self._rounds else rounded, rounded
+        rounded = await self._learner_logprobs(rows)
+        return await self._learner_logprobs(rows, in_float32=True) if self._rounds else rounded, rounded
+
+    def _bound(self, exact: Logprobs, rounded: Logprobs) -> float:
+        """What an engine may differ by from the learner's float32 pass, by the learner's own difference from it."""
+        return max(TOLERANCE, NOISE_FACTOR * max(_difference(exact, rounded)[0], self._engine_noise))
+
+
+def _row(beginning: np.ndarray, completion: Completion) -> TokenSequence:
+    log = TokenLog(beginning)
+    log.add_sampled(completion)
+    return log.sequence()
+
+
+def _sampled_part(rows: Sequence[TokenSequence], columns: Logprobs) -> Logprobs:
+    """The values of the response of each row, after one more entry, which is not compared."""
+    return [column[row.prompt_length - 1 :] for row, column in zip(rows, columns, strict=True)]
 
 
 def _kl(sampled: Logprobs, other: Logprobs) -> float:
@@ -229,16 +304,22 @@ def _check_alike(together: Completion, alone: Completion) -> None:
 
 def _compare(expected: Logprobs, by_engine: Sequence[Logprobs], problem: str, bound: float) -> float:
     """The largest difference; raises ClusterError with the problem for an engine that differs by more than `bound`."""
-    largest = 0.0
-    for engine, logprobs in enumerate(by_engine):
-        mean, worst = _difference(expected, logprobs)
-        if not mean <= bound:  # NaN does not pass either
-            raise ClusterError(
-                f"canary: engine {engine} {problem}: mean |log-prob difference| {mean:.4g} over "
-                f"{sum(len(s) - 1 for s in expected)} tokens, tolerance {bound:.4g}; {worst}."
-            )
-        largest = max(largest, mean)
-    return largest
+    return max(
+        (_check_engine(engine, expected, logprobs, problem, bound) for engine, logprobs in enumerate(by_engine)),
+        default=0.0,
+    )
+
+
+def _check_engine(
+    engine: int, expected: Logprobs, logprobs: Logprobs, problem: str, bound: float, remedy: str = ""
+) -> float:
+    mean, worst = _difference(expected, logprobs)
+    if not mean <= bound:  # NaN does not pass either
+        raise ClusterError(
+            f"canary: engine {engine} {problem}: mean |log-prob difference| {mean:.4g} over "
+            f"{sum(len(s) - 1 for s in expected)} tokens, tolerance {bound:.4g}; {worst}. {remedy}".rstrip()
+        )
+    return mean
 
 
 def _difference(learner: Logprobs, engine: Logprobs) -> tuple[float, str]:

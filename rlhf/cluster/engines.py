@@ -79,6 +79,11 @@ class Engines:
         return transfer.backend_of(self._run_config)
 
     @property
+    def sleeps(self) -> bool:
+        """Whether the engines sleep while the learners, on the same GPUs, train."""
+        return self.cluster.shares_gpus
+
+    @property
     def learners(self) -> RankGroup[Learner]:
         return self.cluster.learners
 
@@ -163,7 +168,7 @@ class Engines:
 
     async def sleep_if_colocated(self) -> None:
         """Let engines on the learners' GPUs free their memory until the next weights arrive; their requests wait."""
-        if self.cluster.shares_gpus and not self._asleep:
+        if self.sleeps and not self._asleep:
             await self.group.call(lambda engine: engine.sleep())
             self._asleep = True
 
@@ -246,7 +251,7 @@ class Engines:
 
     def replace_lost(self, check: Callable[[int], Awaitable[Any]]) -> None:
         """From now on replace lost engines, except on shared GPUs; `check` compares all of them with the learner."""
-        if not self.cluster.shares_gpus:
+        if not self.sleeps:
             self._check = check
             self.recovery.begin(self._max_restarts)
 

@@ -23,7 +23,7 @@ from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch
 from rlhf.log.reductions import UpdateOutcome
 from rlhf.processes.code import load_function
-from rlhf.types import Minibatch, PackedTokens, PolicyTargets, WeightsSent, World
+from rlhf.types import Minibatch, PackedTokens, PolicyTargets, Support, WeightsSent, World
 from rlhf.weights.adapter import AdapterSender
 from rlhf.weights.client import EngineClient
 from rlhf.weights.parameters import INTEGERS, ParameterMeta
@@ -98,13 +98,15 @@ class Learner(StepRank):
 
     @torch.no_grad()
     def canary(
-        self, sequences: list[np.ndarray], in_float32: bool = False, temperature: float = 1.0
-    ) -> list[np.ndarray]:
+        self, sequences: list[np.ndarray], in_float32: bool = False, temperature: float = 1.0,
+        supports: Sequence[Support | None] | None = None,
+    ) -> list[np.ndarray]:  # fmt: skip
         """Log-probs of given sequences under the current weights: [L] each, entry 0 is 0.
 
-        They are packed into one row, so that the comparison also checks packing. `in_float32`: as in `PolicyModel`.
+        They are packed into one row, so that the comparison also checks packing. `in_float32`: as in `PolicyModel`;
+        `supports`: as in `pack`.
         """
-        packed = pack(sequences)
+        packed = pack(sequences, supports=supports)
         tokens = DeviceTokens.of(packed, self.device)
         output = self.deepspeed(tokens, temperature=temperature, in_float32=in_float32)
         logprobs = output.logprobs.float().cpu().numpy()

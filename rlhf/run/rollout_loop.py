@@ -184,6 +184,7 @@ class RolloutLoop(Generic[C]):
         self.useless_steps = UselessSteps(
             config.run, run.diagnosis, teachers=teacher is not None, loss_teaches=loss_teaches
         )
+        self._start_metrics: dict[str, float] = {}  # of the canary; those that no step has go to the first step
         self._warned: set[str] = set()  # data sets with ungraded responses; checkpoint.best that was not measured
         self._run = run
 
@@ -196,7 +197,7 @@ class RolloutLoop(Generic[C]):
         if run.restored is not None:
             await self.engines.sleep_if_colocated()
             await run.cluster.load(run.restored)
-        await self.canary.check_start(run.first_step)
+        self._start_metrics = await self.canary.check_start(run.first_step)
         self.engines.replace_lost(self.canary.check)
 
     async def finish(self) -> None:
@@ -207,7 +208,9 @@ class RolloutLoop(Generic[C]):
 
     async def publish(self, version: int) -> dict[str, float]:
         """Send the weights to the engines as `version`; metrics of that and of `Canary.check`, which may raise."""
-        return await self.engines.publish(version, self.canary.check, watch=self._run.clock.phase)
+        metrics = await self.engines.publish(version, self.canary.check, watch=self._run.clock.phase)
+        at_start, self._start_metrics = self._start_metrics, {}
+        return at_start | metrics
 
     async def checkpoint_if_due(self, step: int) -> None:
         """`Run.checkpoint_if_due`, with the progress of the rollout side."""

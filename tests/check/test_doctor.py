@@ -383,7 +383,17 @@ def test_an_engine_that_keeps_old_weights_is_named(make: Any) -> None:
     assert result.status == "fail"
     assert "engine 0 does not hold the perturbed weights" in result.text
     assert "do not train on this" in result.remedy
-    assert finding(training.check_agreement, examined(make(), everything)).status == "ok"
+    agrees = finding(training.check_agreement, examined(make(), everything))
+    assert agrees.status == "ok"
+    assert "sampled" not in agrees.text
+
+
+def test_what_engines_sample_after_a_sleep_is_compared_and_told(make: Any) -> None:
+    patient: Any = examined(make(), everything)
+    patient.engines.sleeps = True
+    result = finding(training.check_agreement, patient)
+    assert result.status == "ok"
+    assert "; on tokens that they sampled after a sleep " in result.text
 
 
 class FakeLearners:
@@ -440,12 +450,13 @@ def test_an_update_has_ratios_of_1_and_a_learning_rate_of_0_moves_nothing(
     assert says in result.text
 
 
-@pytest.mark.parametrize(("moved", "status"), [(("norm",), "ok"), ((), "fail")])
-def test_an_update_that_moves_no_weight_fails(make: Any, moved: tuple[str, ...], status: str) -> None:
-    patient = with_learners(make(), update=updated(moved=moved), free_bytes=2 * GIB)
-    patient.targets, patient.canary = object(), FakeCanary()  # type: ignore[assignment]
+@pytest.mark.parametrize(("moved", "sleeps", "status"), [(("norm",), True, "ok"), ((), False, "fail")])
+def test_an_update_that_moves_no_weight_fails(make: Any, moved: tuple[str, ...], sleeps: bool, status: str) -> None:
+    patient: Any = with_learners(make(), update=updated(moved=moved), free_bytes=2 * GIB)
+    patient.targets, patient.canary, patient.engines.sleeps = object(), FakeCanary(), sleeps
     result = finding(training.check_cycle, patient)
     assert result.status == status
+    assert result.text.count("canary 0, on sampled tokens 0.0005") == (training.CYCLES if sleeps else 0)
     assert result.text.count("GiB free 2.0 before the update, 2.0 after it, 2.0 after the send") == training.CYCLES
 
 
@@ -454,6 +465,9 @@ class FakeCanary:
 
     async def check(self, _: int) -> dict[str, float]:
         return {"sync/canary_difference": 0.0}
+
+    async def check_sampled(self, _: int) -> float:
+        return 5e-4
 
 
 def test_a_microbatch_warns_if_the_plan_is_too_low(make: Any) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_canary import PROMPTS, FakeEngines, all_but_the_head, everything
+from fake_canary import PROMPTS, FakeEngines, Side, all_but_the_head, everything
 
-from rlhf.cluster.actors import ClusterError
+from rlhf.cluster.actors import ClusterError, record_call
 from rlhf.cluster.canary import FAR, MIN_TOKENS, MOVED_FAR, SEQUENCES, TOLERANCE, Canary
 from rlhf.log.reductions import ENGINE_KL_FROM, Mean, StepMetrics
 from rlhf.sampling.requests import Completion, SamplingSettings
+from rlhf.types import Support
 
 
 def make(transfer: Any, *, rounding: float = 0.0) -> tuple[FakeEngines, Canary]:
@@ -85,19 +86,19 @@ def test_a_difference_that_this_models_rounding_does_not_explain_stops_the_run(r
         asyncio.run(canary.measure_noise())
 
 
-@pytest.mark.parametrize("colocated", [False, True])
-def test_rounding_that_has_grown_is_measured_again_and_allowed(colocated: bool) -> None:
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_rounding_that_has_grown_is_measured_again_and_allowed(sleeps: bool) -> None:
     engines, canary = make(everything, rounding=0.01)
-    engines.colocated = colocated
+    engines.sleeps = sleeps
     start(canary)
     sent = len(engines.sent)
     engines.trained.rounding, engines.served.rounding = 0.04, -0.04  # the weights are the same
     metrics = asyncio.run(canary.check(5))
-    difference = 0.08 if colocated else 0.04  # compared again with the learner; or with its float32 pass
+    difference = 0.08 if sleeps else 0.04  # compared again with the learner; or with its float32 pass
     assert metrics["sync/canary_difference"] == pytest.approx(difference)
     assert metrics["sync/canary_tolerance"] == pytest.approx(0.12)
     assert not engines.asleep
-    assert engines.sent[sent:] == ([5] if colocated else [])
+    assert engines.sent[sent:] == ([5] if sleeps else [])
     assert canary.kl_bound == pytest.approx(9 * 0.04**2 / 2, rel=0.05)
     engines.trained.rounding, engines.served.rounding = 0.01, -0.01
     assert asyncio.run(canary.check(6))["sync/canary_tolerance"] == pytest.approx(0.12)  # it never shrinks
@@ -173,6 +174,93 @@ def test_the_sequences_are_the_shortest_prompts_each_with_a_response_that_the_en
     assert len(canary.sequences) == SEQUENCES
     assert all(len(s) == 39 for s in canary.sequences)
     assert canary.sequences[3].tolist() == [0, 1, 2, 3, 4, 5, *range(49, 16, -1)]
+
+
+# --- what engines sample after a sleep ---
+
+
+class Sleepers(FakeEngines):
+    """Two engines that share GPUs with learners. A sleep costs what the second one samples `error` nats per token."""
+
+    sleeps, slept, error = True, False, 0.0
+
+    async def sleep_if_colocated(self) -> None:
+        self.asleep = self.slept = True
+
+    async def send_weights(self, version: int) -> None:
+        await self.sleep_if_colocated()
+        await super().send_weights(version)
+
+    def sample_everywhere(self, beginning: np.ndarray, settings: SamplingSettings) -> list[Completion]:
+        assert self.slept, "nothing has slept yet"
+        assert settings.whole, "engines would sample unequally many tokens"
+        (first,) = super().sample_everywhere(beginning, settings)
+        return [first, dataclasses.replace(first, logprobs=first.logprobs - self.error)]
+
+
+def asleep(*, rounding: float = 0.0, error: float = 0.0) -> tuple[Sleepers, Canary]:
+    engines: Any = Sleepers(everything, rounding=rounding)
+    engines.error = error
+    return engines, Canary(engines, PROMPTS, dtype="bfloat16" if rounding else "float32", max_tokens=40)
+
+
+def test_an_engine_whose_sleep_broke_sampling_alone_is_named_before_the_first_step() -> None:
+    _, canary = asleep(error=0.01)
+    numbers = r"engine 1 sampled .*difference\| 0\.01 over \d+ tokens.*learner -\S+, engine -\S+\. "
+    with pytest.raises(ClusterError, match=numbers + r".*cluster\.placement=separate.*rollout\.enforce_eager=true"):
+        start(canary)
+    _, canary = asleep(error=math.nan)
+    with pytest.raises(ClusterError, match="engine 1 sampled"):
+        start(canary)
+
+
+def test_an_engine_whose_sleep_broke_nothing_passes_and_engines_that_never_sleep_are_not_asked() -> None:
+    _, canary = asleep()
+    assert start(canary)["sync/sampled_difference"] == pytest.approx(0.0, abs=1e-6)
+    engines, canary = make(everything)
+    engines.sample_everywhere = None  # type: ignore[assignment, method-assign]
+    assert "sync/sampled_difference" not in start(canary)
+
+
+@pytest.mark.parametrize(("error", "passes"), [(0.0, True), (0.4, False)])
+def test_sampled_tokens_that_are_rounded_more_are_judged_by_the_rounding_of_these_tokens(
+    error: float, passes: bool
+) -> None:
+    engines, canary = asleep(rounding=0.01, error=error)
+    asyncio.run(canary.measure_noise())
+    engines.slept, engines.asleep = True, False
+    engines.trained.rounding, engines.served.rounding = 0.04, -0.04  # the tolerance is 0.03
+    if passes:
+        assert asyncio.run(canary.check_sampled(3)) == pytest.approx(0.04)  # to the float32 pass
+        assert (engines.asleep, engines.sent) == (False, [3])  # the float32 pass took the GPU
+        return
+    with pytest.raises(ClusterError, match=r"engine 1 sampled.*tolerance 0\.1;"):
+        asyncio.run(canary.check_sampled(3))
+
+
+def test_tokens_of_a_support_are_scored_among_the_tokens_that_they_were_sampled_from() -> None:
+    scored: list[tuple[Any, ...]] = []
+
+    class Restricted(Sleepers):
+        def sample_everywhere(self, beginning: np.ndarray, settings: SamplingSettings) -> list[Completion]:
+            first, _ = super().sample_everywhere(beginning, settings)
+            ids = np.stack([first.token_ids, np.full_like(first.token_ids, 9)], 1).flatten()
+            support = Support.from_sizes(ids, np.full(len(first.token_ids), 2))
+            return [dataclasses.replace(first, support=support)]
+
+    class Scored(Side):
+        async def call(self, ask: Any) -> list[Any]:
+            scored.append(record_call(ask))
+            return await super().call(ask)
+
+    engines: Any = Restricted(everything)
+    engines.learners = Scored(engines, engines.trained)
+    canary = Canary(engines, PROMPTS[:1], dtype="float32", max_tokens=40, return_support=True)
+    start(canary)
+    method, (sequence,), *_, temperature, (support,) = scored[-1]
+    assert (method, temperature) == ("canary", 1.0)
+    assert support.sizes.tolist() == [0] * 3 + [2] * 36  # of a prompt and its response
+    assert support.ids[:4].tolist() == [sequence[3], 9, sequence[4], 9]
 
 
 # --- the noise of a deterministic run ---

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from worlds import make_config, make_groups, plan_first_epoch, run_world
 
 from rlhf.step.batch import broadcast_to_tokens
-from rlhf.types import PolicyTargets, World
+from rlhf.types import PolicyTargets, Support, World
 
 pytestmark = pytest.mark.stack
 
@@ -72,8 +72,19 @@ def float32_pass(world: World, model: Path, stage: int) -> None:
         assert np.abs(rounded[1:] - expected).mean() > 1e-3
     assert changed(learner, before) == []
     assert all(np.array_equal(a, b) for a, b in zip(learner.canary(SEQUENCES), own, strict=True))
+    assert_scored_among_two(learner)
     learner.update(targets)
     assert changed(learner, before)
+
+
+def assert_scored_among_two(learner: Any) -> None:
+    """The last token of a sequence, if it was sampled from itself and another one."""
+    sequence, other = SEQUENCES[0], 7
+    sizes = 2 * (np.arange(len(sequence)) == len(sequence) - 1)
+    support = Support.from_sizes(np.array([sequence[-1], other]), sizes)
+    own, others = (x[-1] for x in learner.canary([sequence, np.append(sequence[:-1], np.int32(other))], True))
+    (scored,) = learner.canary([sequence], True, 1.0, [support])
+    assert scored[-1] == pytest.approx(own - np.logaddexp(own, others), abs=2e-5)
 
 
 @pytest.mark.parametrize(("learners", "stage"), [(1, 1), (2, 3)])

@@ -87,6 +87,8 @@ class Pair:
     numbers are known, and no weight is moved.
     """
 
+    sleeps = False
+
     def __init__(self, learner: Any, path: Path, dtype: str) -> None:
         from transformers import AutoModelForCausalLM
 

@@ -98,6 +98,16 @@ def test_an_evaluation_on_rows_that_are_trained_on_is_told_first_and_stands_in_t
     assert title in (Path(config.run.dir) / "model/README.md").read_text()
 
 
+def test_on_shared_gpus_the_first_step_says_how_far_sampling_after_a_sleep_was_from_the_learner(
+    config: GRPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sampling, "sleeps", True)
+    asyncio.run(drive(config, monkeypatch))
+    first, *later = logged(config)
+    check_documented([first], logged={"first step on shared GPUs"})
+    assert not any("sync/sampled_difference" in row for row in later)
+
+
 def test_with_a_lag_of_1_later_steps_train_rollouts_of_the_version_before(
     config: GRPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ class Sampled(NamedTuple):
     played: Rollout  # its tool answered while the engines slept
     answered_asleep: int
     busy: tuple[float, float]  # seconds of the engine before and after a sleep of a second
+    difference: float  # the canary's, on tokens sampled after the last sleep
 
 
 class Session:
@@ -77,6 +78,7 @@ async def play(session: Any, generate: Any) -> Rollout:
 
 
 async def sample_with_sleeps(config: Any) -> Sampled:
+    from rlhf.cluster.canary import Canary
     from rlhf.cluster.engines import started_engines
 
     async with started_engines(config) as engines:
@@ -118,16 +120,10 @@ async def sample_with_sleeps(config: Any) -> Sampled:
             lambda learner: learner.canary([rollout.sequences[0].token_ids for rollout in rollouts])
         )
         (said,) = await late
-    return Sampled(
-        through[:64],
-        slept[:64],
-        (through[64:], slept[64:]),
-        learner,
-        said,
-        rollouts[-1],
-        answered,
-        (before[1], asleep_s),
-    )
+        canary = Canary(engines, PROMPTS, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens)
+        difference = await canary.check_sampled(2)
+    stopped, busy = (through[64:], slept[64:]), (before[1], asleep_s)
+    return Sampled(through[:64], slept[:64], stopped, learner, said, rollouts[-1], answered, busy, difference)
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +205,7 @@ def test_their_log_probs_are_the_learners_and_their_spans_name_the_weights(sampl
         assert places == [len(prompt.token_ids) + span.end for span in spans[:-1]]
 
 
+<<<<<<< HEAD
 def test_a_tool_answers_while_the_engines_sleep_and_its_rollout_goes_on(sampled: Sampled) -> None:
     (sequence,) = sampled.played.sequences
     assert sampled.played.facts["turns"] == 2
@@ -216,6 +213,10 @@ def test_a_tool_answers_while_the_engines_sleep_and_its_rollout_goes_on(sampled:
     differences = np.abs(sequence.rollout_logprobs - sampled.learner[-1])[sequence.response_mask]
     assert len(differences) == 2 * LATER.max_tokens
     assert differences.max() < 1e-4
+=======
+def test_the_canary_finds_that_what_is_sampled_after_a_sleep_is_the_learners(sampled: Sampled) -> None:
+    assert 0 < sampled.difference < 1e-4
+>>>>>>> 040c3096 (The canary compares what engines sample after a sleep, before a run's first step and in the doctor)
 
 
 def test_stop_strings_stop_across_a_sleep(sampled: Sampled) -> None:

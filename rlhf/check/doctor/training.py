@@ -65,7 +65,10 @@ async def check_start(patient: Patient) -> Finding:
 
 
 async def check_agreement(patient: Patient) -> Finding:
-    """The canary of a run: engines and learners agree on log-probs, also after all weights are perturbed."""
+    """The canary of a run: engines and learners agree on log-probs, also after all weights are perturbed.
+
+    Where engines sleep, they agree on what the engines sample after that too.
+    """
     from rlhf.cluster.canary import Canary
 
     config = patient.config
@@ -77,11 +80,11 @@ async def check_agreement(patient: Patient) -> Finding:
     await canary.measure_noise()
     metrics = await canary.check_start(0)
     difference, patient.canary = metrics["sync/canary_difference"], canary
-    return Finding(
-        "ok",
-        f"{config.model.dtype}: mean |log-prob difference| {difference:.2g}, tolerance {canary.tolerance:.2g}; "
-        "engines followed weights that were all perturbed, and back",
-    )
+    text = f"{config.model.dtype}: mean |log-prob difference| {difference:.2g}, tolerance {canary.tolerance:.2g}; "
+    text += "engines followed weights that were all perturbed, and back"
+    if (sampled := metrics.get("sync/sampled_difference")) is not None:
+        text += f"; on tokens that they sampled after a sleep {sampled:.2g}"
+    return Finding("ok", text)
 
 
 async def check_kernels(patient: Patient) -> Finding:
@@ -168,7 +171,10 @@ async def check_update(patient: Patient) -> Finding:
 
 
 async def check_cycle(patient: Patient) -> Finding:
-    """The parts of a step, twice: sleep, update, wake, send, canary; with the free memory after each."""
+    """The parts of a step, twice: sleep, update, wake, send, canary; with the free memory after each.
+
+    Here an update has used the memory that sleeping engines gave up, so they sample for the canary once more.
+    """
     from rlhf.check.doctor import on_rank
 
     engines, config, canary, targets = patient.engines, patient.config, patient.canary, patient.targets
@@ -186,9 +192,10 @@ async def check_cycle(patient: Patient) -> Finding:
         moved, after_update = updated.moved, await free()
         await engines.send_weights(cycle)
         difference = (await canary.check(cycle))["sync/canary_difference"]
+        sampled = f", on sampled tokens {await canary.check_sampled(cycle):.2g}" if engines.sleeps else ""
         lines.append(
             f"{cycle}: GiB free {asleep} before the update, {after_update} after it, {await free()} after the send; "
-            f"{len(moved)} of {updated.tensors} tensors moved; canary {difference:.2g}"
+            f"{len(moved)} of {updated.tensors} tensors moved; canary {difference:.2g}{sampled}"
         )
     sleeps = "engines slept" if config.cluster.placement == "colocated" else "no sleep: cluster.placement=separate"
     text = "\n".join([f"{sleeps}; update at {lr:g}, {engines.transport}, canary", *lines])
