@@ -205,7 +205,6 @@ def test_their_log_probs_are_the_learners_and_their_spans_name_the_weights(sampl
         assert places == [len(prompt.token_ids) + span.end for span in spans[:-1]]
 
 
-<<<<<<< HEAD
 def test_a_tool_answers_while_the_engines_sleep_and_its_rollout_goes_on(sampled: Sampled) -> None:
     (sequence,) = sampled.played.sequences
     assert sampled.played.facts["turns"] == 2
@@ -213,10 +212,10 @@ def test_a_tool_answers_while_the_engines_sleep_and_its_rollout_goes_on(sampled:
     differences = np.abs(sequence.rollout_logprobs - sampled.learner[-1])[sequence.response_mask]
     assert len(differences) == 2 * LATER.max_tokens
     assert differences.max() < 1e-4
-=======
+
+
 def test_the_canary_finds_that_what_is_sampled_after_a_sleep_is_the_learners(sampled: Sampled) -> None:
     assert 0 < sampled.difference < 1e-4
->>>>>>> 040c3096 (The canary compares what engines sample after a sleep, before a run's first step and in the doctor)
 
 
 def test_stop_strings_stop_across_a_sleep(sampled: Sampled) -> None:
