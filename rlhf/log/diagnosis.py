@@ -31,6 +31,7 @@ CUT_OFF = 0.9
 EQUAL_GROUPS = {"hard": 0.8, "easy": 0.95}  # of the groups; runs that have learned their data end at up to 0.85
 HIGH_KL = 1.0  # nats per token, for the policy against the reference; runs that learn stay below 0.2
 HIGH_CLIP_FRACTION = 0.2  # runs that learn clip less than 0.02 of the tokens
+MASKED, MASKED_STEPS = 0.25, 3  # of the tokens, in each of so many steps in a row; masks are for outliers
 COLLAPSED = 0.1  # of the first entropy
 TOO_STALE, UNGRADED = 0.05, 0.02  # of the rollouts; of the grades
 FEW_CALLS = 0.05  # mean calls per rollout; with fewer, the share of failed calls is chance
@@ -145,6 +146,27 @@ def much_clipping(view: View) -> Problems:
             f"{share:.0%} of the tokens were clipped: the updates of one step move the policy far.",
             "Lower {learner.optimizer.lr}, {learner.epochs_per_step} or {learner.minibatches_per_epoch}.",
         )
+
+
+def much_masking(view: View) -> Problems:
+    """`importance_correction: truncated` logs a fraction too, but leaves nothing out."""
+    masks = {
+        "geometric_mask": "Widen {algo.geometric_mask}, or set it to null.",
+        "off_policy_mask": "Raise {algo.off_policy_mask}, or set it to null.",
+        "importance_outside": "Widen the bounds {algo.importance_floor} and {algo.importance_cap}, or set "
+        "importance_correction=truncated instead of {algo.importance_correction}.",
+    }
+    if view.config.get("algo.importance_correction") != "masked":
+        del masks["importance_outside"]
+    for mask, remedy in masks.items():
+        shares = [row.get(f"policy/{mask}_fraction", 0.0) for row in view.last[-MASKED_STEPS:]]
+        if len(shares) == MASKED_STEPS and min(shares) > MASKED:
+            key = "importance_correction" if mask == "importance_outside" else mask
+            yield (
+                f"algo.{key} left out {min(shares):.0%} of the tokens or more in each of the last {len(shares)} steps.",
+                f"{remedy} Or let the policy that samples be nearer: lower {{rollout.max_policy_lag}}, "
+                "{learner.minibatches_per_epoch} or {learner.optimizer.lr}.",
+            )
 
 
 def engine_drift(view: View) -> Problems:
@@ -290,6 +312,7 @@ RULES: dict[str, Callable[[View], Problems]] = {
     "KL to the reference is running away": high_kl,
     "entropy collapsed": entropy_collapse,
     "much clipping": much_clipping,
+    "a mask leaves out many tokens": much_masking,
     "engines and learner drift apart": engine_drift,
     "rollouts are dropped as too old": stale_rollouts,
     "grades are missing": grader_failures,

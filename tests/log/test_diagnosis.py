@@ -94,6 +94,23 @@ ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         f"minibatches_per_epoch={CONFIG['learner.minibatches_per_epoch']}",
     ),
+    "a mask leaves out many tokens": (
+        {"policy/geometric_mask_fraction": lambda step: 0.3 if step in (50, 51, 52) else 0.0},
+        {"algo.geometric_mask": [0.99, 1.01]},
+        "algo.geometric_mask left out 30% of the tokens or more in each of the last 3 steps. Widen "
+        "algo.geometric_mask=[0.99, 1.01]",
+    ),
+    "a mask leaves out many tokens, of wrong responses": (
+        {"policy/off_policy_mask_fraction": 0.26},
+        {"algo.off_policy_mask": 0.02},
+        "Raise algo.off_policy_mask=0.02",
+    ),
+    "a mask leaves out many tokens, one by one": (
+        {"policy/importance_outside_fraction": 0.5},
+        {"algo.importance_correction": "masked", "algo.importance_floor": 0.5, "algo.importance_cap": 5.0},
+        "algo.importance_correction left out 50% of the tokens or more in each of the last 3 steps. Widen the bounds "
+        "algo.importance_floor=0.5 and algo.importance_cap=5.0",
+    ),
     "engines and learner drift apart": (
         {"policy/engine_kl_excess": 7.0, "policy/engine_kl/from_64": 0.2},
         {},
@@ -182,6 +199,12 @@ def test_every_rule_has_a_run_that_is_ill_by_it() -> None:
 @pytest.mark.parametrize("run", range(3))
 def test_healthy_runs_have_no_findings(run: int) -> None:
     assert diagnose_run(healthy_runs()[run], CONFIG) == []
+
+
+def test_weights_that_are_cut_and_a_mask_that_leaves_out_much_for_two_steps_are_no_finding() -> None:
+    assert CONFIG["algo.importance_correction"] == "truncated"
+    two_steps = {"policy/geometric_mask_fraction": lambda step: 0.9 if step in (50, 51, 53) else 0.0}
+    assert diagnose_run(ill(**{"policy/importance_outside_fraction": 0.9}, **two_steps), CONFIG) == []
 
 
 def test_a_finding_is_new_once_and_its_steps_go_on() -> None:
