@@ -126,6 +126,14 @@ WARNINGS = {
         "its expected gradient is zero on-policy, and off-policy points away from the policy that sampled. Use k3, or "
         "k1 in the reward."
     ),
+    "algo.kl_estimator=k4 and algo.kl_coef>=0.3 and rollout.max_policy_lag>0 and algo.old_policy=learner"
+    " and kl_in_loss": (
+        "with a lag its gradient also points away from the policy that sampled. In a scan with a lag of 1 and beta 1 "
+        "the KL was 3 to 7 times that without a penalty (docs/records/kl.md). Use k3."
+    ),
+    "algo.policy_loss=gspo|sapo and algo.loss_aggregation=token_mean|constant": (
+        "its paper takes the mean of the token means of the responses. Set loss_aggregation=sequence_mean."
+    ),
     "rollout.on_stale=drop and rollout.max_policy_lag": (
         "slow prompts, often the long and hard ones, are trained less often than they are drawn. wait trains them all."
     ),

@@ -22,6 +22,7 @@ PLAIN_TEXT_CONFLICTS = {
         "plain text takes no arguments. Remove them, or name a chat template."
     )
 }
+TENSORFLOW_BETA2 = 0.999  # the default of TensorFlow's Adam, and of the work that was done with it
 LOW_ADAPTER_RATE = 1e-5  # full training of these models uses 1e-6
 
 
@@ -161,6 +162,14 @@ class TrainingProgramConfig(Section):
             )
         if evaluation.every is not None and not self.data.eval:
             yield f"{evaluation.every=} without data.eval: there is nothing to evaluate on. Name a data set, or null."
+        for role, training in self.trained_roles():
+            optimizer = training.section.optimizer
+            if optimizer.variant == "tensorflow" and optimizer.betas[1] < TENSORFLOW_BETA2:
+                given = f"{role.section}.optimizer.variant=tensorflow with {role.section}.optimizer.betas="
+                yield (
+                    f"{given}{list(optimizer.betas)}: TensorFlow's second beta is {TENSORFLOW_BETA2}. With a smaller "
+                    "one the first updates are longer than those of the work that this repeats. Set betas=[0.9, 0.999]."
+                )
 
     def shown(self) -> dict[str, Any]:
         """The resolved config as JSON, without secrets."""

@@ -48,10 +48,16 @@ def forward_kl_gradient(theta: Tensor, ref: Tensor) -> Tensor:
     return theta.grad
 
 
-def expected_loss_gradient(estimator: str, *, sampled_from: Tensor, ratio_weighted: bool = False) -> Tensor:
-    """The sum over all tokens of P(token) times the gradient of its KL loss: the expectation, without sampling."""
+def expected_loss_gradient(
+    estimator: str, *, sampled_from: Tensor, old: Tensor | None = None, ratio_weighted: bool = False
+) -> Tensor:
+    """The sum over all tokens of P(token) times the gradient of its KL loss: the expectation, without sampling.
+
+    old: logits of the policy of the ratio; None: the one that sampled.
+    """
     theta = THETA.clone().requires_grad_()
-    log_old = sampled_from.log_softmax(-1)
+    log_sampler = sampled_from.log_softmax(-1)
+    log_old = log_sampler if old is None else old.log_softmax(-1)
     penalty = kl_per_token(
         theta.log_softmax(-1),
         REF.log_softmax(-1),
@@ -59,7 +65,7 @@ def expected_loss_gradient(estimator: str, *, sampled_from: Tensor, ratio_weight
         old_logprobs=log_old,
         ratio_weighted=ratio_weighted,
     )
-    (log_old.exp() * penalty).sum().backward()
+    (log_sampler.exp() * penalty).sum().backward()
     return theta.grad
 
 
@@ -139,6 +145,14 @@ def test_k1_k2_and_plain_k3_become_sums_under_the_old_policy_off_policy():
         assert_same(ours, ((old * weight)[:, None] * score).sum(0))
         assert (ours - reverse_kl_gradient(THETA, REF)).abs().max() > 0.01
     assert expected_loss_gradient("k1", sampled_from=OLD).abs().max() > 0.01
+
+
+def test_with_a_lag_k4_also_pushes_away_from_the_policy_that_sampled_and_weighted_k3_does_not():
+    """An older policy sampled, and the ratio is that to the learner, 1 in the first update of a step."""
+    k1, k2 = (expected_loss_gradient(name, sampled_from=OLD) for name in ("k1", "k2"))
+    assert_same(k1, -forward_kl_gradient(THETA, OLD))
+    assert_same(expected_loss_gradient("k4", sampled_from=OLD, old=THETA), k1 + k2)
+    assert_same(expected_loss_gradient("k3", sampled_from=OLD, old=THETA, ratio_weighted=True), k2)
 
 
 def test_one_gradient_of_k1_is_not_zero_and_grows_with_the_coefficient():

@@ -256,6 +256,19 @@ KL_REWARD = ("algo.kl_place=reward", "algo.kl_coef=0.1")
             "algo.kl_estimator=k1 with algo.loss_aggregation=constant",
         ),
         (["algo.kl_coef=0.1", "algo.kl_estimator=k1"], "algo.kl_estimator=k1 with algo.loss_aggregation=token_mean"),
+        (
+            ["algo.kl_coef=1", "algo.kl_estimator=k4", "rollout.max_policy_lag=1"],
+            "algo.kl_estimator=k4 with algo.kl_coef=1.0 with rollout.max_policy_lag=1 with algo.old_policy=learner",
+        ),
+        (["algo.policy_loss=gspo"], "algo.policy_loss=gspo with algo.loss_aggregation=token_mean"),
+        (
+            ["algo.policy_loss=sapo", "algo.loss_aggregation=constant"],
+            "algo.policy_loss=sapo with algo.loss_aggregation=constant",
+        ),
+        (
+            ["learner.optimizer.variant=tensorflow"],
+            "learner.optimizer.variant=tensorflow with learner.optimizer.betas=[0.9, 0.95]",
+        ),
         (["learner.minibatches_per_epoch=3"], "learner.minibatches_per_epoch=3"),
         (["evaluation.every=2"], "evaluation.every=2 without data.eval"),
     ],
@@ -270,6 +283,12 @@ def test_a_sound_config_has_no_warnings(base: str) -> None:
     for advantage in ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"):
         kl = [*KL_REWARD, "algo.kl_estimator=k1", f"algo.advantage={advantage}"]
         assert list(load_config(GRPOConfig, [base], kl).warnings()) == []
+    k4, lag = ("algo.kl_estimator=k4", "algo.kl_coef=1"), "rollout.max_policy_lag=1"
+    engine = ("algo.old_policy=engine", "algo.importance_correction=none")
+    for overrides in (k4, (*k4, lag, "algo.kl_coef=0.1"), (*k4, lag, *engine)):
+        assert list(load_config(GRPOConfig, [base], overrides).warnings()) == []
+    tensorflow = ["learner.optimizer.variant=tensorflow", "learner.optimizer.betas=[0.9, 0.999]"]
+    assert list(load_config(GRPOConfig, [base], tensorflow).warnings()) == []
 
 
 # --- frozen, and the resolved form ---
