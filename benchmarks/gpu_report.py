@@ -83,6 +83,7 @@ def row_of(lines: list[dict[str, Any]], **first: Any) -> Row:
         ("sampled tokens/s", "rollout/tokens_per_second"), ("learner tokens/s", "learner/tokens_per_second"),
         ("MFU", "learner/mfu"), ("mean response", "rollout/response_length/mean"), ("engine KL", "policy/engine_kl"),
         ("canary", "sync/canary_difference"), ("its tolerance", "sync/canary_tolerance"),
+        ("interrupted", "rollout/interrupted"), ("recomputed tokens", "rollout/recomputed_tokens"),
     ):  # fmt: skip
         values = [line[key] for line in later if key in line]
         if values:
@@ -131,26 +132,45 @@ def real(options: argparse.Namespace) -> tuple[str, list[Row]]:
     return "SmolLM2-135M learns to pick the largest of four numbers, bf16", rows
 
 
+def long_tail(options: argparse.Namespace, name: str, size: str, *arguments: str) -> list[dict[str, Any]]:
+    """GRPO on a random model, with responses as long as GSM8K's solutions and a few longer ones -> its metrics."""
+    model = models.random_model(size, mean_length=20 if options.quick else 200)
+    prompts, test = models.write_prompts(models.FOLDER / "data-long", 4096)
+    longest = 64 if options.quick else 1024
+    return train(
+        options, "grpo", name, "--config", ONE_GPU,
+        f"model.path={model}", f"data.train={prompts}", f"data.eval={test}", "data.prompt_suffix=null",
+        f"rollout.prompts_per_step={4 if options.quick else 64}",
+        f"rollout.max_response_tokens={longest}", "rollout.gpu_memory_utilization=0.4",
+        f"reward=[{{name: length, max_tokens: {longest}, buffer_tokens: {longest - 1}}}]",
+        "learner.minibatches_per_epoch=2", "learner.max_tokens_per_microbatch=8192", "logging.rollouts=false",
+        "evaluation.at_start=false", "evaluation.at_end=false", "model.gradient_checkpointing=true", *arguments,
+    )  # fmt: skip
+
+
 def lengths(options: argparse.Namespace) -> tuple[str, list[Row]]:
     """Steps at the lengths of GSM8K's solutions: all weights of 1.5B, adapters of 7B with the config of one GPU."""
     rows = []
-    for size, trained in (("1.5b", "all weights"), ("7b", "adapters")):
+    for size, trained, arguments in (("1.5b", "all weights", ["model.lora=null"]), ("7b", "adapters", [])):
         size = "10m" if options.quick else size
-        model = models.random_model(size, mean_length=20 if options.quick else 200)
-        prompts, test = models.write_prompts(models.FOLDER / "data-long", 4096)
-        longest = 64 if options.quick else 1024
-        lines = train(
-            options, "grpo", f"lengths-{trained.replace(' ', '-')}", "--config", ONE_GPU,
-            f"model.path={model}", f"data.train={prompts}", f"data.eval={test}", "data.prompt_suffix=null",
-            f"run.steps={2 if options.quick else 5}", f"rollout.prompts_per_step={4 if options.quick else 64}",
-            f"rollout.max_response_tokens={longest}", "rollout.gpu_memory_utilization=0.4",
-            f"reward=[{{name: length, max_tokens: {longest}, buffer_tokens: {longest - 1}}}]",
-            "learner.minibatches_per_epoch=2", "learner.max_tokens_per_microbatch=8192", "logging.rollouts=false",
-            "evaluation.at_start=false", "evaluation.at_end=false", "model.gradient_checkpointing=true",
-            *(["model.lora=null"] if trained == "all weights" else []),
-        )  # fmt: skip
+        steps = f"run.steps={2 if options.quick else 5}"
+        lines = long_tail(options, f"lengths-{trained.replace(' ', '-')}", size, steps, *arguments)
         rows.append(row_of(lines, model=size, trained=trained))
     return "GRPO steps with random weights, responses of 200 tokens on average, at most 1,024", rows
+
+
+def shared_lag(options: argparse.Namespace) -> tuple[str, list[Row]]:
+    """The same steps without a policy lag and with one, in which responses are interrupted by training and go on."""
+    rows = []
+    for lag in (0, 1):
+        lines = long_tail(
+            options, f"shared-lag-{lag}", "10m" if options.quick else "1.5b", "model.lora=null",
+            f"run.steps={3 if options.quick else 8}", f"rollout.max_policy_lag={lag}",
+            "learner.optimizer.lr=0",  # lengths stay those of the start
+        )  # fmt: skip
+        sampled = [line["sync/sampled_difference"] for line in lines if "sync/sampled_difference" in line]
+        rows.append(row_of(lines, lag=lag) | ({"canary on sampled tokens": sampled[0]} if sampled else {}))
+    return "GRPO where engine and learner share the GPU, with and without a policy lag", rows
 
 
 def repeated(options: argparse.Namespace) -> tuple[str, list[Row]]:
@@ -195,6 +215,7 @@ PHASES = (
     Phase("learner_step", 300, (*TORCH, "trl")),
     Phase("real", 500, STACK, real, REAL_MODEL / "task"),
     Phase("lengths", 500, STACK, lengths),
+    Phase("shared_lag", 400, STACK, shared_lag),
     Phase("repeated", 300, STACK, repeated, QUICKSTART),
     Phase("ppo", 250, STACK, ppo, QUICKSTART),
     Phase("doctor", 500, STACK, doctor),

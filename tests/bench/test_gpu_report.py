@@ -114,3 +114,29 @@ def test_medians_leave_out_the_steps_that_compile() -> None:
     assert gpu_report.row_of([*lines, {"eval/x/avg@1": 0.5}]) == {"steps": 5, "step s": 2.5, "update s": 1.0}
     scores = gpu_report.accuracies([{"eval/x/avg@1": 0.5, "eval/x/avg@1/low": 0.4}, {"eval/x/avg@1": 0.75}])
     assert scores == {"accuracy before": 0.5, "after": 0.75}
+
+
+def test_the_phase_of_shared_gpus_says_what_a_lag_costs_and_brings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[tuple[str, ...]] = []
+
+    def train(options: argparse.Namespace, program: str, name: str, *arguments: str) -> list[dict[str, float]]:
+        runs.append(arguments)
+        lag = int("rollout.max_policy_lag=1" in arguments)
+        later = {"rollout/interrupted": 12.0, "rollout/recomputed_tokens": 900.0} if lag else {}
+        steps = [{"time/step": 9.0 - 3 * lag, "sync/canary_difference": 0.01} | later for _ in range(4)]
+        steps[0]["sync/sampled_difference"] = 0.02
+        return steps
+
+    monkeypatch.setattr(gpu_report, "train", train)
+    monkeypatch.setattr(gpu_report.models, "random_model", lambda size, **_: tmp_path / size)
+    monkeypatch.setattr(gpu_report.models, "write_prompts", lambda folder, rows: (tmp_path / "a", tmp_path / "b"))
+    _, (without, with_lag) = gpu_report.shared_lag(options_for(tmp_path))
+    same = {"steps": 4, "canary": 0.01, "canary on sampled tokens": 0.02}
+    assert without == {"lag": 0, "step s": 9.0, **same}
+    assert with_lag == {"lag": 1, "step s": 6.0, "interrupted": 12.0, "recomputed tokens": 900.0, **same}
+    assert [set(a) ^ set(b) for a, b in [runs]] == [{"rollout.max_policy_lag=0", "rollout.max_policy_lag=1"}]
+    phase = next(phase for phase in gpu_report.PHASES if phase.run is gpu_report.shared_lag)
+    assert 0 < phase.limit_s < 28 * 60
+    assert gpu_report.place("cuda")[1] == "cluster.placement=colocated"
