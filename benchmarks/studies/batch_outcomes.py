@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.studies import kl, outcomes, report
+from benchmarks.studies import in_process, outcomes, report
 from benchmarks.studies.schedule_outcomes import PEAKS
 from rlhf.config.grpo import GRPOConfig
 
@@ -131,4 +131,4 @@ def scan(base: GRPOConfig, folder: Path, *, seeds: Sequence[int], quick: bool, w
     planned = all_runs(seeds, FACTORS[-1:] if quick else FACTORS)
     planned = [run for run in planned if run.peak == PEAKS[0] or not quick]
     outcomes.scan(base, planned, folder, workers=workers, kind=outcomes.Trainer)
-    return list(kl.read(base, planned, folder))
+    return list(in_process.read(base, planned, folder))

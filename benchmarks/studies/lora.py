@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.studies import kl, report
+from benchmarks.studies import in_process, kl, report
 from rlhf.algo.lora import AdaptedLinear, adapt, linear_names
 from rlhf.config.grpo import GRPOConfig
 from rlhf.types import StepBatch
@@ -163,8 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for lr in LEARNING_RATES:
         own = [run for run in runs if run.lr == lr]
         config = study_config(data, lr, **size)
-        kl.scan(config, own, folder, workers=options.workers, kind=Trainer)
-    records = list(kl.read(config, runs, folder))
+        in_process.scan(config, own, folder, workers=options.workers, kind=Trainer)
+    records = list(in_process.read(config, runs, folder))
     if not records:
         raise ValueError(f"{folder}: there are no runs yet. Take --workers 1 or more.")
     results = study_results(records)

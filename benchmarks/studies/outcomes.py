@@ -1,8 +1,7 @@
 """Shared by the studies of faults: whole runs of the quickstart's task, and what they have learned at each quarter.
 
-A run is one of the study of the KL (`kl.py`): the trainer's own learner, batches, advantages and graders in one process
-with one thread, and transformers in place of an engine. Its config is loaded as that of any run, and it is all that the
-learner is given. With several learners each is a process with a rank of a DeepSpeed world; all of them sample the same
+A run trains in one process (`in_process.py`). Its config is loaded as that of any run, and it is all that the learner
+is given. With several learners each is a process with a rank of a DeepSpeed world; all of them sample the same
 responses, and each computes its own rows.
 
 What a fault does to the size of a batch is a change of the config. What it does to the learning rate replaces the rate
@@ -17,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from benchmarks.studies import kl, report, runs
+from benchmarks.studies import in_process, report, runs
 from rlhf.cluster.rank_group import rows_of_rank
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
-from rlhf.data.order import PromptStream
 from rlhf.step.advantages import step_advantages
 from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.minibatches import plan_epochs, rows_with_gradient
@@ -55,7 +52,7 @@ def quick_config(data: Path, overrides: Sequence[str] = ()) -> GRPOConfig:
     return study_config(data, [f"run.steps={QUICK_STEPS}", f"rollout.prompts_per_step={QUICK_PROMPTS}", *overrides])
 
 
-class Trainer(kl.Trainer):
+class Trainer(in_process.Trainer):
     """Runs of any config with the model and data of the first one, evaluated on held-out problems.
 
     Attributes:
@@ -80,38 +77,19 @@ class Trainer(kl.Trainer):
 
         return WithRates(config, world)
 
-    def publish(self, run: Any) -> None:
-        """Give what samples the learner's weights, whatever the policy lag."""
-        self.engine.load_state_dict(dict(self.learner), strict=False)
-
-    def run(self, run: Any) -> list[report.Row]:
-        config = self.begin(run)
-        stream = PromptStream(self.prompts, seed=config.run.seed)
-        rows = []
-        self.publish(run)
-        for step in range(config.run.steps):
-            torch.manual_seed(config.run.seed * config.run.steps + step)
-            groups = self.sample(stream.take(config.rollout.prompts_per_step), config.rollout.samples_per_prompt)
-            rows.append({"step": step + 1} | self.train_step(groups, step))
-            self.publish(run)
-            if (step + 1) % max(1, config.run.steps // EVALUATIONS) == 0:
-                rows[-1] |= self.evaluate()
-        return rows
-
     def train_step(self, groups: Sequence[RolloutGroup], step: int) -> report.Row:
         train_step(self.learner, self.config, groups, step)
-        return {"reward": mean_reward(groups)}
+        return {"reward": in_process.mean_reward(groups)}
 
-    def evaluate(self) -> report.Row:
+    def after_step(self, run: Any, step: int) -> report.Row:
+        if (step + 1) % max(1, self.config.run.steps // EVALUATIONS):
+            return {}
+        self.publish_newest(run)
         return {"held-out": self.accuracy(self.held_out)}
 
     def accuracy(self, prompts: Sequence[Prompt]) -> float:
         """Share of right answers, sampled as in training."""
-        return mean_reward(self.sample(prompts, SAMPLES))
-
-
-def mean_reward(groups: Sequence[RolloutGroup]) -> float:
-    return float(np.nanmean([np.nan if s.reward is None else s.reward for group in groups for s in group.samples]))
+        return in_process.mean_reward(self.sample(prompts, SAMPLES))
 
 
 def train_step(learner: Any, config: GRPOConfig, groups: Sequence[RolloutGroup], step: int) -> tuple[Any, int]:
@@ -122,12 +100,8 @@ def train_step(learner: Any, config: GRPOConfig, groups: Sequence[RolloutGroup],
     epochs = plan_epochs(batch, config, step=step, rows_to_compute=rows)
     learner.start_step(batch.tokens, epochs)
     own = batch.tokens.token_indices(rows_of_rank(epochs[:1], learner.world.rank))
-    columns: list[np.ndarray | None] = []
-    for computed in learner.logprobs():
-        column = None if computed is None else np.zeros(len(batch.tokens.token_ids), np.float32)
-        if column is not None:
-            column[own] = computed  # the tokens of other ranks are not read
-        columns.append(column)
+    # the tokens of other ranks are not read
+    columns = [None if part is None else in_process.column_of(batch, own, part) for part in learner.logprobs()]
     updates = learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), *columns))
     return updates, sum(len(m.microbatches[learner.world.rank]) for epoch in epochs for m in epoch)
 
@@ -148,14 +122,14 @@ def rank_main(rank: int, processes: int, port: int, kind: type[Trainer], base: G
 
 def scan(base: GRPOConfig, all_runs: Sequence[Any], folder: Path, *, workers: int, kind: type[Trainer]) -> None:
     """Take every run that has no file yet; those of several learners one after the other, in a world of their own."""
-    list(kl.read(base, all_runs, folder))  # runs of another size are refused before the work
-    kl.scan(base, [run for run in all_runs if run.learners == 1], folder, workers=workers, kind=kind)
-    for run in kl.pending([run for run in all_runs if run.learners > 1], folder) if workers else []:
+    list(in_process.read(base, all_runs, folder))  # runs of another size are refused before the work
+    in_process.scan(base, [run for run in all_runs if run.learners == 1], folder, workers=workers, kind=kind)
+    for run in in_process.pending([run for run in all_runs if run.learners > 1], folder) if workers else []:
         began = time.monotonic()
         by_rank = runs.run_world(rank_main, run.learners, kind, base, run)
         assert all(rows == by_rank[0] for rows in by_rank), "the ranks of a world have sampled different responses"
         prompts = run.config(base).rollout.prompts_per_step
-        kl.keep(folder / f"{run.name}.json", run, by_rank[0], prompts=prompts, seconds=time.monotonic() - began)
+        in_process.keep(folder / f"{run.name}.json", run, by_rank[0], prompts=prompts, seconds=time.monotonic() - began)
         print(f"{run.name}: done", flush=True)
 
 

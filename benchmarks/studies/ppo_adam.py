@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.studies import kl, report, runs
+from benchmarks.studies import in_process, kl, report, runs
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.learner.port import free_port
@@ -138,9 +138,9 @@ class Trainer(kl.Trainer):
         critic_epochs = plan_epochs(batch, config, step=step, training=config.critic_training)
         learner.start_step(batch.tokens, epochs)
         critic.start_step(batch.tokens, critic_epochs)
-        old, ref = (kl.column_of(batch, computed_tokens(batch, epochs), part) for part in learner.logprobs())
+        old, ref = (in_process.column_of(batch, computed_tokens(batch, epochs), part) for part in learner.logprobs())
         (computed,) = critic.values()
-        values = kl.column_of(batch, computed_tokens(batch, critic_epochs), computed)
+        values = in_process.column_of(batch, computed_tokens(batch, critic_epochs), computed)
         self.compare(batch, old)
         credit = assign_credit(batch, values, old, ref, kl_coef=0.0, algo=config.algo)
         row = kl.statistics(batch, old, ref) | {"kl_response": response_kl(batch, old, ref)}
@@ -297,8 +297,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seeds, size = seeds[:1], {"steps": QUICK_STEPS, "prompts": QUICK_PROMPTS}
     folder, planned = options.output / "runs", all_runs(seeds)
     config = study_config(report.ensure_data(options.data), **size)
-    kl.scan(config, planned, folder, workers=options.workers, kind=Trainer)
-    records = list(kl.read(config, planned, folder))
+    in_process.scan(config, planned, folder, workers=options.workers, kind=Trainer)
+    records = list(in_process.read(config, planned, folder))
     if not records:
         raise ValueError(f"{folder}: there are no runs yet. Take --workers 1 or more.")
     own = ",".join(str(seed) for seed in sorted({record["seed"] for record in records}))

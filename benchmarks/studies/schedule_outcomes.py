@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.studies import kl, outcomes, report
+from benchmarks.studies import in_process, outcomes, report
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import Training
 
@@ -143,4 +143,4 @@ def scan(data: Path, folder: Path, *, seeds: Sequence[int], quick: bool, workers
     if quick:
         planned = [Outcome(SCHEDULES[0], PEAKS[0], times, 1, seeds[0]) for times in (1, PROCESSES[-1])]
     outcomes.scan(base, planned, folder, workers=workers, kind=Trainer)
-    return list(kl.read(base, planned, folder))
+    return list(in_process.read(base, planned, folder))

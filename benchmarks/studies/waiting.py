@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from benchmarks.studies import kl, outcomes, report, waiting_report
+from benchmarks.studies import in_process, outcomes, report, waiting_report
 from rlhf.config.grpo import GRPOConfig
 from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer
@@ -207,14 +207,14 @@ class Trainer(outcomes.Trainer):
         config = self.begin(run)
         published: dict[int, dict[str, torch.Tensor]] = {}
         rows = []
-        self.publish(run)
+        self.publish_newest(run)
         for step, planned in enumerate(plan(config, drawn(self.by_kind, run), run.slowness)):
             published[step] = {name: tensor.clone() for name, tensor in self.engine.state_dict().items()}
             published.pop(step - config.rollout.max_policy_lag - 1, None)
             torch.manual_seed(config.run.seed * config.run.steps + step)
             groups = self.sample_planned(planned, published)
             rows.append({"step": step + 1, **self.train_step(groups, step), **facts(planned, step)})
-            self.publish(run)
+            self.publish_newest(run)
             if (step + 1) % max(1, config.run.steps // (2 * outcomes.EVALUATIONS)) == 0:
                 rows[-1] |= self.evaluate()
         return rows
@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         runs = [run for run in all_runs(options.seeds[:1], SETTINGS[:1]) if run.lag == 2]
     outcomes.scan(base, runs, options.output / "runs", workers=options.workers, kind=Trainer)
-    records = list(kl.read(base, runs, options.output / "runs"))
+    records = list(in_process.read(base, runs, options.output / "runs"))
     waiting_report.write(played(base, runs), records, options.output)
 
 

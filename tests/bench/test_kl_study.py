@@ -11,7 +11,7 @@ import pytest
 import torch
 from worlds import make_groups, run_world
 
-from benchmarks.studies import kl, kl_gradients, kl_report, report
+from benchmarks.studies import in_process, kl, kl_gradients, kl_report, report
 from benchmarks.studies.kl_runs import BETAS, LOSS, NONE, REWARD, Run, all_runs, runs_of_seed
 from rlhf.step.batch import make_batch
 from rlhf.types import World
@@ -109,12 +109,12 @@ def test_tokens_that_another_policy_sampled_are_refused() -> None:
 def test_a_sampled_row_ends_with_its_first_end_token_or_was_cut_off() -> None:
     prompt = make_groups(groups=1, samples=1, vocabulary=9, longest=3, seed=0)[0].prompt
     before, logprobs = len(prompt.token_ids), np.array([-1.0, -2.0, -3.0], np.float32)
-    stopped = kl.make_rollout(prompt, 0, np.array([5, 7, 0]), logprobs, [7])
+    stopped = in_process.make_rollout(prompt, 0, np.array([5, 7, 0]), logprobs, [7])
     assert (stopped.response_ids.tolist(), stopped.finish_reason) == ([5, 7], "stop")
     (sequence,) = stopped.sequences
     assert sequence.rollout_logprobs.tolist() == [0.0] * before + [-1.0, -2.0]
     assert sequence.response_mask.tolist() == [False] * before + [True] * 2
-    cut = kl.make_rollout(prompt, 0, np.array([5, 6, 5]), logprobs, [7])
+    cut = in_process.make_rollout(prompt, 0, np.array([5, 6, 5]), logprobs, [7])
     assert (cut.response_ids.tolist(), cut.finish_reason) == ([5, 6, 5], "length")
 
 
@@ -126,7 +126,7 @@ def test_sampled_tokens_have_the_log_probs_of_a_pass_over_the_whole_row_and_none
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=7, num_key_value_heads=2, **sizes)).eval()
     prompts, ends = [np.array([1, 2, 3, 4]), np.array([5, 6])], torch.tensor([3])
-    responses, logprobs = kl.sample_responses(model, prompts, 4, ends, temperature=0.7, longest=6)
+    responses, logprobs = in_process.sample_responses(model, prompts, 4, ends, temperature=0.7, longest=6)
     lengths = []
     for row, (response, given) in enumerate(zip(responses, logprobs, strict=True)):
         at = np.flatnonzero(response == 3)

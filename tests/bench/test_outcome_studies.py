@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.studies import (
     batch_outcomes,
-    kl,
+    in_process,
     outcomes,
     report,
     schedule,
@@ -145,7 +145,7 @@ def test_runs_of_one_and_of_two_learners_and_of_slow_groups_are_made_once_and_re
     planned = [schedule_outcomes.Outcome("cosine", 1e-3, times, n, 0) for times, n in ((1, 1), (4, 1), (1, 2))]
     for _ in range(2):
         outcomes.scan(base, planned, tmp_path, workers=1, kind=schedule_outcomes.Trainer)
-    records = list(kl.read(base, planned, tmp_path))
+    records = list(in_process.read(base, planned, tmp_path))
     assert [(r["steps_per_update"], r["learners"], len(r["steps"])) for r in records] == [
         (1, 1, 2),
         (4, 1, 2),
@@ -153,5 +153,5 @@ def test_runs_of_one_and_of_two_learners_and_of_slow_groups_are_made_once_and_re
     ]
     slow = [waiting.Run(0.5, 3, "drop", 1, 0)]
     outcomes.scan(base, slow, tmp_path, workers=1, kind=waiting.Trainer)
-    (made,) = kl.read(base, slow, tmp_path)
+    (made,) = in_process.read(base, slow, tmp_path)
     assert {"trained hard", "age", "ended", "discarded", "easy", "hard"} <= set(made["steps"][-1])
