@@ -19,6 +19,7 @@ import datasets
 import numpy as np
 import pandas
 import pytest
+from waiting import WAIT_S
 
 import rlhf
 from rlhf.api.configs import read_config
@@ -225,7 +226,7 @@ SCRIPT = """
 def test_a_function_of_a_script_is_sent_by_value_and_runs_confined(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S, check=False
     )
     assert done.stdout.splitlines() == [
         "1.0 {'refused': 1.0} ",
@@ -462,5 +463,5 @@ def test_the_names_are_there_whatever_was_imported_before_and_import_nothing_hea
         assert {*rlhf.__all__} <= {*dir(rlhf)}
         print(*rlhf.__all__)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert done.stdout.endswith("evaluate_model load_config train\n"), done.stderr  # libraries print too

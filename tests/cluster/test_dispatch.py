@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -212,11 +213,13 @@ def test_the_error_of_a_group_is_raised_to_its_caller_and_loses_no_worker(error:
 
 
 def test_a_worker_whose_groups_fail_at_once_does_not_get_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "FAILED_COUNTS_S", 0.2)
     lost = turns.failed_rollout(prompt("2"), 0, turns.FailedError("open: no place"))
     failed_group = RolloutGroup(prompt("2"), (ScoredRollout(lost, "", "", None, {}, turns.FAILED),))
 
     async def run() -> None:
+        later: list[tuple[float, Callable[[], None]]] = []
+        loop: Any = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "call_later", lambda delay, *call: later.append((delay, partial(*call))))
         a, b = Worker(), Worker()
         driver = Driver(a, b)
         await settled()
@@ -232,7 +235,9 @@ def test_a_worker_whose_groups_fail_at_once_does_not_get_them_all(monkeypatch: p
         await settled()
         await driver.begin("4", "5", "6")
         assert (names(a), names(b)) == (["3", "5"], ["4", "6"])
-        await asyncio.sleep(0.3)
+        for delay, count_no_more in later:
+            assert delay == dispatch.FAILED_COUNTS_S
+            count_no_more()
         await driver.begin("7", "8")
         assert (len(a.open), len(b.open)) == (3, 3)
 
@@ -252,7 +257,7 @@ def test_other_news_are_heard_with_the_name_of_the_worker() -> None:
 
 
 def test_groups_that_follow_finished_ones_need_no_calls_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "PAUSE_S", 0.01)
+    monkeypatch.setattr(dispatch, "PAUSE_S", 0.3)
 
     async def run() -> None:
         worker = Worker()

@@ -52,6 +52,11 @@ class Worker:
         return [len(requests) for requests in self.requests.values()]
 
 
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 def play(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
@@ -63,7 +68,7 @@ def test_a_request_goes_to_the_engine_with_the_fewest_and_ties_go_round_from_the
             worker.update(1, 0, 1, 2)
             assert [await worker.asked() for _ in range(6)] == order * 2
             worker.requests[1][0].set_result("answer")
-            await asyncio.sleep(0.01)
+            await settled()
             assert await worker.asked() == 1
         worker.update(2, 0, 2)  # with two of three engines, worker 5 begins with the second
         assert [await worker.asked() for _ in range(2)] == [2, 0]
@@ -92,18 +97,18 @@ def test_a_failed_request_is_reported_with_its_list_and_made_again_with_a_newer_
         await asyncio.sleep(0)
         worker.update(3, 1)  # an older list that arrives late
         worker.requests[0][0].set_exception(ray.exceptions.RayActorError())
-        await asyncio.sleep(0.01)
+        await settled()
         ((engine, number, error, silent),) = worker.reports
         assert (engine, number, silent) == (0, 4, False)
         assert error.startswith("engine 0, sampling p/1 failed: ")
         worker.update(4, 1)  # not newer
-        await asyncio.sleep(0.01)
+        await settled()
         assert worker.counts() == [1, 0]
         worker.update(5)  # fewer than cluster.min_engines are ready
-        await asyncio.sleep(0.01)
+        await settled()
         assert worker.counts() == [1, 0]
         worker.update(6, 1)
-        await asyncio.sleep(0.01)
+        await settled()
         assert worker.counts() == [1, 1]
         worker.requests[1][0].set_result("answer")
         assert await request == "answer"
@@ -119,7 +124,7 @@ def test_a_newer_list_that_came_before_the_failure_is_used_at_once() -> None:
         await asyncio.sleep(0)
         worker.update(2, 1)
         worker.requests[0][0].set_exception(ray.exceptions.RayActorError())
-        await asyncio.sleep(0.01)
+        await settled()
         assert [report[:2] for report in worker.reports] == [(0, 1)]
         assert worker.counts() == [1, 1]
 
@@ -131,7 +136,8 @@ def test_an_engine_without_an_answer_until_the_deadline_is_reported_as_silent() 
         worker = Worker(1, deadline_s=0.01)
         worker.update(1, 0)
         worker.ask()
-        await asyncio.sleep(0.05)
+        while not worker.reports:
+            await asyncio.sleep(0.01)
         assert worker.reports == [(0, 1, "engine 0, sampling p/1: no answer within 0 s.", True)]
 
     play(scenario)
@@ -148,7 +154,7 @@ def test_requests_fail_when_engines_cannot_be_replaced_and_a_users_error_is_rais
             await wrong
         assert worker.reports == []
         worker.requests[0][1].set_exception(ray.exceptions.RayActorError())
-        await asyncio.sleep(0.01)
+        await settled()
         worker.choice.update(2, {}, "engine 0 is lost")
         for request in (failed, worker.ask()):
             with pytest.raises(LostError, match=r"^engine 0 is lost$"):

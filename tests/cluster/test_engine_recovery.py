@@ -307,4 +307,4 @@ def test_the_end_waits_for_no_transfer_that_a_new_engine_holds_up() -> None:
             await asyncio.sleep(0)
         await world.recovery.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), 60))

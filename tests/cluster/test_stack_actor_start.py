@@ -14,6 +14,7 @@ import pytest
 import ray
 from ray.util import placement_group_table
 from ray_cluster import ray_folder
+from waiting import STACK_WAIT_S
 
 from rlhf.cluster.actor_start import create, create_guest, shared_cores, shared_gpus
 from rlhf.cluster.actors import ClusterError, Location
@@ -58,7 +59,7 @@ def engines(cpus: float) -> Role:
 
 
 def test_colocated_roles_fit_a_machine_that_has_what_the_resource_check_counts() -> None:
-    config = ClusterConfig(**COLOCATED, start_deadline_s=60.0)  # type: ignore[arg-type]
+    config = ClusterConfig(**COLOCATED, start_deadline_s=STACK_WAIT_S)  # type: ignore[arg-type]
     guests = (CRITICS, engines(1.0))
     assert sum(role.count * role.cpus for role in (learners(2), *guests)) == CPUS
 
@@ -107,9 +108,9 @@ def test_an_optimizer_in_host_memory_gets_threads_although_ray_gives_its_actor_o
     role = dataclasses.replace(learners(1), hosted=hosted, cpus=0.5, gpus=0)
 
     async def threads() -> tuple[tuple[str, int], int]:
-        ranks = await create(role, ClusterConfig(start_deadline_s=60.0))
+        ranks = await create(role, ClusterConfig(start_deadline_s=STACK_WAIT_S))
         assert ranks.locations[0].cores == len(os.sched_getaffinity(0))
-        await ranks.build([({"DS_ACCELERATOR": "cpu"}, 3)], deadline_s=120.0)
+        await ranks.build([({"DS_ACCELERATOR": "cpu"}, 3)], deadline_s=STACK_WAIT_S)
         (found,) = await ranks.call(lambda rank: rank.threads())
         ray.kill(ranks.actors[0])
         ray.util.remove_placement_group(ranks.reservation)

@@ -19,10 +19,10 @@ from rlhf.cluster.worker_actors import WorkerActors
 
 
 class Actor:
-    """An actor that answers every call, but `build` when `built` is set and `exchange` after `exchange_s`."""
+    """An actor that answers every call, but `build` when `built` is set."""
 
     def __init__(self) -> None:
-        self.told, self.exchange_s = list[tuple[Any, ...]](), 0.0
+        self.told = list[tuple[Any, ...]]()
         self.building, self.built = asyncio.Event(), asyncio.Event()
         for name in ("locate", "build", "call", "end_children"):
             setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
@@ -39,10 +39,9 @@ class Actor:
 
     def _call(self, method: str, *arguments: Any) -> Answer:
         self.told.append((method, *arguments))
-        return Answer(self._answer(method))
+        return Answer(self._answer())
 
-    async def _answer(self, method: str) -> bytes:
-        await asyncio.sleep(self.exchange_s if method == "exchange" else 0)
+    async def _answer(self) -> bytes:
         return pickle.dumps(["news"])
 
 
@@ -124,14 +123,21 @@ def test_a_worker_hears_of_the_scale_and_the_engines_that_changed_while_it_was_b
 def test_a_worker_is_lost_after_two_silences_in_a_row_since_one_may_be_this_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(worker_actors, "SILENT_S", 0.2)
+    silences, deadlines = [True, False, True, True], list[float]()
+
+    async def wait_for(answer: Answer, *, deadline_s: float, **_: Any) -> bytes:
+        deadlines.append(deadline_s)
+        if silences.pop(0):
+            raise SilentError("no answer")
+        return await answer
 
     async def scenario(workers: WorkerActors, started: list[Actor]) -> None:
-        started[0].exchange_s = 0.15
         answer: Any = ["news"]
-        assert await workers.exchange(0, []) == answer
-        started[0].exchange_s = 10.0
-        with pytest.raises(SilentError):
-            await workers.exchange(0, [])
+        with monkeypatch.context() as patched:
+            patched.setattr(worker_actors, "wait_for", wait_for)
+            assert await workers.exchange(0, []) == answer
+            with pytest.raises(SilentError):
+                await workers.exchange(0, [])
 
     play(monkeypatch, tmp_path, scenario)
+    assert deadlines == [worker_actors.SILENT_S / 2] * 4

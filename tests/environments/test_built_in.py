@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from processes import Seen, all_processes
-from waiting import eventually
+from waiting import WAIT_S, eventually
 
 from rlhf.environments.calculator import compute
 from rlhf.environments.python_tool import python_tool
@@ -185,7 +185,7 @@ while scope_signals():  # Linux nests 16 layers
     pass
 print(asyncio.run(python_tool()("print(1)")))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S)
     assert done.stdout == ""
     assert "it cannot run in a domain of its own: ConfinementError" in done.stderr
 
@@ -198,7 +198,7 @@ for limit in (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
     resource.setrlimit(limit, (3 if limit == resource.RLIMIT_CPU else 500 * 2**20,) * 2)
 print(asyncio.run(python_tool(memory_mb=9000)("print(1 + 1)")))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S)
     assert done.stdout == "2\n\n", done.stderr
 
 

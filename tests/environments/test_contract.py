@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import WAIT_S
 
 from rlhf.config.environment import BUILT_IN
 from rlhf.environments.contract import Environment, Episode, content_text
@@ -729,6 +730,6 @@ print(sorted({{name.partition(".")[0] for name in sys.modules}} - known - {{{str
 """
     if shutil.which(python) is None or subprocess.run([python, "--version"], capture_output=True).returncode:
         pytest.skip(f"{python} is not installed")
-    done = subprocess.run([python, "-I", "-S", "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([python, "-I", "-S", "-c", script], capture_output=True, text=True, timeout=WAIT_S)
     assert done.stderr == ""
     assert done.stdout == "[]\n"

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import WAIT_S
 from worlds import make_config
 
 from rlhf.environments import endpoint as endpoint_module
 from rlhf.environments.branches import Branches
 from rlhf.environments.endpoint import Endpoint
 from rlhf.environments.turns import FailedError, Limits
+from rlhf.processes.output import MAX_LINES
 from rlhf.processes.outside import may_signal
 from rlhf.sampling.chat import MAX_CONNECTIONS
 from rlhf.types import Outcome
@@ -53,13 +55,13 @@ def played(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
     runs: list[Callable[[Endpoint, Mapping[str, str]], Awaitable[Outcome]]],
+    said: list[str],
     *,
     asks: str = "[]",
     branches: Branches | None = None,
-) -> tuple[list[Any], list[str]]:
-    """What rollouts return or raise, one after the other, and the lines that are said."""
-    start, said = subprocess.Popen, list[str]()
-    monkeypatch.setattr(endpoint_module, "PING_S", 0.2)
+) -> list[Any]:
+    """What rollouts return or raise, one after the other; `said` gets the lines that are said."""
+    start = subprocess.Popen
     monkeypatch.setattr(
         subprocess, "Popen",
         lambda command, **how: start([sys.executable, "-S", "-c", PROCESS, asks, *command[3:]], **how),
@@ -78,14 +80,19 @@ def played(
         return outcomes
 
     try:
-        return asyncio.run(play()), said
+        return asyncio.run(play())
     finally:
         endpoint.close()
 
 
-async def waits(_: Endpoint, __: Mapping[str, str]) -> Outcome:
-    await asyncio.sleep(1.6)
-    return Outcome(reward=1.0)
+def until(holds: Callable[[], object]) -> Callable[[Endpoint, Mapping[str, str]], Awaitable[Outcome]]:
+    async def waits(_: Endpoint, __: Mapping[str, str]) -> Outcome:
+        while not holds():
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.5)  # for what should not come
+        return Outcome(reward=1.0)
+
+    return waits
 
 
 def test_a_process_that_stops_costs_its_rollouts_and_another_one_serves_at_its_address(
@@ -97,14 +104,17 @@ def test_a_process_that_stops_costs_its_rollouts_and_another_one_serves_at_its_a
         assert endpoint.pid is not None
         seen.append((where["url"], endpoint.pid))
         os.kill(endpoint.pid, signal.SIGSTOP)
-        await asyncio.sleep(60)
+        monkeypatch.setattr(endpoint_module, "PING_S", 0.2)
+        await asyncio.sleep(WAIT_S)
         return Outcome(reward=1.0)
 
     async def goes_on(endpoint: Endpoint, where: Mapping[str, str]) -> Outcome:
         seen.append((where["url"], endpoint.pid))
-        return await waits(endpoint, where)
+        monkeypatch.setattr(endpoint_module, "PING_S", 1.0)
+        await asyncio.sleep(1.0 + (endpoint_module.MAX_PINGS + 1) * endpoint_module.PING_S)
+        return Outcome(reward=1.0)
 
-    (stopped, healthy), _ = played(monkeypatch, tmp_path, [stops, goes_on])
+    stopped, healthy = played(monkeypatch, tmp_path, [stops, goes_on], [])
     assert isinstance(stopped, FailedError)
     assert "answered nothing for 1 s" in str(stopped)
     assert healthy == Outcome(reward=1.0)  # it said nothing but its pings for longer than that
@@ -118,12 +128,19 @@ def test_what_the_process_prints_and_the_keys_that_programs_name_are_bounded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asks = [{"ask": number, "ignored": [f"key{number}", f"other{number}"]} for number in range(100)]
-    _, said = played(monkeypatch, tmp_path, [waits], asks=json.dumps(asks))
-    named = [
-        name for line in said if "programs set" in line for name in line.split() if name.startswith(("key", "other"))
-    ]
-    assert len(named) == endpoint_module.MAX_IGNORED
-    assert len([line for line in said if line.startswith("endpoint: ")]) == 50
+    said: list[str] = []
+
+    def named() -> list[str]:
+        warnings = [line.split() for line in said if "programs set" in line]
+        return [word for words in warnings for word in words if word.startswith(("key", "other"))]
+
+    def printed() -> list[str]:
+        return [line for line in said if line.startswith("endpoint: ")]
+
+    all_came = until(lambda: len(printed()) >= MAX_LINES and len(named()) >= endpoint_module.MAX_IGNORED)
+    played(monkeypatch, tmp_path, [all_came], said, asks=json.dumps(asks))
+    assert len(named()) == endpoint_module.MAX_IGNORED
+    assert len(printed()) == MAX_LINES
     assert any("cannot be rendered" in line for line in said)
 
 
@@ -132,5 +149,6 @@ def test_a_rollout_has_a_bounded_number_of_turns_under_way(monkeypatch: pytest.M
     limits = Limits(8, 64, max_sequence_tokens=64)
     tasks: Any = set(range(MAX_CONNECTIONS))
     busy = Branches(nothing, nothing, limits, (), answering=tasks)
-    _, said = played(monkeypatch, tmp_path, [waits], asks='[{"ask": 0}]', branches=busy)
+    said: list[str] = []
+    played(monkeypatch, tmp_path, [until(lambda: said)], said, asks='[{"ask": 0}]', branches=busy)
     assert "asks for over 128 turns at once" in said[0]

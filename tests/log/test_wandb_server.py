@@ -8,11 +8,11 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_S
 
 KEY = "0fake" * 8
 PROGRAM = """
@@ -95,10 +95,8 @@ def test_a_server_that_goes_away_costs_seconds_at_the_end_and_one_message(
     program = start(tmp_path, server, finish_s=2.0)
     server.shutdown()
     server.server_close()
-    began = time.monotonic()
-    out, err = program.communicate("\n", timeout=200)
+    out, err = program.communicate("\n", timeout=WAIT_S)  # wandb would try for days
     assert (program.returncode, "Traceback" in err) == (0, False), err
-    assert time.monotonic() - began < 60  # wandb would try for days
     (warning,) = out.splitlines()
     assert warning.startswith("warning: logging.wandb: ")
     assert "metrics.jsonl has all metrics" in warning
@@ -108,7 +106,7 @@ def test_a_service_that_is_killed_is_one_message_and_the_run_goes_on(
     server: http.server.ThreadingHTTPServer, tmp_path: Path
 ) -> None:
     program = start(tmp_path, server, mode="offline")
-    out, err = program.communicate("kill the service\n", timeout=200)
+    out, err = program.communicate("kill the service\n", timeout=WAIT_S)
     assert (program.returncode, "Traceback" in err) == (0, False), err
     (warning,) = out.splitlines()
     assert warning.startswith("warning: logging.wandb: it failed (")

@@ -10,6 +10,7 @@ import threading
 from typing import Any
 
 import pytest
+from waiting import WAIT_S
 
 from rlhf.processes import outside
 
@@ -29,7 +30,7 @@ def test_what_another_thread_has_started_is_a_child_too() -> None:
     thread = threading.Thread(target=start)
     thread.start()
     try:
-        assert seen.wait(60)
+        assert seen.wait(WAIT_S)
         assert started[0].pid in outside.children_of(os.getpid())
     finally:
         may_end.set()

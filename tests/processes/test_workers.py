@@ -7,7 +7,6 @@ import signal
 import sys
 import sysconfig
 import threading
-import time
 import venv
 from collections import deque
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 class Told(Workers):
     """Tells workers what to do, and keeps what they say and how they end."""
 
-    reload_s, ping_s, keeper_silent_s = 1.0, 0.1, 10.0
+    reload_s, ping_s, keeper_silent_s = 1.0, 0.1, WAIT_S
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.said: list[tuple[int, Any]] = []
@@ -99,9 +98,7 @@ def test_hundreds_of_workers_start_at_once(tmp_path: Path) -> None:
     with Told(tmp_path, size=0) as many:
         many.size = 200
         many.call_soon(lambda: None)
-        started = time.monotonic()
-        assert wait_full(many) == 200
-        assert time.monotonic() - started < 60  # a second or two where nothing else runs
+        assert wait_full(many) == 200  # a second or two where nothing else runs
         many.call_soon(lambda: [many.kill(worker, "died") for worker in many.free()] and setattr(many, "size", 0))
         assert eventually(lambda: len(many._workers) == 1)
 

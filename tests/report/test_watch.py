@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from test_report import HOSTILE, write_run
-from waiting import eventually
+from waiting import WAIT_S, eventually
 
 from rlhf.log.status import LOST_S, STATUS, status_file
 from rlhf.report import page
@@ -180,7 +180,7 @@ def server(tmp_path: Path) -> Iterator[WatchServer]:
 
 def ask(address: str, path: str = "", *, method: str = "GET", host: str = "") -> tuple[int, bytes, dict[str, str]]:
     parts = urlsplit(address)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=WAIT_S)
     connection.request(method, path or parts.path, headers={"Host": host} if host else {})
     answer = connection.getresponse()
     body = answer.read()
@@ -275,7 +275,7 @@ def test_the_program_prints_one_address_and_the_line_for_ssh_and_ends_with_ctrl_
     assert f"ssh -N -L {port}:127.0.0.1:{port} " in ssh
     assert ask(address)[0] == 200
     program.send_signal(signal.SIGINT)
-    assert program.communicate(timeout=60)[0] == ""
+    assert program.communicate(timeout=WAIT_S)[0] == ""
     assert program.returncode == 0
 
 

@@ -753,7 +753,7 @@ def test_all_tests_of_a_response_have_a_limit_together_after_which_they_fail() -
     tests = {"tests": [f"assert square({n}) == {n * n}" for n in range(9)]}
     result = code_reward(f"```python\n{code}\n```", tests, CodeOptions(mode="fraction"), 0.5, lambda: said.append(None))
     assert result.status == "ok"
-    assert 2 <= round(9 * (result.value or 0)) <= 4
+    assert 1 <= round(9 * (result.value or 0)) <= 4
     assert "the tests before took over 0.5 seconds (reward.wall_seconds)" in result.detail
     assert len(said) == round(9 * (result.value or 0)) + 1
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,9 @@ from rlhf.config import cli
 from rlhf.run.stop import Stop
 
 
-async def a_run(stop: Stop, log: list[str], *, at_boundary: Callable[[], None] = lambda: None) -> None:
+async def a_run(
+    stop: Stop, log: list[str], *, at_boundary: Callable[[], None] = lambda: None, save_s: float = 0.0
+) -> None:
     """A step that cannot be interrupted, in which the first signal comes, and then a wait that can."""
     try:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -22,13 +25,13 @@ async def a_run(stop: Stop, log: list[str], *, at_boundary: Callable[[], None] =
         log.append("step")
         assert await stop.unless_requested(asyncio.Event().wait()) is None
         with stop.saving():
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(save_s)
             log.append("saved")
     finally:
         log.append("cleaned up")
 
 
-def status_of(stop: Stop, log: list[str], **options: Callable[[], None]) -> int:
+def status_of(stop: Stop, log: list[str], **options: Any) -> int:
     run = a_run(stop, log, **options)
     return cli.run_program(lambda: cli.run_async(run, on_signal=stop.on_signal))
 
@@ -42,7 +45,7 @@ def ready(grace_s: float, said: list[str]) -> Stop:
 def test_the_first_signal_lets_the_step_end_and_save_even_if_the_save_outlasts_the_grace() -> None:
     log: list[str] = []
     said: list[str] = []
-    assert status_of(ready(0.2, said), log) == 0
+    assert status_of(ready(3.0, said), log, save_s=3.2) == 0
     assert log == ["step", "saved", "cleaned up"]
     assert [text.split(":")[0] for text in said] == ["SIGTERM"]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import WAIT_S
 
 from rlhf.sampling import vllm_process
 
@@ -67,7 +68,7 @@ def test_spawned_processes_and_theirs_begin_without_the_garbage_collector(monkey
     vllm_process.run_in_children()
     queue = CONTEXT.Queue()
     spawn(queue, 2)
-    assert [queue.get(timeout=60) for _ in range(2)] == [(False, "rlhf.sampling.vllm_process")] * 2
+    assert [queue.get(timeout=WAIT_S) for _ in range(2)] == [(False, "rlhf.sampling.vllm_process")] * 2
     assert gc.isenabled()
 
 
@@ -79,7 +80,7 @@ def test_a_process_has_its_title_though_ray_moves_the_first_variable(tmp_path: P
     variables = {"RAY_CLIENT_MODE": "0", "PATH": os.environ["PATH"], "PYTHONPATH": paths}
     environment = {first: variables.pop(first), **variables}
     shown = subprocess.run(
-        [sys.executable, "-c", START], env=environment, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", START], env=environment, capture_output=True, text=True, timeout=WAIT_S, check=True
     )
     assert shown.stdout == "VLLM::Worker\n", shown.stderr
 
@@ -87,5 +88,5 @@ def test_a_process_has_its_title_though_ray_moves_the_first_variable(tmp_path: P
 @pytest.mark.private
 @pytest.mark.slow
 def test_what_was_in_shared_memory_is_gone_before_ray_can_kill_the_tracker() -> None:
-    shown = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=120, check=True)
+    shown = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=WAIT_S, check=True)
     assert shown.stdout.split() == ["True", "False"], shown.stderr
