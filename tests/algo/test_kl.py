@@ -5,11 +5,24 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
+from enumeration import (
+    LENGTHS,
+    LONGEST,
+    PREFIX_OF_TOKEN,
+    PREFIXES,
+    RESPONSES,
+    SPREAD,
+    TOKEN,
+    WORDS,
+    gradient_of,
+    per_response,
+    probabilities,
+    token_logprobs,
+)
 from torch import Tensor
 
 from rlhf.algo.kl import KL_ESTIMATORS, KLController, kl_per_token
@@ -170,20 +183,8 @@ def test_one_gradient_of_k1_is_not_zero_and_grows_with_the_coefficient():
 # --- responses that end: a division by a sampled length, and another policy that sampled ---
 
 AGGREGATIONS = ("constant", "token_mean", "sequence_mean")
-END, WORDS, LONGEST = 0, 3, 3  # a response ends with the token END or has LONGEST tokens
-RESPONSES = [
-    ids
-    for length in range(1, LONGEST + 1)
-    for ids in itertools.product(range(WORDS), repeat=length)
-    if END not in ids[:-1] and (ids[-1] == END or length == LONGEST)
-]
-LENGTHS = torch.tensor([len(ids) for ids in RESPONSES])
-PREFIXES = sorted({ids[:at] for ids in RESPONSES for at in range(len(ids))})
-# Of all tokens of all responses, one response after another: the number of the prefix, and the token.
-PREFIX_OF_TOKEN = torch.tensor([PREFIXES.index(ids[:at]) for ids in RESPONSES for at in range(len(ids))])
-TOKEN = torch.tensor([token for ids in RESPONSES for token in ids])
 ROUNDING = 1e-12  # of a gradient in float64
-SPREAD, REF_DISTANCE, OLD_DISTANCE = 0.7, 0.5, 0.2  # std of logits, and of their differences to those of the policy
+REF_DISTANCE, OLD_DISTANCE = 0.5, 0.2  # std of the differences of logits to those of the policy
 
 
 class Policies(NamedTuple):
@@ -200,22 +201,6 @@ def response_policies(seed: int) -> Policies:
     )
     theta = SPREAD * theta
     return Policies(theta, theta + REF_DISTANCE * to_ref, theta + OLD_DISTANCE * to_old)
-
-
-def token_logprobs(logits: Tensor) -> Tensor:
-    """[T] of all tokens of all responses, one response after another."""
-    return logits.log_softmax(-1)[PREFIX_OF_TOKEN, TOKEN]
-
-
-def per_response(x: Tensor) -> Tensor:
-    """[responses] sums of [T]."""
-    return torch.stack([part.sum() for part in x.split(LENGTHS.tolist())])
-
-
-def gradient_of(value: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
-    theta = logits.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(value(theta), theta)
-    return gradient
 
 
 @functools.cache
@@ -265,7 +250,7 @@ def prefix_kl_gradient(policies: Policies, sampler: Tensor, *, reverse: bool = T
 
     reverse: False for KL(ref, pi).
     """
-    probability = per_response(token_logprobs(sampler)).exp().repeat_interleave(LENGTHS)
+    probability = probabilities(sampler).repeat_interleave(LENGTHS)
     log_ref = policies.ref.log_softmax(-1)
 
     def expected_kl(theta: Tensor) -> Tensor:
@@ -278,12 +263,12 @@ def prefix_kl_gradient(policies: Policies, sampler: Tensor, *, reverse: bool = T
 
 def length_gradient(logits: Tensor) -> Tensor:
     """Of the expected number of tokens of a response."""
-    return gradient_of(lambda theta: per_response(token_logprobs(theta)).exp() @ LENGTHS.double(), logits)
+    return gradient_of(lambda theta: probabilities(theta) @ LENGTHS.double(), logits)
 
 
 def sampler_kl_gradient(policies: Policies, sampler: Tensor) -> Tensor:
     """Of KL(pi_old, pi) of whole responses, pi_old being the policy that sampled."""
-    probability = per_response(token_logprobs(sampler)).exp()
+    probability = probabilities(sampler)
     return gradient_of(lambda theta: -probability @ per_response(token_logprobs(theta)), policies.policy)
 
 
@@ -307,7 +292,7 @@ def inverse_length_gradient(aggregation: str, size: int = 2) -> Tensor:
     """Of E[1/N] of a minibatch: N is the tokens of the minibatch, or of a response."""
 
     def expected(theta: Tensor) -> Tensor:
-        probability = per_response(token_logprobs(theta)).exp()
+        probability = probabilities(theta)
         if aggregation == "sequence_mean":
             return probability @ (1 / LENGTHS.double())
         return sum(
@@ -321,7 +306,7 @@ def test_the_enumeration_is_of_responses_that_end_and_of_all_their_pairs():
     assert len(RESPONSES) == 15
     assert sorted(set(LENGTHS.tolist())) == [1, 2, 3]
     assert sum(len(chosen) for chosen, _ in minibatches(2).values()) == 225
-    assert float(per_response(token_logprobs(ON_POLICY)).exp().sum()) == pytest.approx(1)
+    assert float(probabilities(ON_POLICY).sum()) == pytest.approx(1)
 
 
 def test_summed_over_tokens_and_on_policy_k1_has_no_gradient_k3_that_of_the_forward_kl_and_the_others_the_reverse():
@@ -335,7 +320,7 @@ def test_no_estimator_in_the_loss_sees_the_effect_of_a_token_on_later_prefixes()
     """A token also chooses under which prefix the KL of the next one is paid."""
     log_pi, log_ref = (logits.log_softmax(-1) for logits in (ON_POLICY, POLICIES.ref))
     of_response = per_response((log_pi.exp() * (log_pi - log_ref)).sum(-1)[PREFIX_OF_TOKEN])
-    missing = gradient_of(lambda theta: per_response(token_logprobs(theta)).exp() @ of_response, ON_POLICY)
+    missing = gradient_of(lambda theta: probabilities(theta) @ of_response, ON_POLICY)
     assert missing.abs().max() > 0.01
     for name in ("k2", "k4", WEIGHTED):
         assert_same(summed(name, ON_POLICY) + missing, response_kl_gradient(POLICIES))
