@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import re
-import time
 from functools import partial
 from pathlib import Path
 
@@ -55,12 +55,12 @@ def test_a_recipe_has_no_importance_correction_as_in_its_paper(files: tuple[str,
 
 
 @pytest.mark.parametrize("files", RECIPES, ids=IDS)
-def test_a_recipe_is_planned_in_under_a_second(files: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_is_planned_in_few_steps(files: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [part for file in files for part in ("--config", str(ROOT / "configs" / file))]
-    began = time.process_time()
-    with contextlib.suppress(ValueError):  # data that is not here
+    profile = cProfile.Profile()
+    with profile, contextlib.suppress(ValueError):  # data that is not here
         (ppo if is_ppo(files) else grpo).main([*arguments, "--plan"])
-    assert time.process_time() - began < 1.0
+    assert sum(entry.callcount for entry in profile.getstats()) < 4_000_000  # calls; about a second
     output = capsys.readouterr().out
     assert re.search(r"^  optimizer steps, learner +[\d,]+ steps", output, re.MULTILINE)
 

@@ -23,6 +23,7 @@ from rlhf.config import cli
 from rlhf.run import supervisor
 from rlhf.run.checkpoint_files import write_manifest
 
+cli.SAME_SIGNAL_S = 60.0  # the second of two signals may come late
 folder, acts = Path(sys.argv[1]), sys.argv[2:]
 
 async def wait_for_a_signal():
