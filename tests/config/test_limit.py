@@ -91,12 +91,15 @@ ENDS = {  # a fork goes on until the test closes its standard input
 @pytest.mark.parametrize("name", ENDS)
 def test_the_watcher_ends_with_its_process(name: str) -> None:
     work = "import os; print(open(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read(), flush=True)"
-    after = f"{PROGRAM}\nimport os, threading\n{ENDS[name]}"
+    after = f"{PROGRAM}\nimport os, threading\nsys.stdin.readline()\n{ENDS[name]}"
     command = [sys.executable, "-c", after, work, "0.4"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
+        assert program.stdin is not None
         watcher = program.stdout.readline().strip()
-        assert _is_watcher(watcher)
+        assert eventually(lambda: _is_watcher(watcher))
+        program.stdin.write("\n")
+        program.stdin.flush()
         program.wait()
         assert eventually(lambda: not _is_watcher(watcher)), f"process {watcher} is still there"
 
