@@ -53,11 +53,12 @@ CALL_FRACTION = 0.12  # share of the demonstrations with tools that ask the calc
 
 @dataclass(frozen=True)
 class Problem:
-    """The sum of two numbers of `COLUMNS` digits, or their product."""
+    """The sum of two numbers of so many digits, or their product."""
 
     left: int
     right: int
     sign: str = "+"
+    columns: int = COLUMNS
 
     @property
     def question(self) -> str:
@@ -70,7 +71,7 @@ class Problem:
     def worked(self, careless: random.Random | None = None) -> str:
         """The column sums from the right and the boxed answer; given a generator, as the careless pupil writes them."""
         carry, sums = 0, []
-        for column in range(COLUMNS):
+        for column in range(self.columns):
             digits = self.left // 10**column % 10 + self.right // 10**column % 10
             if careless is not None and carry and careless.random() < FORGOTTEN_CARRY_FRACTION:
                 carry = 0

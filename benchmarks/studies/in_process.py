@@ -241,6 +241,7 @@ def keep(file: Path, run: Any, steps: Sequence[report.Row], *, prompts: int, sec
         **asdict(run),
         "prompts": prompts,
         "date": f"{datetime.date.today():%Y-%m-%d}",
+        "commit": report.commit(),
         "seconds": round(seconds, 1),
         "steps": steps,
     }

@@ -66,11 +66,11 @@ def parse(arguments_parser: argparse.ArgumentParser, arguments: Sequence[str] | 
     return options
 
 
-def ensure_data(folder: Path) -> Path:
-    """The folder; the quickstart's model and data are made first if it is empty."""
+def ensure_data(folder: Path, maker: str = "rlhf.quickstart") -> Path:
+    """The folder; model and data, the quickstart's or another task's, are made first if it is empty."""
     if not (folder / "test.jsonl").is_file():
-        print(f"making {folder} first (rlhf.quickstart)", flush=True)
-        subprocess.run([sys.executable, "-m", "rlhf.quickstart", "--output", str(folder)], check=True)
+        print(f"making {folder} first ({maker})", flush=True)
+        subprocess.run([sys.executable, "-m", maker, "--output", str(folder)], check=True)
     return folder
 
 
@@ -152,6 +152,12 @@ def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     return value
+
+
+def commit() -> str:
+    """The short id of the commit that is checked out, with a + if files differ from it."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def mean(values: Iterable[float]) -> float:
