@@ -61,9 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser("objectives", description, trains=True, scans=True, seeds=SEEDS)
     mixed_task.add_argument(parser)
     parser.add_argument("--only", default=",".join(SETTINGS), help="settings, after their controls")
+    parser.add_argument("--rates", default="5e-4,2e-4", help="learning rates")
     parser.add_argument("--known", type=Path, help="JSON of a picture whose runs are not made again")
     options = report.parse(parser, arguments)
-    settings, situations = options.only.split(","), SITUATIONS
+    settings, rates = options.only.split(","), list(map(float, options.rates.split(",")))
+    situations = [situation for situation in SITUATIONS if situation.rate in rates]
     if unknown := sorted({*settings} - {*SETTINGS}):
         parser.error(f"--only: there is no setting {', '.join(unknown)}")
     study_config, steps = outcomes.study_config, outcomes.STEPS
