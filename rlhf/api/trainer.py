@@ -488,7 +488,7 @@ class Trainer:
         """Evaluate the published weights on data.eval now. Returns the metrics, which are logged under this step."""
         if not self._loop.data.evaluation.prompts:
             raise ValueError("evaluate: data.eval names no rows. Set data.eval.")
-        async with self._awake("evaluate", lag=0), self._learners:
+        async with self._awake("evaluate", lag=0, holds_learners=True):
             await self._loop.evaluate(self.step)
         return self._run.state.evaluations[self.step]
 
@@ -577,25 +577,29 @@ class Trainer:
                 return (await evaluate({"": prompts}, rollout_group, at_once=max(1, at_once), count=count))[""]
 
     @contextlib.asynccontextmanager
-    async def _awake(self, call: str, lag: int) -> AsyncIterator[bool]:
+    async def _awake(self, call: str, lag: int, *, holds_learners: bool = False) -> AsyncIterator[bool]:
         """A context in which the engines may sample; gives whether no other call samples.
 
-        ValueError if their rollouts would be older than `lag` steps for the next update.
+        ValueError if their rollouts would be older than `lag` steps for the next update. `holds_learners`: no other
+        call uses the learners meanwhile, so on shared GPUs the engines stay awake.
         """
-        if (self._changing or self._updated is not None) and not lag:
-            raise ValueError(
-                f"{call}: the engines have the weights of step {self.step} until step {self.step + 1} is published. "
-                "Call publish first."
-            )
-        takes_turns = self._run.cluster.shares_gpus
-        async with self._learners if takes_turns else contextlib.nullcontext():
-            if self._updated is None:  # else they wake when it is published
-                await self._loop.engines.wake_if_asleep(self.step)
+        self._check_version(call, lag)
+        async with contextlib.AsyncExitStack() as held:
+            if holds_learners or self._run.cluster.shares_gpus:
+                await held.enter_async_context(self._learners)
+                self._check_version(call, lag)  # an update may have come first
+                if self._updated is None:
+                    await self._loop.engines.wake_if_asleep(self.step)
+                elif self._run.cluster.shares_gpus:
+                    until = f"until step {self._updated.step} is published"
+                    self._run.log.print(f"{call} waits: engines on the learners' GPUs sleep {until}.")
+            if not holds_learners:
+                await held.aclose()
             self._sampling += 1
-        try:
-            yield self._sampling == 1
-        finally:
-            self._sampling -= 1
+            try:
+                yield self._sampling == 1
+            finally:
+                self._sampling -= 1
 
     def _begin_step(self) -> None:
         """The time of a step begins with its first call."""
@@ -621,6 +625,13 @@ class Trainer:
             self._changing = False
 
     # --- refusals ---
+
+    def _check_version(self, call: str, lag: int) -> None:
+        if (self._changing or self._updated is not None) and not lag:
+            raise ValueError(
+                f"{call}: the engines have the weights of step {self.step} until step {self.step + 1} is published. "
+                "Call publish first."
+            )
 
     def _check_published(self, call: str) -> None:
         if self._updated is not None:

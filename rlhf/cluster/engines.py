@@ -100,9 +100,9 @@ class Engines:
     async def take_work(self) -> tuple[dict[str, float], float]:
         """(metrics of the engines, busy seconds of the busiest one) since the last call, with evaluations.
 
-        Busy seconds are those in which an engine had a request; idle time does not lower the rate. Several engines
-        sample at the same time, so the rate is the tokens of all engines over the busy seconds of the busiest one. An
-        engine that does not answer is not counted.
+        Busy seconds are those in which an engine had a request and was awake; idle time does not lower the rate.
+        Several engines sample at the same time, so the rate is the tokens of all engines over the busy seconds of the
+        busiest one. An engine that does not answer is not counted.
         """
         answers = await self._call_each(
             lambda engine: engine.take_work(), what="its speed", deadline_s=HEALTH_DEADLINE_S

@@ -53,7 +53,7 @@ LEARNER_PHASES = ("logprobs", "update", "transfer", "canary", "checkpoint")
 
 
 def waiting_seconds(phases: Mapping[str, float], window_s: float, engines_busy_s: float) -> dict[str, float]:
-    """The metrics of idle time: seconds in which the busiest engine had no request, and the learners no work."""
+    """The metrics of idle time: seconds in which the busiest engine had no request or slept, and learners no work."""
     learners_busy_s = sum(phases.get(phase, 0.0) for phase in LEARNER_PHASES)
     return {
         "time/engine_idle": max(0.0, window_s - engines_busy_s),
@@ -65,30 +65,33 @@ class EngineWork(NamedTuple):
     """What an engine did since a moment, evaluations included."""
 
     tokens: int  # sampled
-    busy_s: float  # with a request
+    busy_s: float  # with a request, and not asleep
     kv_cache_usage: float  # the largest fraction of the blocks in use
     passes: int  # forward passes
     waiting_passes: int  # after which a request waited for blocks of the KV cache
 
 
 class BusyMeter:
-    """Counts the sampled tokens of an engine, and the seconds in which it had a request and did not sleep.
-
-    Attributes:
-        asleep_s: seconds that it has slept, up to the last wake.
-    """
+    """Counts the sampled tokens of an engine, and the seconds in which it had a request and did not sleep."""
 
     def __init__(self) -> None:
-        self.tokens, self.asleep_s = 0, 0.0
+        self.tokens = 0
         self._running, self._asleep = 0, False
-        self._since, self._busy_s = time.monotonic(), 0.0
+        self._since, self._busy_s, self._asleep_s = time.monotonic(), 0.0, 0.0
 
     @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
+    def request(self) -> Iterator[Callable[[], float]]:
+        """A context around a request; gives a function that says how many seconds of it the engine has slept so far."""
         self._count()
         self._running += 1
+        before_s = self._asleep_s
+
+        def asleep_s() -> float:
+            self._count()
+            return self._asleep_s - before_s
+
         try:
-            yield
+            yield asleep_s
         finally:
             self._count()
             self._running -= 1
@@ -105,7 +108,7 @@ class BusyMeter:
         """Count the seconds since the last call as what the engine did in them."""
         now = time.monotonic()
         if self._asleep:
-            self.asleep_s += now - self._since
+            self._asleep_s += now - self._since
         elif self._running:
             self._busy_s += now - self._since
         self._since = now

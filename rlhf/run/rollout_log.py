@@ -70,12 +70,15 @@ def rollout_metrics(
 
 
 def interruptions(rollout: Rollout) -> list[int]:
-    """Where new weights came in the middle of a turn: how many tokens its sequence had, whose keys were dropped."""
+    """Where new weights came in the middle of a turn: how many tokens its sequence had, whose keys were dropped.
+
+    A turn that goes on from the ids of the turn before, with newer weights, counts too.
+    """
     return [
         before.end
         for sequence in rollout.sequences
         for before, after in itertools.pairwise(sequence.version_spans)
-        if before.end == after.start
+        if before.end == after.start and before.version != after.version
     ]
 
 

@@ -135,12 +135,11 @@ class RolloutEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             routed_experts_prompt_start=len(token_ids) if settings.experts_from is None else settings.experts_from,
         )
-        slept_s = self._meter.asleep_s
-        with self._meter.request():
+        with self._meter.request() as slept_s:
             final = await self._run(token_ids, params, priority=ROLLOUT_PRIORITY)
+            asleep_s = slept_s()
         self._meter.tokens += sum(len(output.token_ids) for output in final.outputs)
         asked = None if settings.experts_from is None else len(token_ids) - settings.experts_from
-        asleep_s = self._meter.asleep_s - slept_s
         completions = [
             settings.stopped_at_token(_completion(output, self._rank, self._supported, asked, asleep_s))
             for output in final.outputs

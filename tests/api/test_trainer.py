@@ -183,6 +183,60 @@ def test_with_a_lag_of_1_the_next_groups_are_sampled_before_and_while_the_last_o
     assert [row["rollout/lag/max"] for row in metrics_of(config)] == [0, 1, 1]
 
 
+class SharedCluster(FakeCluster):
+    shares_gpus = True
+
+
+class CountedLock(asyncio.Lock):
+    asked = 0
+
+    async def acquire(self) -> Any:
+        self.asked += 1
+        return await super().acquire()
+
+
+class Sleeping(Sampling):
+    """Engines on the learners' GPUs. They take long to wake: until another call waits for the learners."""
+
+    sleeps, lock = True, CountedLock()
+
+    async def cached_sequences(self) -> None:
+        return None
+
+    async def wake_if_asleep(self, version: int) -> bool:
+        while self.asleep and self.lock.asked < 2:
+            await asyncio.sleep(0.01)
+        return await super().wake_if_asleep(version)
+
+    async def generate(self, *arguments: Any, **how: Any) -> Any:
+        assert not self.asleep, "nobody wakes them before the evaluation has ended"
+        return await super().generate(*arguments, **how)
+
+
+def test_on_shared_gpus_an_update_waits_for_the_evaluation_that_came_first(
+    config: GRPOConfig, engines: Sampling, monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path
+) -> None:
+    sleeping = Sleeping()
+    started: Any = functools.partial(rollout_loop.rollout_loop, make_engines=sleeping.of_cluster)
+    monkeypatch.setattr(rollout_loop, "rollout_loop", started)
+    monkeypatch.setattr(run, "Run", functools.partial(run.Run, make_cluster=SharedCluster))
+    data = config.data.model_dump() | {"eval": str(tiny_model_dir / "test.jsonl"), "eval_rows": 4}
+    keys = {"evaluation.at_start": False, "rollout.max_policy_lag": 1}
+
+    async def loop() -> int:
+        async with rlhf.Trainer([config, {"data": data}], **keys) as trainer:
+            groups = await trainer.sample_async(await trainer.next_prompts_async())
+            trainer._learners, sleeping.asleep = sleeping.lock, True
+            evaluation = asyncio.ensure_future(trainer.evaluate_async())
+            await asyncio.sleep(0)  # that call begins
+            await trainer.update_async(groups)
+            assert "eval/test/avg@1" in await evaluation
+            await trainer.publish_async()
+            return trainer.step
+
+    assert asyncio.run(asyncio.wait_for(loop(), WAIT_S)) == 1
+
+
 def test_calls_work_in_a_program_whose_event_loop_runs(config: GRPOConfig, engines: Sampling) -> None:
     async def cell() -> int:
         with rlhf.Trainer(config) as trainer:

@@ -12,7 +12,7 @@ from worlds import make_groups
 
 from rlhf.log.clock import BusyMeter, Clock, waiting_seconds
 from rlhf.log.reductions import Last, Mean, Sum, UpdateOutcome, mean_over_updates, to_values
-from rlhf.run.rollout_log import rollout_metrics
+from rlhf.run.rollout_log import interruptions, rollout_metrics
 from rlhf.types import RolloutGroup, VersionSpan
 
 
@@ -42,16 +42,18 @@ def test_an_engine_that_sleeps_is_not_busy_though_it_has_requests(monkeypatch: p
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     meter = BusyMeter()
-    with meter.request():
+    with meter.request() as of_first_s:
         now[0] = 2.0
         meter.sleep()
         now[0] = 7.0
-        assert meter.take() == (0, 2.0)
-        now[0] = 10.0
-        meter.wake_up()
+        with meter.request() as of_second_s:  # it came in the middle of the sleep
+            now[0] = 10.0
+            meter.wake_up()
+            assert meter.take() == (0, 2.0)
+            assert of_second_s() == 3.0
         now[0] = 11.0
     assert meter.take() == (0, 1.0)
-    assert meter.asleep_s == 8.0
+    assert of_first_s() == 8.0
 
 
 def test_phases_between_two_logs_belong_to_the_later_step() -> None:
@@ -118,3 +120,14 @@ def test_lag_is_counted_by_token() -> None:
     assert metrics["rollout/tokens_at_lag/1"].value() == 2 / tokens
     assert metrics["rollout/tokens_at_lag/2"].value() == (tokens - 2) / tokens
     assert to_values(metrics)["rollout/lag/max"] == 2
+    assert metrics["rollout/interrupted"].value() == 2
+    lengths = [len(sample.rollout.sequences[0].token_ids) for sample in samples]
+    assert metrics["rollout/recomputed_tokens"].value() == sum(lengths) - 2  # each lacked its last token
+
+
+def test_a_turn_that_goes_on_from_the_ids_of_the_one_before_under_the_same_weights_was_not_interrupted() -> None:
+    (group,) = make_groups(groups=1, samples=1, vocabulary=9, longest=20, seed=0)
+    rollout = group.samples[0].rollout
+    spans = (VersionSpan(3, 5, 4), VersionSpan(5, 6, 4))
+    two_turns = (dataclasses.replace(rollout.sequences[0], version_spans=spans),)
+    assert interruptions(dataclasses.replace(rollout, sequences=two_turns)) == []
