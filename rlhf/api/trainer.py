@@ -561,7 +561,6 @@ class Trainer:
         self, call: str, prompts: Sequence[Prompt], rollout_group: Callable[[Prompt], Awaitable[RolloutGroup]]
     ) -> list[RolloutGroup]:
         """The groups of these prompts, in their order."""
-        from rlhf.rollout.buffer import groups_at_engines
         from rlhf.run.evaluation import evaluate
 
         if other := [type(prompt).__name__ for prompt in prompts if not isinstance(prompt, Prompt)]:
@@ -569,7 +568,7 @@ class Trainer:
                 f"{call}: a {other[0]} is not a Prompt. Give those of next_prompts, or of trainer.prompts."
             )
         config, run = self.config, self._run
-        at_once = len(prompts) if config.run.deterministic else groups_at_engines(config)
+        at_once = len(prompts) if config.run.deterministic else self._loop.groups_at_once
         self._begin_step()
         async with self._awake(call, config.rollout.max_policy_lag) as alone:
             with run.clock.phase("sampling") if alone else contextlib.nullcontext():

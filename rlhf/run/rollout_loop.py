@@ -146,6 +146,7 @@ class RolloutLoop(Generic[C]):
         config = run.config
         self.engines, self.scorer, self.data, self.tickets, self.speed = engines, scorer, data, tickets, speed
         self.workers, self.outcomes = workers, outcomes
+        self.groups_at_once = groups_at_engines(config, cached_sequences)
         self._truncate_token = truncate_token_id(config.rollout, run.tokenizer)
         self.training_purpose = training_purpose(config, self._truncate_token)
         self.teachers = teachers
@@ -176,7 +177,7 @@ class RolloutLoop(Generic[C]):
             max_replacements=config.rollout.max_replacements if config.rollout.dynamic_sampling else 0,
             deciding_part=config.rollout.dynamic_sampling_part,
             in_order=config.run.deterministic,
-            max_running=None if config.run.deterministic else groups_at_engines(config, cached_sequences),
+            max_running=None if config.run.deterministic else self.groups_at_once,
             deadline_s=2 * config.request_deadline_s,  # after a first one, another engine may take its place
         )
         teacher = config.algo.teacher

@@ -199,9 +199,10 @@ class Sleeping(Sampling):
     """Engines on the learners' GPUs. They take long to wake: until another call waits for the learners."""
 
     sleeps, lock = True, CountedLock()
+    under_way, most_under_way = 0, 0
 
-    async def cached_sequences(self) -> None:
-        return None
+    async def cached_sequences(self) -> float:
+        return SAMPLES * (PROMPTS + 1.5)
 
     async def wake_if_asleep(self, version: int) -> bool:
         while self.asleep and self.lock.asked < 2:
@@ -210,16 +211,33 @@ class Sleeping(Sampling):
 
     async def generate(self, *arguments: Any, **how: Any) -> Any:
         assert not self.asleep, "nobody wakes them before the evaluation has ended"
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        await asyncio.sleep(0)
+        self.under_way -= 1
         return await super().generate(*arguments, **how)
 
 
-def test_on_shared_gpus_an_update_waits_for_the_evaluation_that_came_first(
-    config: GRPOConfig, engines: Sampling, monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path
-) -> None:
-    sleeping = Sleeping()
-    started: Any = functools.partial(rollout_loop.rollout_loop, make_engines=sleeping.of_cluster)
+@pytest.fixture
+def sleeping(engines: Sampling, monkeypatch: pytest.MonkeyPatch) -> Sleeping:
+    shared = Sleeping()
+    started: Any = functools.partial(rollout_loop.rollout_loop, make_engines=shared.of_cluster)
     monkeypatch.setattr(rollout_loop, "rollout_loop", started)
     monkeypatch.setattr(run, "Run", functools.partial(run.Run, make_cluster=SharedCluster))
+    return shared
+
+
+def test_on_shared_gpus_no_more_groups_are_sampled_at_once_than_the_caches_hold(
+    config: GRPOConfig, sleeping: Sleeping
+) -> None:
+    with rlhf.Trainer(config) as trainer:
+        trainer.drop(trainer.sample(trainer.next_prompts(3 * PROMPTS)))
+    assert sleeping.most_under_way == PROMPTS + 1
+
+
+def test_on_shared_gpus_an_update_waits_for_the_evaluation_that_came_first(
+    config: GRPOConfig, sleeping: Sleeping, tiny_model_dir: Path
+) -> None:
     data = config.data.model_dump() | {"eval": str(tiny_model_dir / "test.jsonl"), "eval_rows": 4}
     keys = {"evaluation.at_start": False, "rollout.max_policy_lag": 1}
 
