@@ -14,8 +14,8 @@ prefix, the expected gradient is
 
 *Off-policy*, at tokens sampled from pi_old, k4 and ratio-weighted k3 stay exact (at prefixes as pi_old reaches them).
 The others become the same sum under pi_old instead of pi. For k1 that is the gradient of -KL(pi_old || pi): it pushes
-away from the policy that sampled, and the reference is not in it. With a policy lag pi_old has not sampled either: at
-r = 1 the gradient of weighted k3 is that of k2, that of k4 the sum of those of k1 and k2.
+away from the policy that sampled, and the reference is not in it. With a policy lag an older policy sampled, not
+pi_old. At r = 1 weighted k3 then has the gradient of k2, and k4 the sum of those of k1 and k2.
 
 `sequence_mean` and `token_mean` divide by a length N that was sampled. The term 1 x grad log pi, which k1 and k4 have,
 then no longer averages to 0: it is the gradient of E[1/N]. For k1 it is all there is, so a larger coefficient makes

@@ -52,7 +52,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """The engines are full at best, and a step's responses have `lag` more steps to end before their training."""
+        """At best the engines are always full. The responses of a step may end up to `lag` steps later."""
         training, full = self.logprobs + self.update + self.host + self.sending, self.sampling - self.tail
         if self.shared:
             return self.turns + self.interrupted + training + max(full, self.sampling / (1 + self.lag))

@@ -236,7 +236,7 @@ class AlgoConfig(Section):
 
 class OptimizerConfig(Section):
     variant: Literal["torch", "tensorflow"] = key(
-        "torch", "where Adam adds epsilon: outside the root, or inside it (to repeat such work set betas=[0.9, 0.999])"
+        "torch", "where Adam adds epsilon: outside the root, or inside it (as TensorFlow: set betas=[0.9, 0.999] too)"
     )
     lr: NonNegative = key(1e-6, "peak learning rate")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "decay of the first and second moment")
