@@ -108,15 +108,17 @@ def _twin(
 
 
 def _blocking(
-    twin: Callable[Concatenate[Trainer, P], Coroutine[Any, Any, R]],
+    twin: Callable[Concatenate[Trainer, P], Coroutine[Any, Any, R]], *, samples: bool = False
 ) -> Callable[Concatenate[Trainer, P], R]:
-    """The call that blocks."""
+    """The call that blocks; one that `samples` must not wait for a `publish` which only its caller would call."""
     method: Callable[..., Coroutine[Any, Any, R]] = twin.__wrapped__  # type: ignore[attr-defined]
     name = method.__name__.removesuffix("_async")
 
     @functools.wraps(method)
     def call(trainer: Trainer, *arguments: P.args, **named: P.kwargs) -> R:
         thread = trainer._open_thread(name)
+        if samples:
+            trainer._check_awake(name)
         return thread.wait(thread.submit(method(trainer, *arguments, **named)))
 
     call.__name__ = name
@@ -545,8 +547,8 @@ class Trainer:
         return path
 
     next_prompts = _blocking(next_prompts_async)
-    sample = _blocking(sample_async)
-    generate = _blocking(generate_async)
+    sample = _blocking(sample_async, samples=True)
+    generate = _blocking(generate_async, samples=True)
     group = _blocking(group_async)
     drop = _blocking(drop_async)
     update = _blocking(update_async)
@@ -630,6 +632,13 @@ class Trainer:
             raise ValueError(
                 f"{call}: the engines have the weights of step {self.step} until step {self.step + 1} is published. "
                 "Call publish first."
+            )
+
+    def _check_awake(self, call: str) -> None:
+        if self._run.cluster.shares_gpus and self._updated is not None and not self._changing:
+            raise ValueError(
+                f"{call}: the engines on the learners' GPUs sleep until step {self._updated.step} is published. Call "
+                f"publish first, or start `await {call}_async` before the update."
             )
 
     def _check_published(self, call: str) -> None:

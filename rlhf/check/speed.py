@@ -119,7 +119,11 @@ def decode_step_s(shape: ModelShape, config: GRPOConfig, batch: int | None = Non
     cluster, lengths, rates = config.cluster, Lengths.of(config), relative_rates(config)
     gemm, bandwidth = GEMM * rates.tflops, BANDWIDTH * rates.bandwidth
     per_token, held = kv_cache(shape, config)
-    waiting = -(-config.rollouts_per_step * (1 + config.rollout.max_policy_lag) // cluster.engines)
+    begun = config.rollouts_per_step * (1 + config.rollout.max_policy_lag)
+    if cluster.placement == "colocated":  # `rollout.buffer.groups_at_engines`
+        cached = cluster.engines * held // config.max_sequence_tokens
+        begun = min(begun, max(config.rollouts_per_step, cached))
+    waiting = -(-begun // cluster.engines)
     fits = max(1, held // lengths.sequence)
     batch = batch or min(config.rollout.max_concurrent_sequences, waiting, fits)
     gpus, b = cluster.tensor_parallel, BYTES[config.model.dtype]

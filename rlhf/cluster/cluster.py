@@ -194,7 +194,7 @@ class Cluster:
     async def _build_one_after_another(self) -> None:
         """Load the roles that share GPUs. An engine takes the memory that is free when it starts, so it comes last."""
         for role in self.roles:
-            if role.name == ENGINE and self.config.cluster.device == "cuda":
+            if role.name == ENGINE and self.config.cluster.device == "cuda":  # else in tests of this project
                 measured = {
                     name: await ranks.call(lambda rank: rank.gpu_memory()) for name, ranks in self.trained().items()
                 }

@@ -143,9 +143,14 @@ class GRPOConfig(TrainingProgramConfig):
 
     @property
     def request_deadline_s(self) -> float:
-        """Seconds that a request on an engine may take. On shared GPUs it waits for a training step per step of lag."""
+        """Seconds that a request on an engine may take.
+
+        On shared GPUs it waits for a training step per step of lag: passes for the log-probs of learners, teachers and
+        values, the epochs of all trained models, and the transfer, each with a deadline of its own.
+        """
         trainings = self.rollout.max_policy_lag if self.cluster.placement == "colocated" else 0
-        return (1 + trainings) * self.cluster.step_deadline_s
+        waits = 4 + sum(training.epochs_per_step for _, training in self.trained_roles())
+        return (1 + trainings * waits) * self.cluster.step_deadline_s
 
     @property
     def noise_seed(self) -> int | None:

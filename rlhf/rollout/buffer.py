@@ -40,8 +40,8 @@ def groups_at_engines(config: GRPOConfig, cached_sequences: float | None = None)
 
     Args:
         cached_sequences: on shared GPUs, how many sequences of the greatest length all KV caches hold. Each sleep of
-            the engines empties them, so no group is begun whose sequences might have to wait for a place once more.
-            The groups of one training step always are.
+            the engines empties them, so beyond the groups of one training step none is begun whose sequences might
+            have to wait for a place once more.
     """
     samples = config.rollout.samples_per_prompt
     groups = math.ceil(BATCHES_AT_ENGINE * config.cluster.engines * config.rollout.max_concurrent_sequences / samples)

@@ -176,7 +176,7 @@ def engine_arguments(config: GRPOConfig, seed: int, adapted_layers: Sequence[str
         # Log-probs of the distribution that is sampled from, after the temperature; the default is before it.
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": rollout.on_weight_update != "keep_kv" and not config.run.deterministic,
-        "enable_sleep_mode": cluster.placement == "colocated" and not on_cpu,
+        "enable_sleep_mode": cluster.placement == "colocated" and not on_cpu,  # both in tests of this project alone
         "disable_log_stats": True,
         "language_model_only": True,  # no encoders of images, in memory or in start-up; no effect on other models
         "scheduling_policy": "priority",  # so that the canary does not wait behind a backlog of rollouts

@@ -255,6 +255,17 @@ def test_on_shared_gpus_an_update_waits_for_the_evaluation_that_came_first(
     assert asyncio.run(asyncio.wait_for(loop(), WAIT_S)) == 1
 
 
+def test_on_shared_gpus_a_call_that_blocks_does_not_wait_for_a_publish_that_comes_after_it(
+    config: GRPOConfig, sleeping: Sleeping
+) -> None:
+    with rlhf.Trainer(config, **{"rollout.max_policy_lag": 1}) as trainer:
+        trainer.update(trainer.sample(trainer.next_prompts()))
+        prompts = trainer.next_prompts()
+        assert "sleep until step 1 is published. Call publish first" in refused(trainer.sample, prompts)
+        trainer.publish()
+        trainer.drop(trainer.sample(prompts))
+
+
 def test_calls_work_in_a_program_whose_event_loop_runs(config: GRPOConfig, engines: Sampling) -> None:
     async def cell() -> int:
         with rlhf.Trainer(config) as trainer:
