@@ -60,6 +60,7 @@ ANSWERS = [
     {"role": "tool", "name": "add", "content": "3"},
     {"role": "tool", "name": "add", "content": " four\n\n{'error': \"no\"} é"},
 ]
+FORGETFUL = ("qwen3_5_think", "gemma4", "glm4moe")  # of thoughts
 NEW = {"one answer": ANSWERS[:1], "two answers": ANSWERS, "the user": [{"role": "user", "content": "Sure?"}]}
 
 
@@ -75,7 +76,10 @@ def make(name: str) -> tuple[Any, Dialogue]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_suffixes_of_trls_templates_are_append_only(name: str) -> None:
     _, dialogue = make(name)
-    assert dialogue.check(TOOLS) == dialogue.check() == []
+    for tools in (TOOLS, None):
+        # a template that drops the thoughts of earlier turns is said to do so: what was sampled stays as it was
+        said = dialogue.check(tools)
+        assert ["(it drops their thoughts)" in line for line in said] == [True] * (name in FORGETFUL)
 
 
 @pytest.mark.parametrize("kind", ["one answer", "two answers"])
