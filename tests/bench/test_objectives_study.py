@@ -133,6 +133,7 @@ def test_pairs_share_a_seed_and_the_runs_of_a_json_make_the_same_table_again(tmp
     assert second["minus its control"] == "-0.200 ± 0.000"  # seed 7 has no control
     assert second["the same, 4 digits"] == "+0.100 ± 0.000"
     assert (second["tokens touched"], second["in the worst step"]) == ("20.0%", "30%")
+    pytest.importorskip("matplotlib", reason="comes with the extra bench")
     objectives_report.write(lines, tmp_path, steps=3)
     again = objectives_report.known_lines(tmp_path / "objectives.json")
     assert objectives_report.table(again) == [first, second]

@@ -31,8 +31,8 @@ class SlowToClose(Pool):
 
     told = 0
 
-    def _postpone(self, worker: Any, problem: str) -> None:
-        super()._postpone(worker, problem)
+    def _refuse(self, worker: Any, problem: str) -> None:
+        super()._refuse(worker, problem)
         self.told += 1
 
     def close(self) -> None:
