@@ -4,8 +4,8 @@
 
 Each algorithm is a run of `rlhf.grpo`, started as a user starts it: configs/quickstart.yaml with the overrides below,
 which are the algorithm's own choices. What is not part of an algorithm (batch, learning rate, model) is the same for
-all, so this is a test that each learns, not a contest: nothing was tuned for any of them. Two tables and pictures:
-`algorithms`, those of one paper each, and `objectives`, other losses and masks.
+all, so this is a test that each learns, not a contest: nothing was tuned for any of them. What single losses and masks
+do is the study of objectives.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ STEPS = 30
 CONFIG = "configs/quickstart.yaml"
 QUICK = ("grpo", "dapo")
 ENDS = 5  # the first and the last steps, over which means are taken
-
-MORE_UPDATES = ("learner.minibatches_per_epoch=4",)  # what clipping and its like do shows away from the old policy
-LAG = ("rollout.max_policy_lag=2",)
 
 # name -> (label, overrides of configs/quickstart.yaml); the sources are those of docs/algorithms.md
 ALGORITHMS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -66,26 +63,7 @@ ALGORITHMS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "cispo": ("CISPO", ("algo.advantage=grpo", "algo.policy_loss=cispo", "algo.clip_low=1.0", "algo.clip_high=4.0")),
-    "maxrl": ("MaxRL", ("algo.advantage=maxrl",)),
-    "sapo": ("SAPO", ("algo.policy_loss=sapo", *MORE_UPDATES)),
-    "dppo": ("DPPO (total variation)", ("algo.policy_loss=dppo_tv", *MORE_UPDATES)),
-    "engine": ("GRPO, the engine as old policy, lag 2", ("algo.old_policy=engine", *LAG)),
-    "icepop": (
-        "GRPO, masked between 0.5 and 5, lag 2",
-        ("algo.importance_correction=masked", "algo.importance_floor=0.5", "algo.importance_cap=5.0", *LAG),
-    ),
-    "geometric": (
-        "GRPO, geometric mask, lag 2",
-        ("algo.importance_correction=truncated", "algo.geometric_mask=[0.97, 1.03]", *LAG),
-    ),
-    "off_policy": (
-        "GRPO, DeepSeek-V3.2's mask, lag 2",
-        ("algo.importance_correction=truncated", "algo.off_policy_mask=0.02", *LAG),
-    ),
-    "own": ("a loss of one's own", ("algo.policy_loss=benchmarks/studies/own_loss.py:reinforce",)),
 }  # fmt: skip
-
-FIRST_OBJECTIVE = "maxrl"
 
 EVERY_STEP = ("reward/mean", "policy/loss", "policy/kl_k3", "policy/entropy", "learner/grad_norm")
 
@@ -161,26 +139,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         options.seeds = options.seeds[:1]
     steps = 6 if options.quick else STEPS  # more updates than the warm-up
-    first = list(ALGORITHMS).index(FIRST_OBJECTIVE)
-    groups = {"algorithms": list(ALGORITHMS)[:first], "objectives": list(ALGORITHMS)[first:]}
-    for group, members in groups.items():
-        folders = {
-            name: [options.output / f"{name}-{seed}" for seed in options.seeds] for name in members if name in names
-        }
-        if not folders:
-            continue
-        of_algorithms = {
-            name: [
-                runs.train("grpo", CONFIG, folder, data=data, steps=steps, overrides=overrides(name, seed))
-                for seed, folder in zip(options.seeds, of_seeds, strict=True)
-            ]
-            for name, of_seeds in folders.items()
-        }
-        ended = max((folder / "metrics.jsonl").stat().st_mtime for of_seeds in folders.values() for folder in of_seeds)
-        results = study_results(of_algorithms, options.seeds, f"{datetime.date.fromtimestamp(ended):%Y-%m-%d}")
-        report.write_table(options.output / group, results["tables"]["runs"])
-        print(report.markdown(results["tables"]["runs"]))
-        draw(of_algorithms, options.output / f"{group}.png", results)
+    folders = {
+        name: [options.output / f"{name}-{seed}" for seed in options.seeds] for name in ALGORITHMS if name in names
+    }
+    of_algorithms = {
+        name: [
+            runs.train("grpo", CONFIG, folder, data=data, steps=steps, overrides=overrides(name, seed))
+            for seed, folder in zip(options.seeds, of_seeds, strict=True)
+        ]
+        for name, of_seeds in folders.items()
+    }
+    ended = max((folder / "metrics.jsonl").stat().st_mtime for of_seeds in folders.values() for folder in of_seeds)
+    results = study_results(of_algorithms, options.seeds, f"{datetime.date.fromtimestamp(ended):%Y-%m-%d}")
+    report.write_table(options.output / "algorithms", results["tables"]["runs"])
+    print(report.markdown(results["tables"]["runs"]))
+    draw(of_algorithms, options.output / "algorithms.png", results)
 
 
 if __name__ == "__main__":

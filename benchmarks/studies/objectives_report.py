@@ -47,6 +47,11 @@ def known_lines(path: Path) -> list[Line]:
     return [dict(zip(runs["columns"], row, strict=True)) for row in runs["rows"]]
 
 
+def short(rate: float) -> str:
+    """Such as 5e-4: a name of a file with a point would lose what follows it."""
+    return f"{rate:.0e}".replace("e-0", "e-")
+
+
 def run_of(line: Line) -> Run:
     return Run(line["setting"], line["task"], line["rate"], line["seed"])
 
@@ -108,7 +113,8 @@ def signed(differences: Sequence[float]) -> str:
 def draw(by_situation: dict[str, list[Line]], path: Path, results: report.Row) -> None:
     """A panel for each task and rate: each setting's differences by seed, their mean and its interval."""
     names = [name for name in SETTINGS if name != "control"]
-    drawn, axes = report.figure(1, len(by_situation), width=3.4 + 2 * len(by_situation), height=4.6, sharey=True)
+    panels = len(by_situation)
+    drawn, axes = report.figure(1, panels, width=3.4 + 2 * panels, height=4.6, sharex=True, sharey=True)
     for panel, (title, lines) in zip(axes[0], by_situation.items(), strict=True):
         for at, name in enumerate(names):
             if differences := pairs(lines, name):
@@ -130,7 +136,7 @@ def write(lines: Sequence[Line], output: Path, *, steps: int) -> None:
     for task, rate in SITUATIONS:
         own = [line for line in lines if (line["task"], line["rate"]) == (task, rate)]
         if any(line["setting"] == "control" for line in own):
-            by_situation[f"{task}, {rate:g}"] = own
+            by_situation[f"{task}, {short(rate)}"] = own
     if not by_situation:
         raise ValueError(f"{output}: there is no run of a control yet. Take --workers 1 or more.")
     tables = {title.replace(", ", "-"): table(own) for title, own in by_situation.items()}

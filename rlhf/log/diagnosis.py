@@ -151,10 +151,10 @@ def much_clipping(view: View) -> Problems:
 def much_masking(view: View) -> Problems:
     """`importance_correction: truncated` logs a fraction too, but leaves nothing out."""
     masks = {
-        "geometric_mask": "Widen {algo.geometric_mask}, or set it to null.",
-        "off_policy_mask": "Raise {algo.off_policy_mask}, or set it to null.",
-        "importance_outside": "Widen the bounds {algo.importance_floor} and {algo.importance_cap}, or set "
-        "importance_correction=truncated instead of {algo.importance_correction}.",
+        "geometric_mask": "widen {algo.geometric_mask}",
+        "off_policy_mask": "raise {algo.off_policy_mask}",
+        "importance_outside": "widen the bounds {algo.importance_floor} and {algo.importance_cap}, or set "
+        "importance_correction=truncated instead of {algo.importance_correction}",
     }
     if view.config.get("algo.importance_correction") != "masked":
         del masks["importance_outside"]
@@ -164,8 +164,8 @@ def much_masking(view: View) -> Problems:
             key = "importance_correction" if mask == "importance_outside" else mask
             yield (
                 f"algo.{key} left out {min(shares):.0%} of the tokens or more in each of the last {len(shares)} steps.",
-                f"{remedy} Or let the policy that samples be nearer: lower {{rollout.max_policy_lag}}, "
-                "{learner.minibatches_per_epoch} or {learner.optimizer.lr}.",
+                "Let the policy that samples be nearer: lower {learner.optimizer.lr}, {rollout.max_policy_lag} or "
+                f"{{learner.minibatches_per_epoch}}. Or {remedy}.",
             )
 
 

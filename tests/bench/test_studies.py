@@ -294,11 +294,7 @@ def test_a_ppo_run_of_the_study_begins_from_the_same_policy_and_critic_whatever_
 def test_the_command_of_an_algorithm_is_a_run_of_the_quickstart_with_its_choices(name: str) -> None:
     config = config_of_run(GRPOConfig, "grpo", algorithms.CONFIG, algorithms.overrides(name, seed=3))
     assert (config.run.steps, config.run.seed, config.algo.log_kl, config.model.path) == (30, 3, True, "data/model")
-    corrections = {"icepop": "masked", "geometric": "truncated", "off_policy": "truncated"}
-    assert config.algo.importance_correction == corrections.get(name, "none")
-    assert config.rollout.max_policy_lag == (2 if name in ("engine", *corrections) else 0)
-    own_advantage = ("dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl")
+    assert (config.algo.importance_correction, config.rollout.max_policy_lag) == ("none", 0)
+    own_advantage = ("dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
     assert config.algo.advantage == (name if name in own_advantage else "grpo")
-    losses = {"dppo": "dppo_tv", "own": "benchmarks/studies/own_loss.py:reinforce"}
-    own_loss = ("gspo", "cispo", "sapo", *losses)
-    assert config.algo.policy_loss == (losses.get(name, name) if name in own_loss else "ppo")
+    assert config.algo.policy_loss == (name if name in ("gspo", "cispo") else "ppo")

@@ -97,19 +97,19 @@ ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a mask leaves out many tokens": (
         {"policy/geometric_mask_fraction": lambda step: 0.3 if step in (50, 51, 52) else 0.0},
         {"algo.geometric_mask": [0.99, 1.01]},
-        "algo.geometric_mask left out 30% of the tokens or more in each of the last 3 steps. Widen "
-        "algo.geometric_mask=[0.99, 1.01]",
+        "algo.geometric_mask left out 30% of the tokens or more in each of the last 3 steps. Let the policy that "
+        f"samples be nearer: lower learner.optimizer.lr={CONFIG['learner.optimizer.lr']}, rollout.max_policy_lag=0 or "
+        "learner.minibatches_per_epoch=2. Or widen algo.geometric_mask=[0.99, 1.01].",
     ),
     "a mask leaves out many tokens, of wrong responses": (
         {"policy/off_policy_mask_fraction": 0.26},
         {"algo.off_policy_mask": 0.02},
-        "Raise algo.off_policy_mask=0.02",
+        "Or raise algo.off_policy_mask=0.02.",
     ),
     "a mask leaves out many tokens, one by one": (
         {"policy/importance_outside_fraction": 0.5},
         {"algo.importance_correction": "masked", "algo.importance_floor": 0.5, "algo.importance_cap": 5.0},
-        "algo.importance_correction left out 50% of the tokens or more in each of the last 3 steps. Widen the bounds "
-        "algo.importance_floor=0.5 and algo.importance_cap=5.0",
+        "Or widen the bounds algo.importance_floor=0.5 and algo.importance_cap=5.0",
     ),
     "engines and learner drift apart": (
         {"policy/engine_kl_excess": 7.0, "policy/engine_kl/from_64": 0.2},
