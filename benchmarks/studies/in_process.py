@@ -214,8 +214,10 @@ def start_worker(config: GRPOConfig, kind: type[Trainer]) -> None:
     multiprocessing.util.Finalize(trainer, trainer.close, exitpriority=10)
 
     def end(*_: object) -> None:
-        trainer.close()
-        os._exit(1)  # an exception would count as the result of a run, and the process would wait for the next one
+        try:
+            trainer.close()  # fails where the signal came while its event loop ran
+        finally:
+            os._exit(1)  # an exception would count as the result of a run, and the process would wait for the next one
 
     signal.signal(signal.SIGTERM, end)
     die_with_parent(signal.SIGTERM)

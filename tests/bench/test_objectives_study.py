@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +105,29 @@ def test_advantages_by_prompt_make_a_mean_over_tokens_the_mean_over_prompts_of_t
     )  # fmt: skip
     by_token = values * plain[of_token]
     assert float(loss) == pytest.approx(float((by_token[:5].mean() + by_token[5:].mean()) / 2))
+
+
+class HalfClosed:
+    """Stands for a trainer whose event loop runs, so that it cannot be closed."""
+
+    def __init__(self, config: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        raise RuntimeError("Cannot close a running event loop")
+
+
+def work_until_killed() -> None:
+    in_process.start_worker(None, HalfClosed)  # type: ignore[arg-type]
+    signal.raise_signal(signal.SIGTERM)
+    os._exit(0)
+
+
+def test_a_worker_ends_with_its_scan_in_the_middle_of_grading_too() -> None:
+    worker = multiprocessing.get_context("spawn").Process(target=work_until_killed)
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 1
 
 
 # --- what is said of them ---
