@@ -748,13 +748,13 @@ def test_no_response_burns_the_time_of_the_grader_to_be_left_out_instead_of_grad
 
 
 def test_all_tests_of_a_response_have_a_limit_together_after_which_they_fail() -> None:
-    code = "import time\ndef square(x):\n    time.sleep(0.2)\n    return x * x"
+    code = "import time\ndef square(x):\n    time.sleep(1.0)\n    return x * x"
     said: list[None] = []
     tests = {"tests": [f"assert square({n}) == {n * n}" for n in range(9)]}
-    result = code_reward(f"```python\n{code}\n```", tests, CodeOptions(mode="fraction"), 0.5, lambda: said.append(None))
+    result = code_reward(f"```python\n{code}\n```", tests, CodeOptions(mode="fraction"), 2.5, lambda: said.append(None))
     assert result.status == "ok"
-    assert 1 <= round(9 * (result.value or 0)) <= 4
-    assert "the tests before took over 0.5 seconds (reward.wall_seconds)" in result.detail
+    assert 2 <= round(9 * (result.value or 0)) <= 4
+    assert "the tests before took over 2.5 seconds (reward.wall_seconds)" in result.detail
     assert len(said) == round(9 * (result.value or 0)) + 1
 
 
