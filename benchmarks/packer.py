@@ -32,7 +32,7 @@ def lengths_of(count: int) -> np.ndarray:
 
 
 def ours(lengths: np.ndarray, ranks: int) -> Bins:
-    return [part for rank in pack_microbatches(lengths, max_tokens=BUDGET, ranks=ranks) for part in rank]
+    return [part for rank in pack_microbatches(lengths, max_tokens=BUDGET, shards=ranks) for part in rank]
 
 
 def first_fit(lengths: np.ndarray) -> Bins:

@@ -364,9 +364,9 @@ class Denominators:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One optimizer step: `microbatches` by rank and microbatch: [S] int64 rows of the step, and global denominators.
+    """One optimizer step: `microbatches` by data shard and microbatch: [S] int64 rows of the step; global denominators.
 
-    All ranks have the same number of microbatches, so some may be empty: a filler is computed in their place.
+    All shards have the same number of microbatches, so some may be empty: a filler is computed in their place.
     """
 
     microbatches: tuple[tuple[np.ndarray, ...], ...]
@@ -396,7 +396,10 @@ class ValueTargets(Targets):
 
 @dataclass(frozen=True)
 class World:
-    """The place of one actor within its role. The actors of a trained role are the ranks of one world."""
+    """The place of one actor within its role. The actors of a trained role are the ranks of one world.
+
+    A data shard is `sequence_parallel` consecutive ranks. They compute the same microbatches, each a part of every row.
+    """
 
     rank: int
     size: int
@@ -408,6 +411,11 @@ class World:
     deterministic: bool = False  # torch uses only algorithms that give the same bits every time
     version: int = 0  # version of the weights when the actor starts, in completed training steps
     deadline_s: float = 3600.0  # how long a rank waits for the others in a collective
+    sequence_parallel: int = 1  # ranks that hold one row
+
+    @property
+    def shard(self) -> int:
+        return self.rank // self.sequence_parallel
 
 
 @dataclass(frozen=True)

@@ -233,10 +233,10 @@ def rows_of_minibatch(minibatch: Minibatch) -> list[int]:
 
 def column_of_rank(batch: StepBatch, epoch: Sequence[Minibatch], rank: int, numbers: np.ndarray) -> np.ndarray:
     """[N] float32: what one rank computed in its passes, where the tokens of its rows are; 0 elsewhere."""
-    from rlhf.cluster.rank_group import rows_of_rank
+    from rlhf.cluster.rank_group import rows_of_shard
 
     column = np.zeros(len(batch.tokens.token_ids), np.float32)
-    column[batch.tokens.token_indices(rows_of_rank([epoch], rank))] = numbers
+    column[batch.tokens.token_indices(rows_of_shard([epoch], rank))] = numbers
     return column
 
 

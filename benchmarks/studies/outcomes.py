@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.studies import in_process, report, runs
-from rlhf.cluster.rank_group import rows_of_rank
+from rlhf.cluster.rank_group import rows_of_shard
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.step.advantages import step_advantages
@@ -99,7 +99,7 @@ def train_step(learner: Any, config: GRPOConfig, groups: Sequence[RolloutGroup],
     rows = rows_with_gradient(batch, advantages, config)
     epochs = plan_epochs(batch, config, step=step, rows_to_compute=rows)
     learner.start_step(batch.tokens, epochs)
-    own = batch.tokens.token_indices(rows_of_rank(epochs[:1], learner.world.rank))
+    own = batch.tokens.token_indices(rows_of_shard(epochs[:1], learner.world.rank))
     # the tokens of other ranks are not read
     columns = [None if part is None else in_process.column_of(batch, own, part) for part in learner.logprobs()]
     updates = learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), *columns))

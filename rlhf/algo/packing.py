@@ -1,6 +1,6 @@
-"""Sequences -> token-budget microbatches without padding, the same amount of work for every rank.
+"""Sequences -> token-budget microbatches without padding, the same amount of work for every data shard.
 
-The minibatches are drawn first, from a seeded permutation that does not depend on ranks or budgets. Packing decides
+The minibatches are drawn first, from a seeded permutation that does not depend on shards or budgets. Packing decides
 only where and when a sequence is computed, never which optimizer step it belongs to.
 """
 
@@ -33,12 +33,12 @@ def draw_minibatches(count: int, *, minibatches: int, seed: int, step: int, epoc
 
 
 def bundle_samples(
-    lengths: np.ndarray, prompts: Sequence[Hashable], prompt_lengths: np.ndarray, *, max_tokens: int, ranks: int
+    lengths: np.ndarray, prompts: Sequence[Hashable], prompt_lengths: np.ndarray, *, max_tokens: int, shards: int
 ) -> list[list[int]]:
     """Bundles of samples of one prompt, units of `pack_microbatches`: a microbatch computes their prompt once.
 
-    The responses of a bundle take at most an eighth of a microbatch, or of a rank's share where that is less, so that
-    bundles fill budgets and ranks nearly as well as single samples would. Returns indices into `lengths`, ascending in
+    The responses of a bundle take at most an eighth of a microbatch, or of a shard's share where that is less, so that
+    bundles fill budgets and shards nearly as well as single samples would. Returns indices into `lengths`, ascending in
     each bundle.
 
     Args:
@@ -50,7 +50,7 @@ def bundle_samples(
         by_prompt[prompt].append(index)
     responses = lengths - prompt_lengths
     computed = int(responses.sum()) + sum(int(prompt_lengths[members[0]]) for members in by_prompt.values())
-    limit = min(max_tokens, -(-computed // ranks)) // 8
+    limit = min(max_tokens, -(-computed // shards)) // 8
     bundles: list[list[int]] = []
     for members in by_prompt.values():
         prompt, taken = int(prompt_lengths[members[0]]), 0
@@ -79,20 +79,20 @@ def bundle_sizes(
 
 
 def pack_microbatches(
-    lengths: np.ndarray, *, max_tokens: int, ranks: int, costs: np.ndarray | None = None
+    lengths: np.ndarray, *, max_tokens: int, shards: int, costs: np.ndarray | None = None
 ) -> list[list[list[int]]]:
-    """Distribute the sequences of one minibatch over microbatches of at most `max_tokens` and over ranks.
+    """Distribute the sequences of one minibatch over microbatches of at most `max_tokens` and over data shards.
 
-    Best-fit decreasing finds how many microbatches are needed, rounded up to a multiple of `ranks`. Then sequences are
+    Best-fit decreasing finds how many microbatches are needed, rounded up to a multiple of `shards`. Then sequences are
     distributed again, the largest first, each to the microbatch with the least cost; if the budget is too tight for
-    that, the best-fit microbatches stay. A reduction follows each microbatch, so ranks compute similar costs at a time.
+    that, the best-fit microbatches stay. A reduction follows each microbatch, so shards compute similar costs at once.
 
     Args:
         lengths: [B] int, tokens of each sequence, prompt and response; or of each bundle of sequences.
         costs: [B] float; None: `sequence_cost`, for single sequences.
 
     Returns:
-        By rank and microbatch: indices into `lengths`, ascending. Equally many microbatches for every rank, at least
+        By shard and microbatch: indices into `lengths`, ascending. Equally many microbatches for every shard, at least
         one; empty lists are fillers.
 
     Raises:
@@ -100,18 +100,18 @@ def pack_microbatches(
     """
     if len(lengths) and int(lengths.max()) > max_tokens:
         raise ValueError(
-            f"learner.max_tokens_per_microbatch={max_tokens}: a sequence has {int(lengths.max())} tokens, and one "
-            f"sequence is never split. Raise it to {int(lengths.max())} or more, or shorten prompts and responses."
+            f"learner.max_tokens_per_microbatch: a microbatch holds {max_tokens} tokens, and a sequence has "
+            f"{int(lengths.max())}. Raise it, or cluster.sequence_parallel, or shorten prompts and responses."
         )
     order = np.argsort(-lengths, kind="stable")
     sizes = lengths[order].tolist()
     costs = sequence_cost(lengths.astype(np.float64)) if costs is None else costs
     packed = _best_fit(sizes, max_tokens)
-    microbatches = max(1, -(-len(packed) // ranks))
-    spread = _spread(sizes, costs[order].tolist(), max_tokens, ranks * microbatches)
+    microbatches = max(1, -(-len(packed) // shards))
+    spread = _spread(sizes, costs[order].tolist(), max_tokens, shards * microbatches)
     bins = packed if spread is None else spread
-    bins += [[] for _ in range(ranks * microbatches - len(bins))]
-    return _assign_ranks([sorted(order[members].tolist()) if members else [] for members in bins], costs, ranks)
+    bins += [[] for _ in range(shards * microbatches - len(bins))]
+    return _assign_shards([sorted(order[members].tolist()) if members else [] for members in bins], costs, shards)
 
 
 def sequence_cost(lengths: np.ndarray) -> np.ndarray:
@@ -150,17 +150,17 @@ def _spread(sizes: list[int], costs: list[float], max_tokens: int, count: int) -
     return bins
 
 
-def _assign_ranks(bins: list[list[int]], costs: np.ndarray, ranks: int) -> list[list[list[int]]]:
-    """Deal bins, costliest first, in rounds of one per rank; within a round the costliest goes to the least loaded."""
+def _assign_shards(bins: list[list[int]], costs: np.ndarray, shards: int) -> list[list[list[int]]]:
+    """Deal bins, costliest first, in rounds of one per shard; within a round the costliest goes to the least loaded."""
     loads_of = [float(costs[members].sum()) if members else 0.0 for members in bins]
     dealt = sorted(range(len(bins)), key=lambda index: (-loads_of[index], index))
-    loads = [0.0] * ranks
-    result: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for start in range(0, len(dealt), ranks):
-        by_load = sorted(range(ranks), key=lambda rank: (loads[rank], rank))
-        for rank, index in zip(by_load, dealt[start : start + ranks], strict=True):
-            result[rank].append(bins[index])
-            loads[rank] += loads_of[index]
+    loads = [0.0] * shards
+    result: list[list[list[int]]] = [[] for _ in range(shards)]
+    for start in range(0, len(dealt), shards):
+        by_load = sorted(range(shards), key=lambda shard: (loads[shard], shard))
+        for shard, index in zip(by_load, dealt[start : start + shards], strict=True):
+            result[shard].append(bins[index])
+            loads[shard] += loads_of[index]
     return result
 
 

@@ -506,7 +506,7 @@ class Trainer:
         Returns:
             [R] float32 for each.
         """
-        budget, temperature = self.config.learner.max_tokens_per_microbatch, self.config.rollout.temperature
+        budget, temperature = self.config.row_tokens, self.config.rollout.temperature
         rows = [np.concatenate([np.asarray(part, np.int64) for part in pair]) for pair in sequences]
         self._check_tokens(rows, [len(prompt) for prompt, _ in sequences], budget)
         results: list[np.ndarray] = []
@@ -706,7 +706,8 @@ class Trainer:
             if not 0 < prompt < len(row) <= budget:
                 raise ValueError(
                     f"logprobs: sequence {number} has {prompt} tokens of a prompt and {len(row) - prompt} of a "
-                    f"response. Give some of both, together at most learner.max_tokens_per_microbatch={budget}."
+                    f"response. Give some of both, together at most {budget}, the tokens of a microbatch "
+                    "(learner.max_tokens_per_microbatch)."
                 )
             if not 0 <= row.min() <= row.max() < len(self.tokenizer):
                 raise ValueError(

@@ -61,8 +61,11 @@ async def _start_actors(
 ) -> ActorGroup[Any]:
     """Create the actors of a role in these bundles; ranks of a trained role that share a node become neighbours."""
     actors = [new_actor(role, cpus, reservation, bundle) for bundle in bundles]
-    kind = ActorGroup if role.training is None else RankGroup
-    group: ActorGroup[Any] = kind(role.name, actors, deadline_s=cluster.step_deadline_s)
+    group: ActorGroup[Any] = ActorGroup(role.name, actors, deadline_s=cluster.step_deadline_s)
+    if role.training is not None:
+        group = RankGroup(
+            role.name, actors, deadline_s=cluster.step_deadline_s, ranks_per_shard=cluster.sequence_parallel
+        )
     group.bundles = list(bundles)
     nodes = [location.node for location in await group.locate(deadline_s=cluster.start_deadline_s)]
     if role.training is not None:  # nodes keep the order of their first actor

@@ -234,6 +234,7 @@ class Cluster:
                 deterministic=self.config.run.deterministic,
                 version=version,
                 deadline_s=max(config.start_deadline_s, config.step_deadline_s),
+                sequence_parallel=config.sequence_parallel if role.training is not None else 1,
             )
             environment = environment_of(role.name, self.config, sockets=self._session.temp)  # deleted with this folder
             if role.guest and self.shares_gpus:

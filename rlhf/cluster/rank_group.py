@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -23,17 +23,23 @@ if TYPE_CHECKING:
     from rlhf.learner.step import StepRank
     from rlhf.learner.supervised import SupervisedRank
 
+T = TypeVar("T")
+
 FIRST_POLL_S, LAST_POLL_S = 0.05, 2.0  # seconds between two checks whether the ranks have written their files
 
 
 class RankGroup(ActorGroup[Hosted]):
-    """The ranks of one module. `start_step` comes first in every step; rows and tokens are numbered as in its batch."""
+    """The ranks of one module. `start_step` comes first in every step; rows and tokens are numbered as in its batch.
 
-    shared: np.ndarray  # [S] int64, rank after rank: leading tokens that each sequence shares with the previous one
+    The ranks of a data shard compute the same columns and metrics, so only the first of them is read.
+    """
+
+    shared: np.ndarray  # [S] int64, shard after shard: leading tokens that each sequence shares with the previous one
     _tokens: PackedTokens
 
-    def __init__(self, name: str, actors: list[Any], *, deadline_s: float) -> None:
+    def __init__(self, name: str, actors: list[Any], *, deadline_s: float, ranks_per_shard: int = 1) -> None:
         super().__init__(name, actors, deadline_s=deadline_s)
+        self._ranks_per_shard = ranks_per_shard
         self._epochs: Sequence[Sequence[Minibatch]] = ()
 
     @property
@@ -44,27 +50,31 @@ class RankGroup(ActorGroup[Hosted]):
     async def start_step(self: RankGroup[StepRank], batch: StepBatch, epochs: Sequence[Sequence[Minibatch]]) -> None:
         """Send the tokens of a step and its minibatches; the ranks keep them until the next step."""
         self._tokens, self._epochs = batch.tokens, epochs
-        self.shared = np.concatenate(await self.call(lambda rank: rank.start_step(put(batch.tokens), put(epochs))))
+        self.shared = np.concatenate(await self.by_shard(lambda rank: rank.start_step(put(batch.tokens), put(epochs))))
+
+    async def by_shard(self, ask: Callable[[Hosted], T], **options: Any) -> list[T]:
+        """Call all ranks; -> the answer of one rank of each data shard."""
+        return (await self.call(ask, **options))[:: self._ranks_per_shard]
 
     async def compute(self, ask: Callable[[Hosted], Sequence[np.ndarray | None]]) -> list[np.ndarray | None]:
         """Columns [N] float32 of the step, which `ask` computes on the microbatches of the first epoch.
 
         Rows that are not computed are 0. A column is None if the ranks return None for it.
         """
-        by_rank = await self.call(ask)
-        return [None if parts[0] is None else self._column(parts) for parts in zip(*by_rank, strict=True)]
+        by_shard = await self.by_shard(ask)
+        return [None if parts[0] is None else self._column(parts) for parts in zip(*by_shard, strict=True)]
 
     def _column(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """[N] float32 of the step, from the outputs of each rank, row after row."""
+        """[N] float32 of the step, from the outputs of each data shard, row after row."""
         column = np.zeros(len(self._tokens.token_ids), np.float32)
-        for rank, part in enumerate(parts):
-            column[self._tokens.token_indices(rows_of_rank(self._epochs[:1], rank))] = part
+        for shard, part in enumerate(parts):
+            column[self._tokens.token_indices(rows_of_shard(self._epochs[:1], shard))] = part
         return column
 
     async def update(self: RankGroup[StepRank], targets: PolicyTargets | ValueTargets) -> list[UpdateOutcome]:
-        """Run every optimizer step of the training step; metrics are merged over all ranks."""
-        by_rank = await self.call(lambda rank: rank.update(put(targets)), deadline_s=self.update_deadline_s)
-        return [merge_outcomes(ranks) for ranks in zip(*by_rank, strict=True)]
+        """Run every optimizer step of the training step; metrics are merged over all data shards."""
+        by_shard = await self.by_shard(lambda rank: rank.update(put(targets)), deadline_s=self.update_deadline_s)
+        return [merge_outcomes(outcomes) for outcomes in zip(*by_shard, strict=True)]
 
     async def hold(self: RankGroup[Any], train: PackedTokens, held_out: PackedTokens | None) -> None:
         """Send all examples to the ranks of a supervised training."""
@@ -72,25 +82,25 @@ class RankGroup(ActorGroup[Hosted]):
         await ranks.call(lambda rank: rank.hold(put(train), put(held_out)))
 
     async def train(self: RankGroup[Any], step: int) -> UpdateOutcome:
-        """Take optimizer step number `step`, from 0, of a supervised training; metrics are merged over all ranks."""
+        """Take optimizer step number `step`, from 0, of a supervised training; metrics are merged over data shards."""
         ranks: RankGroup[SupervisedRank] = self
-        return merge_outcomes(await ranks.call(lambda rank: rank.train(step)))
+        return merge_outcomes(await ranks.by_shard(lambda rank: rank.train(step)))
 
     async def evaluate(self: RankGroup[Any], part: int) -> StepMetrics | None:
-        """The metrics of a part of the held-out examples over all ranks; None after the last part."""
+        """The metrics of a part of the held-out examples over all data shards; None after the last part."""
         ranks: RankGroup[SupervisedRank] = self
-        parts = await ranks.call(lambda rank: rank.evaluate(part))
+        parts = await ranks.by_shard(lambda rank: rank.evaluate(part))
         return merge_metrics([metrics for metrics in parts if metrics is not None]) if parts[0] is not None else None
 
     async def skip_updates(self: RankGroup[TrainedRank]) -> list[UpdateOutcome]:
         """Count every optimizer step of the training step as skipped, on all ranks."""
-        by_rank = await self.call(lambda rank: rank.skip_updates(sum(map(len, self._epochs))))
-        return [merge_outcomes(ranks) for ranks in zip(*by_rank, strict=True)]
+        by_shard = await self.by_shard(lambda rank: rank.skip_updates(sum(map(len, self._epochs))))
+        return [merge_outcomes(outcomes) for outcomes in zip(*by_shard, strict=True)]
 
 
-def rows_of_rank(epochs: Sequence[Sequence[Minibatch]], rank: int) -> np.ndarray:
-    """[S] int64, the rows that a rank computes, in its order."""
-    rows = [rows for epoch in epochs for minibatch in epoch for rows in minibatch.microbatches[rank]]
+def rows_of_shard(epochs: Sequence[Sequence[Minibatch]], shard: int) -> np.ndarray:
+    """[S] int64, the rows that a data shard computes, in its order."""
+    rows = [rows for epoch in epochs for minibatch in epoch for rows in minibatch.microbatches[shard]]
     return np.concatenate([np.zeros(0, np.int64), *rows])
 
 

@@ -56,14 +56,27 @@ class TrainingProgramConfig(Section):
         """Fill in values that follow from others, before validation."""
         return values
 
+    @property
+    def row_tokens(self) -> int:
+        """Tokens that a microbatch can hold: those of one learner, times the learners that share a sequence."""
+        return self.learner.max_tokens_per_microbatch * self.cluster.sequence_parallel
+
     def contradictions(self) -> Iterator[str]:
         """One message for each contradiction: the keys, their values, the reason and the remedy."""
         learner, longest = self.learner, self.sequences_per_example * self.max_sequence_tokens
-        if learner.max_tokens_per_microbatch < longest:
-            times = f"{self.sequences_per_example} x " if self.sequences_per_example > 1 else ""
+        cluster = self.cluster
+        if cluster.learners % cluster.sequence_parallel:
             yield (
-                f"{learner.max_tokens_per_microbatch=}: an example may have {times}{self.sequence_keys} = {longest} "
-                "tokens, and is never split. Raise the budget, or shorten the sequences."
+                f"{cluster.sequence_parallel=}: it does not divide {cluster.learners=}, and every learner shares its "
+                "sequences with as many others. Use a divisor."
+            )
+        if self.row_tokens < longest:
+            times = f"{self.sequences_per_example} x " if self.sequences_per_example > 1 else ""
+            shared = f" (times {cluster.sequence_parallel=})" if cluster.sequence_parallel > 1 else ""
+            yield (
+                f"{learner.max_tokens_per_microbatch=}{shared}: an example may have {times}{self.sequence_keys} = "
+                f"{longest} tokens, and has to fit. Raise the budget, share sequences (cluster.sequence_parallel), or "
+                "shorten them."
             )
         for role, training in self.trained_roles():
             yield from _section_problems(self, role.section, training.section)

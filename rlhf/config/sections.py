@@ -386,6 +386,12 @@ class LearnersConfig(Section):
     resume: ClassVar[Resume | None] = "free"
     device: Literal["cuda", "cpu"] = key("cuda", "where the models compute", resume="rounding")
     learners: PositiveInt = key(1, "learner ranks, one GPU each", resume="rounding")
+    sequence_parallel: PositiveInt = key(
+        1,
+        "learners that share each sequence, for contexts that one learner's memory cannot hold; divides learners and "
+        "the attention heads of all trained models",
+        resume="rounding",
+    )
     threads_per_learner: PositiveInt | None = key(
         None,
         "threads of a learner on CPU, and of an optimizer in host memory; null: cores of its node / learners",
@@ -399,6 +405,11 @@ class LearnersConfig(Section):
     cpus_per_learner: PositiveFloat = key(0.5, "CPU cores reserved for each learner")
     start_deadline_s: PositiveFloat = key(900.0, "seconds that start-up may take before the run fails")
     step_deadline_s: PositiveFloat = key(3600.0, "seconds that one wait in the loop may take")
+
+    @property
+    def data_shards(self) -> int:
+        """Groups of learners that compute different microbatches."""
+        return self.learners // self.sequence_parallel
 
 
 class ClusterConfig(LearnersConfig):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rlhf.algo import losses
 from rlhf.config.ppo import PPOConfig
-from rlhf.learner.policy_model import DeviceTokens, check_packed
+from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.reward_scorer import recorded_normalization
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import masked_mean
@@ -35,7 +35,7 @@ class Critic(StepRank):
         with torch.no_grad(), self.whole(head, modify=True):
             head.div_(std)  # rewards are normalized scores, and so are their values
         self.wrap(ValueModel(transformer))
-        check_packed(self.deepspeed, self.device, dtype=config.model.dtype, key=key, path=path)
+        self.check_packed(self.deepspeed, key=key, path=path)
 
     def values(self) -> tuple[np.ndarray]:
         """Values on the microbatches of the first epoch."""

@@ -92,6 +92,9 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention of one packed row; query [1, heads, U, d], key and value [1, kv_heads, U, d] -> [1, U, heads, d].
 
+    If several ranks hold the row, all four have this rank's tokens [n] in place of the U; it computes some of the heads
+    for the whole row.
+
     Args:
         attention_mask: the layer's window, as this module's mask function returned it.
         segments: None if the model has not passed them on; the current row's segments are used then.
@@ -104,25 +107,35 @@ def packed_attention(
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [U, heads, d]; x[0] would copy gradients
     if vars(module).get("attn_temperature_tuning") and not module.use_rope:
         q = _scale_by_position(q, module, segments)
+    group = segments.group
+    if group is not None:
+        q, k, v = group.to_heads(q, k, v, len(segments.computed))
+        s_aux = None if s_aux is None else group.own_heads(s_aux)
     if window is not None and window.chunked:
         segments, window = segments.cut_into_chunks(window.size), None
     size = None if window is None or window.size >= segments.longest else window.size
-    scoring = Scoring(scaling, size, softcap, s_aux)
+    out = _attention(q, k, v, segments, Scoring(scaling, size, softcap, s_aux))
+    return (out if group is None else group.to_tokens(out)).unsqueeze(0), None
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
+    """q [U, heads, d], k and v [U, kv_heads, d] -> [U, heads, d], by the kernel that computes it."""
     flash = q.device.type != "cpu" and q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= FLASH_WIDTH
     if not flash:
-        return _blockwise_attention(q, k, v, segments, scoring).unsqueeze(0), None
+        return _blockwise_attention(q, k, v, segments, scoring)
     k, v = segments.expand_rows(k), segments.expand_rows(v)
     if not scoring.is_plain:
-        return flex_scored_attention(q, k, v, segments, scoring).unsqueeze(0), None
+        return flex_scored_attention(q, k, v, segments, scoring)
     from torch.nn.attention.varlen import varlen_attn
 
     # Fewer queries than keys: both are aligned at their last token, which is always computed.
     out = varlen_attn(
         q, k, v, segments.cu_computed, segments.cu_seqlens, segments.longest, segments.longest,
-        scale=scaling, window_size=(-1 if size is None else size - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
+        scale=scoring.scale, window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     assert isinstance(out, Tensor)
-    return out.unsqueeze(0), None
+    return out
 
 
 def use_flash_attention_3() -> bool:
@@ -137,7 +150,7 @@ def use_flash_attention_3() -> bool:
 
 
 def _scale_by_position(q: Tensor, module: Any, segments: Segments) -> Tensor:
-    """Llama 4 scales queries [U, heads, d] by their position in the row: scale by the position in the segment instead.
+    """Llama 4 scales queries [n, heads, d] by their position in the row: scale by the position in the segment instead.
 
     The scale at position t is 1 + attn_scale ln(1 + floor((t + 1) / floor_scale)), in layers without rotary positions.
     """
@@ -145,7 +158,7 @@ def _scale_by_position(q: Tensor, module: Any, segments: Segments) -> Tensor:
     def scale(positions: Tensor) -> Tensor:
         return torch.log1p(torch.floor((positions.float() + 1) / module.floor_scale)) * module.attn_scale + 1
 
-    position = segments.positions()[1][segments.computed]
+    position = segments.positions()[1][segments.held]
     ratio = scale(position) / scale(torch.arange(len(q), device=q.device))
     return (q * ratio[:, None, None]).to(q.dtype)
 

@@ -15,7 +15,7 @@ from rlhf.algo.packing import pack
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.teacher import TeacherModel
 from rlhf.learner.hub_format import hub_ranges, hub_shapes, hub_tensors
-from rlhf.learner.policy_model import DeviceTokens, check_packed, load_policy
+from rlhf.learner.policy_model import load_policy
 from rlhf.learner.rank_checkpoint import REFERENCE, Slice, share
 from rlhf.learner.reference import FrozenCopy, MovingCopy, Reference, make_reference, make_teachers
 from rlhf.learner.replay import RecordShape, check_replay, replay_recorded
@@ -53,7 +53,7 @@ class Learner(StepRank):
         if config.learner.replays_experts:
             replay_recorded(model.transformer)
         self.wrap(model)
-        check_packed(self.deepspeed, self.device, dtype=config.model.dtype, key="model.path", path=path)
+        self.check_packed(self.deepspeed, key="model.path", path=path)
         self._record: RecordShape | None = None
         if config.learner.replays_experts:
             self._record = check_replay(self.deepspeed, self.transformer, self.device, path=path)
@@ -107,7 +107,7 @@ class Learner(StepRank):
         `supports`: as in `pack`.
         """
         packed = pack(sequences, supports=supports)
-        tokens = DeviceTokens.of(packed, self.device)
+        tokens = self.put(packed)
         output = self.deepspeed(tokens, temperature=temperature, in_float32=in_float32)
         logprobs = output.logprobs.float().cpu().numpy()
         return np.split(logprobs, packed.cu_seqlens[1:-1])

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,12 +33,16 @@ from rlhf.learner.selective import selective_contexts
 from rlhf.learner.text_model import decoder_of, language_model
 from rlhf.types import PackedTokens, PromptRow
 
+if TYPE_CHECKING:
+    from rlhf.learner.sequence_parallel import SequenceGroup
+
 
 @dataclass(frozen=True)
 class DeviceTokens:
     """A microbatch on the device: columns [T], with positions in each sequence, `rollout_tokens` [S], its segments.
 
     `support`: None where every token was sampled from the whole vocabulary. `prompt_rows`: as in `PackedTokens`.
+    `own_mask`: the response tokens that a state of this rank predicts; if no other rank holds the row, all of them.
     """
 
     token_ids: Tensor
@@ -48,31 +52,42 @@ class DeviceTokens:
     cu_seqlens: Tensor
     rollout_tokens: Tensor
     segments: Segments
+    own_mask: Tensor
     support: TokenSupport | None = None
     prompt_rows: tuple[PromptRow, ...] | None = None
 
     @classmethod
-    def of(cls, tokens: PackedTokens, device: torch.device) -> DeviceTokens:
+    def of(cls, tokens: PackedTokens, device: torch.device, group: SequenceGroup | None = None) -> DeviceTokens:
+        """The tokens on the device; `group`: the ranks that compute the row together, None if this one does alone."""
+
         def put(array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.from_numpy(array).to(device=device, dtype=dtype)
 
-        segments = segments_of(tokens.cu_seqlens, shared_beginnings(tokens), device)
+        segments = segments_of(tokens.cu_seqlens, shared_beginnings(tokens), device, group)
         position_ids = put(np.arange(len(tokens.token_ids)) - np.repeat(tokens.cu_seqlens[:-1], tokens.lengths))
         mask, logprobs = put(tokens.response_mask, torch.bool), put(tokens.rollout_logprobs, torch.float32)
         ids, rollout_tokens = put(tokens.token_ids), put(tokens.rollout_tokens)
+        own_mask = mask
+        if segments.holds is not None:  # the state before a token predicts it
+            own_mask = mask & put(np.concatenate([[False], segments.holds[:-1]]), torch.bool)
         support = None
         if tokens.support is not None:
             support = TokenSupport(put(tokens.support.ids, torch.int32), put(tokens.support.offsets))
         if (experts := tokens.experts) is not None:
-            segments.experts = put(experts[segments.computed.cpu().numpy()], torch.int16)
+            segments.experts = put(experts[segments.held.cpu().numpy()], torch.int16)
         bounds, rows = segments.cu_seqlens, tokens.prompt_rows
-        return cls(ids, position_ids, mask, logprobs, bounds, rollout_tokens, segments, support, rows)
+        return cls(ids, position_ids, mask, logprobs, bounds, rollout_tokens, segments, own_mask, support, rows)
+
+    def whole(self, column: Tensor) -> Tensor:
+        """A column of the row from what this rank computed of it, 0 elsewhere; every rank gets its gradient whole."""
+        group = self.segments.group
+        return column if group is None else group.sum(column)
 
 
 def transformer_outputs(transformer: PreTrainedModel, tokens: DeviceTokens, **options: Any) -> Any:
-    """The output of the transformer without its head for the row's computed tokens: states after the last norm."""
-    computed = tokens.segments.computed
-    ids, positions = (x[computed].unsqueeze(0) for x in (tokens.token_ids, tokens.position_ids))
+    """The output of the transformer without its head for the held tokens of a row: states after the last norm."""
+    held = tokens.segments.held
+    ids, positions = (x[held].unsqueeze(0) for x in (tokens.token_ids, tokens.position_ids))
     with row_of(tokens.segments):
         return decoder_of(transformer)(
             input_ids=ids, position_ids=positions, use_cache=False, segments=tokens.segments, **options
@@ -121,27 +136,27 @@ class PolicyModel(nn.Module):
         routing = routing_of(choices, router_logits, tokens.segments) if for_update else None
         weight, bias = (x.float() if in_float32 and x is not None else x for x in (head.weight, head.bias))
         logprobs, entropy = token_logprobs(
-            outputs.last_hidden_state[0], weight, tokens.token_ids, tokens.response_mask, tokens.cu_seqlens,
-            expand=tokens.segments.expand, head_bias=bias, logit_scale=self.logit_scale, logit_cap=self.logit_cap,
+            outputs.last_hidden_state[0], weight, tokens.token_ids, tokens.own_mask, tokens.cu_seqlens,
+            expand=tokens.segments.state_of, head_bias=bias, logit_scale=self.logit_scale, logit_cap=self.logit_cap,
             temperature=self.temperature if temperature is None else temperature, with_entropy=for_update,
             support=tokens.support,
         )  # fmt: skip
         kl = None
         if teacher is not None:
             hidden = outputs.last_hidden_state[0]
-            kl = teacher_kl(
-                hidden, self._head_input(hidden[:0]), teacher, tokens.response_mask, tokens.cu_seqlens,
-                expand=tokens.segments.expand,
-            )  # fmt: skip
-        return PolicyOutput(logprobs, entropy, routing, kl)
+            kl = tokens.whole(teacher_kl(
+                hidden, self._head_input(hidden[:0]), teacher, tokens.own_mask, tokens.cu_seqlens,
+                expand=tokens.segments.state_of,
+            ))  # fmt: skip
+        return PolicyOutput(tokens.whole(logprobs), None if entropy is None else tokens.whole(entropy), routing, kl)
 
     @torch.no_grad()
     def as_teacher(self, tokens: DeviceTokens) -> HeadInput:
-        """The states at the response tokens and the head, from which its logits at temperature 1 can be computed."""
+        """The states of this rank's response tokens and the head: from them come its logits at temperature 1."""
         hidden = transformer_outputs(self.transformer, tokens).last_hidden_state[0]
-        _, rows = response_states(tokens.response_mask, tokens.cu_seqlens)
-        expand = tokens.segments.expand
-        return self._head_input(hidden[rows if expand is None else expand[rows]])
+        _, rows = response_states(tokens.own_mask, tokens.cu_seqlens)
+        state_of = tokens.segments.state_of
+        return self._head_input(hidden[rows if state_of is None else state_of[rows]])
 
     def _head_input(self, states: Tensor) -> HeadInput:
         head = self.transformer.get_output_embeddings()
@@ -208,29 +223,43 @@ def load_language_model(
 
 @torch.no_grad()
 def check_packed(
-    model: Callable[[DeviceTokens], Any], device: torch.device, *, dtype: str, key: str, path: str
-) -> None:
+    model: Callable[[DeviceTokens], Any], device: torch.device, *, dtype: str, key: str, path: str,
+    group: SequenceGroup | None = None,
+) -> None:  # fmt: skip
     """Check that sequences in one row do not affect each other: change the first, the outputs of the second must stay.
 
     Some models mix tokens outside of attention (convolutions, state spaces) and would train on log-probabilities that
-    the engine never sampled from. At ZeRO-3 every rank calls this. ValueError if the outputs change, or if the model
-    refuses the row; it names `path`, the value of the config's `key`.
+    the engine never sampled from. With a group, also check that its ranks together compute what one rank does. At
+    ZeRO-3 every rank calls this. ValueError if the outputs change, or if the model refuses the row; it names `path`,
+    the value of the config's `key`.
 
     Args:
         model: a row's tokens -> one number per token [T] or per sequence [S], maybe the first of several results.
         dtype: of the model; differences within its rounding are allowed.
     """
     second = [0, 1, 2, 3]
+
+    def numbers_of(row: PackedTokens, group: SequenceGroup | None) -> Tensor:
+        result = model(DeviceTokens.of(row, device, group))
+        return (result if isinstance(result, Tensor) else result[0]).float()
+
+    def differ(a: Tensor, b: Tensor) -> bool:
+        return bool((a - b).norm() > 16 * torch.finfo(getattr(torch, dtype)).eps * a.norm())
+
     try:
         # In one pair the sequences begin alike. The rows of a pair have blocks of the same sizes and equal roundings.
         for pair in (([0, 3, 1, 2], [0, 2, 3, 1]), ([3, 2, 1, 2], [1, 3, 2, 3])):
             outputs = []
             for first in pair:
                 row = pack([np.array(first, np.int32), np.array(second, np.int32)])
-                result = model(DeviceTokens.of(row, device))
-                numbers = (result if isinstance(result, Tensor) else result[0]).float()
+                numbers = numbers_of(row, None)
+                if group is not None and differ(numbers, numbers_of(row, group)):
+                    raise ValueError(
+                        f"cluster.sequence_parallel={group.size} with {key}={path}: this model mixes tokens outside of "
+                        "attention, so several learners cannot share a sequence. Set it to 1."
+                    )
                 outputs.append(numbers[-4:] if len(numbers) > 2 else numbers[-1:])
-            if (outputs[0] - outputs[1]).norm() > 16 * torch.finfo(getattr(torch, dtype)).eps * outputs[0].norm():
+            if differ(*outputs):
                 raise UnpackableError("a sequence is affected by the sequences before it in the row")
     except UnpackableError as error:
         raise ValueError(error.of(key, path)) from None

@@ -37,11 +37,12 @@ from rlhf.learner.hub_format import (
 )
 from rlhf.learner.offload import Offload, gradient_buffers, optimizer_tensors
 from rlhf.learner.partition import Partition, generators, whole_shape
-from rlhf.learner.policy_model import DeviceTokens
+from rlhf.learner.policy_model import DeviceTokens, check_packed
 from rlhf.learner.rank_checkpoint import MOMENTS, RNG, WEIGHTS, LearnerIndex, Slice, SliceReader
+from rlhf.learner.sequence_parallel import SequenceGroup
 from rlhf.learner.update import on_host
 from rlhf.log.reductions import Histogram, Last, Mean, StepMetrics, UpdateOutcome, merge_metrics
-from rlhf.types import GPUMemory, SaveReport, World
+from rlhf.types import GPUMemory, PackedTokens, SaveReport, World
 from rlhf.weights.adapter import write_adapter
 
 M = TypeVar("M")
@@ -59,6 +60,7 @@ class TrainedRank:
         self.training = training
         self.world = world
         self.device = join_world(device, world)
+        self._group = SequenceGroup.of(world)
         if training.section.offload_optimizer:
             # Ray tells OpenMP to use one thread where an actor reserves less than two cores, and Adam would take one.
             torch.set_num_threads(world.threads)
@@ -107,6 +109,14 @@ class TrainedRank:
             return module.to(self.device)
         settings = any_settings(self.world, dtype=self._model.dtype, zero={"stage": 3})
         return deepspeed_engine(module, settings)
+
+    def put(self, tokens: PackedTokens) -> DeviceTokens:
+        """A microbatch on this rank's device; the other ranks of its data shard must compute the same one."""
+        return DeviceTokens.of(tokens, self.device, self._group)
+
+    def check_packed(self, model: Callable[[DeviceTokens], Any], *, key: str, path: str) -> None:
+        """`policy_model.check_packed` of a model on this rank."""
+        check_packed(model, self.device, dtype=self._model.dtype, key=key, path=path, group=self._group)
 
     @property
     def transformer(self) -> PreTrainedModel:
@@ -162,8 +172,9 @@ class TrainedRank:
         for number, microbatch in enumerate(microbatches, start=1):
             self.deepspeed.set_gradient_accumulation_boundary(number == len(microbatches))
             loss, metrics = forward(microbatch)
-            # The loss is a share under the global denominators, so the ranks' gradients must be summed. DeepSpeed
-            # averages them instead (it divides by nothing else: accumulation steps are 1); this undoes it.
+            # The loss is a share under the global denominators, so the ranks' gradients must be summed: over shards
+            # and, since each rank derives the loss by its part of a row, within them. DeepSpeed averages them instead
+            # (it divides by nothing else: accumulation steps are 1); this undoes it. Its own sum is not for ZeRO-3.
             self.deepspeed.backward(loss * self.world.size)
             parts.append(metrics)
         computed = _now(self.device)
@@ -305,8 +316,7 @@ class TrainedRank:
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = 0.0
         self.deepspeed.set_gradient_accumulation_boundary(True)
-        tokens = DeviceTokens.of(filler(), self.device)
-        output = self.deepspeed(tokens)
+        output = self.deepspeed(self.put(filler()))
         self.deepspeed.backward((output if isinstance(output, Tensor) else output[0]).sum() * 0.0)
         self.deepspeed.step()
         assert not getattr(self.deepspeed.optimizer, "overflow", False), "the first step had a non-finite gradient"

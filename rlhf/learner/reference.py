@@ -17,7 +17,7 @@ from rlhf.algo.distillation import HeadInput
 from rlhf.algo.lora import adapters_off
 from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.partition import whole_shape
-from rlhf.learner.policy_model import DeviceTokens, PolicyModel, check_packed, load_policy
+from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
 from rlhf.learner.rank import TrainedRank
 from rlhf.learner.rank_checkpoint import REFERENCE, LearnerIndex, Slice, SliceReader, file_name, share
 from rlhf.learner.replay import replay_recorded
@@ -56,7 +56,7 @@ def make_teachers(config: GRPOConfig, rank: TrainedRank) -> dict[str, FrozenCopy
         model = config.model.model_copy(update={"path": path, "gradient_checkpointing": False, "lora": None})
         with rank.loading():
             teacher = FrozenCopy(load_policy(model, temperature=1.0, key=key, exported=False), rank)
-        check_packed(teacher.logprobs, rank.device, dtype=model.dtype, key=key, path=path)
+        rank.check_packed(teacher.logprobs, key=key, path=path)
         teachers[path] = teacher
     return teachers
 

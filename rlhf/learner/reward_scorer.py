@@ -56,7 +56,7 @@ class RewardScorer:
         fitting = [i for i, sequence in enumerate(ids) if len(sequence) <= self.longest]
         scores: list[float | None] = [None] * len(ids)
         lengths = np.array([len(ids[i]) for i in fitting], np.int64)
-        (batches,) = pack_microbatches(lengths, max_tokens=self.max_tokens, ranks=1)
+        (batches,) = pack_microbatches(lengths, max_tokens=self.max_tokens, shards=1)
         for batch in batches:
             if members := [fitting[i] for i in batch]:
                 raw = self.model(DeviceTokens.of(pack([ids[i] for i in members]), self.device))

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.config.reward_model import RECORD_FILE, RewardTrainingConfig
-from rlhf.learner.policy_model import check_packed
 from rlhf.learner.step import HeldMicrobatch
 from rlhf.learner.supervised import SupervisedRank
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
@@ -35,7 +34,7 @@ class RewardTrainer(SupervisedRank):
         with self.loading():
             transformer = load_scalar_transformer(config.model.path, config.model, key="model.path", new_head="random")
         self.wrap(RewardModel(transformer))
-        check_packed(self.deepspeed, self.device, dtype=config.model.dtype, key="model.path", path=config.model.path)
+        self.check_packed(self.deepspeed, key="model.path", path=config.model.path)
 
     def loss(self, held: HeldMicrobatch) -> tuple[Tensor, StepMetrics]:
         """The mean of `pair_loss` over the pairs of the minibatch."""
@@ -66,7 +65,7 @@ class RewardTrainer(SupervisedRank):
         scores = [self.deepspeed(held.tokens)[: 0 if held.is_filler else None].tolist() for held in microbatches]
         by_rank: list[Any] = [None] * self.world.size
         dist.all_gather_object(by_rank, np.concatenate(scores))
-        every = np.concatenate(by_rank)
+        every = np.concatenate(by_rank)  # a shard's as often as it has ranks
         return float(every.mean()), float(every.std())
 
 

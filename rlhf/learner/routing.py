@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf.algo.numerics import full_precision
-from rlhf.learner.segments import Segments
+from rlhf.learner.segments import Segments, take_rows
 
 SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")  # balance the load by themselves, without a loss
 
 
 class Choices(NamedTuple):
-    """The experts of each token in one layer, [U, k] int, out of `experts`."""
+    """The experts of each held token in one layer, [n, k] int, out of `experts`."""
 
     chosen: Tensor
     experts: int
@@ -60,7 +60,9 @@ def routing_of(choices: Sequence[Choices], logits: Sequence[Tensor] | None, segm
     """The routing of a row, None if no expert was called; `logits` as below, None for routers without that loss."""
     if not choices:
         return None
-    load = torch.stack([torch.bincount(layer.chosen.flatten(), minlength=layer.experts) for layer in choices])
+    count, group = segments.held_count, segments.group
+    load = torch.stack([torch.bincount(layer.chosen[:count].flatten(), minlength=layer.experts) for layer in choices])
+    load = load if group is None else group.sum(load)
     return Routing(load, None if logits is None else balancing_loss(choices, logits, segments))
 
 
@@ -72,15 +74,17 @@ def balancing_loss(choices: Sequence[Choices], logits: Sequence[Tensor], segment
     the loss does not depend on how sequences are packed.
 
     Args:
-        logits: [U, E] of each layer's router.
+        logits: [n, E] of each layer's router.
 
     Returns:
         [S], 1 if all experts are used equally; its gradient flows through P.
     """
-    offsets = segments.cu_seqlens.long()
+    group, lengths = segments.group, segments.cu_seqlens.diff()[:, None]
+    rows, offsets = segments.held_rows()
 
     def mean_of_sequences(x: Tensor) -> Tensor:
-        return torch.segment_reduce(segments.expand_rows(x), "mean", offsets=offsets, axis=0)
+        total = torch.segment_reduce(x if rows is None else take_rows(x, rows), "sum", offsets=offsets, axis=0)
+        return (total if group is None else group.sum(total)) / lengths
 
     losses = []
     for (chosen, experts), router in zip(choices, logits, strict=True):

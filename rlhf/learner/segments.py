@@ -2,6 +2,7 @@
 
 A prompt that samples share goes through the transformer once: if a sequence begins like the previous one, the shared
 tokens are not computed again. The transformer sees U of the row's T tokens, and attention repeats keys and values.
+If several ranks hold the row, it sees this rank's part of the U, the *held* tokens, and attention sees all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhf.algo.numerics import add_rows, full_precision, segment_ids
+
+if TYPE_CHECKING:
+    from rlhf.learner.sequence_parallel import SequenceGroup
 
 SIMILAR_LENGTH = 0.75  # segments of one block are at least this share of its longest: at most 1/3 padding
 
@@ -58,11 +62,12 @@ class Layout(NamedTuple):
 class Segments:
     """The sequences of a packed row, in the form that attention needs; made once per row, for all layers."""
 
-    experts: Tensor | None = None  # [U, layers, k] int16, recorded for the computed tokens; None: the routers choose
+    experts: Tensor | None = None  # [n, layers, k] int16, recorded for the held tokens; None: the routers choose
 
     def __init__(
-        self, bounds: np.ndarray, shared: np.ndarray, source: np.ndarray, computed: Tensor, expand: Tensor | None
-    ) -> None:
+        self, bounds: np.ndarray, shared: np.ndarray, source: np.ndarray, computed: Tensor, expand: Tensor | None,
+        group: SequenceGroup | None = None,
+    ) -> None:  # fmt: skip
         def put(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array.astype(np.int32)).to(computed.device)
 
@@ -76,12 +81,33 @@ class Segments:
         self.computed = computed  # [U] int64, the row's tokens that are computed
         self.source = source  # [T] int64 on the host, the index among the U of each token of the row
         self.expand = expand  # the same on the device; None if all tokens are computed
+        self.group = group  # the ranks that hold the row; None: this one alone
+        self.held, self.state_of = computed, expand  # [n], and [T] as `expand`, but among the n held tokens
+        self.held_count = len(computed)  # without the last token's repetitions at the end of `held`
+        self.holds: np.ndarray | None = None  # [T] bool on the host, the tokens whose state is held; None: all
+        if group is not None:
+            first, count, places = group.part(len(computed))
+            self.held_count = count
+            places_held = torch.arange(first, first + places, device=computed.device)
+            self.held = computed[places_held.clamp(max=len(computed) - 1)]
+            self.holds = (source >= first) & (source < first + count)
+            self.state_of = torch.from_numpy(source - first).to(computed.device)
         self.block_masks: dict[int | None, Any] = {}  # a cache of flex attention, by window
         self._chunked: dict[int, Segments] = {}
 
     def expand_rows(self, x: Tensor) -> Tensor:
         """[U, ...] of the computed tokens -> [T, ...] of all tokens of the row."""
         return x if self.expand is None else take_rows(x, self.expand)
+
+    def held_rows(self) -> tuple[Tensor | None, Tensor]:
+        """-> index among the held tokens of every token of the row whose state is held, None if it counts up from 0;
+        and [S+1] int64, where the tokens of each segment begin among them."""
+        if self.holds is None:
+            return self.expand, self.cu_seqlens.long()
+        before = np.concatenate([[0], np.cumsum(self.holds)])
+        assert self.state_of is not None
+        device = self.computed.device
+        return self.state_of[torch.from_numpy(self.holds).to(device)], torch.from_numpy(before[self.bounds]).to(device)
 
     def positions(self) -> tuple[Tensor, Tensor]:
         """-> the segment of each token of the row, and its position there; both [T] int64."""
@@ -98,7 +124,7 @@ class Segments:
             bounds = np.concatenate([*(np.arange(start, end, size) for start, end in spans), self.bounds[-1:]])
             segment = np.searchsorted(self.bounds, bounds[:-1], side="right") - 1
             shared = np.clip((self.bounds[:-1] + self.shared)[segment] - bounds[:-1], 0, np.diff(bounds))
-            self._chunked[size] = Segments(bounds, shared, self.source, self.computed, self.expand)
+            self._chunked[size] = Segments(bounds, shared, self.source, self.computed, self.expand, self.group)
         return self._chunked[size]
 
     @functools.cached_property
@@ -139,8 +165,10 @@ class Segments:
         return Layout(tuple(blocks), computed_at(row_keys), computed_at(row_queries), *places)
 
 
-def segments_of(cu_seqlens: np.ndarray, shared: np.ndarray, device: torch.device) -> Segments:
-    """The segments of a row with these bounds [S+1] int64 and shared beginnings [S] int64."""
+def segments_of(
+    cu_seqlens: np.ndarray, shared: np.ndarray, device: torch.device, group: SequenceGroup | None = None
+) -> Segments:
+    """The segments of a row with these bounds [S+1] int64 and shared beginnings [S] int64, which `group` holds."""
     source = np.zeros(int(cu_seqlens[-1]), np.int64)
     is_computed = np.ones(len(source), bool)
     beginnings = list(zip(cu_seqlens[:-1].tolist(), shared.tolist(), strict=True))
@@ -152,7 +180,7 @@ def segments_of(cu_seqlens: np.ndarray, shared: np.ndarray, device: torch.device
         source[start : start + count] = source[before : before + count]
         before = start
     expand = torch.from_numpy(source).to(device) if shared.any() else None
-    return Segments(cu_seqlens, shared, source, torch.from_numpy(np.flatnonzero(is_computed)).to(device), expand)
+    return Segments(cu_seqlens, shared, source, torch.from_numpy(np.flatnonzero(is_computed)).to(device), expand, group)
 
 
 class _TakeRows(torch.autograd.Function):

@@ -31,18 +31,18 @@ class HeldMicrobatch:
 
 
 def make_microbatches(
-    tokens: PackedTokens, minibatch: Minibatch, rank: int, device: torch.device
+    tokens: PackedTokens, minibatch: Minibatch, put: Callable[[PackedTokens], DeviceTokens], *, shard: int
 ) -> list[HeldMicrobatch]:
-    """A rank's microbatches of a minibatch of these sequences, on its device."""
+    """A data shard's microbatches of a minibatch of these sequences, on the device of a rank; `put` moves them."""
     # a loss of the user gets a row of the data for a filler too
     nothing = replace(filler(), prompt_rows=tokens.prompt_rows and tokens.prompt_rows[:1])
 
     def microbatch(rows: np.ndarray) -> HeldMicrobatch:
         packed = tokens.take(rows) if len(rows) else nothing
         index = tokens.token_indices(rows) if len(rows) else np.zeros(FILLER_TOKENS, np.int64)
-        return HeldMicrobatch(DeviceTokens.of(packed, device), index, not len(rows), minibatch.denominators)
+        return HeldMicrobatch(put(packed), index, not len(rows), minibatch.denominators)
 
-    return [microbatch(rows) for rows in minibatch.microbatches[rank]]
+    return [microbatch(rows) for rows in minibatch.microbatches[shard]]
 
 
 class StepRank(TrainedRank):
@@ -56,7 +56,8 @@ class StepRank(TrainedRank):
         Returns [S] int64, epoch after epoch: how many leading tokens each sequence shares with the previous one.
         """
         self._epochs = []  # first frees the memory of the previous step's microbatches
-        self._epochs = [[make_microbatches(tokens, x, self.world.rank, self.device) for x in epoch] for epoch in epochs]
+        put, shard = self.put, self.world.shard
+        self._epochs = [[make_microbatches(tokens, x, put, shard=shard) for x in epoch] for epoch in epochs]
         held = [x for epoch in self._epochs for minibatch in epoch for x in minibatch if not x.is_filler]
         return np.concatenate([np.zeros(0, np.int64), *(x.tokens.segments.shared for x in held)])
 

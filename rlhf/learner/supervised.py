@@ -13,14 +13,14 @@ from torch import Tensor
 
 from rlhf.algo.packing import draw_minibatches, pack_microbatches
 from rlhf.config.supervised import SFTConfig, SupervisedConfig
-from rlhf.learner.policy_model import check_packed, load_policy
+from rlhf.learner.policy_model import load_policy
 from rlhf.learner.rank import TrainedRank
 from rlhf.learner.step import HeldMicrobatch, make_microbatches
 from rlhf.learner.update import on_host
 from rlhf.log.reductions import Perplexity, StepMetrics, Sum, UpdateOutcome, merge_metrics
 from rlhf.types import Denominators, Minibatch, PackedTokens, World
 
-EVALUATED_AT_ONCE = 32  # microbatches of each rank: a run can be asked to end between two parts of an evaluation
+EVALUATED_AT_ONCE = 32  # microbatches of each shard: a run can be asked to end between two parts of an evaluation
 
 
 class SupervisedRank(TrainedRank):
@@ -79,18 +79,18 @@ class SupervisedRank(TrainedRank):
     def _own_microbatches(
         self, data: PackedTokens, examples: np.ndarray, part: slice = slice(None)
     ) -> list[HeldMicrobatch]:
-        """This rank's microbatches of the minibatch `examples` [E]; `part` selects some of them."""
+        """The microbatches of this rank's shard of the minibatch `examples` [E]; `part` selects some of them."""
         sequences = self.config.sequences_per_example
         rows = examples[:, None] * sequences + np.arange(sequences)
-        max_tokens, ranks = self.config.learner.max_tokens_per_microbatch, self.world.size
-        packed = pack_microbatches(data.lengths[rows].sum(1), max_tokens=max_tokens, ranks=ranks)
+        max_tokens, shards = self.config.row_tokens, self.config.cluster.data_shards
+        packed = pack_microbatches(data.lengths[rows].sum(1), max_tokens=max_tokens, shards=shards)
         trained = data.response_mask[data.token_indices(rows.ravel())]
         minibatch = Minibatch(
-            tuple(tuple(rows[np.array(members, np.int64)].ravel() for members in rank[part]) for rank in packed),
+            tuple(tuple(rows[np.array(members, np.int64)].ravel() for members in shard[part]) for shard in packed),
             # an example counts as a rollout
             Denominators(tokens=int(trained.sum()), rollouts=len(examples), sequences=rows.size),
         )
-        return make_microbatches(data, minibatch, self.world.rank, self.device)
+        return make_microbatches(data, minibatch, self.put, shard=self.world.shard)
 
 
 class SFTTrainer(SupervisedRank):
@@ -102,7 +102,7 @@ class SFTTrainer(SupervisedRank):
         with self.loading():
             policy = load_policy(model, temperature=1.0, seed=config.run.seed)
         self.wrap(policy)
-        check_packed(self.deepspeed, self.device, dtype=model.dtype, key="model.path", path=model.path)
+        self.check_packed(self.deepspeed, key="model.path", path=model.path)
 
     def loss(self, held: HeldMicrobatch) -> tuple[Tensor, StepMetrics]:
         """The mean of -log p(token) over the trained tokens of the minibatch, nats."""

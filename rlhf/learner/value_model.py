@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Literal, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,10 +36,10 @@ class ScalarModel(nn.Module):
         self.transformer = transformer
 
     def scalars(self, tokens: DeviceTokens, positions: Tensor) -> Tensor:
-        """The head applied to the states at these positions of the row [n] -> [n] float32."""
+        """The head applied to the states at these positions of the row [n], which this rank holds -> [n] float32."""
         states = transformer_outputs(self.transformer, tokens).last_hidden_state[0]
-        expand = tokens.segments.expand
-        states = take_rows(states, positions if expand is None else expand[positions])
+        state_of = tokens.segments.state_of
+        states = take_rows(states, positions if state_of is None else state_of[positions])
         weight = self.transformer.get_parameter(HEAD)
         return F.linear(full_precision(states), full_precision(weight)).squeeze(-1)
 
@@ -51,9 +52,9 @@ class ValueModel(ScalarModel):
 
     def forward(self, tokens: DeviceTokens) -> Tensor:
         """-> [T] float32, 0 outside of the response mask."""
-        positions, states = response_states(tokens.response_mask, tokens.cu_seqlens)
+        positions, states = response_states(tokens.own_mask, tokens.cu_seqlens)
         scalars = self.scalars(tokens, states)
-        return scalars.new_zeros(len(tokens.token_ids)).index_copy(0, positions, scalars)
+        return tokens.whole(scalars.new_zeros(len(tokens.token_ids)).index_copy(0, positions, scalars))
 
 
 class RewardModel(ScalarModel):
@@ -61,7 +62,12 @@ class RewardModel(ScalarModel):
 
     def forward(self, tokens: DeviceTokens) -> Tensor:
         """-> [S] float32, not normalized."""
-        return self.scalars(tokens, tokens.cu_seqlens[1:].long() - 1)
+        last, holds = tokens.cu_seqlens[1:].long() - 1, tokens.segments.holds
+        if holds is None:
+            return self.scalars(tokens, last)
+        own = torch.from_numpy(np.flatnonzero(holds[tokens.segments.bounds[1:] - 1])).to(last.device)
+        scalars = self.scalars(tokens, last[own])
+        return tokens.whole(scalars.new_zeros(len(last)).index_copy(0, own, scalars))
 
 
 def load_scalar_transformer(

@@ -17,7 +17,7 @@ class LearnerSpeed:
     """Metrics of the learners' speed and of how full their microbatches are."""
 
     def __init__(self, config: GRPOConfig, device_name: str) -> None:
-        self._budget, self._learners = config.learner.max_tokens_per_microbatch, config.cluster.learners
+        self._budget, self._cluster = config.row_tokens, config.cluster
         self._peak_tflops = config.cluster.peak_tflops or peak_tflops(device_name)
         self._shape, self._frozen = shape_at(config.model.path), config.model.lora is not None
 
@@ -33,15 +33,14 @@ class LearnerSpeed:
 
         Args:
             shared: [S] how many first tokens of each sequence were computed with the previous one, in the order in
-                which the ranks compute.
+                which the data shards compute.
             update_s: seconds that the updates took.
         """
         if not epochs:
             return {}
         minibatches = [minibatch for epoch in epochs for minibatch in epoch]
-        microbatches = [
-            rows for rank in range(self._learners) for minibatch in minibatches for rows in minibatch.microbatches[rank]
-        ]
+        shards = range(self._cluster.data_shards)
+        microbatches = [rows for x in shards for minibatch in minibatches for rows in minibatch.microbatches[x]]
         rows = np.concatenate(microbatches)
         lengths = batch.tokens.lengths[rows]
         tokens = int(lengths.sum())
@@ -56,5 +55,5 @@ class LearnerSpeed:
         if self._shape is not None and self._peak_tflops is not None:
             responses = int(batch.response_lengths[rows].sum())
             flops = self._shape.training_flops(lengths.tolist(), responses, shared.tolist(), frozen=self._frozen)
-            values["learner/mfu"] = flops / (update_s * self._peak_tflops * 1e12 * self._learners)
+            values["learner/mfu"] = flops / (update_s * self._peak_tflops * 1e12 * self._cluster.learners)
         return values

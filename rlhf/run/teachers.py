@@ -55,13 +55,13 @@ def hinted_prompts(
         arguments = read_arguments(prompt.columns, data.template_arguments)
         texts.append(render(messages, data.template, tokenizer, tools=tools, arguments=arguments))
     token_ids = dict(zip([p.id for p in prompts], tokenize(texts, data.template, tokenizer), strict=True))
-    budget = config.learner.max_tokens_per_microbatch
+    budget = config.row_tokens
     for name, ids in token_ids.items():
         if len(ids) + config.rollout.longest > budget:
             raise ValueError(
                 f"algo.teacher.hint_column={column}: with it {name} has {len(ids)} tokens, and with a response "
-                f"{len(ids) + config.rollout.longest}; learner.max_tokens_per_microbatch={budget}. Raise the limit, or "
-                "shorten the hints."
+                f"{len(ids) + config.rollout.longest}; a microbatch holds {budget}. Raise "
+                "learner.max_tokens_per_microbatch, or shorten the hints."
             )
     return token_ids
 

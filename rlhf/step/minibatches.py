@@ -1,6 +1,6 @@
-"""Plans the optimizer steps of a training step: rows, microbatches of each rank, denominators.
+"""Plans the optimizer steps of a training step: rows, microbatches of each data shard, denominators.
 
-Minibatches are drawn and denominators fixed first, so neither depends on the number of ranks or the token budget.
+Minibatches are drawn and denominators fixed first, so neither depends on the number of shards or the token budget.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def plan_epochs(
 
 
 def _microbatches(batch: StepBatch, rows: np.ndarray, config: GRPOConfig) -> tuple[tuple[np.ndarray, ...], ...]:
-    """[rank][microbatch] -> rows, sorted by their token ids, so that shared beginnings are computed once."""
-    tokens, budget, ranks = batch.tokens, config.learner.max_tokens_per_microbatch, config.cluster.learners
+    """[shard][microbatch] -> rows, sorted by their token ids, so that shared beginnings are computed once."""
+    tokens, budget, shards = batch.tokens, config.row_tokens, config.cluster.data_shards
     lengths, width = tokens.lengths[rows], tokens.token_ids.itemsize
     ids = [tokens.token_ids[tokens.cu_seqlens[row] : tokens.cu_seqlens[row + 1]].tobytes() for row in rows]
     prompt_lengths = np.minimum(batch.prompt_lengths[rows], lengths - 1)
@@ -79,12 +79,12 @@ def _microbatches(batch: StepBatch, rows: np.ndarray, config: GRPOConfig) -> tup
         if ids[i].startswith(tokens.token_ids[start : start + count].tobytes()):
             prompt_lengths[i] = count
     prompts = [sequence[:size] for sequence, size in zip(ids, (prompt_lengths * width).tolist(), strict=True)]
-    bundles = bundle_samples(lengths, prompts, prompt_lengths, max_tokens=budget, ranks=ranks)
+    bundles = bundle_samples(lengths, prompts, prompt_lengths, max_tokens=budget, shards=shards)
     sizes, costs = bundle_sizes(bundles, lengths, prompt_lengths)
-    plan = pack_microbatches(sizes, max_tokens=budget, ranks=ranks, costs=costs)
+    plan = pack_microbatches(sizes, max_tokens=budget, shards=shards, costs=costs)
 
     def in_order(members: list[int]) -> np.ndarray:
         chosen = sorted((i for bundle in members for i in bundles[bundle]), key=ids.__getitem__)
         return rows[np.array(chosen, np.int64)]
 
-    return tuple(tuple(in_order(members) for members in rank) for rank in plan)
+    return tuple(tuple(in_order(members) for members in shard) for shard in plan)

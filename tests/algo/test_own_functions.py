@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -263,10 +264,11 @@ def test_the_metrics_of_an_own_loss_are_means_over_the_tokens_of_the_minibatch_h
     logprobs = torch.linspace(-3, -1, len(tokens.token_ids))
     targets = PolicyTargets(np.ones(len(logprobs), np.float32), None, None)
     counts = Denominators(int(batch.response_lengths.sum()), 12, 12)
+    put = functools.partial(DeviceTokens.of, device=torch.device("cpu"))
     seen = []
     for split in ([rows], [rows[::-1]], np.array_split(rows, 4), [rows[:1], rows[1:], rows[:0]]):
         parts = []
-        held = make_microbatches(tokens, Minibatch((tuple(split),), counts), 0, torch.device("cpu"))
+        held = make_microbatches(tokens, Minibatch((tuple(split),), counts), put, shard=0)
         for each in held:
             model = Fixed(logprobs, each.index)
             parts.append(on_host(policy_microbatch(model, each.tokens, targets.take(each.index), counts, config)[1]))

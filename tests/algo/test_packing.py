@@ -57,36 +57,36 @@ def test_each_seed_step_and_epoch_has_its_own_order():
 )
 def test_every_sequence_once_no_budget_exceeded_and_equal_counts_a_rank(lengths, max_tokens, ranks):
     sizes = np.array(lengths, dtype=np.int64)
-    plan = pack_microbatches(sizes, max_tokens=max_tokens, ranks=ranks)
+    plan = pack_microbatches(sizes, max_tokens=max_tokens, shards=ranks)
     assert len(plan) == ranks
     assert len({len(microbatches) for microbatches in plan}) == 1
     assert len(plan[0]) >= 1
     microbatches = [microbatch for rank in plan for microbatch in rank]
     assert sorted(index for microbatch in microbatches for index in microbatch) == list(range(len(sizes)))
     assert all(sizes[microbatch].sum() <= max_tokens for microbatch in microbatches)
-    assert plan == pack_microbatches(sizes, max_tokens=max_tokens, ranks=ranks)
+    assert plan == pack_microbatches(sizes, max_tokens=max_tokens, shards=ranks)
 
 
 def test_best_fit_puts_a_sequence_into_the_tightest_room():
     # 70 and 60 open a bin each, 40 fits only beside 60, 30 only beside 70: two full bins, no third.
-    plan = pack_microbatches(np.array([30, 60, 40, 70]), max_tokens=100, ranks=1)
+    plan = pack_microbatches(np.array([30, 60, 40, 70]), max_tokens=100, shards=1)
     assert sorted(plan[0]) == [[0, 3], [1, 2]]
 
 
 def test_too_few_sequences_leave_fillers_as_empty_lists():
-    plan = pack_microbatches(np.array([5]), max_tokens=10, ranks=3)
+    plan = pack_microbatches(np.array([5]), max_tokens=10, shards=3)
     assert sorted(plan) == [[[]], [[]], [[0]]]
-    assert pack_microbatches(np.array([], dtype=np.int64), max_tokens=10, ranks=2) == [[[]], [[]]]
+    assert pack_microbatches(np.array([], dtype=np.int64), max_tokens=10, shards=2) == [[[]], [[]]]
 
 
 def test_slack_is_shared_instead_of_one_full_and_one_nearly_empty_microbatch():
-    plan = pack_microbatches(np.full(11, 10), max_tokens=100, ranks=2)
+    plan = pack_microbatches(np.full(11, 10), max_tokens=100, shards=2)
     assert sorted(len(rank[0]) for rank in plan) == [5, 6]
 
 
 def test_ranks_get_equal_cost_in_every_round():
     lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 1, 4096).astype(int) + 50, 1, 8192)
-    plan = pack_microbatches(lengths, max_tokens=8192, ranks=8)
+    plan = pack_microbatches(lengths, max_tokens=8192, shards=8)
     costs = np.array([[sequence_cost(lengths[microbatch]).sum() for microbatch in rank] for rank in plan])
     waiting = 1 - costs.sum() / (8 * costs.max(axis=0).sum())
     assert waiting < 0.03
@@ -95,13 +95,13 @@ def test_ranks_get_equal_cost_in_every_round():
 
 def test_one_sequence_over_the_budget_is_an_error_that_names_length_and_key():
     with pytest.raises(ValueError, match=r"learner\.max_tokens_per_microbatch=100: .*\b101 tokens\b"):
-        pack_microbatches(np.array([3, 101]), max_tokens=100, ranks=1)
+        pack_microbatches(np.array([3, 101]), max_tokens=100, shards=1)
 
 
 @pytest.mark.parametrize("max_tokens", [4096, 16384])
 def test_long_tailed_lengths_need_at_most_one_percent_more_than_the_bound(max_tokens):
     lengths = np.clip(np.random.default_rng(1).lognormal(6, 1, 20_000).astype(int) + 100, 1, max_tokens)
-    (microbatches,) = pack_microbatches(lengths, max_tokens=max_tokens, ranks=1)
+    (microbatches,) = pack_microbatches(lengths, max_tokens=max_tokens, shards=1)
     assert len(microbatches) <= 1.01 * math.ceil(lengths.sum() / max_tokens)
 
 
@@ -110,7 +110,7 @@ def test_packing_two_thousand_sequences_takes_milliseconds():
     seconds = []
     for _ in range(5):
         start = time.process_time()
-        pack_microbatches(lengths, max_tokens=16384, ranks=8)
+        pack_microbatches(lengths, max_tokens=16384, shards=8)
         seconds.append(time.process_time() - start)
     assert min(seconds) < 0.05
 
@@ -130,11 +130,11 @@ def test_a_microbatch_of_bundles_computes_no_more_than_its_budget_and_holds_no_m
     rollouts = [family_member(prompt, 1 + 17 * prompt, response) for prompt, response in samples]
     lengths = np.array([len(r.sequences[0].token_ids) for r in rollouts], np.int64)
     prompts = [prompt for prompt, _ in samples]
-    bundles = bundle_samples(lengths, prompts, prompt_lengths, max_tokens=max_tokens, ranks=ranks)
+    bundles = bundle_samples(lengths, prompts, prompt_lengths, max_tokens=max_tokens, shards=ranks)
     assert sorted(index for members in bundles for index in members) == list(range(len(samples)))
     assert all(len({prompts[index] for index in members}) == 1 for members in bundles)
     sizes, costs = bundle_sizes(bundles, lengths, prompt_lengths)
-    plan = pack_microbatches(sizes, max_tokens=max_tokens, ranks=ranks, costs=costs)
+    plan = pack_microbatches(sizes, max_tokens=max_tokens, shards=ranks, costs=costs)
     for microbatch in (members for rank in plan for members in rank if members):
         packed = pack_rows(rollouts, [index for bundle in microbatch for index in bundles[bundle]])
         empty = sum(not packed.response_mask[a:b].any() for a, b in itertools.pairwise(packed.cu_seqlens))
@@ -153,7 +153,7 @@ def test_a_long_prompt_is_computed_once_or_twice_a_group_and_not_for_each_of_its
     prompts = np.repeat(np.arange(32), 8)
     for prompt, response, budget in ((2000, 100, 16384), (600, 100, 8192), (1024, 128, 4096)):
         lengths, prompt_lengths = np.full(256, prompt + response), np.full(256, prompt)
-        bundles = bundle_samples(lengths, prompts.tolist(), prompt_lengths, max_tokens=budget, ranks=2)
+        bundles = bundle_samples(lengths, prompts.tolist(), prompt_lengths, max_tokens=budget, shards=2)
         assert len(bundles) <= 2 * 32
         sizes, _ = bundle_sizes(bundles, lengths, prompt_lengths)
         assert sizes.max() <= budget
@@ -161,9 +161,9 @@ def test_a_long_prompt_is_computed_once_or_twice_a_group_and_not_for_each_of_its
 
 def test_bundles_are_small_enough_for_every_rank_to_get_its_share():
     lengths, prompts = np.full(64, 100), [0] * 64
-    bundles = bundle_samples(lengths, prompts, np.full(64, 20), max_tokens=100_000, ranks=4)
+    bundles = bundle_samples(lengths, prompts, np.full(64, 20), max_tokens=100_000, shards=4)
     sizes, costs = bundle_sizes(bundles, lengths, np.full(64, 20))
-    plan = pack_microbatches(sizes, max_tokens=100_000, ranks=4, costs=costs)
+    plan = pack_microbatches(sizes, max_tokens=100_000, shards=4, costs=costs)
     loads = [sum(int(sizes[i]) for microbatch in rank for i in microbatch) for rank in plan]
     assert max(loads) / min(loads) < 1.1
 

@@ -206,18 +206,19 @@ async def check_cycle(patient: Patient) -> Finding:
 
 def _full_microbatches(config: GRPOConfig, ids: np.ndarray) -> tuple[GRPOConfig, list[Rollout]]:
     """A config with one minibatch, and its rollouts: full microbatches of the longest sequences, drawn from `ids`."""
-    budget, longest = config.learner.max_tokens_per_microbatch, config.max_sequence_tokens
+    each, longest = config.learner.max_tokens_per_microbatch, config.max_sequence_tokens
     if config.cluster.device == "cpu":
-        budget, longest = min(budget, BUDGET_ON_CPU), min(longest, LONGEST_ON_CPU)
+        each, longest = min(each, BUDGET_ON_CPU), min(longest, LONGEST_ON_CPU)
+    budget = each * config.cluster.sequence_parallel
     longest = min(longest, budget)
     prompt = max(1, longest - config.rollout.longest)
     mask, zeros = np.arange(longest) >= prompt, np.zeros(longest, np.float32)
     rng, rollouts = np.random.default_rng(0), []
-    for sample in range(MICROBATCHES * config.cluster.learners * (budget // longest)):
+    for sample in range(MICROBATCHES * config.cluster.data_shards * (budget // longest)):
         tokens = rng.choice(ids, longest).astype(np.int32)
         sequence = TokenSequence(tokens, mask, zeros, (VersionSpan(prompt, longest, 0),))
         rollouts.append(Rollout("doctor", 0, sample, (sequence,), "stop"))
-    learner = {"max_tokens_per_microbatch": budget, "minibatches_per_epoch": 1}
+    learner = {"max_tokens_per_microbatch": each, "minibatches_per_epoch": 1}
     return with_values(config, learner=learner), rollouts
 
 
