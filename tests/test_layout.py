@@ -27,6 +27,7 @@ ON_THE_STACK = {
     "cluster/session.py": "ray",
     "cluster/worker_actors.py": "ray",
     "learner/deepspeed_settings.py": "deepspeed",
+    "learner/sequence_parallel.py": "deepspeed",
     "sampling/cache_meter.py": "vllm",
     "sampling/endpoint.py": "vllm",
     "sampling/engine.py": "vllm",

@@ -30,7 +30,7 @@ M = TypeVar("M")
 
 pytestmark = pytest.mark.filterwarnings("error:The given NumPy array is not writable")
 
-LEARNERS = 3
+LEARNERS = 3  # data shards; in turn each is one rank, and two
 
 
 def delivered(value: Any) -> Any:
@@ -43,8 +43,12 @@ def delivered(value: Any) -> Any:
 class Rank(StepRank):
     """Its outputs are the token ids; `update` checks that the advantages of its microbatch are the ids, too."""
 
-    def __init__(self, rank: int) -> None:
-        self.world, self.device = World(rank, LEARNERS, rank, "nowhere", 0, threads=1), torch.device("cpu")
+    _group = None
+
+    def __init__(self, rank: int, ranks_per_shard: int) -> None:
+        size = LEARNERS * ranks_per_shard
+        self.world = World(rank, size, rank, "nowhere", 0, threads=1, sequence_parallel=ranks_per_shard)
+        self.device = torch.device("cpu")
 
     def token_ids(self) -> tuple[np.ndarray, None]:
         return self.run_passes(lambda tokens: tokens.token_ids), None
@@ -65,30 +69,32 @@ class Rank(StepRank):
 
 
 class LocalRanks(RankGroup):
-    def __init__(self) -> None:
-        super().__init__("learner", [], deadline_s=1.0)
-        self._ranks = [Rank(rank) for rank in range(LEARNERS)]
+    def __init__(self, ranks_per_shard: int) -> None:
+        super().__init__("learner", [], deadline_s=1.0, ranks_per_shard=ranks_per_shard)
+        self._ranks = [Rank(rank, ranks_per_shard) for rank in range(LEARNERS * ranks_per_shard)]
 
     async def call(self, ask: Callable[[Any], Any], *, deadline_s: float | None = None) -> list[Any]:
         return [delivered(ask(rank)) for rank in self._ranks]
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> tuple[LocalRanks, StepBatch, list[list[Minibatch]], np.ndarray]:
+@pytest.fixture(params=[1, 2], ids=["one rank per shard", "two ranks per shard"])
+def started(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> tuple[LocalRanks, StepBatch, list[list[Minibatch]], np.ndarray]:
     """Two epochs of two minibatches; three of the 12 rollouts are not computed, and some ranks get fillers."""
     monkeypatch.setattr(rank_group, "put", delivered)
     config = make_config(
         Path("nowhere/model"),
         data={"max_prompt_tokens": 12},
         rollout={"max_response_tokens": 40},
-        learner={"epochs_per_step": 2, "minibatches_per_epoch": 2, "max_tokens_per_microbatch": 64},
-        cluster={"device": "cpu", "learners": LEARNERS},
+        learner={"epochs_per_step": 2, "minibatches_per_epoch": 2, "max_tokens_per_microbatch": 64 // request.param},
+        cluster={"device": "cpu", "learners": LEARNERS * request.param, "sequence_parallel": request.param},
     )
     batch = make_batch(make_groups(groups=2, samples=6, vocabulary=99, longest=40, seed=1), mask_truncated=False)
     computed = np.arange(12) >= 3
     epochs = plan_epochs(batch, config, step=0, rows_to_compute=computed)
-    assert any(not len(rows) for minibatch in epochs[0] for rank in minibatch.microbatches for rows in rank)
-    group = LocalRanks()
+    assert any(not len(rows) for minibatch in epochs[0] for shard in minibatch.microbatches for rows in shard)
+    group = LocalRanks(request.param)
     asyncio.run(group.start_step(batch, epochs))
     return group, batch, epochs, computed
 
@@ -112,14 +118,14 @@ def test_every_update_trains_its_minibatch_with_the_targets_of_its_own_tokens_on
         assert update.metrics["tokens"].value() == tokens.response_mask.sum()
 
 
-def test_shared_counts_the_common_beginning_of_every_sequence_rank_after_rank(started: Any) -> None:
+def test_shared_counts_the_common_beginning_of_every_sequence_shard_after_shard(started: Any) -> None:
     group, batch, epochs, _ = started
     expected = [
         shared_beginnings(batch.tokens.take(rows)).tolist()
-        for rank in range(LEARNERS)
+        for shard in range(LEARNERS)
         for epoch in epochs
         for minibatch in epoch
-        for rows in minibatch.microbatches[rank]
+        for rows in minibatch.microbatches[shard]
         if len(rows)
     ]
     assert group.shared.tolist() == list(itertools.chain(*expected))

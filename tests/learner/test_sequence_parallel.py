@@ -17,8 +17,8 @@ from rlhf.types import Denominators, PackedTokens, PolicyTargets, ValueTargets, 
 
 pytestmark = pytest.mark.stack
 
-# Norms of queries and keys; capped scores and windows; sinks, windows, experts; learned positions; chunks, queries scaled
-# by position, experts; latent attention with values of another width.
+# Norms of queries and keys; capped scores and windows; sinks, windows, experts; learned positions; chunks, scales by
+# position, experts; latent attention with values of another width.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {}, "gemma2": {}, "gpt_oss": {}, "gpt2": {},
     "llama4_text": {"attn_temperature_tuning": True, "floor_scale": 8, "attn_scale": 0.5},
