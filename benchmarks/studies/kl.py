@@ -3,9 +3,9 @@
     python -m benchmarks.studies.kl --output runs/studies/kl [--workers 2] [--seeds 0,1,2] [--quick]
 
 Runs of 40 steps of the quickstart's task with and without a KL (`kl_runs.py` lists them): in the loss by estimator,
-aggregation, minibatches per step, coefficient and lag, in the reward by estimator, coefficient and advantage. Each run
-ends as one file below `--output`; what is there is not run again, so the scan can be stopped at any time. `--workers 0`
-only makes tables and picture of the runs that are there.
+aggregation, minibatches per step, coefficient, lag and rate, in the reward by estimator, coefficient and advantage.
+Each run ends as one file below `--output`; what is there is not run again, nor what `--known FILE`, the JSON of a
+picture, has. So the scan can be stopped at any time. `--workers 0` only makes tables and picture.
 
 A run trains in one process (`in_process.py`): the policy that samples is the policy that learns, or in runs with a lag
 that of one training step before.
@@ -145,14 +145,18 @@ def statistics(batch: StepBatch, sampled_from: np.ndarray, ref: np.ndarray) -> r
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser("kl", "KL estimators in the loss and in the reward.", trains=True, scans=True, seeds=SEEDS)
+    parser.add_argument("--known", type=Path, help="JSON of a picture whose runs are not made again")
     options = report.parse(parser, arguments)
     size, held_out = {"steps": STEPS, "prompts": PROMPTS}, HELD_OUT
     if options.quick:
         options.seeds, size, held_out = options.seeds[:1], {"steps": QUICK_STEPS, "prompts": QUICK_PROMPTS}, 8
-    runs, folder = all_runs(options.seeds), options.output / "runs"
+    rows = kl_report.known_rows(options.known) if options.known else []
+    known, folder = {kl_report.run_of(row) for row in rows}, options.output / "runs"
+    runs = [run for run in all_runs(options.seeds) if run not in known]
     config = study_config(report.ensure_data(options.data), **size, held_out=held_out)
     in_process.scan(config, runs, folder, workers=options.workers, kind=Trainer)
-    kl_report.write(list(in_process.read(config, runs, folder)), options.output, seeds=options.seeds)
+    rows += map(kl_report.summarize, in_process.read(config, runs, folder))
+    kl_report.write(rows, options.output, seeds=options.seeds)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Tables and picture of the KL study, from the runs that are there: medians over seeds, with the smallest and largest.
 
 kl-runs.csv       one line per run, over the second half of its steps, and what was measured at its end
-grid-*.md, betas-*.md, reward-*.md, lag-*.md, ties.md     the parts of `kl_runs.py`
+grid-*.md, betas-*.md, reward-*.md, lag-*.md, ties.md, slower-*.md   the parts of `kl_runs.py`
+slower-differences.md   of `slower`: the run with a KL minus that without one, in pairs of a seed, with its 95% interval
 kl-gradients.md   bias and variance of each estimator's gradient, enumerated and sampled
 kl.png, kl.json   accuracy against KL, a curve over coefficients; the grid; bias and variance by estimator; all numbers
 
@@ -10,6 +11,8 @@ A part is shown with the seeds of which all its runs are there, or else with all
 
 from __future__ import annotations
 
+import json
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Any
 
 from benchmarks.studies import kl_gradients, report
 from benchmarks.studies.kl_runs import ADVANTAGES, NONE, Run, runs_of_seed
+from benchmarks.studies.objectives_report import interval
 
 COLOURS = {
     "k1": "tab:red", "k2": "tab:blue", "k3": "tab:orange", "k3 weighted": "black", "k4": "tab:green", NONE: "0.6"
@@ -24,8 +28,9 @@ COLOURS = {
 COMMAND = "python -m benchmarks.studies.kl"
 TOKENS = ("on-policy", "off-policy")
 GRADIENT_SEEDS = (0, 1, 2)  # of the policies of `kl_gradients`
-SETTING = ("estimator", "place", "beta", "seed", "aggregation", "minibatches", "advantage", "lag", "responses")
+SETTING = ("estimator", "place", "beta", "seed", "aggregation", "minibatches", "advantage", "lag", "responses", "rate")
 VALUES = ("KL", "accuracy", "length", "entropy", "tied groups", "held-out accuracy", "held-out KL", "held-out length")
+COLUMNS = (*SETTING, *VALUES, "seconds", "date", "commit")  # of a run in the JSON
 # Table -> part of the study, what is shown, what the lines are, what the columns are.
 TABLES = {
     f"{part}-{value.replace(' ', '-').lower()}": (part, value, lines, column)
@@ -34,6 +39,7 @@ TABLES = {
         ("betas", ("estimator",), "beta"),
         ("reward", ("advantage", "estimator"), "beta"),
         ("lag", ("lag", "estimator"), "beta"),
+        ("slower", ("minibatches", "estimator"), "beta"),
     )
     for value in ("KL", "accuracy", "held-out accuracy", "length")
 }
@@ -46,23 +52,31 @@ def summarize(record: dict[str, Any]) -> report.Row:
     """
     steps = record["steps"]
     late = steps[len(steps) // 2 :]
+    about = (*SETTING, "seconds", "date", "commit")
     means = {"accuracy": "reward", "length": "length", "entropy": "entropy", "tied groups": "tied"}
     return {
-        **{key: record[key] for key in (*SETTING, "date", "seconds")},
+        **{key: record[key] for key in about},
         "KL": statistics.median(step["k3"] for step in late),
-        "largest KL": max(step["k3"] for step in late),
-        "KL by k1": statistics.median(step["k1"] for step in late),
         **{name: report.mean(step[key] for step in late) for name, key in means.items()},
         "held-out accuracy": steps[-1]["held-out reward"],
         "held-out KL": steps[-1]["held-out k3"],
         "held-out length": steps[-1]["held-out length"],
-        "updates skipped": steps[-1]["skipped"],
     }
+
+
+def known_rows(path: Path) -> list[report.Row]:
+    """The runs in the JSON of a picture, as `summarize` has them."""
+    runs = json.loads(path.read_text())["runs"]
+    return [dict(zip(runs["columns"], row, strict=True)) for row in runs["rows"]]
+
+
+def run_of(row: report.Row) -> Run:
+    return Run(**{key: row[key] for key in SETTING})
 
 
 def rows_of(part: str, rows: Sequence[report.Row], seeds: Sequence[int]) -> list[report.Row]:
     """Those of these rows, one per run, that belong to a part: of whole seeds, or of all while there is none."""
-    by_run = {Run(**{key: row[key] for key in SETTING}): row for row in rows}
+    by_run = {run_of(row): row for row in rows}
     planned = [runs_of_seed(seed)[part] for seed in seeds]
     whole = [runs for runs in planned if all(run in by_run for run in runs)]
     return [by_run[run] for runs in whole or planned for run in runs if run in by_run]
@@ -109,6 +123,30 @@ def ties_table(rows: Sequence[report.Row]) -> list[report.Row]:
         | {f"{key}: {which}": of[which][key] if which in of else "" for key in keys for which in ("with", "without")}
         for (responses, seed), of in sorted(pairs.items())
     ]
+
+
+def differences_table(rows: Sequence[report.Row]) -> list[report.Row]:
+    """A line per setting, with its pairs that share a seed and minibatches: factor of the KL, difference of accuracy.
+
+    Both with their 95% interval by Student's t. That of the factor is of its logarithm.
+    """
+    free = {(row["minibatches"], row["seed"]): row for row in rows if row["estimator"] == NONE}
+    pairs: dict[tuple[Any, ...], list[tuple[report.Row, report.Row]]] = {}
+    for row in rows:
+        key = (row["minibatches"], row["seed"])
+        if row["estimator"] != NONE and key in free:
+            pairs.setdefault((row["minibatches"], row["estimator"], row["beta"]), []).append((row, free[key]))
+    table = []
+    for (minibatches, estimator, beta), both in pairs.items():
+        factor, half = interval([math.log(one["KL"] / other["KL"]) for one, other in both])
+        bounds = "" if math.isnan(half) else f" ({math.exp(factor - half):.2g} to {math.exp(factor + half):.2g})"
+        line = {"minibatches": minibatches, "estimator": estimator, "beta": beta}
+        line["KL, times that without"] = f"{math.exp(factor):.2g}{bounds}"
+        for key in ("accuracy", "held-out accuracy"):
+            mean, half = interval([one[key] - other[key] for one, other in both])
+            line[f"{key}, minus that without"] = f"{mean:+.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")
+        table.append(line)
+    return table
 
 
 def gradient_table(rows: Sequence[report.Row]) -> list[report.Row]:
@@ -236,15 +274,14 @@ def write_with_note(path: Path, rows: Sequence[report.Row], note: str) -> None:
     print(text)
 
 
-def write(records: Sequence[dict[str, Any]], output: Path, *, seeds: Sequence[int]) -> None:
-    """All tables and the picture of the runs that are there."""
+def write(rows: Sequence[report.Row], output: Path, *, seeds: Sequence[int]) -> None:
+    """All tables and the picture of these runs, one row each."""
     gradients = kl_gradients.all_gradients(GRADIENT_SEEDS)
     report.write_table(output / "kl-gradients-all", gradients)
     tables = {"gradients": gradient_table(gradients)}
     names = ", ".join(map(str, GRADIENT_SEEDS))
     note = f"Seeds {names}: median (smallest..largest) over seeds; {kl_gradients.SAMPLES:,} sampled tokens. {COMMAND}"
     write_with_note(output / "kl-gradients", tables["gradients"], note)
-    rows = [summarize(record) for record in records]
     parts = {part: rows_of(part, rows, seeds) for part in runs_of_seed(0)}
     parts = {part: of_part for part, of_part in parts.items() if of_part}
     if not parts:
@@ -259,13 +296,16 @@ def write(records: Sequence[dict[str, Any]], output: Path, *, seeds: Sequence[in
     if "ties" in parts:
         tables["ties"] = ties_table(parts["ties"])
         write_with_note(output / "ties", tables["ties"], caption("ties", parts["ties"], "equal rewards"))
-    columns = (*SETTING, *VALUES, "seconds")
-    short_rows = [[row[key] if key in SETTING else float(f"{row[key]:.4g}") for key in columns] for row in rows]
+    if "slower" in parts:
+        tables["slower-differences"] = differences_table(parts["slower"])
+        note = caption("slower", parts["slower"], "With a KL minus without, pairs of a seed, mean and 95% interval")
+        write_with_note(output / "slower-differences", tables["slower-differences"], note)
+    short_rows = [[float(f"{row[key]:.4g}") if key in VALUES else row[key] for key in COLUMNS] for row in rows]
     results = {
         "command": COMMAND,
         "date": max(row["date"] for row in rows),
         "seeds": {name: sorted({row["seed"] for row in part}) for name, part in parts.items()},
         "tables": tables,
-        "runs": {"columns": columns, "rows": short_rows},
+        "runs": {"columns": COLUMNS, "rows": short_rows},
     }
     draw(parts, gradients, output / "kl.png", results)

@@ -5,6 +5,7 @@ betas     the loss: every estimator by coefficient, with `token_mean` and two mi
 reward    the reward: k1 to k3 by coefficient, with the advantages `grpo` and `rloo`
 lag       the loss: what samples is the learner, or one training step older
 ties      the reward: a coefficient so small that it matters only if something divides by it
+slower    the loss: every estimator at two coefficients, at a lower rate; with four minibatches per step k1 alone
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ LAGGING = ("k2", "k3", "k3 weighted", "k4")
 BETAS = (0.01, 0.03, 0.1, 0.3, 1.0)
 LAGGING_BETAS = (0.1, 1.0)
 TIES_BETA = 1e-5
+RATE, SLOWER_RATE = 5e-4, 2e-4  # learning rates; at the second, runs of four minibatches per step keep what they learn
+SLOWER_BETAS = (0.03, 1.0)  # the largest of the source, and that of `grid`
 RESPONSES = (8, 2)  # to a problem: of two, most are both right or both wrong
 AGGREGATIONS = ("constant", "token_mean", "sequence_mean")
 MINIBATCHES = (1, 2, 4)
@@ -35,6 +38,7 @@ class Run:
 
     lag: how many training steps what samples is older than the learner.
     responses: to each problem; the fewer, the more problems a step has.
+    rate: the learning rate, constant after the warm-up.
     """
 
     estimator: str
@@ -46,13 +50,16 @@ class Run:
     advantage: str = "grpo"
     lag: int = 0
     responses: int = 8
+    rate: float = RATE
 
     @property
     def name(self) -> str:
         kind = self.estimator.replace(" ", "-")
         penalty = kind if kind == NONE else f"{kind}-{self.place}-{self.beta:g}"
         few = "" if self.responses == 8 else f"-{self.responses}-responses"
-        return f"{penalty}-{self.aggregation}-{self.minibatches}-{self.advantage}-lag{self.lag}{few}-seed{self.seed}"
+        slower = "" if self.rate == RATE else f"-{self.rate:g}"
+        setting = f"{self.aggregation}-{self.minibatches}-{self.advantage}-lag{self.lag}{few}{slower}"
+        return f"{penalty}-{setting}-seed{self.seed}"
 
     def config(self, base: GRPOConfig) -> GRPOConfig:
         """The trainer's config of this run, checked as any config is."""
@@ -65,6 +72,7 @@ class Run:
             "prompts_per_step": base.rollouts_per_step // self.responses,
         }
         values["learner"]["minibatches_per_epoch"] = self.minibatches
+        values["learner"]["optimizer"]["lr"] = self.rate
         values["algo"] |= {
             "kl_coef": self.beta,
             "kl_place": self.place,
@@ -104,6 +112,11 @@ def runs_of_seed(seed: int) -> dict[str, list[Run]]:
                 Run(NONE, "loss", 0.0, seed, responses=responses),
                 Run("k1", "reward", TIES_BETA, seed, responses=responses),
             )
+        ],
+        "slower": [
+            run
+            for names, count in ((LOSS, 2), (("k1",), 4))
+            for run in loss(names, SLOWER_BETAS, minibatches=count, rate=SLOWER_RATE)
         ],
     }
 

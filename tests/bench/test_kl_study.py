@@ -148,11 +148,11 @@ def test_sampled_tokens_have_the_log_probs_of_a_pass_over_the_whole_row_and_none
 
 def test_the_scan_is_all_parts_seed_after_seed_and_each_run_once() -> None:
     runs = all_runs([0, 1, 2])
-    assert len({run.name for run in runs}) == len(runs) == 3 * 117
-    assert [run.seed for run in runs] == [0] * 117 + [1] * 117 + [2] * 117
+    assert len({run.name for run in runs}) == len(runs) == 3 * 131
+    assert [run.seed for run in runs] == [0] * 131 + [1] * 131 + [2] * 131
     parts = runs_of_seed(0)
     assert {name: len(part) for name, part in parts.items()} == {
-        "grid": 54, "betas": 26, "reward": 32, "lag": 18, "ties": 4
+        "grid": 54, "betas": 26, "reward": 32, "lag": 18, "ties": 4, "slower": 14
     }  # fmt: skip
     of_grid = {(run.estimator, run.aggregation, run.minibatches) for run in parts["grid"]}
     assert len(of_grid) == 54
@@ -182,9 +182,31 @@ def test_a_run_is_the_trainers_config_with_what_the_run_names(tmp_path: Path) ->
         assert (config.rollout.max_policy_lag, algo.importance_correction) == (
             (1, "truncated") if run.lag else (0, "none")
         )
+        assert config.learner.optimizer.lr == run.rate
         assert config.needs_reference
         assert config.rollouts_per_step == 128
         assert config.rollout.samples_per_prompt == run.responses
+
+
+def test_differences_are_of_pairs_that_share_a_seed_and_the_minibatches() -> None:
+    def row(estimator: str, seed: int, kl_: float, accuracy: float, minibatches: int = 2) -> report.Row:
+        values = {"estimator": estimator, "beta": 0.03, "seed": seed, "minibatches": minibatches}
+        return values | {"KL": kl_, "accuracy": accuracy, "held-out accuracy": accuracy}
+
+    free = [row(NONE, 0, 0.1, 0.5), row(NONE, 1, 0.2, 0.6), row(NONE, 0, 9.0, 0.0, minibatches=4)]
+    with_kl = [row("k1", 0, 0.2, 0.4), row("k1", 1, 0.4, 0.4), row("k1", 2, 0.3, 0.9)]  # seed 2 has no other
+    (line,) = kl_report.differences_table([*free, *with_kl])
+    assert (line["minibatches"], line["estimator"], line["beta"]) == (2, "k1", 0.03)
+    assert line["KL, times that without"] == "2 (2 to 2)"
+    half = 12.706 * 0.05  # Student's t with one degree of freedom, times the standard error of -0.1 and -0.2
+    assert line["accuracy, minus that without"] == f"-0.150 ± {half:.3f}"
+
+
+def test_the_runs_of_a_picture_are_known_by_their_settings(tmp_path: Path) -> None:
+    run = Run("k3 weighted", "loss", 0.03, 1, rate=2e-4)
+    row = {name: getattr(run, name, 0) for name in kl_report.COLUMNS}
+    report.write_json(tmp_path / "kl.json", {"runs": {"columns": list(row), "rows": [list(row.values())]}})
+    assert [kl_report.run_of(known) for known in kl_report.known_rows(tmp_path / "kl.json")] == [run]
 
 
 # --- runs ---
