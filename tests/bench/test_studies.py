@@ -15,6 +15,7 @@ from worlds import run_world
 
 from benchmarks.studies import (
     adam_update,
+    adam_widths,
     algorithms,
     ppo_adam,
     report,
@@ -197,6 +198,34 @@ def test_torch_with_32_eps_is_tensorflows_first_update_and_at_equal_size_the_sum
         float(((sizes >= 1e-5) & (sizes < 3.1623e-4)).double().mean()), abs=1e-4
     )
     tiny_case.model.zero_grad()
+
+
+def test_the_first_update_by_width_is_that_of_the_study_at_one_width(
+    tiny_case: adam_update.Case, tiny_record: dict[str, list[report.Row]]
+) -> None:
+    row = adam_widths.measured(tiny_case)
+    tiny_case.model.zero_grad()
+    elements = sum(by_kind["elements"] for by_kind in tiny_record["kinds"])
+    for first in tiny_record["first"]:
+        variant = first["variant"]
+        assert row[f"KL: {variant}"] == pytest.approx(first["approximate KL"], rel=1e-9)
+        assert row[f"clip fraction: {variant}"] == first["clip fraction"]
+        moved = sum(by_kind["elements"] * by_kind[f"change / lr: {variant}"] for by_kind in tiny_record["kinds"])
+        assert row[f"change: {variant}"] == pytest.approx(moved / elements, rel=1e-9)
+    assert row["below eps"] == tiny_record["policy"][0]["below eps"]
+
+
+def test_the_trend_is_the_factor_of_each_doubling_of_the_width_and_no_other_ladder_counts() -> None:
+    def row(ladder: str, width: int, seed: int, ratio: float) -> report.Row:
+        kl = {"KL: torch": ratio, "KL: tensorflow": 1.0, "change: torch": 1.0, "change: tensorflow": 1.0}
+        return {"ladder": ladder, "width": width, "seed": seed} | kl
+
+    own = [row(adam_widths.RANDOM, 64 * 2**n, seed, (2 + 2 * seed) ** n) for seed in (0, 1) for n in range(4)]
+    (line,) = adam_widths.trend_table([*own, row(adam_widths.PRETRAINED, 576, 0, 9.0)])
+    assert (line["ladder"], line["seeds"]) == (adam_widths.RANDOM, 2)
+    half = 12.706 * 0.5  # Student's t with one degree of freedom, times the standard error of the slopes 1 and 2
+    assert line["KL, torch / tensorflow"] == f"{2**1.5:.2f} ({2 ** (1.5 - half):.2f} to {2 ** (1.5 + half):.2f})"
+    assert line["KL: tensorflow"] == "1.00 (1.00 to 1.00)"
 
 
 # --- schedules ---
