@@ -42,11 +42,7 @@ REAL_MODEL = Path("runs/real-model-data/SmolLM2-135M-Instruct")  # where `make r
 def computed_once(file: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What the file holds; it is computed and written first if it is not there."""
     if not file.is_file():
-        result = compute()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(result))
-        part.rename(file)
+        report.write_json(file, compute() | report.stamp())
     record: dict[str, Any] = json.loads(file.read_text())
     return record
 

@@ -8,7 +8,6 @@ adam.png      all of that
 
 from __future__ import annotations
 
-import datetime
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -303,21 +302,19 @@ def study_results(by_policy: Records, command: str) -> report.Row:
     seeds = {policy: ", ".join(str(record["seed"]) for record in records) for policy, records in by_policy.items()}
     counts = "; ".join(f"{policy}: seeds {own}" for policy, own in seeds.items())
     runs = [
-        {"policy": policy, "seed": record["seed"]}
+        {"policy": policy}
+        | {key: record[key] for key in ("seed", "date", "commit")}
         | {f"KL: {row['variant']}": row["approximate KL"] for row in record["first"]}
         | {f"{row['size']}: {key}": row[key] for row in record["controls"] for key in row if key != "size"}
         | {f"eps {row['eps']:g}: {variant}": row[variant] for row in record["scan"] for variant in update.VARIANTS}
         for policy, records in by_policy.items()
         for record in records
     ]
-    return {
-        "command": command,
-        "date": str(datetime.date.today()),
-        "note": f"{counts}; median (lowest to highest); {command}",
-        "tables": {
-            "first": first_update_table(by_policy), "ratios": ratio_table(by_policy), "eps": eps_table(by_policy),
-            "controls": controls_table(by_policy), "sizes": sizes_table(by_policy), "kinds": kinds_table(by_policy),
-        },
-        "layers": {policy: layer_rows(records) for policy, records in as_published(by_policy).items()},
-        "runs": runs,
+    tables = {
+        "first": first_update_table(by_policy), "ratios": ratio_table(by_policy), "eps": eps_table(by_policy),
+        "controls": controls_table(by_policy), "sizes": sizes_table(by_policy), "kinds": kinds_table(by_policy),
     }  # fmt: skip
+    layers = {policy: layer_rows(records) for policy, records in as_published(by_policy).items()}
+    every = [record for records in by_policy.values() for record in records]
+    note = f"{counts}; median (lowest to highest); {command}"
+    return report.results(command, every, note=note, tables=tables, layers=layers, runs=runs)

@@ -10,7 +10,7 @@ do is the study of objectives.
 
 from __future__ import annotations
 
-import datetime
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,7 +115,9 @@ def draw(of_algorithms: dict[str, list[runs.Steps]], path: Path, results: report
     report.save(drawn, path, results)
 
 
-def study_results(of_algorithms: dict[str, list[runs.Steps]], seeds: Sequence[int], date: str) -> report.Row:
+def study_results(
+    of_algorithms: dict[str, list[runs.Steps]], seeds: Sequence[int], stamps: Sequence[report.Row]
+) -> report.Row:
     """Everything that the JSON of a picture has."""
     curves = {
         name: [{"right": list(map(right, steps)), "kl": [row["policy/kl_k3"] for row in steps]} for steps in of_seeds]
@@ -124,7 +126,7 @@ def study_results(of_algorithms: dict[str, list[runs.Steps]], seeds: Sequence[in
     rows = [summarize(ALGORITHMS[name][0], of_seeds) for name, of_seeds in of_algorithms.items()]
     options = f"--seeds {','.join(map(str, seeds))} --only {','.join(of_algorithms)}"
     command = f"python -m benchmarks.studies.algorithms {options}"
-    return {"command": command, "date": date, "seeds": list(seeds), "tables": {"runs": rows}, "runs": curves}
+    return report.results(command, stamps, seeds=list(seeds), tables={"runs": rows}, runs=curves)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -149,8 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ]
         for name, of_seeds in folders.items()
     }
-    ended = max((folder / "metrics.jsonl").stat().st_mtime for of_seeds in folders.values() for folder in of_seeds)
-    results = study_results(of_algorithms, options.seeds, f"{datetime.date.fromtimestamp(ended):%Y-%m-%d}")
+    stamps = [json.loads((folder / runs.STAMP).read_text()) for of_seeds in folders.values() for folder in of_seeds]
+    results = study_results(of_algorithms, options.seeds, stamps)
     report.write_table(options.output / "algorithms", results["tables"]["runs"])
     print(report.markdown(results["tables"]["runs"]))
     draw(of_algorithms, options.output / "algorithms.png", results)

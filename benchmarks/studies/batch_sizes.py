@@ -161,8 +161,11 @@ def curve_of(by_rank: Sequence[Sequence[tuple[Any, int]]]) -> runs.Steps:
 Curves = dict[tuple[int, int, int], runs.Steps]  # by seed, learners, budget
 
 
-def train_seed(file: Path, data: Path, *, steps: int, seed: int) -> tuple[runs.Steps, Curves]:
-    """The curve of the recorded run, and those of all worlds that are trained on its rollouts; kept in `file`."""
+def train_seed(file: Path, data: Path, *, steps: int, seed: int) -> tuple[report.Row, Curves]:
+    """The curve of the recorded run with its stamp, and those of all worlds that are trained on its rollouts.
+
+    All of it is kept in `file`.
+    """
 
     def config(learners: int, budget: int) -> GRPOConfig:
         return config_of(data, steps=steps, seed=seed, learners=learners, budget=budget)
@@ -174,9 +177,9 @@ def train_seed(file: Path, data: Path, *, steps: int, seed: int) -> tuple[runs.S
             by_rank = runs.run_world(training_rank, learners, [config(learners, budget) for budget in BUDGETS], record)
             for budget, ranks in zip(BUDGETS, zip(*by_rank, strict=True), strict=True):
                 worlds.append((learners, budget, curve_of(ranks)))
-        report.write_json(file, {"recorded": curve_of([logged]), "worlds": worlds})
+        report.write_json(file, {"recorded": curve_of([logged]), "worlds": worlds} | report.stamp())
     made = json.loads(file.read_text())
-    return made["recorded"], {(seed, learners, budget): curve for learners, budget, curve in made["worlds"]}
+    return made, {(seed, learners, budget): curve for learners, budget, curve in made["worlds"]}
 
 
 # --- table and picture ---
@@ -259,12 +262,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     seeds, steps = (options.seeds[:1], 6) if options.quick else (options.seeds, STEPS)
     recorded: dict[int, runs.Steps] = {}
     curves: Curves = {}
+    stamps: list[report.Row] = []
     for seed in seeds:
         file = options.output / f"seed-{seed}.json"
         if not options.workers and not file.is_file():
             continue
-        recorded[seed], of_seed = train_seed(file, data, steps=steps, seed=seed)
+        made, of_seed = train_seed(file, data, steps=steps, seed=seed)
+        recorded[seed] = made["recorded"]
         curves |= of_seed
+        stamps.append(made)
         print(f"seed {seed}: {time.monotonic() - began:.0f} s so far", flush=True)
     base = (outcomes.quick_config if options.quick else outcomes.study_config)(data)
     records = batch_outcomes.scan(
@@ -274,12 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, rows in tables.items():
         report.write_table(options.output / name, rows)
         print(report.markdown(rows))
-    results = {
-        "command": "python -m benchmarks.studies.batch_sizes",
-        "date": max(record["date"] for record in records),
-        "tables": tables,
-        "runs": outcomes.by_run(records),
-    }
+    command = "python -m benchmarks.studies.batch_sizes"
+    results = report.results(command, [*records, *stamps], tables=tables, runs=outcomes.by_run(records))
     draw(curves, recorded, records, base, options.output / "batch_sizes.png", results)
 
 

@@ -149,17 +149,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = table(records)
     report.write_table(options.output / "curriculum", rows)
     print(report.markdown(rows))
-    results = {
-        "command": "python -m benchmarks.studies.curriculum",
-        "date": max(record["date"] for record in records),
-        "commit": ", ".join(sorted({record["commit"] for record in records})),
-        "tables": {"tokens": rows},
-        "runs": [
-            {key: record[key] for key in ("curriculum", "seed", "seconds")}
-            | dict(zip(("tokens", "held-out"), curve(record), strict=True))
-            for record in records
-        ],
-    }
+    lines = [
+        {key: record[key] for key in ("curriculum", "seed", "seconds", "commit")}
+        | dict(zip(("tokens", "held-out"), curve(record), strict=True))
+        for record in records
+    ]
+    command = "python -m benchmarks.studies.curriculum"
+    results = report.results(command, records, tables={"tokens": rows}, runs=lines)
     draw(records, options.output / "curriculum.png", results)
 
 

@@ -10,7 +10,6 @@ A scan takes many runs in a few worker processes, and writes a file for each; wh
 from __future__ import annotations
 
 import asyncio
-import datetime
 import json
 import multiprocessing
 import multiprocessing.util
@@ -242,8 +241,7 @@ def keep(file: Path, run: Any, steps: Sequence[report.Row], *, prompts: int, sec
     record = {
         **asdict(run),
         "prompts": prompts,
-        "date": f"{datetime.date.today():%Y-%m-%d}",
-        "commit": report.commit(),
+        **report.stamp(),
         "seconds": round(seconds, 1),
         "steps": steps,
     }

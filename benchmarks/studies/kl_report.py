@@ -301,11 +301,7 @@ def write(rows: Sequence[report.Row], output: Path, *, seeds: Sequence[int]) -> 
         note = caption("slower", parts["slower"], "With a KL minus without, pairs of a seed, mean and 95% interval")
         write_with_note(output / "slower-differences", tables["slower-differences"], note)
     short_rows = [[float(f"{row[key]:.4g}") if key in VALUES else row[key] for key in COLUMNS] for row in rows]
-    results = {
-        "command": COMMAND,
-        "date": max(row["date"] for row in rows),
-        "seeds": {name: sorted({row["seed"] for row in part}) for name, part in parts.items()},
-        "tables": tables,
-        "runs": {"columns": COLUMNS, "rows": short_rows},
-    }
+    seeds_of = {name: sorted({row["seed"] for row in part}) for name, part in parts.items()}
+    of_runs = {"columns": COLUMNS, "rows": short_rows}
+    results = report.results(COMMAND, rows, seeds=seeds_of, tables=tables, runs=of_runs)
     draw(parts, gradients, output / "kl.png", results)

@@ -137,17 +137,13 @@ def draw(records: Sequence[dict[str, Any]], path: Path, results: report.Row) -> 
 def study_results(records: Sequence[dict[str, Any]]) -> report.Row:
     """Everything that the JSON of the picture has."""
     seeds = sorted({record["seed"] for record in records})
-    return {
-        "command": f"python -m benchmarks.studies.lora --seeds {','.join(map(str, seeds))}",
-        "date": max(record["date"] for record in records),
-        "seeds": seeds,
-        "tables": {"runs": table(records)},
-        "runs": [
-            {key: record[key] for key in ("engine", "lr", "seed", "seconds")}
-            | {key: [step[key] for step in record["steps"]] for key in ("reward", "engine_kl", "k3")}
-            for record in records
-        ],
-    }
+    lines = [
+        {key: record[key] for key in ("engine", "lr", "seed", "seconds", "commit")}
+        | {key: [step[key] for step in record["steps"]] for key in ("reward", "engine_kl", "k3")}
+        for record in records
+    ]
+    command = f"python -m benchmarks.studies.lora --seeds {','.join(map(str, seeds))}"
+    return report.results(command, records, seeds=seeds, tables={"runs": table(records)}, runs=lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -144,13 +144,8 @@ def write(lines: Sequence[Line], output: Path, *, steps: int) -> None:
         report.write_table(output / f"objectives-{name}", rows)
         print(f"{name}\n\n{report.markdown(rows)}")
     shown = [line for own in by_situation.values() for line in own]
-    results = {
-        "command": "python -m benchmarks.studies.objectives",
-        "date": max(line["date"] for line in shown),
-        "commit": ", ".join(sorted({line["commit"] for line in shown})),
-        "steps": steps,
-        "seeds": sorted({line["seed"] for line in shown}),
-        "tables": tables,
-        "runs": {"columns": COLUMNS, "rows": [[line[key] for key in COLUMNS] for line in shown]},
-    }
+    seeds = sorted({line["seed"] for line in shown})
+    rows = {"columns": COLUMNS, "rows": [[line[key] for key in COLUMNS] for line in shown]}
+    command = "python -m benchmarks.studies.objectives"
+    results = report.results(command, shown, steps=steps, seeds=seeds, tables=tables, runs=rows)
     draw(by_situation, output / "objectives.png", results)

@@ -14,7 +14,6 @@ config's in every run.
 
 from __future__ import annotations
 
-import datetime
 import statistics
 import time
 from collections.abc import Sequence
@@ -270,21 +269,16 @@ def draw(groups: Records, path: Path, results: report.Row) -> None:
 
 def study_results(records: Sequence[dict[str, Any]], groups: Records, command: str) -> report.Row:
     keys = ("reward", "kl_response", "k3", "length", "clip_fraction", "kl_old", "change")
-    return {
-        "command": command,
-        "date": str(datetime.date.today()),
-        "tables": {
-            "runs": runs_table(groups),
-            "pairs": pairs_table(groups),
-            "warmup": warmup_table(groups),
-            "steps": steps_table(groups),
-        },
-        "runs": [
-            {key: record[key] for key in ("optimizer", "warmup", "seed", "seconds")}
-            | {key: [float(f"{row.get(key, 0.0):.3g}") for row in record["steps"]] for key in keys}
-            for record in records
-        ],
-    }
+    tables = {
+        "runs": runs_table(groups), "pairs": pairs_table(groups), "warmup": warmup_table(groups),
+        "steps": steps_table(groups),
+    }  # fmt: skip
+    lines = [
+        {key: record[key] for key in ("optimizer", "warmup", "seed", "seconds", "commit")}
+        | {key: [float(f"{row.get(key, 0.0):.3g}") for row in record["steps"]] for key in keys}
+        for record in records
+    ]
+    return report.results(command, records, tables=tables, runs=lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

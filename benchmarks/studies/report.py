@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import hashlib
 import importlib.util
 import json
@@ -125,8 +126,8 @@ def figure(rows: int, columns: int, *, width: float, height: float, **options: A
 def save(drawn: Any, path: Path, results: Row | None = None) -> None:
     """Write a figure as a PNG of few colours, small enough for the documentation, and print its path.
 
-    `results` is what it was drawn from: {"command", "date", "tables": {name: rows}, and whatever else}. It is written
-    beside the picture as JSON, and the picture holds the digest of that file.
+    `results` is what it was drawn from, as the function of this name gives it. It is written beside the picture as
+    JSON, and the picture holds the digest of that file.
     """
     from PIL import Image, PngImagePlugin
 
@@ -154,10 +155,17 @@ def rounded(value: Any) -> Any:
     return value
 
 
-def commit() -> str:
-    """The short id of the commit that is checked out, with a + if files differ from it."""
-    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+def stamp() -> Row:
+    """When a run was made and with which code: the short id of the commit, with -dirty if files differ from it."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty"]
+    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return {"date": f"{datetime.date.today():%Y-%m-%d}", "commit": commit}
+
+
+def results(command: str, records: Iterable[Row], **parts: Any) -> Row:
+    """What a picture was drawn from: the last date and all commits of the runs `records`, tables and whatever else."""
+    dates, commits = zip(*((record["date"], record["commit"]) for record in records), strict=True)
+    return {"command": command, "date": max(dates), "commit": ", ".join(sorted(set(commits))), **parts}
 
 
 def mean(values: Iterable[float]) -> float:

@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.studies import report
+
 Steps = list[dict[str, Any]]  # the metrics of a run, by training step
 
+STAMP = "stamp.json"  # date and commit of a run
 PLAIN = (
     "data.eval=null", "evaluation.every=null", "checkpoint.every=null", "run.export=false",
     "logging.wandb.mode=disabled",
@@ -23,13 +26,17 @@ PLAIN = (
 
 
 def train(program: str, config: str, folder: Path, *, data: Path, steps: int, overrides: Sequence[str]) -> Steps:
-    """The metrics of a run of `python -m rlhf.PROGRAM`, which is made unless `folder` has all of its steps."""
-    if len(taken := read_steps(folder)) == steps:
+    """The metrics of a run of `python -m rlhf.PROGRAM`, which is made unless `folder` has all of its steps.
+
+    A run that ended has a file STAMP.
+    """
+    if (folder / STAMP).is_file() and len(taken := read_steps(folder)) == steps:
         return taken
     shutil.rmtree(folder, ignore_errors=True)  # a run that was cut short begins anew
     print(f"{folder}: {steps} steps", flush=True)
     line = command(program, config, folder, data=data, steps=steps, overrides=overrides)
     subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
+    report.write_json(folder / STAMP, report.stamp())
     return read_steps(folder)
 
 

@@ -320,16 +320,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, rows in tables.items():
         report.write_table(options.output / name, rows)
         print(report.markdown(rows))
-    results = {
-        "command": "python -m benchmarks.studies.schedule",
-        "date": max(record["date"] for record in records),
-        "tables": {
-            "rates": of_the_docs(rates),
-            "count": list({(row["schedule"], row["updates"]): row for row in counts}.values()),
-            "outcomes": tables["schedule-outcomes"],
-        },
-        "runs": outcomes.by_run(records),
+    of_docs = {
+        "rates": of_the_docs(rates),
+        "count": list({(row["schedule"], row["updates"]): row for row in counts}.values()),
+        "outcomes": tables["schedule-outcomes"],
     }
+    command = "python -m benchmarks.studies.schedule"
+    results = report.results(command, records, tables=of_docs, runs=outcomes.by_run(records))
     draw(ours, theirs, records, options.output / "schedule.png", results)
 
 

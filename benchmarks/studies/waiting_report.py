@@ -149,10 +149,6 @@ def write(played: Sequence[Record], records: Sequence[Record], folder: Path) -> 
     for name, rows in tables.items():
         report.write_table(folder / f"waiting-{name}", rows)
         print(report.markdown(rows))
-    results = {
-        "command": "python -m benchmarks.studies.waiting",
-        "date": max(record["date"] for record in records),
-        "tables": tables,
-        "runs": outcomes.by_run(records),
-    }
+    command = "python -m benchmarks.studies.waiting"
+    results = report.results(command, records, tables=tables, runs=outcomes.by_run(records))
     draw(records, folder / "waiting.png", results)
