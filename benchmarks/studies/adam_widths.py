@@ -14,7 +14,6 @@ and seed is a JSON file under `runs` of the output; what is there is not compute
 
 from __future__ import annotations
 
-import datetime
 import functools
 import math
 import statistics
@@ -182,18 +181,15 @@ def record(ladder: str, width: int, seed: int, make: Callable[[int], update.Case
     began = time.monotonic()
     row = {"ladder": ladder, "width": width, "seed": seed} | measured(make(seed))
     seconds = round(time.monotonic() - began, 1)
-    return row | {"seconds": seconds, "date": str(datetime.date.today()), "commit": report.commit()}
+    return row | {"seconds": seconds}
 
 
 def study_results(rows: Sequence[report.Row], command: str) -> report.Row:
     seeds = ", ".join(map(str, sorted({row["seed"] for row in rows})))
-    return {
-        "command": command,
-        "date": max(row["date"] for row in rows),
-        "note": f"Dots: seeds {seeds}; lines: medians. eps {EPS:g}, lr {LR:g}, SmolLM2 {PRETRAINED_LR:g}; {command}",
-        "tables": {"widths": widths_table(rows), "trend": trend_table(rows)},
-        "runs": {"columns": list(rows[0]), "rows": [list(row.values()) for row in rows]},
-    }
+    note = f"Dots: seeds {seeds}; lines: medians. eps {EPS:g}, lr {LR:g}, SmolLM2 {PRETRAINED_LR:g}; {command}"
+    tables = {"widths": widths_table(rows), "trend": trend_table(rows)}
+    of_runs = {"columns": list(rows[0]), "rows": [list(row.values()) for row in rows]}
+    return report.results(command, rows, note=note, tables=tables, runs=of_runs)
 
 
 if __name__ == "__main__":
