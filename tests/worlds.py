@@ -47,11 +47,14 @@ atexit.register(forkserver._forkserver._stop)  # type: ignore[attr-defined]
 ALONE = World(0, 1, 0, "127.0.0.1", 0, threads=1)  # of an actor that meets no other
 
 
-def run_world(target: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+def run_world(target: Callable[..., Any], world_size: int, *arguments: Any, sequence_parallel: int = 1) -> list[Any]:
     """Call target(place, *arguments) on every rank of a new world; the results by rank."""
     results: Any = FORKED.Queue()
     port = free_port()
-    worlds = [World(rank, world_size, rank, "127.0.0.1", port, threads=1) for rank in range(world_size)]
+    worlds = [
+        World(rank, world_size, rank, "127.0.0.1", port, threads=1, sequence_parallel=sequence_parallel)
+        for rank in range(world_size)
+    ]
     ranks = [FORKED.Process(target=_rank, args=(results, target, world, arguments)) for world in worlds]
     for process in ranks:
         process.start()

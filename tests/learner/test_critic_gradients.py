@@ -22,12 +22,12 @@ BUDGETS = (128, 4096)
 STAGES = (0, 1, 2, 3)
 
 
-def config_for(model: Path, *, learners: int, budget: int, stage: int) -> PPOConfig:
+def config_for(model: Path, *, learners: int, budget: int, stage: int, shared: int = 1) -> PPOConfig:
     return make_ppo_config(
         model,
         learner={"max_tokens_per_microbatch": budget, "minibatches_per_epoch": 2},
         critic={"zero_stage": stage, "value_clip": 0.5, "optimizer": {"lr": 1e-3}},
-        cluster={"device": "cpu", "learners": learners},
+        cluster={"device": "cpu", "learners": learners, "sequence_parallel": shared},
     )
 
 
@@ -40,14 +40,15 @@ def minibatches_of(config: PPOConfig) -> list[Minibatch]:
     return plan_epochs(BATCH, config, step=0)[0]
 
 
-def collect_gradients(world: World, model: Path) -> Any:
+def collect_gradients(world: World, model: Path, budgets: tuple[int, ...]) -> Any:
     """(stage, budget) -> gradients of the first minibatch by name, on this rank, through the real DeepSpeed engine."""
     from rlhf.learner.critic import Critic
 
     by_case = {}
     for stage in STAGES:
-        for budget in BUDGETS:
-            config = config_for(model, learners=world.size, budget=budget, stage=stage)
+        for budget in budgets:
+            shared = world.sequence_parallel
+            config = config_for(model, learners=world.size, budget=budget, stage=stage, shared=shared)
             critic = Critic(config, world)
             seen = record_gradients(critic)
             critic.start_step(BATCH.tokens, [minibatches_of(config)[:1]])
@@ -89,17 +90,18 @@ def plain_gradients(model: Path) -> dict[str, np.ndarray]:
     return {name: p.grad.numpy() for name, p in net.named_parameters()}
 
 
-def test_the_critics_gradient_is_the_plain_one_for_1_and_2_learners_2_budgets_and_every_zero_stage(
+def test_the_critics_gradient_is_the_plain_one_for_any_learners_budget_and_zero_stage_and_with_shared_rows(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     model = save_critic(tiny_model_dir / "model", tmp_path / "critic")
     expected = plain_gradients(model)
     assert all(np.abs(g).max() > 0 for g in expected.values())
-    for learners in (1, 2):
-        for rank, by_case in enumerate(run_world(collect_gradients, learners, model)):
-            assert len(by_case) == len(BUDGETS) * len(STAGES)
+    for learners, shared, budgets in ((1, 1, BUDGETS), (2, 1, BUDGETS), (2, 2, (64,))):
+        by_rank = run_world(collect_gradients, learners, model, budgets, sequence_parallel=shared)
+        for rank, by_case in enumerate(by_rank):
+            assert len(by_case) == len(budgets) * len(STAGES)
             for case, gradients in by_case.items():
-                assert relative_error(gradients, expected) < 2e-5, (learners, rank, case)
+                assert relative_error(gradients, expected) < 2e-5, (learners, shared, rank, case)
 
 
 def first_values(world: World, model: Path) -> np.ndarray:

@@ -30,8 +30,9 @@ STAGES = (0, 1, 2, 3)
 
 
 def config_for(
-    model: Path, *, learners: int, budget: int, stage: int, dtype: str = "float32", reduced: str = "bfloat16"
-) -> Any:
+    model: Path, *, learners: int, budget: int, stage: int, dtype: str = "float32", reduced: str = "bfloat16",
+    shared: int = 1,
+) -> Any:  # fmt: skip
     return make_config(
         model,
         model={"dtype": dtype},
@@ -43,7 +44,7 @@ def config_for(
             "minibatches_per_epoch": 2,
             "optimizer": {"lr": 0.0},
         },
-        cluster={"device": "cpu", "learners": learners},
+        cluster={"device": "cpu", "learners": learners, "sequence_parallel": shared},
     )
 
 
@@ -58,7 +59,10 @@ def collect_gradients(
     groups = make_groups(**GROUPS)
     for stage in stages:
         for budget in budgets:
-            config = config_for(model, learners=world.size, budget=budget, stage=stage, dtype=dtype, reduced=reduced)
+            config = config_for(
+                model, learners=world.size, budget=budget, stage=stage, dtype=dtype, reduced=reduced,
+                shared=world.sequence_parallel,
+            )  # fmt: skip
             learner = Learner(config, world)
             seen = record_gradients(learner)
             with learner.loading():  # at stage 3 a share of each parameter, from the first byte on
@@ -115,6 +119,18 @@ def test_the_gradient_is_the_plain_one_for_1_and_2_learners_3_budgets_and_every_
             assert len(by_case) == len(BUDGETS) * len(STAGES)
             for case, gradients in by_case.items():
                 assert relative_error(gradients, expected) < 2e-5, (learners, rank, case)
+
+
+@pytest.mark.parametrize(("learners", "stages"), [(2, STAGES), (4, (3,))], ids=["one_shard", "two_shards"])
+def test_the_gradient_is_the_plain_one_where_two_learners_share_each_row(
+    tiny_model_dir: Path, learners: int, stages: tuple[int, ...]
+) -> None:
+    model = tiny_model_dir / "model"
+    expected = plain_gradients(model)
+    by_rank = run_world(collect_gradients, learners, model, (64,), stages, "float32", sequence_parallel=2)
+    for rank, by_case in enumerate(by_rank):
+        for case, gradients in by_case.items():
+            assert relative_error(gradients, expected) < 2e-5, (rank, case)
 
 
 def test_with_two_learners_and_bf16_the_gradient_of_the_head_is_the_plain_one(tiny_model_dir: Path) -> None:

@@ -23,13 +23,15 @@ ROWS, SEED, VOCABULARY = 13, 4, 250
 SFT, PAIRS = "sequences_per_update", "pairs_per_update"  # keys of `learner`, one for each program
 
 
-def config_for(kind: str, model: Path, *, learners: int = 1, per_update: int = 6, **learner: Any) -> SupervisedConfig:
+def config_for(
+    kind: str, model: Path, *, learners: int = 1, shared: int = 1, per_update: int = 6, **learner: Any
+) -> SupervisedConfig:
     values = {
         "run": {"dir": str(model.parent / "run"), "epochs": 2, "seed": SEED},
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"train": "none.jsonl", "max_tokens": 64},
         "learner": {kind: per_update, "max_tokens_per_microbatch": 4096, **learner},
-        "cluster": {"device": "cpu", "learners": learners},
+        "cluster": {"device": "cpu", "learners": learners, "sequence_parallel": shared},
     }
     schema = SFTConfig if kind == SFT else RewardTrainingConfig
     return schema.model_validate_json(json.dumps(values)).with_steps(ROWS)
@@ -90,7 +92,8 @@ def first_updates(world: World, kind: str, model: Path) -> list[Any]:
     """For each case: what the first update measured, the gradients, and the first weights of the head."""
     results = []
     for case in CASES:
-        trainer = trainer_of(kind, config_for(kind, model, learners=world.size, **case), world)
+        config = config_for(kind, model, learners=world.size, shared=world.sequence_parallel, **case)
+        trainer = trainer_of(kind, config, world)
         head = trainer.trained.get("score.weight", torch.zeros(0))
         with trainer.whole(head):
             start = head.detach().clone().numpy()
@@ -103,21 +106,22 @@ def first_updates(world: World, kind: str, model: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", [SFT, PAIRS])
-def test_loss_and_gradient_are_the_plain_ones_for_1_and_2_learners_any_budget_and_a_learner_without_a_row(
+def test_loss_and_gradient_are_the_plain_ones_for_any_learners_budget_a_learner_without_a_row_and_a_shared_row(
     tiny_model_dir: Path, kind: str
 ) -> None:
     model = tiny_model_dir / "model"
-    for learners in (1, 2):
-        by_rank = run_world(first_updates, learners, kind, model)
+    for learners, shared in ((1, 1), (2, 1), (2, 2)):
+        by_rank = run_world(first_updates, learners, kind, model, sequence_parallel=shared)
         for number, case in enumerate(CASES):
             outcomes, evaluations, gradients, heads = zip(*(ranks[number] for ranks in by_rank), strict=True)
+            outcomes, evaluations = outcomes[::shared], evaluations[::shared]
             config = config_for(kind, model, **case)
             minibatches = config.updates_per_epoch(ROWS)
             rows = draw_minibatches(ROWS, minibatches=minibatches, seed=SEED, step=0, epoch=0)[0]
             loss, expected = plain(kind, model, rows, heads[0])
             assert merge_outcomes(outcomes).metrics["train/loss"].value() == pytest.approx(loss, rel=1e-5)
             for of_rank in gradients:
-                assert relative_error(of_rank, expected) < 2e-5, (learners, case)
+                assert relative_error(of_rank, expected) < 2e-5, (learners, shared, case)
             loss, _ = plain(kind, model, np.arange(ROWS), heads[0])
             assert merge_metrics(list(evaluations))["eval/loss"].value() == pytest.approx(loss, rel=1e-5)
 
