@@ -248,7 +248,7 @@ def test_with_lr_0_nothing_moves(tiny_model_dir: Path) -> None:
 # --- checkpoints and export ---
 
 
-def checkpoint_config(model: Path, learners: int, stage: int) -> Any:
+def checkpoint_config(model: Path, world: World, stage: int) -> Any:
     return make_config(
         model,
         learner={
@@ -256,7 +256,7 @@ def checkpoint_config(model: Path, learners: int, stage: int) -> Any:
             "optimizer": {"variant": "tensorflow", "lr": 1e-3},
             "max_tokens_per_microbatch": 300,
         },
-        cluster={"device": "cpu", "learners": learners},
+        cluster={"device": "cpu", "learners": world.size, "sequence_parallel": world.sequence_parallel},
     )
 
 
@@ -264,7 +264,7 @@ def train_and_save(world: World, model: Path, folder: Path) -> dict[str, np.ndar
     """Two updates, a checkpoint, an export, two more updates: the weights at the end."""
     from rlhf.learner.policy import Learner
 
-    config = checkpoint_config(model, world.size, 2)
+    config = checkpoint_config(model, world, 2)
     learner = Learner(config, world)
     targets = start_step(learner, config)
     for _ in range(2):
@@ -284,10 +284,10 @@ def train_and_save(world: World, model: Path, folder: Path) -> dict[str, np.ndar
 def resume_and_train(world: World, model: Path, folder: Path, stage: int) -> dict[str, np.ndarray]:
     from rlhf.learner.policy import Learner
 
-    config = checkpoint_config(model, world.size, stage)
+    config = checkpoint_config(model, world, stage)
     learner = Learner(config, world)
     learner.load(str(folder / "checkpoint"))
-    again = folder / f"again-{world.size}-{stage}"
+    again = folder / f"again-{world.size}-{stage}-{world.sequence_parallel}"
     again.mkdir(exist_ok=True)
     save(learner, again)
     assert (learner.adam_steps, learner.updates_done) == (2, 2)
@@ -298,17 +298,18 @@ def resume_and_train(world: World, model: Path, folder: Path, stage: int) -> dic
 
 
 @pytest.mark.private
-def test_a_checkpoint_continues_the_same_run_with_another_number_of_learners_and_another_zero_stage(
+def test_a_checkpoint_continues_the_same_run_with_other_learners_another_zero_stage_and_shared_rows(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     model = tiny_model_dir / "model"
     whole = run_world(train_and_save, 2, model, tmp_path)[0]
     canary = whole.pop("canary")
-    for learners, stage in ((1, 2), (2, 3), (1, 0)):
-        resumed = run_world(resume_and_train, learners, model, tmp_path, stage)[0]
+    for learners, stage, shared in ((1, 2, 1), (2, 3, 1), (1, 0, 1), (2, 2, 2)):
+        resumed = run_world(resume_and_train, learners, model, tmp_path, stage, sequence_parallel=shared)[0]
+        case = f"{learners}-{stage}-{shared}"
         for name, expected in whole.items():
-            np.testing.assert_allclose(resumed[name], expected, rtol=0, atol=2e-6, err_msg=f"{name} {learners} {stage}")
-        check_same_state(tmp_path / "checkpoint", tmp_path / f"again-{learners}-{stage}")
+            np.testing.assert_allclose(resumed[name], expected, rtol=0, atol=2e-6, err_msg=f"{name} {case}")
+        check_same_state(tmp_path / "checkpoint", tmp_path / f"again-{case}")
     assert {f.suffix for f in (tmp_path / "checkpoint").rglob("*") if f.is_file()} == {".safetensors", ".json"}
     exported_logprobs_agree(tmp_path / "export", canary)
 
