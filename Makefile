@@ -115,8 +115,8 @@ bench-training: setup-bench  ## compare whole steps, asynchronous runs and time 
 	@$(call benchmarks,sft training_steps acting endpoint asynchronous \
 	    "simulator --replay runs/benchmarks/asynchronous.json" time_to_accuracy,$(bench_options))
 
-studies: setup-bench  ## the tables and pictures of docs/records in runs/studies, on CPU, in hours; goes on where it stopped
-	@$(call benchmarks,$(addprefix studies.,adam adam_widths schedule batch_sizes waiting ppo_adam algorithms kl lora objectives curriculum),$(if $(QUICK),--quick))
+studies: setup-bench  ## the tables and pictures of docs/records and docs/findings.md in runs/studies, on CPU, in hours; goes on where it stopped
+	@$(call benchmarks,$(addprefix studies.,adam adam_widths schedule batch_sizes waiting ppo_adam algorithms kl lora objectives curriculum findings),$(if $(QUICK),--quick))
 
 gpu-report: environment $(quickstart_data)/test.jsonl  ## what this machine's GPU does with the trainer, as one page in OUT=runs/gpu-report within MINUTES=28; goes on where it stopped; QUICK=1: tiny, on CPU too
 	-@$(if $(QUICK),true,$(MAKE) $(real_model)/config.json $(real_task)/test.jsonl)

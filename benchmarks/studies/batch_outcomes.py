@@ -107,25 +107,6 @@ def by_share(record: dict[str, Any], base: GRPOConfig) -> tuple[list[float], lis
     return [row["step"] * share for row in evaluated], [row["held-out"] for row in evaluated]
 
 
-def draw(records: Sequence[dict[str, Any]], panel: Any, fault: str, peak: float, base: GRPOConfig) -> None:
-    """Held-out accuracy by rollouts, a line with its range for each factor of a fault, and ours."""
-    kinds = [(OURS, 1, 1), (OURS, 1, 2), *((fault, factor, 1) for factor in FACTORS)]
-    for (name, factor, learners), colour in zip(kinds, ("0.3", "0.6", "C1", "C2", "C3"), strict=True):
-        chosen = [r for r in records if kind_of(r) == (peak, name, factor, learners)]
-        if not chosen:
-            continue
-        at, values = by_share(chosen[0], base)[0], np.array([by_share(r, base)[1] for r in chosen])
-        rollouts = np.array(at) * base.run.steps * base.rollouts_per_step
-        text = f"x {factor}" if name == fault else f"ours, {learners} learner{'s' * (learners > 1)}"
-        panel.plot(rollouts, np.median(values, 0), "--" if learners > 1 else "-", color=colour, lw=1.5, label=text)
-        panel.fill_between(rollouts, values.min(0), values.max(0), color=colour, alpha=0.12, lw=0)
-    panel.set_title(f"held-out accuracy\n{fault}, peak {peak:g}")
-    panel.set_xlabel("rollouts")
-    if panel.lines:
-        panel.legend(loc="upper left")
-    panel.set_visible(bool(panel.lines))
-
-
 def scan(base: GRPOConfig, folder: Path, *, seeds: Sequence[int], quick: bool, workers: int) -> list[dict[str, Any]]:
     """The records of all runs that are there once the missing ones have been made."""
     planned = all_runs(seeds, FACTORS[-1:] if quick else FACTORS)

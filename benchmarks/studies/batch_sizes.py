@@ -22,7 +22,6 @@ Each seed and run ends as one file below `--output`; what is there is not made a
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +30,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.studies import batch_outcomes, outcomes, report, runs
-from benchmarks.studies.schedule_outcomes import PEAKS
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.rollout.worker import to_rollout
@@ -182,7 +180,7 @@ def train_seed(file: Path, data: Path, *, steps: int, seed: int) -> tuple[report
     return made, {(seed, learners, budget): curve for learners, budget, curve in made["worlds"]}
 
 
-# --- table and picture ---
+# --- table ---
 
 
 def difference(curve: runs.Steps, recorded: runs.Steps, name: str) -> float:
@@ -217,41 +215,6 @@ def summarize(curves: Curves, recorded: dict[int, runs.Steps]) -> list[report.Ro
     return [*rows, everything | spans]
 
 
-def draw(
-    curves: Curves,
-    recorded: dict[int, runs.Steps],
-    records: Sequence[dict[str, Any]],
-    base: GRPOConfig,
-    path: Path,
-    results: report.Row,
-) -> None:
-    """The first seed: the recorded curve in grey, all others over it, and below how far they are from it.
-
-    To the right what whole runs have learned, for both faults.
-    """
-    seed = next(iter(recorded))
-    drawn, axes = report.figure(2, len(METRICS) + len(PEAKS), width=15, height=5)
-    styles = [("-", 4.0), ("-", 2.6), ("-", 1.6), ("--", 2.4), ("--", 1.6), (":", 1.6)]
-    settings = [(learners, budget) for s, learners, budget in curves if s == seed]
-    for (name, label), (above, below) in zip(METRICS.items(), axes.T[: len(METRICS)], strict=True):
-        at = [step["step"] for step in recorded[seed]]
-        above.plot(at, [step[name] for step in recorded[seed]], color="0.8", lw=7, label="the run")
-        for (learners, budget), (line, width) in zip(settings, styles, strict=False):
-            curve = curves[seed, learners, budget]
-            text = f"{learners} learner{'s' * (learners > 1)}: {report.mean(s['microbatches'] for s in curve):.0f}"
-            above.plot(at, [step[name] for step in curve], line, lw=width, label=text)
-            far = [abs(step[name] - run[name]) for step, run in zip(curve, recorded[seed], strict=True)]
-            below.plot(at, [value or math.nan for value in far], line, lw=1.2)  # a log axis has no place for 0
-        above.set_title(label)
-        below.set(yscale="log", xlabel="training step")
-    axes[1, 0].set_ylabel("distance to the run")
-    axes[0, 0].legend(title="microbatches per update", fontsize=6)
-    for peak, of_peak in zip(PEAKS, axes.T[len(METRICS) :], strict=True):
-        for panel, fault in zip(of_peak, (batch_outcomes.PER_DEVICE, batch_outcomes.ACCUMULATED), strict=True):
-            batch_outcomes.draw(records, panel, fault, peak, base)
-    report.save(drawn, path, results)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser(
         "batch_sizes", "One curve for any learners and microbatches.", trains=True, scans=True, seeds=range(5)
@@ -282,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(report.markdown(rows))
     command = "python -m benchmarks.studies.batch_sizes"
     results = report.results(command, [*records, *stamps], tables=tables, runs=outcomes.by_run(records))
-    draw(curves, recorded, records, base, options.output / "batch_sizes.png", results)
+    report.save_results(results, options.output / "batch_sizes.json")
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ def gradient_row(name: str, theta: Tensor, ref: Tensor, old: Tensor, *, samples:
     sampled, sampled_variance, deviation = moments(by_sample, torch.full_like(by_sample[:, 0], 1 / samples))
     kl = log_pi.exp() @ (log_pi - log_ref)
     return {
+        "root mean square of d": float((log_pi.exp() @ (log_pi - log_ref).square()).sqrt()),
         "relative bias of the value": float((log_old.exp() @ values - kl) / kl),
         "bias": float((mean - reverse).norm()) / length,
         "sampled bias": float((sampled - reverse).norm()) / length,

@@ -303,5 +303,6 @@ def write(rows: Sequence[report.Row], output: Path, *, seeds: Sequence[int]) -> 
     short_rows = [[float(f"{row[key]:.4g}") if key in VALUES else row[key] for key in COLUMNS] for row in rows]
     seeds_of = {name: sorted({row["seed"] for row in part}) for name, part in parts.items()}
     of_runs = {"columns": COLUMNS, "rows": short_rows}
-    results = report.results(COMMAND, rows, seeds=seeds_of, tables=tables, runs=of_runs)
+    of_policies = {"columns": list(gradients[0]), "rows": [list(row.values()) for row in gradients]}
+    results = report.results(COMMAND, rows, seeds=seeds_of, tables=tables, gradients=of_policies, runs=of_runs)
     draw(parts, gradients, output / "kl.png", results)

@@ -1,6 +1,6 @@
 """Shared by all studies: the quickstart's data, tables as Markdown and CSV, and small pictures with their numbers.
 
-    python -m benchmarks.studies.report        # after a picture and its numbers were copied to docs/studies
+    python -m benchmarks.studies.report        # after numbers, and the picture of them, were copied to docs/studies
 
 writes the tables of the pages in docs/ that stand below a line `<!-- studies/NAME.json: TABLE -->` anew.
 """
@@ -117,17 +117,28 @@ def figure(rows: int, columns: int, *, width: float, height: float, **options: A
     plt.rcParams.update(
         {
             "font.size": 8, "axes.titlesize": 8.5, "axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False,
-            "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 110,
+            "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 110,
         }
     )  # fmt: skip
     return plt.subplots(rows, columns, figsize=(width, height), squeeze=False, layout="constrained", **options)
 
 
-def save(drawn: Any, path: Path, results: Row | None = None) -> None:
+def save(drawn: Any, path: Path, results: Row) -> None:
+    """Write a figure as a PNG, and beside it what it was drawn from, as `results` gives it, as JSON."""
+    save_picture(drawn, path, [save_results(results, path.with_suffix(".json"))])
+
+
+def save_results(results: Row, path: Path) -> Path:
+    """Write the JSON of a study."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rounded(results), separators=(",", ":")) + "\n")
+    return path
+
+
+def save_picture(drawn: Any, path: Path, numbers: Sequence[Path]) -> None:
     """Write a figure as a PNG of few colours, small enough for the documentation, and print its path.
 
-    `results` is what it was drawn from, as the function of this name gives it. It is written beside the picture as
-    JSON, and the picture holds the digest of that file.
+    The picture holds the digest of the files `numbers`, from which it was drawn.
     """
     from PIL import Image, PngImagePlugin
 
@@ -136,12 +147,14 @@ def save(drawn: Any, path: Path, results: Row | None = None) -> None:
     with Image.open(path) as image:
         small = image.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE)  # keeps the colours of small dots
     about = PngImagePlugin.PngInfo()
-    if results is not None:
-        text = json.dumps(rounded(results), separators=(",", ":")) + "\n"
-        path.with_suffix(".json").write_text(text)
-        about.add_text(DIGEST, hashlib.sha256(text.encode()).hexdigest())
+    about.add_text(DIGEST, digest(numbers))
     small.save(path, optimize=True, pnginfo=about)
     print(f"wrote {path}", flush=True)
+
+
+def digest(numbers: Sequence[Path]) -> str:
+    """SHA-256 of these files, one after the other."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in numbers)).hexdigest()
 
 
 def rounded(value: Any) -> Any:

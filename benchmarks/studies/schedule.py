@@ -41,7 +41,6 @@ SCHEDULES = ("constant", "linear", "cosine")
 EPOCHS = (1, 4)
 MINIBATCHES = (1, 4)
 PROCESSES = (1, 2, 4)
-LINES = {1: ("-", 3.2), 2: ("--", 1.9), 4: (":", 1.5)}  # of a world's curve, so that equal ones show all
 
 
 def warmup_of(updates: int) -> int:
@@ -176,7 +175,7 @@ def rates_if_counted(run: Run, total: int) -> list[float]:
     return their_rates(run.schedule, PEAK, run.updates, total=total)
 
 
-# --- tables and picture ---
+# --- tables ---
 
 Curves = dict[tuple[Run, int], list[float]]  # by run and number of processes
 
@@ -238,47 +237,6 @@ def summarize_count(of_runs: Sequence[Run]) -> list[report.Row]:
     return rows
 
 
-def draw(ours: Curves, theirs: Curves, records: Sequence[dict[str, Any]], path: Path, results: report.Row) -> None:
-    """A row per schedule: rates of the runs with most updates, ours and wrong in two ways, then what is learned."""
-    most = max(run.updates for run, _ in ours)
-    peaks = sorted({record["peak"] for record in records})
-    drawn, axes = report.figure(len(SCHEDULES), 3 + len(peaks), width=9 + 2.5 * len(peaks), height=6.2)
-    for row, name in enumerate(SCHEDULES):
-        of_schedule = sorted({run for run, _ in ours if run.schedule == name}, key=lambda run: run.updates)
-        run = next(run for run in of_schedule if run.updates == most)
-        for panel in axes[row][:3]:
-            panel.plot(steps_of(run), [run.intended(u) / PEAK for u in range(1, most + 1)], color="0.8", lw=7)
-        for panel, curves in ((axes[row, 0], ours), (axes[row, 1], theirs)):
-            for processes, (line, width) in LINES.items():
-                if (run, processes) in curves:
-                    rates = [rate / PEAK for rate in curves[run, processes]]
-                    text = f"{processes} process{'es' * (processes > 1)}"
-                    panel.plot(steps_of(run), rates, line, lw=width, color=f"C{processes // 2}", label=text)
-        for counted in {run.updates: run for run in of_schedule}.values():
-            rates = [rate / PEAK for rate in rates_if_counted(counted, counted.steps)]
-            text = f"{counted.updates // counted.steps} updates per step"
-            axes[row, 2].plot(steps_of(counted), rates, lw=1.5, label=text)
-        for panel, peak in zip(axes[row][3:], peaks, strict=True):
-            of_panel = [r for r in records if (r["schedule"], r["peak"]) == (name, peak)]
-            schedule_outcomes.draw(of_panel, panel, name, peak)
-            panel.set_visible(bool(of_panel))
-        axes[row, 0].set_ylabel(f"{name}\nlearning rate / peak")
-    titles = ("this trainer", "stepped once per process\n(accelerate, prepared)", "N without epochs and minibatches")
-    for panel, title in zip(axes[0], titles, strict=False):
-        panel.set_title(title)
-    for panel in axes[-1]:
-        panel.set_xlabel("training step")
-    axes[0, 0].plot([], [], color="0.8", lw=7, label="intended")
-    for panel in (*axes[0][:3], *axes[-1][3:4]):
-        panel.legend(loc="lower right")
-    report.save(drawn, path, results)
-
-
-def steps_of(run: Run) -> list[float]:
-    """The training steps that have passed after each update."""
-    return [update * run.steps / run.updates for update in range(1, run.updates + 1)]
-
-
 def curves_of_world(file: Path, processes: int, of_runs: Sequence[Run]) -> tuple[list[list[float]], list[list[float]]]:
     """Our rates and accelerate's, by run and update; kept in `file`."""
     if not file.is_file():
@@ -327,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     command = "python -m benchmarks.studies.schedule"
     results = report.results(command, records, tables=of_docs, runs=outcomes.by_run(records))
-    draw(ours, theirs, records, options.output / "schedule.png", results)
+    report.save_results(results, options.output / "schedule.json")
 
 
 if __name__ == "__main__":

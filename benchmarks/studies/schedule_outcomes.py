@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.studies import in_process, outcomes, report
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import Training
@@ -113,27 +111,6 @@ def kind_of(record: dict[str, Any]) -> tuple[str, float, int, int]:
 def held_out(record: dict[str, Any]) -> list[float]:
     """The accuracy at each evaluation."""
     return [row["held-out"] for row in record["steps"] if "held-out" in row]
-
-
-def draw(records: Sequence[dict[str, Any]], panel: Any, schedule: str, peak: float) -> None:
-    """Held-out accuracy by training step, a line with its range for each way to step."""
-    styles = {
-        (1, 1): ("0.3", "-"),
-        (1, 2): ("0.6", "--"),
-        (2, 1): ("C1", "-"),
-        (4, 1): ("C2", "-"),
-        (8, 1): ("C3", "-"),
-    }
-    for (times, learners), (colour, line) in styles.items():
-        chosen = [r for r in records if kind_of(r) == (schedule, peak, times, learners)]
-        if not chosen:
-            continue
-        at = [row["step"] for row in chosen[0]["steps"] if "held-out" in row]
-        values = np.array([held_out(r) for r in chosen])
-        text = f"ours, {learners} learner{'s' * (learners > 1)}" if times == 1 else f"stepped {times} times"
-        panel.plot(at, np.median(values, 0), line, color=colour, lw=1.5, label=text)
-        panel.fill_between(at, values.min(0), values.max(0), color=colour, alpha=0.12, lw=0)
-    panel.set_title(f"held-out accuracy, peak {peak:g}")
 
 
 def scan(data: Path, folder: Path, *, seeds: Sequence[int], quick: bool, workers: int) -> list[dict[str, Any]]:

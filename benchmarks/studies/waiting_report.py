@@ -1,4 +1,4 @@
-"""Tables and picture of the study of slow groups.
+"""Tables of the study of slow groups.
 
 What is trained, and in what time, is that of the middle steps (*groups discarded*: of all up to their end): the first
 ones wait for nothing yet, and at the end of a run, where nothing is dispatched, also `drop` has to take what is slow.
@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.studies import outcomes, report, runs
+from benchmarks.studies import outcomes, report
 
 Record = dict[str, Any]
-COLOURS = {"wait": "C0", "drop": "C3"}
-PICTURED = (0.25, 6.0)  # share of hard prompts, slowness
+RULES = ("wait", "drop")
 
 
 Kind = tuple[float, float, int, str]  # share of hard prompts, slowness, lag, rule
@@ -52,25 +51,26 @@ def time_per_step(record: Record) -> float:
     return float((ended[steps.stop - 1] - ended[steps.start - 1]) / (steps.stop - steps.start))
 
 
-def data_table(records: Sequence[Record]) -> list[report.Row]:
-    """What is trained, and how long that takes: median and range of the seeds."""
-    rows = []
-    for kind, chosen in kinds(records).items():
-        means = {
-            key: [report.mean(step[key] for step in r["steps"][middle(r)]) for r in chosen]
-            for key in ("trained hard", "age")
-        }
-        rows.append(
-            columns_of(*kind)
-            | {
-                "seeds": len(chosen),
-                "hard, of what is trained": outcomes.spread(means["trained hard"]),
-                "groups discarded": outcomes.spread([r["steps"][middle(r)][-1]["discarded"] for r in chosen]),
-                "mean age, steps": outcomes.spread(means["age"]),
-                "time per step": outcomes.spread([time_per_step(r) for r in chosen]),
-            }
-        )
-    return rows
+def played_line(record: Record) -> report.Row:
+    """What a run trains, and how long that takes."""
+    steps = record["steps"][middle(record)]
+    return {key: record[key] for key in ("hard_share", "slowness", "lag", "on_stale", "seed")} | {
+        "hard, of what is trained": report.mean(step["trained hard"] for step in steps),
+        "groups discarded": steps[-1]["discarded"],
+        "mean age, steps": report.mean(step["age"] for step in steps),
+        "time per step": time_per_step(record),
+    }
+
+
+def data_table(lines: Sequence[report.Row]) -> list[report.Row]:
+    """The median and range of the seeds."""
+    measured = ("hard, of what is trained", "groups discarded", "mean age, steps", "time per step")
+    return [
+        columns_of(*kind)
+        | {"seeds": len(chosen)}
+        | {name: outcomes.spread([line[name] for line in chosen]) for name in measured}
+        for kind, chosen in kinds(lines).items()
+    ]
 
 
 def accuracy_table(records: Sequence[Record]) -> list[report.Row]:
@@ -82,7 +82,7 @@ def accuracy_table(records: Sequence[Record]) -> list[report.Row]:
     ended = {about(r, r["on_stale"]): r["steps"][middle(r)][-1]["ended"] for r in records}
 
     def first_end(record: Record) -> float:
-        return min(ended[key] for rule in COLOURS if (key := about(record, rule)) in ended)
+        return min(ended[key] for rule in RULES if (key := about(record, rule)) in ended)
 
     rows = []
     for kind, chosen in kinds(records).items():
@@ -105,50 +105,15 @@ def evaluated(record: Record, key: str) -> list[float]:
     return [step[key] for step in record["steps"] if "held-out" in step]
 
 
-def draw(records: Sequence[Record], path: Path, results: report.Row) -> None:
-    """Columns: the lags. Rows: accuracy by step, that of hard problems by time, and what is trained."""
-    share, slowness = PICTURED if any((r["hard_share"], r["slowness"]) == PICTURED for r in records) else (0.5, 3)
-    of_kind = {kind[2:]: chosen for kind, chosen in kinds(records).items() if kind[:2] == (share, slowness)}
-    lags = sorted({lag for lag, _ in of_kind if lag})
-    drawn, axes = report.figure(3, len(lags), width=9.5, height=7, sharey="row")
-    for (above, between, below), lag in zip(axes.T, lags, strict=True):
-        for rule, colour in COLOURS.items():
-            chosen = of_kind.get((lag, rule), [])
-            if not chosen:
-                continue
-            at = evaluated(chosen[0], "step")
-            runs.band(above, [evaluated(r, "hard") for r in chosen], at, color=colour, label=f"{rule}, hard")
-            style: dict[str, Any] = {"color": colour, "ls": "--", "lw": 1}
-            runs.band(above, [evaluated(r, "easy") for r in chosen], at, label=f"{rule}, easy", **style)
-            times = np.mean([evaluated(r, "ended") for r in chosen], 0)
-            runs.band(between, [evaluated(r, "hard") for r in chosen], times, color=colour, label=rule)
-            shares = [smooth([step["trained hard"] for step in r["steps"]]) for r in chosen]
-            runs.band(below, shares, range(1, len(shares[0]) + 1), color=colour, label=rule)
-        above.set_title(f"max_policy_lag {lag}")
-        above.set_xlabel("training step")
-        between.set_xlabel("time, in training steps without any wait")
-        below.set_xlabel("training step")
-        below.axhline(share, color="0.6", lw=1, ls=":")
-    labels = ("held-out accuracy", "held-out accuracy, hard", "hard, of what is trained")
-    for row, label, empty in zip(axes, labels, ("center", "upper left", "center"), strict=True):
-        row[0].set_ylabel(label)
-        row[-1].legend(loc=empty, fontsize=7)
-    report.save(drawn, path, results)
-
-
-def smooth(values: Sequence[float], over: int = 5) -> list[float]:
-    """The mean of each value and those up to `over` - 1 before it."""
-    return [report.mean(values[max(0, i + 1 - over) : i + 1]) for i in range(len(values))]
-
-
 def write(played: Sequence[Record], records: Sequence[Record], folder: Path) -> None:
-    """Tables and picture below `folder`; ValueError if there are no runs."""
+    """Tables below `folder`, and their JSON; ValueError if there are no runs."""
     if not records:
         raise ValueError(f"{folder}: there are no runs yet. Take --workers 1 or more.")
-    tables = {"data": data_table(played), "accuracy": accuracy_table(records)}
+    lines = [played_line(record) for record in played]
+    tables = {"data": data_table(lines), "accuracy": accuracy_table(records)}
     for name, rows in tables.items():
         report.write_table(folder / f"waiting-{name}", rows)
         print(report.markdown(rows))
     command = "python -m benchmarks.studies.waiting"
-    results = report.results(command, records, tables=tables, runs=outcomes.by_run(records))
-    draw(records, folder / "waiting.png", results)
+    results = report.results(command, records, tables=tables, played=lines, runs=outcomes.by_run(records))
+    report.save_results(results, folder / "waiting.json")
