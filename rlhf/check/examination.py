@@ -45,6 +45,11 @@ WITH_TORCHVISION = "qwen3_5"  # the beginning of model types (Qwen 3.5 to 3.8) w
 TOKENIZER = "tokenizer.json"
 NAMED_TOKENS = ("bos_token", "eos_token")  # in tokenizer_config.json; config.json has their ids
 PADDING = "pad_token"  # a row of the embedding by config.json; tokenizers may have another, since rows are not padded
+# keys of config.json with a number of query heads: of all layers, of those with windows, of each one
+HEADS = (
+    "num_attention_heads", "n_head", "n_heads", "num_sliding_attention_heads", "swa_num_attention_heads",
+    "num_attention_heads_per_layer",
+)  # fmt: skip
 QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
 DEQUANTIZED = ("compressed-tensors", "fp8", "mxfp4")  # methods whose config in transformers has `dequantize`
 
@@ -59,6 +64,7 @@ class RunModel:
     template: str | None = None  # of the texts that it reads; None if it gets the policy's token ids
     is_trained: bool = False  # not frozen
     is_served: bool = False  # only engines load the model
+    sharing: int = 1  # learners that share each of its sequences
 
     @property
     def label(self) -> str:
@@ -71,10 +77,12 @@ def run_models(config: TrainingProgramConfig, *, trains: bool = True) -> list[Ru
         RunModel(
             role.model_key, role.model, role.scalar, template=_role_template(role, config),
             is_trained=role.training is not None, is_served=not trains,
+            sharing=1 if role.training is None else config.cluster.sequence_parallel,
         )
         for role in config.roles(trains=trains)
     ]  # fmt: skip
-    models += [RunModel(key, path) for key, path in (config.further_models if trains else {}).items()]
+    sharing = config.cluster.sequence_parallel
+    models += [RunModel(key, path, sharing=sharing) for key, path in (config.further_models if trains else {}).items()]
     once: dict[tuple[str, bool, bool], RunModel] = {}
     for model in models:  # the learner comes before the engine of its model
         # a critic may start without a head, a reward model of the same path may not
@@ -299,6 +307,7 @@ def check_class(model: RunModel, of_policy: ModelConfig) -> None:
 def _load_without_data(model: RunModel, loaded: ModelConfig) -> None:
     """Load the model without data, as the run does; `loaded.path` is its folder."""
     from rlhf.learner.loading import check_report, check_tied, load
+    from rlhf.learner.packed_mixers import mixers_of, unshared
     from rlhf.learner.policy_model import load_language_model
     from rlhf.learner.text_model import language_model
     from rlhf.learner.value_model import read_scalar_transformer
@@ -313,9 +322,12 @@ def _load_without_data(model: RunModel, loaded: ModelConfig) -> None:
         check_report(transformer, report, path, key=key)
         check_tied(transformer, path, key=key)
     elif model.scalar:
-        read_scalar_transformer(path, loaded, key=key, needs_head=not model.is_trained, without_data=True)
+        needs_head = not model.is_trained
+        transformer, _ = read_scalar_transformer(path, loaded, key=key, needs_head=needs_head, without_data=True)
     else:
-        load_language_model(loaded, key=key, exported=model.is_trained, without_data=True)
+        transformer = load_language_model(loaded, key=key, exported=model.is_trained, without_data=True)
+    if model.sharing > 1 and (mixers := mixers_of(transformer)):
+        raise ValueError(unshared(mixers[0]).of(model.sharing, key, path))
 
 
 def _check_generation_config(folder: Path) -> None:
@@ -358,6 +370,8 @@ def _mismatches(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]
     if replays and policy and not any(policy.get(key) for key in EXPERT_KEYS):
         given = f"learner.router_replay=rollout with model.path={config.model.path}"
         yield f"{given}: the model has no experts. Set it to none."
+    if trains:
+        yield from _unshared_heads(config)
     heads = policy.get("num_attention_heads")
     if isinstance(config, GRPOConfig) and isinstance(heads, int) and heads % config.cluster.tensor_parallel:
         yield (
@@ -382,6 +396,22 @@ def _mismatches(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]
     for role in config.roles(trains=trains):
         if role.name == REWARD_MODEL:
             yield from _template_problem(role, config)
+
+
+def _unshared_heads(config: TrainingProgramConfig) -> Iterator[str]:
+    """A problem for each model of the learners whose attention heads cannot be divided among those of a sequence."""
+    cluster, own = config.cluster, {role.model_key: role.model for role, _ in config.trained_roles()}
+    for key, path in (own | config.further_models).items():
+        sizes = text_config(config_at(path) or {})
+        heads = {count for name in HEADS for count in _as_list(sizes.get(name)) if isinstance(count, int)}
+        common = math.gcd(*heads)
+        if common % cluster.sequence_parallel:
+            fitting = [s for s in range(2, cluster.learners + 1) if not common % s and not cluster.learners % s]
+            yield (
+                f"cluster.sequence_parallel={cluster.sequence_parallel} with {key}={path}: it does not divide the "
+                f"model's {' and '.join(map(str, sorted(heads)))} attention heads, of which each learner computes a "
+                f"part. With {cluster.learners=} use {' or '.join(map(str, fitting)) or 1}."
+            )
 
 
 def check_stored_vocabulary(policy: ModelConfig, key: str, path: str) -> None:

@@ -175,6 +175,13 @@ class TrainingProgramConfig(Section):
             )
         if evaluation.every is not None and not self.data.eval:
             yield f"{evaluation.every=} without data.eval: there is nothing to evaluate on. Name a data set, or null."
+        cluster = self.cluster
+        over_nodes = cluster.device == "cuda" and cluster.learners > cluster.gpus_per_node
+        if over_nodes and cluster.gpus_per_node % cluster.sequence_parallel:
+            yield (
+                f"{cluster.sequence_parallel=}: it does not divide {cluster.gpus_per_node=}. Learners of several nodes "
+                "share a sequence, and every layer sends it over the network. Use a divisor."
+            )
         for role, training in self.trained_roles():
             optimizer = training.section.optimizer
             if optimizer.variant == "tensorflow" and optimizer.betas[1] < TENSORFLOW_BETA2:

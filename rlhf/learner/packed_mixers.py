@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf.learner.segments import segments_of_row, take_rows
+from rlhf.learner.segments import MIXES, UnsharedRowError, segments_of_row, take_rows
 
 
 def mixers_of(model: nn.Module) -> list[nn.Module]:
@@ -25,6 +25,11 @@ def mixers_of(model: nn.Module) -> list[nn.Module]:
 
     # Some decoder layers have a layer type too; the mixer is the module inside.
     return [module for module in model.modules() if [m for m in module.modules() if mixes(m)] == [module]]
+
+
+def unshared(mixer: nn.Module) -> UnsharedRowError:
+    """The error of a mixer on a shared row: it runs along the whole of it."""
+    return UnsharedRowError(f"its {type(mixer).__name__} {MIXES}")
 
 
 def whole_layers(model: nn.Module) -> list[nn.Module]:
@@ -41,18 +46,21 @@ def whole_layers(model: nn.Module) -> list[nn.Module]:
 def run_by_segments(model: nn.Module) -> None:
     """Let every mixer of the model compute packed rows."""
     for mixer in mixers_of(model):
-        mixer.forward = _by_segments(mixer.forward)
+        mixer.forward = _by_segments(mixer)
     for layer in whole_layers(model):
         from deepspeed.utils import set_z3_leaf_module
 
         set_z3_leaf_module(layer, True)
 
 
-def _by_segments(whole: Any) -> Any:
-    """The forward of a mixer, from one that computes a batch of single sequences."""
+def _by_segments(mixer: nn.Module) -> Any:
+    """The forward of a mixer, from its own, which computes a batch of single sequences."""
+    whole = mixer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         segments = segments_of_row()
+        if segments.group is not None:
+            raise unshared(mixer)
         kwargs.pop("segments", None)  # meant for attention; fused kernels take no unknown argument
         # Padding repeats a segment's last token. Its outputs are dropped, so no gradient comes from there.
         layout = segments.layout

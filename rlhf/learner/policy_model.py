@@ -28,7 +28,7 @@ from rlhf.learner.loading import check_report
 from rlhf.learner.packed_attention import UnpackableError, load_packed
 from rlhf.learner.packed_mixers import run_by_segments, whole_layers
 from rlhf.learner.routing import Routing, choices_of_row, has_balancing_loss, routing_of
-from rlhf.learner.segments import Segments, checkpoint_contexts, row_of, segments_of
+from rlhf.learner.segments import MIXES, Segments, UnsharedRowError, checkpoint_contexts, row_of, segments_of
 from rlhf.learner.selective import selective_contexts
 from rlhf.learner.text_model import decoder_of, language_model
 from rlhf.types import PackedTokens, PromptRow
@@ -254,15 +254,15 @@ def check_packed(
                 row = pack([np.array(first, np.int32), np.array(second, np.int32)])
                 numbers = numbers_of(row, None)
                 if group is not None and differ(numbers, numbers_of(row, group)):
-                    raise ValueError(
-                        f"cluster.sequence_parallel={group.size} with {key}={path}: this model mixes tokens outside of "
-                        "attention, so several learners cannot share a sequence. Set it to 1."
-                    )
+                    raise UnsharedRowError(f"it {MIXES}")
                 outputs.append(numbers[-4:] if len(numbers) > 2 else numbers[-1:])
             if differ(*outputs):
                 raise UnpackableError("a sequence is affected by the sequences before it in the row")
     except UnpackableError as error:
         raise ValueError(error.of(key, path)) from None
+    except UnsharedRowError as error:
+        assert group is not None
+        raise ValueError(error.of(group.size, key, path)) from None
 
 
 def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing: Checkpointing) -> None:

@@ -26,7 +26,17 @@ from rlhf.algo.numerics import add_rows, full_precision, segment_ids
 if TYPE_CHECKING:
     from rlhf.learner.sequence_parallel import SequenceGroup
 
+MIXES = "mixes tokens outside of attention. Set cluster.sequence_parallel to 1"
+
 SIMILAR_LENGTH = 0.75  # segments of one block are at least this share of its longest: at most 1/3 padding
+
+
+class UnsharedRowError(Exception):
+    """Raised where several ranks cannot compute a row together; the message is a clause with reason and remedy."""
+
+    def of(self, ranks: int, key: str, path: str) -> str:
+        """The whole message for a user."""
+        return f"{key}={path}: {ranks} learners cannot share a sequence of this model, since {self}."
 
 
 @dataclass(frozen=True)

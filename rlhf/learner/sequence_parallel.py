@@ -26,6 +26,7 @@ from deepspeed.sequence.layer import _dim_zero_all_to_all, register_all_to_all_g
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlhf.learner.segments import UnsharedRowError
 from rlhf.types import World
 
 
@@ -53,7 +54,8 @@ class SequenceGroup:
 
         Fewer key heads than S are repeated, so that each rank has those of its query heads.
         """
-        assert q.shape[1] % self.size == 0, f"{self.size} learners cannot share {q.shape[1]} attention heads"
+        if q.shape[1] % self.size:
+            raise UnsharedRowError(f"it has {q.shape[1]} attention heads. Set cluster.sequence_parallel to a divisor")
         copies = math.lcm(k.shape[1], self.size) // k.shape[1]
         k, v = (x if copies == 1 else x.repeat_interleave(copies, 1) for x in (k, v))
         shapes = [(x.shape[1] // self.size, x.shape[2]) for x in (q, k, v)]

@@ -564,3 +564,31 @@ def test_a_model_whose_class_in_vllm_imports_torchvision_is_refused_before_an_en
     assert model_problems(config.model_copy(update={"cluster": on_gpus})) == []
     monkeypatch.setattr("rlhf.check.examination.find_spec", lambda name: "installed")
     assert model_problems(config) == []
+
+
+def test_models_whose_sequences_learners_cannot_share_are_refused_by_name(model: Path, tmp_path: Path) -> None:
+    """The heads of policy, critic and teachers by config.json, at the plan too; layers with a state by the class."""
+    shared = {"learners": 4, "sequence_parallel": 4}
+    (problem,) = model_problems(make_config(model, cluster=shared))
+    assert problem == (
+        f"cluster.sequence_parallel=4 with model.path={model}: it does not divide the model's 2 attention heads, of "
+        "which each learner computes a part. With cluster.learners=4 use 2."
+    )
+    assert model_problems(make_config(model, cluster=shared | {"sequence_parallel": 2})) == []
+    odd = write_family("qwen3", tmp_path / "odd", num_attention_heads=3, num_key_value_heads=3)
+    shared = {"learners": 2, "sequence_parallel": 2}
+    by_teacher = make_config(model, cluster=shared, algo={"teacher": {"path": str(odd)}})
+    by_critic = make_ppo_config(model, cluster=shared, critic={"path": str(odd)})
+    for key, config in (("algo.teacher.path", by_teacher), ("critic.path", by_critic)):
+        (problem,) = model_problems(config)
+        assert problem.startswith(f"cluster.sequence_parallel=2 with {key}={odd}: it does not divide the model's 3 ")
+        assert problem.endswith("With cluster.learners=2 use 1.")
+    change_json(model, "config.json", num_attention_heads_per_layer=[2, 3])
+    (problem,) = model_problems(make_config(model, cluster=shared))
+    assert "2 and 3 attention heads" in problem
+    mixing = write_family("lfm2", tmp_path / "lfm2")
+    (problem,) = input_problems(make_config(mixing, cluster=shared))
+    assert problem == (
+        f"model.path={mixing}: 2 learners cannot share a sequence of this model, since its Lfm2ShortConv mixes tokens "
+        "outside of attention. Set cluster.sequence_parallel to 1."
+    )

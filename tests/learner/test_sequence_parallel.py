@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_families import make_family
+from model_families import MODEL_TYPES, make_family, write_family
 from worlds import make_config, pack_rows, rollout_of, run_world
 
+from rlhf.config.sections import ModelConfig
 from rlhf.types import Denominators, PackedTokens, PolicyTargets, ValueTargets, World
 
 pytestmark = pytest.mark.stack
@@ -24,6 +25,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "no_rope_layer_interval": 2, "attn_temperature_tuning": True, "floor_scale": 8, "attn_scale": 0.5
     },
 }  # fmt: skip
+# State spaces, convolutions, linear attention and delta rules in some layers.
+WITH_MIXERS = (
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "granitemoehybrid", "nemotron_h", "kimi_linear",
+    "lfm2", "lfm2_moe", "falcon_h1", "minimax", "bamba", "jamba", "zamba2", "qwen3_5", "qwen3_5_moe",
+)  # fmt: skip
 SCALAR = ("qwen3", "gpt_oss")  # critic and reward model too
 # Float64, relative to the largest number; and of families that compute a part in float32 (position's scale, router).
 ROUNDING, IN_FLOAT32 = 1e-9, {"llama4_text": 1e-7}
@@ -89,7 +95,6 @@ def computed(world: World, folder: Path, families: tuple[str, ...]) -> dict[int,
     """
     import torch.distributed as dist
 
-    from rlhf.config.sections import ModelConfig
     from rlhf.learner.deepspeed_settings import join_world
     from rlhf.learner.policy_model import DeviceTokens, load_policy
     from rlhf.learner.sequence_parallel import SequenceGroup
@@ -154,3 +159,77 @@ def test_losses_outputs_and_gradients_are_those_of_one_rank(tmp_path: Path) -> N
     apart = differences(tmp_path, tuple(FAMILIES))
     wrong = {where: value for where, value in apart.items() if not value <= IN_FLOAT32.get(where[2], ROUNDING)}
     assert not wrong, "\n".join(map(str, wrong.items()))
+
+
+@pytest.mark.faults
+def test_every_family_without_mixers_computes_shared_rows(tmp_path: Path) -> None:
+    families = [family for family in MODEL_TYPES if family not in WITH_MIXERS]
+    for family in families:
+        write_family(family, tmp_path / family)
+    apart = differences(tmp_path, tuple(families))
+    wrong = {where: value for where, value in apart.items() if not value <= IN_FLOAT32.get(where[2], ROUNDING)}
+    assert not wrong, "\n".join(map(str, wrong.items()))
+
+
+# --- refusals by the ranks, of what no file of the model says ---
+
+
+class AddsThePreviousToken(torch.nn.Module):
+    """A module outside of attention that knows where sequences begin, but not that others hold a part of the row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from rlhf.learner.segments import segments_of_row
+
+        segments = segments_of_row()
+        continues = segments.positions()[1][segments.held] > 0
+        previous = torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+        return x + torch.where(continues[:, None], previous, 0.0)
+
+
+def refusals(world: World, folder: Path, families: tuple[str, ...], changed: str) -> list[str]:
+    """The message for each family; `changed`: what is changed of the model that was loaded."""
+    from rlhf.learner.deepspeed_settings import join_world
+    from rlhf.learner.policy_model import check_packed, load_policy
+    from rlhf.learner.sequence_parallel import SequenceGroup
+
+    device, group = join_world("cpu", world), SequenceGroup.of(world)
+    messages = []
+    for family in families:
+        policy = load_policy(ModelConfig(path=str(folder / family), dtype="float32"), temperature=1.0)
+        layer: Any = policy.transformer.get_decoder().layers[-1] if changed else None
+        if changed == "mixes":
+            layer.mlp = torch.nn.Sequential(AddsThePreviousToken(), layer.mlp)
+        if changed == "heads":  # one fewer in this layer alone
+            attention, width = layer.self_attn, layer.self_attn.head_dim
+            attention.num_key_value_groups = 1
+            for name in ("q_proj", "k_proj", "v_proj"):
+                projection = getattr(attention, name)
+                projection.weight = torch.nn.Parameter(projection.weight[:width].detach())
+            attention.o_proj.weight = torch.nn.Parameter(attention.o_proj.weight[:, :width].detach())
+        with pytest.raises(ValueError, match=r"^model\.path=the/model: ") as error:
+            check_packed(policy, device, dtype="float32", key="model.path", path="the/model", group=group)
+        messages.append(str(error.value).removeprefix("model.path=the/model: "))
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("families", "changed", "reason"),
+    [
+        (("qwen3",), "mixes", "it mixes tokens outside of attention. Set cluster.sequence_parallel to 1."),
+        (("qwen3",), "heads", "it has 1 attention heads. Set cluster.sequence_parallel to a divisor."),
+        pytest.param(
+            WITH_MIXERS, "", "mixes tokens outside of attention. Set cluster.sequence_parallel to 1.",
+            marks=pytest.mark.faults,
+        ),
+    ],
+    ids=["mixes tokens", "heads of one layer", "all families with mixers"],
+)  # fmt: skip
+def test_ranks_that_cannot_compute_a_row_together_refuse_the_model(
+    families: tuple[str, ...], changed: str, reason: str, tmp_path: Path
+) -> None:
+    for family in families:
+        write_family(family, tmp_path / family)
+    for messages in run_world(refusals, 2, tmp_path, families, changed, sequence_parallel=2):
+        for message in messages:
+            assert message.startswith("2 learners cannot share a sequence of this model, since it")
+            assert message.endswith(reason)

@@ -186,7 +186,7 @@ def run_with_a_poisoned_update(world: World, model: Path, stage: int) -> dict[st
             "schedule": {"name": "cosine", "warmup_steps": 1},
             "max_tokens_per_microbatch": 300,
         },
-        cluster={"device": "cpu", "learners": world.size},
+        cluster={"device": "cpu", "learners": world.size, "sequence_parallel": world.sequence_parallel},
     )
     learner = Learner(config, world)
     targets = start_step(learner, config)
@@ -218,11 +218,12 @@ def run_with_a_poisoned_update(world: World, model: Path, stage: int) -> dict[st
     }
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "shared"), [(0, 1), (2, 1), (3, 1), (0, 2)])
 def test_a_non_finite_gradient_of_one_rank_and_a_skipped_step_consume_the_schedule_but_not_adams_step(
-    tiny_model_dir: Path, stage: int
+    tiny_model_dir: Path, stage: int, shared: int
 ) -> None:
-    for run in run_world(run_with_a_poisoned_update, 2, tiny_model_dir / "model", stage):
+    model = tiny_model_dir / "model"
+    for run in run_world(run_with_a_poisoned_update, 2, model, stage, sequence_parallel=shared):
         assert run["unmoved"]
         assert run["finite"]
         assert (run["updates"], run["adam_steps"]) == (4, 2)
