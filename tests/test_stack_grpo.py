@@ -247,7 +247,7 @@ def wait_for_step(run: Path, step: int, program: subprocess.Popen[str]) -> None:
     assert eventually(reached, STACK_WAIT_S), f"step {step} was not reached"
 
 
-def test_with_a_lag_of_1_no_token_is_older_the_correction_is_on_and_sigterm_ends_the_run_and_every_process(
+def test_with_a_lag_of_1_and_shared_rows_no_token_is_older_the_correction_is_on_and_sigterm_ends_every_process(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     config = write_config(
@@ -261,6 +261,7 @@ def test_with_a_lag_of_1_no_token_is_older_the_correction_is_on_and_sigterm_ends
         model={"dtype": "bfloat16"},
         weights={"transfer": "delta"},
         logging={"wandb": {"mode": "disabled"}, "token_values": True},
+        cluster={"learners": 2, "sequence_parallel": 2},
     )
     program = subprocess.Popen(
         [sys.executable, "-m", "rlhf.grpo", "--config", str(config)],

@@ -50,6 +50,7 @@ HEADS = (
     "num_attention_heads", "n_head", "n_heads", "num_sliding_attention_heads", "swa_num_attention_heads",
     "num_attention_heads_per_layer",
 )  # fmt: skip
+BY_THE_LONGEST = ("dynamic", "longrope", "su")  # rotary positions whose frequencies the longest sequence sets
 QUANTIZED = ("quantization_config", "compression_config")  # keys of config.json
 DEQUANTIZED = ("compressed-tensors", "fp8", "mxfp4")  # methods whose config in transformers has `dequantize`
 
@@ -370,8 +371,8 @@ def _mismatches(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]
     if replays and policy and not any(policy.get(key) for key in EXPERT_KEYS):
         given = f"learner.router_replay=rollout with model.path={config.model.path}"
         yield f"{given}: the model has no experts. Set it to none."
-    if trains:
-        yield from _unshared_heads(config)
+    if trains and config.cluster.sequence_parallel > 1:
+        yield from _unshared(config)
     heads = policy.get("num_attention_heads")
     if isinstance(config, GRPOConfig) and isinstance(heads, int) and heads % config.cluster.tensor_parallel:
         yield (
@@ -398,19 +399,27 @@ def _mismatches(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]
             yield from _template_problem(role, config)
 
 
-def _unshared_heads(config: TrainingProgramConfig) -> Iterator[str]:
-    """A problem for each model of the learners whose attention heads cannot be divided among those of a sequence."""
+def _unshared(config: TrainingProgramConfig) -> Iterator[str]:
+    """The problems of models whose sequences learners cannot share: attention heads, rotary positions."""
     cluster, own = config.cluster, {role.model_key: role.model for role, _ in config.trained_roles()}
     for key, path in (own | config.further_models).items():
-        sizes = text_config(config_at(path) or {})
+        sizes, given = text_config(config_at(path) or {}), f"{cluster.sequence_parallel=!s} with {key}={path}"
         heads = {count for name in HEADS for count in _as_list(sizes.get(name)) if isinstance(count, int)}
         common = math.gcd(*heads)
         if common % cluster.sequence_parallel:
             fitting = [s for s in range(2, cluster.learners + 1) if not common % s and not cluster.learners % s]
             yield (
-                f"cluster.sequence_parallel={cluster.sequence_parallel} with {key}={path}: it does not divide the "
-                f"model's {' and '.join(map(str, sorted(heads)))} attention heads, of which each learner computes a "
-                f"part. With {cluster.learners=} use {' or '.join(map(str, fitting)) or 1}."
+                f"{given}: it does not divide the model's {' and '.join(map(str, sorted(heads)))} attention heads, of "
+                f"which each learner computes a part. With {cluster.learners=} use "
+                f"{' or '.join(map(str, fitting)) or 1}."
+            )
+        rotary = sizes.get("rope_parameters") or sizes.get("rope_scaling") or {}
+        original = rotary.get("original_max_position_embeddings") or sizes.get("original_max_position_embeddings")
+        kind = rotary.get("rope_type") or rotary.get("type")
+        if kind in BY_THE_LONGEST and (original or math.inf) < config.max_sequence_tokens:
+            yield (
+                f"{given}: of sequences over {original} tokens its positions ({kind}) depend on the longest, and each "
+                f"learner sees another one. Shorten {config.sequence_keys}, or set it to 1."
             )
 
 

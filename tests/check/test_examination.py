@@ -586,6 +586,11 @@ def test_models_whose_sequences_learners_cannot_share_are_refused_by_name(model:
     change_json(model, "config.json", num_attention_heads_per_layer=[2, 3])
     (problem,) = model_problems(make_config(model, cluster=shared))
     assert "2 and 3 attention heads" in problem
+    change_json(odd, "config.json", num_attention_heads=2, rope_scaling={"type": "su"}, rope_parameters=None)
+    change_json(odd, "config.json", original_max_position_embeddings=100)
+    (problem,) = model_problems(make_config(odd, cluster=shared))
+    assert "of sequences over 100 tokens its positions (su) depend on the longest" in problem
+    assert model_problems(make_config(odd, cluster={"learners": 2})) == []
     mixing = write_family("lfm2", tmp_path / "lfm2")
     (problem,) = input_problems(make_config(mixing, cluster=shared))
     assert problem == (
