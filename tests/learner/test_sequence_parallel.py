@@ -31,8 +31,8 @@ WITH_MIXERS = (
     "lfm2", "lfm2_moe", "falcon_h1", "minimax", "bamba", "jamba", "zamba2", "qwen3_5", "qwen3_5_moe",
 )  # fmt: skip
 SCALAR = ("qwen3", "gpt_oss")  # critic and reward model too
-# Float64, relative to the largest number; and of families that compute a part in float32 (position's scale, router).
-ROUNDING, IN_FLOAT32 = 1e-9, {"llama4_text": 1e-7}
+# In float64, relative to the largest number. Scales by position are quotients in float32.
+ROUNDING, IN_FLOAT32 = 1e-9, {"llama4_text": 1e-7, "llama4": 1e-7}
 
 
 def make_row(vocabulary: int = 120) -> PackedTokens:
@@ -88,6 +88,22 @@ def losses_of(policy: Any, critic: Any, reward: Any) -> dict[str, Callable[[Any]
     return {"grpo": grpo, "sft and teacher": sft_and_teacher} | scalar
 
 
+def stay_in_float64() -> None:
+    """Some norms and routers compute in float32, whose sums depend on the number of tokens."""
+
+    def cast(name: str) -> None:
+        plain = getattr(torch.Tensor, name)
+
+        def float64(x: Any, *args: Any, **kwargs: Any) -> Any:
+            wanted = torch.float32 if name == "float" else args[0] if args else kwargs.get("dtype")
+            return x if x.dtype == torch.float64 and wanted == torch.float32 else plain(x, *args, **kwargs)
+
+        setattr(torch.Tensor, name, float64)
+
+    for name in ("float", "to", "type"):
+        cast(name)
+
+
 def computed(world: World, folder: Path, families: tuple[str, ...]) -> dict[int, dict[tuple[str, ...], np.ndarray]]:
     """Ranks that share a row -> (family, what) -> numbers and gradients, in float64; of 1, only on rank 0.
 
@@ -100,8 +116,7 @@ def computed(world: World, folder: Path, families: tuple[str, ...]) -> dict[int,
     from rlhf.learner.sequence_parallel import SequenceGroup
     from rlhf.learner.value_model import RewardModel, ValueModel, load_scalar_transformer
 
-    in_float32 = torch.Tensor.float  # some norms sum in it, and in an order of their own
-    torch.Tensor.float = lambda x: x if x.dtype == torch.float64 else in_float32(x)  # type: ignore[method-assign]
+    stay_in_float64()
     device = join_world("cpu", world)
     worlds = {size: dataclasses.replace(world, sequence_parallel=size) for size in (1, 2, 4)}
     groups = {size: SequenceGroup.of(each) for size, each in worlds.items()}
