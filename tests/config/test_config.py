@@ -271,6 +271,10 @@ KL_REWARD = ("algo.kl_place=reward", "algo.kl_coef=0.1")
         ),
         (["learner.minibatches_per_epoch=3"], "learner.minibatches_per_epoch=3"),
         (["evaluation.every=2"], "evaluation.every=2 without data.eval"),
+        (
+            ["cluster.device=cuda", "model.dtype=bfloat16", "cluster.learners=12", "cluster.sequence_parallel=3"],
+            "cluster.sequence_parallel=3",
+        ),
     ],
 )
 def test_a_likely_mistake_is_a_warning_and_no_error(base: str, overrides: list[str], named: str) -> None:

@@ -102,6 +102,7 @@ REFUSED = {
     ),
     "algo.teacher={hint_column: h, by_source: {train: {path: t}}}": "algo.teacher.hint_column=h",
     "cluster.gpu=V100": "cluster.gpu=V100",
+    "cluster.learners=3; cluster.sequence_parallel=2": "cluster.sequence_parallel=2",
     "algo.teacher={path: t, by_source: {other: {path: u}}}": "algo.teacher.by_source.other",
     "algo.teacher={endpoint: 'http://x', over: vocabulary}": (
         "algo.teacher.over=vocabulary with algo.teacher.endpoint=http://x"

@@ -33,9 +33,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"model": {"gradient_checkpointing": "selective"}, "learner": {"zero_stage": 3}},
     ),
-    "balanced experts, a moving reference": (
+    "balanced experts, a moving reference, an offloaded optimizer": (
         "qwen3_moe",
-        {"learner": {"router_balance_coef": 0.1}, "algo": {"ref_update": "average"}},
+        {"learner": {"router_balance_coef": 0.1, "offload_optimizer": True}, "algo": {"ref_update": "average"}},
     ),
     "replayed experts, full checkpointing": ("qwen3_moe", {"model": {"gradient_checkpointing": True}}),
     "a wrapped text model, teacher over the vocabulary": (
