@@ -29,7 +29,8 @@ class LearnerSpeed:
         learner/mfu: forward and backward FLOPs of the computed tokens, divided by the peak of the learners. Not logged
             if the peak or the shape of the model is unknown. A critic is not counted.
         learner/shared_fraction: share of tokens that were not computed, because the previous sequence begins the same.
-        learner/padding_fraction: share of computed positions that belong to no rollout. Only fillers have them.
+        learner/padding_fraction: share of computed positions that belong to no rollout: those of fillers. The few by
+            which learners round up their equal parts of a row are not counted.
 
         Args:
             shared: [S] how many first tokens of each sequence were computed with the previous one, in the order in
