@@ -109,7 +109,7 @@ endef
 
 # Compare only results of one machine: run all of a target at once, with nothing else running.
 bench: setup-bench  ## compare speed and memory with the peers, without training runs; QUICK=1 only checks that they run
-	@$(call benchmarks,packer simulator roofline startup logprobs learner_step transfer rollout driver,$(bench_options))
+	@$(call benchmarks,packer simulator roofline startup logprobs learner_step sequence_parallel transfer rollout driver,$(bench_options))
 
 bench-training: setup-bench  ## compare whole steps, asynchronous runs and time to accuracy with the peers
 	@$(call benchmarks,sft training_steps acting endpoint asynchronous \
