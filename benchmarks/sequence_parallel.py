@@ -2,8 +2,8 @@
 
     python -m benchmarks.sequence_parallel [--quick]
 
-Forward, loss and backward of one sequence in float32 with full gradient checkpointing, for a model of random weights, on
-CPU; ranks exchange through gloo, one thread each. `peak` is the largest memory of a rank over what it has after an
+Forward, loss and backward of one sequence in float32 with full gradient checkpointing, for a model of random weights,
+on CPU; ranks exchange through gloo, one thread each. `peak` is the largest memory of a rank over what it has after an
 update of a few tokens: model and gradients are not in it. CPU seconds are those of all ranks. The last rows say how
 long a sequence two learners hold in the memory that one learner needs for the first length.
 """
