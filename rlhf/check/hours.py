@@ -49,6 +49,7 @@ class StepTime:
     lag: int = 0
     engine_speed: float = 0.0
     learner_speed: float = 0.0
+    exchanged: float = 0.0  # bytes that a learner sends per token of an update to those that share the sequence
 
     @property
     def total(self) -> float:
@@ -66,7 +67,7 @@ def step_time(config: GRPOConfig, shape: ModelShape | None, scale: Scale | None 
     """
     plan, cluster, lengths = config.plan, config.cluster, Lengths.of(config)
     learner, engine = plan.learner_tokens_per_second, plan.engine_tokens_per_second
-    tail = sending = turns = interrupted = 0.0
+    tail = sending = turns = interrupted = exchanged = 0.0
     epoch = config.rollouts_per_step * lengths.sequence / cluster.learners  # tokens of one learner
     epochs = max(training.epochs_per_step for _, training in config.trained_roles())
     if shape is not None and cluster.device == "cuda":
@@ -81,6 +82,7 @@ def step_time(config: GRPOConfig, shape: ModelShape | None, scale: Scale | None 
         learner = scale.learner / speed.compute_s(shape, config)
         engine = scale.engine * speed.decode_tokens_per_second(shape, config)
         turns, interrupted = speed.swap_s(shape, config), speed.interrupted_s(shape, config)
+        exchanged = speed.exchanged_bytes(shape, config)
     if learner is None or engine is None:
         return None
     passes = speed.forward_passes(config)
@@ -93,6 +95,7 @@ def step_time(config: GRPOConfig, shape: ModelShape | None, scale: Scale | None 
         tail=tail,
         turns=turns,
         interrupted=interrupted,
+        exchanged=exchanged,
         shared=cluster.placement == "colocated",
         lag=config.rollout.max_policy_lag,
         engine_speed=engine,
@@ -138,7 +141,7 @@ def time_rows(config: GRPOConfig, time: StepTime) -> list[tuple[str, str]]:
     sampled = config.rollouts_per_step * lengths.response
     tokens = config.rollouts_per_step * lengths.sequence
     epochs = max(training.epochs_per_step for _, training in config.trained_roles())
-    passes = speed.forward_passes(config)
+    passes, each = speed.forward_passes(config), epochs * tokens / cluster.learners
     hours = config.run.steps * time.total / 3600
     engines = f"({quantity(cluster.engines, 'engine')} x {_rate_text(time.engine_speed)})"
     learners = f"({quantity(cluster.learners, 'learner')} x {_rate_text(time.learner_speed)})"
@@ -154,6 +157,8 @@ def time_rows(config: GRPOConfig, time: StepTime) -> list[tuple[str, str]]:
         ("tokens per step", f"{tokens:,}, of which sampled {sampled:,}"),
         ("sampling", f"{sampled:,} / {engines}{last} = {time.sampling:,.1f} s{spread}"),
         ("log-probs", f"{forward} = {time.logprobs:,.1f} s" if passes else "none"),
+        *([("exchanges in an update", f"{each:,.0f} tokens x {time.exchanged / 2**10:,.0f} KiB = "
+           f"{each * time.exchanged / 2**30:,.0f} GiB from each learner, in its rate")] if time.exchanged else []),
         ("update", f"{tokens:,} x {quantity(epochs, 'epoch')} / {learners} = {time.update:,.1f} s"),
         *([("sent between learners", f"{time.sending:,.1f} s that do not overlap")] if time.sending else []),
         *([("optimizer in host memory", f"{time.host:,.1f} s")] if time.host else []),

@@ -1,8 +1,8 @@
 """Layouts of the GPUs that a run has, by the seconds of a step: separate and colocated, each without a lag and with 1.
 
 The search finds the fastest layout of each kind that fits. It varies the split of the GPUs, ZeRO's stage, checkpointing
-and the GPUs of an engine. If nothing fits, it tries a smaller microbatch, then an optimizer in host memory, then more
-nodes.
+and the GPUs of an engine. If nothing fits, it tries a smaller microbatch, then learners that share long sequences, then
+an optimizer in host memory, then more nodes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ KINDS = {
 }  # fmt: skip
 NODES, NODE_GPUS = (1, 2, 4, 8), 8  # numbers of nodes to try; GPUs per node, if the config has one GPU per node
 SMALL_MICROBATCH = 4096  # tokens, if a sequence has no more
+SHARED = (2, 4, 8)  # learners that share a sequence
 ADAPTERS = LoraConfig(rank=32, alpha=64)
 CHECKPOINTING = {  # configured value -> values to try, from the fastest to the least memory
     False: (False, "selective", True), "selective": ("selective", True), True: (True,),
@@ -110,12 +111,13 @@ def fastest_layout(config: GRPOConfig, shape: ModelShape, gpus: int, kind: str, 
     base = with_values(config, cluster={"placement": placement}, rollout={"max_policy_lag": lag})
     fitting: list[tuple[bool, Layout]] = []  # whether the layout preempts sequences
     reason = f"{quantity(gpus, 'GPU')} cannot hold whole engines and learners in this way"
-    budget = config.learner.max_tokens_per_microbatch
-    budgets = dict.fromkeys((budget, min(budget, max(SMALL_MICROBATCH, config.max_sequence_tokens))))
-    for offload, tokens in product(dict.fromkeys((config.learner.offload_optimizer, True)), budgets):
+    given = config.learner.max_tokens_per_microbatch, config.cluster.sequence_parallel
+    budgets = [given, *smaller_budgets(config, shape, gpus)]
+    for offload, (tokens, shared) in product(dict.fromkeys((config.learner.offload_optimizer, True)), budgets):
         if fitting:
             break
-        budgeted = with_values(base, learner={"max_tokens_per_microbatch": tokens})
+        cluster = {"sequence_parallel": shared}
+        budgeted = with_values(base, learner={"max_tokens_per_microbatch": tokens}, cluster=cluster)
         savings = memory_savings(budgeted, offload=offload)
         for split in (split for saving in savings for split in gpu_splits(saving, gpus)):
             if shape.heads % split.cluster.tensor_parallel:  # vLLM would refuse it
@@ -126,6 +128,20 @@ def fastest_layout(config: GRPOConfig, shape: ModelShape, gpus: int, kind: str, 
             elif time := step_time(candidate, shape, scale):
                 fitting.append((bool(preemption(candidate, shape)), Layout(candidate, time.total)))
     return min(fitting, key=lambda each: (each[0], each[1].seconds))[1] if fitting else reason
+
+
+def smaller_budgets(
+    config: TrainingProgramConfig, shape: ModelShape, learners: int, *, least: int = SMALL_MICROBATCH
+) -> Iterator[tuple[int, int]]:
+    """Smaller token budgets, with the number of learners that then share a sequence, down to the least memory."""
+    budget, shared = config.learner.max_tokens_per_microbatch, config.cluster.sequence_parallel
+    longest = config.sequences_per_example * config.max_sequence_tokens
+    wider = [each for each in SHARED if shared < each <= learners and not shape.heads % each]
+    if longest <= SMALL_MICROBATCH or shape.attention_layers < shape.layers:  # those layers need the whole sequence
+        wider = []
+    for each in (shared, *wider):
+        if (tokens := max(least, -(-longest // each))) < budget or each > shared:
+            yield tokens, each
 
 
 class Search(NamedTuple):
@@ -179,8 +195,10 @@ def economies(config: C, shape: ModelShape) -> Iterator[C]:
         stage = 3 if config.cluster.learners > 1 else config.learner.zero_stage
         yield (config := with_trained_values(config, zero_stage=stage))
         yield (config := with_trained_values(config, offload_optimizer=stage > 0))
-    one_example = config.sequences_per_example * config.max_sequence_tokens
-    yield (config := with_values(config, learner={"max_tokens_per_microbatch": one_example}))
+    for tokens, shared in smaller_budgets(config, shape, config.cluster.learners, least=1):
+        if config.cluster.learners % shared == 0:
+            values = {"max_tokens_per_microbatch": tokens}
+            yield (config := with_values(config, learner=values, cluster={"sequence_parallel": shared}))
     if config.model.lora is None and not config.scalar_learner:
         yield with_adapters(config)
 

@@ -15,6 +15,7 @@ float32 model.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,6 +55,9 @@ CANARY_BYTES = 1 * GIB
 ASLEEP_BYTES = 2 * GIB
 
 HEAD = "head: tiles of logits, gradients"
+# Bytes per token of a whole row, on each learner that shares it: ids, positions, masks, indices, log-probs, targets and
+# terms of the loss; 25 columns of 8 bytes, assumed.
+ROW_COLUMNS = 200
 
 # `state` and `movable` are held between updates; `movable` can be in host memory while engines sample
 Use = Literal["work", "state", "movable"]
@@ -242,7 +246,7 @@ def _rank_memory(
         ends = b * shape.embedding_parameters * (1 if shape.head_parameters or head.name != HEAD else 2)
         if ends > activations.size + head.size:
             work.append(Part("embedding gradients", ends - activations.size - head.size))
-    return (*state, *reference, *work, activations, head, _overhead("learner", config))
+    return (*state, *reference, *work, activations, *_shared_row(shape, config), head, _overhead("learner", config))
 
 
 def _reduction_buffers(section: TrainedConfig, shape: ModelShape, config: TrainingProgramConfig, count: int) -> float:
@@ -307,10 +311,39 @@ def adapter_product_bytes(shape: ModelShape, rank: int, *, b: int) -> int:
     return b * (queries + 2 * keys + 2 * shape.hidden + 2 * shape.intermediate + 7 * rank)
 
 
+def shared_kv_heads(shape: ModelShape, learners: int) -> int:
+    """Heads of keys, and of values, once they are repeated for the learners that share a sequence."""
+    return math.lcm(shape.kv_heads, learners)
+
+
+def _shared_row(shape: ModelShape, config: TrainingProgramConfig) -> list[Part]:
+    """What sharing a row with other learners adds (`learner/sequence_parallel.py`); nothing if a learner has it alone.
+
+    Of each token and layer the exchanged output and repeated keys and values are kept, b d (n + 2 (k' - k)) bytes; q, k
+    and v exist twice more while they are exchanged, 2 b d (n + 2 k').
+    """
+    tokens, b, learners = (
+        config.learner.max_tokens_per_microbatch,
+        BYTES[config.model.dtype],
+        config.cluster.sequence_parallel,
+    )
+    if learners == 1:
+        return []
+    keys = shared_kv_heads(shape, learners)
+    kept = b * shape.head_dim * (shape.heads + 2 * (keys - shape.kv_heads))
+    layers = 1 if config.model.gradient_checkpointing else shape.layers
+    moved = 2 * b * shape.head_dim * (shape.heads + 2 * keys)
+    return [
+        Part("exchanges around attention", float(tokens * (layers * kept + moved))),
+        Part("columns of the whole row", float(tokens * learners * ROW_COLUMNS)),
+    ]
+
+
 def _activations(shape: ModelShape, config: TrainingProgramConfig) -> Part:
     tokens, b = config.learner.max_tokens_per_microbatch, BYTES[config.model.dtype]
     # Attention keeps keys and values once more for each sequence that begins with them.
-    repeated = (WHOLE_TOKENS - 1) * 2 * b * shape.kv_heads * shape.head_dim
+    keys = shared_kv_heads(shape, config.cluster.sequence_parallel)
+    repeated = (WHOLE_TOKENS - 1) * 2 * b * keys * shape.head_dim
     layer = layer_activation_bytes(shape, b=b) + repeated
     if config.model.gradient_checkpointing == "selective":
         kept = selective_bytes(shape, b=b)

@@ -289,8 +289,13 @@ def _batches(config: GRPOConfig, prompts: int | str) -> list[str]:
     rollout, learner = config.rollout, config.learner
     per_step, longest = config.rollouts_per_step, config.max_sequence_tokens
     minibatch = -(-per_step // learner.minibatches_per_epoch)
-    budget = learner.max_tokens_per_microbatch
+    budget, shards = config.row_tokens, config.cluster.data_shards
     microbatches = -(-minibatch // (budget // longest))
+    by_shard = f"{-(-microbatches // shards):,} per learner"
+    if (shared := config.cluster.sequence_parallel) > 1:
+        by_shard = (
+            f"{-(-microbatches // shards):,} per {shared} learners, of {learner.max_tokens_per_microbatch:,} each"
+        )
     by_role = [_update_row(role.name, training) for role, training in config.trained_roles()]
     response = "response" if rollout.max_rollout_tokens is None else "rollout"
     passes = [name for name, on in (("old", config.needs_old_logprobs_pass), ("ref", config.needs_reference)) if on]
@@ -307,8 +312,7 @@ def _batches(config: GRPOConfig, prompts: int | str) -> list[str]:
          f"{longest:,} tokens"),
         ("tokens per step, at most", f"{per_step:,} x {longest:,} = {per_step * longest:,}, of which sampled "
          f"{per_step * rollout.longest:,}"),
-        ("microbatches, at most", f"{microbatches:,} of {budget:,} tokens per minibatch, "
-         f"{-(-microbatches // config.cluster.learners):,} per learner"),
+        ("microbatches, at most", f"{microbatches:,} of {budget:,} tokens per minibatch, {by_shard}"),
         ("passes before the update", f"log-probs of {' and '.join(passes)} policy" if passes else "none"),
     )  # fmt: skip
 
@@ -358,7 +362,8 @@ def _placement(config: TrainingProgramConfig, gpu_memory: str) -> list[str]:
     for role in roles:
         each = f"{quantity(role.gpus, 'GPU')} each" if role.gpus else "on the GPUs of the learners"
         stage = f", ZeRO stage {role.training.section.zero_stage}" if role.training is not None else ""
-        kinds.append((f"{role.name}s", f"{role.count}, {each}{stage}"))
+        shared = f", {cluster.sequence_parallel} share each sequence" * bool(stage and cluster.sequence_parallel > 1)
+        kinds.append((f"{role.name}s", f"{role.count}, {each}{stage}{shared}"))
     if isinstance(config, GRPOConfig) and config.cluster.placement == "separate" and not config.rollout.max_policy_lag:
         kinds.append(("rollout.max_policy_lag=0", "engines and learners take turns, so one of the two is always idle"))
     return rows(*kinds)

@@ -12,7 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf.check.memory import BYTES, MASTER_BYTES, MOMENTS_BYTES, kv_cache, layer_activation_bytes, role_parameters
+from rlhf.check.memory import (
+    BYTES,
+    MASTER_BYTES,
+    MOMENTS_BYTES,
+    kv_cache,
+    layer_activation_bytes,
+    role_parameters,
+    shared_kv_heads,
+)
 from rlhf.check.model_shape import ModelShape, shape_at
 from rlhf.check.resources import local_resources
 from rlhf.config.cards import CARDS, Card, card_with_memory
@@ -95,8 +103,21 @@ def compute_s(shape: ModelShape, config: TrainingProgramConfig, lengths: Lengths
     logits = lengths.response / lengths.sequence * shape.vocabulary
     products += logits * shape.hidden * (6 if frozen else 8)
     moved = passes * kept + logits * HEAD_PASSES
-    rates = relative_rates(config)
-    return (products / GEMM + attention) / rates.tflops + moved / BANDWIDTH / rates.bandwidth
+    rates, learners = relative_rates(config), config.cluster.sequence_parallel
+    exchanging = exchanged_bytes(shape, config) / link_bytes_per_second(config, learners)
+    return (products / GEMM + attention) / rates.tflops + moved / BANDWIDTH / rates.bandwidth + exchanging
+
+
+def exchanged_bytes(shape: ModelShape, config: TrainingProgramConfig) -> float:
+    """Bytes that a learner sends in an update, per token of its own, to the others with which it shares a sequence.
+
+    A pass exchanges q, k and v, then the output: b d (2 n + 2 k') per layer, of which 1 / S stays here. A backward pass
+    sends as much as a forward pass, and so does one that computes a layer again.
+    """
+    learners, passes = config.cluster.sequence_parallel, 3 if config.model.gradient_checkpointing else 2
+    heads = 2 * shape.heads + 2 * shared_kv_heads(shape, learners)
+    per_pass = shape.attention_layers * BYTES[config.model.dtype] * shape.head_dim * heads
+    return passes * per_pass * (learners - 1) / learners
 
 
 def decode_tokens_per_second(shape: ModelShape, config: GRPOConfig) -> float:
@@ -207,9 +228,9 @@ def forward_passes(config: GRPOConfig) -> int:
     return max(passes, len(config.trained_roles()) - 1)
 
 
-def link_bytes_per_second(config: TrainingProgramConfig) -> float:
-    """Bytes/s between learners: the slower link if they are on several nodes."""
-    on_one_node = config.cluster.learners <= config.cluster.gpus_per_node
+def link_bytes_per_second(config: TrainingProgramConfig, learners: int | None = None) -> float:
+    """Bytes/s between that many learners (None: all): the slower link if they are on several nodes."""
+    on_one_node = (learners or config.cluster.learners) <= config.cluster.gpus_per_node
     return NVLINK * relative_rates(config).link if on_one_node else NETWORK
 
 

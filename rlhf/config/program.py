@@ -72,11 +72,13 @@ class TrainingProgramConfig(Section):
             )
         if self.row_tokens < longest:
             times = f"{self.sequences_per_example} x " if self.sequences_per_example > 1 else ""
+            enough = range(-(-longest // learner.max_tokens_per_microbatch), cluster.learners + 1)
+            share = next((each for each in enough if cluster.learners % each == 0), None)
+            several = f", let {share} learners share each (cluster.sequence_parallel={share})" if share else ""
             shared = f" (times {cluster.sequence_parallel=})" if cluster.sequence_parallel > 1 else ""
             yield (
                 f"{learner.max_tokens_per_microbatch=}{shared}: an example may have {times}{self.sequence_keys} = "
-                f"{longest} tokens, and has to fit. Raise the budget, share sequences (cluster.sequence_parallel), or "
-                "shorten them."
+                f"{longest} tokens, and has to fit. Raise the budget{several}, or shorten the sequences."
             )
         for role, training in self.trained_roles():
             yield from _section_problems(self, role.section, training.section)

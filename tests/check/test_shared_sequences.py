@@ -1,0 +1,151 @@
+"""What --plan says of learners that share each sequence: bytes, memory, and how many should."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from worlds import make_config, run_world
+
+from rlhf.check import layouts, memory, speed
+from rlhf.check.model_shape import shape_at
+from rlhf.config.grpo import GRPOConfig
+from rlhf.types import World
+
+LLAMA_8B = "meta-llama/Llama-3.1-8B-Instruct"
+TINY: dict[str, Any] = {
+    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 24, "vocab_size": 120, "tie_word_embeddings": True,
+}  # fmt: skip
+TOKENS = 96
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> Callable[..., GRPOConfig]:
+    """A config of Llama 3.1 8B on 8 GPUs of one node, four of them learners, with sequences of `tokens`."""
+
+    def make(tokens: int = 65536, **sections: dict[str, Any]) -> GRPOConfig:
+        base: dict[str, dict[str, Any]] = {
+            "model": {"path": LLAMA_8B, "dtype": "bfloat16"},
+            "data": {"max_prompt_tokens": 4096},
+            "rollout": {"max_response_tokens": tokens - 4096},
+            "learner": {"max_tokens_per_microbatch": tokens},
+            "cluster": {"device": "cuda", "learners": 4, "engines": 4, "gpu": "H100"},
+        }
+        names = {**base, **sections}
+        return make_config(tmp_path, **{name: {**base.get(name, {}), **sections.get(name, {})} for name in names})
+
+    return make
+
+
+def test_a_learner_that_shares_sequences_of_64k_tokens_holds_a_part_and_the_exchanges(
+    long: Callable[..., GRPOConfig],
+) -> None:
+    shape = shape_at(LLAMA_8B)
+    assert shape is not None
+    model, cluster = {"gradient_checkpointing": True}, {"learners": 8, "sequence_parallel": 8}
+    shared = long(model=model, cluster=cluster, learner={"max_tokens_per_microbatch": 8192, "zero_stage": 3})
+    alone = long(model=model, cluster={"learners": 8}, learner={"zero_stage": 3})
+    assert shared.row_tokens == alone.row_tokens == 65536
+    assert shared.cluster.data_shards == 1
+    parts, whole = (
+        {part.name: part.size for part in memory.learner_memory(shape, config)} for config in (shared, alone)
+    )
+    assert parts["activations, checkpointed"] == whole["activations, checkpointed"] / 8
+    # a token: the output once more (32 heads of 128), and q, k, v twice (32 + 8 + 8), 2 bytes each
+    assert parts["exchanges around attention"] == 8192 * 2 * 128 * (32 + 2 * 48)
+    assert parts["columns of the whole row"] == 65536 * memory.ROW_COLUMNS
+    assert not whole.keys() & {"exchanges around attention", "columns of the whole row"}
+
+
+def test_fewer_key_heads_than_learners_are_kept_and_sent_more_than_once(long: Callable[..., GRPOConfig]) -> None:
+    shape = dataclasses.replace(shape_at(LLAMA_8B), kv_heads=2)  # type: ignore[type-var]
+    config = long(cluster={"learners": 8, "sequence_parallel": 8})
+    (exchanges,) = (p for p in memory.learner_memory(shape, config) if p.name == "exchanges around attention")
+    kept, moved = 32 * 2 * 128 * (32 + 2 * 6), 2 * 2 * 128 * (32 + 2 * 8)  # without checkpointing in all 32 layers
+    assert exchanges.size == 65536 * (kept + moved)
+    assert speed.exchanged_bytes(shape, config) == 2 * 32 * 2 * 128 * (2 * 32 + 2 * 8) * 7 / 8
+
+
+@pytest.mark.parametrize(("tokens", "shared"), [(65536, 1), (131072, 2), (262144, 4)])
+def test_the_plan_lets_learners_share_sequences_where_nothing_else_fits(
+    tokens: int, shared: int, long: Callable[..., GRPOConfig]
+) -> None:
+    config, shape = long(tokens), shape_at(LLAMA_8B)
+    assert shape is not None
+    best = layouts.search_layouts(config, shape, 8).best(0)
+    assert best is not None
+    assert best.config.cluster.sequence_parallel == shared
+    assert best.config.row_tokens >= tokens
+    assert layouts.first_problem(best.config, shape) is None
+
+
+def test_learners_are_asked_to_share_only_what_they_can(long: Callable[..., GRPOConfig]) -> None:
+    shape = shape_at(LLAMA_8B)
+    assert shape is not None
+
+    def wider(shape: Any, tokens: int = 65536) -> set[int]:
+        return {shared for _, shared in layouts.smaller_budgets(long(tokens), shape, 8)}
+
+    assert wider(shape) == {2, 4, 8}
+    assert wider(dataclasses.replace(shape, heads=12)) == {2, 4}
+    assert wider(dataclasses.replace(shape, attention_layers=8)) == set()  # the others are state spaces
+    assert wider(shape, 4097 + 4096) == {2, 4, 8}
+
+
+def test_a_budget_that_is_too_small_names_the_number_of_learners_that_would_do(
+    long: Callable[..., GRPOConfig],
+) -> None:
+    with pytest.raises(ValueError, match=r"let 4 learners share each \(cluster\.sequence_parallel=4\)"):
+        long(learner={"max_tokens_per_microbatch": 16384})
+    with pytest.raises(ValueError, match=r"has to fit\. Raise the budget, or shorten the sequences\."):
+        long(learner={"max_tokens_per_microbatch": 16383})
+    with pytest.raises(ValueError, match=r"cluster\.sequence_parallel=3: it does not divide cluster\.learners=4"):
+        long(cluster={"sequence_parallel": 3})
+
+
+def sent_bytes(world: World, folder: Path) -> int:
+    """What this rank sends to others in a forward and backward pass with full checkpointing, as counted."""
+    import torch
+    from deepspeed import comm
+
+    from rlhf.algo.packing import pack
+    from rlhf.config.sections import ModelConfig
+    from rlhf.learner.deepspeed_settings import join_world
+    from rlhf.learner.policy_model import DeviceTokens, load_policy
+    from rlhf.learner.sequence_parallel import SequenceGroup
+
+    world = dataclasses.replace(world, sequence_parallel=world.size)
+    device, group = join_world("cpu", world), SequenceGroup(world)
+    model = ModelConfig(path=str(folder), dtype="float32", gradient_checkpointing=True)
+    policy = load_policy(model, temperature=1.0)
+    tokens = DeviceTokens.of(pack([np.arange(TOKENS, dtype=np.int32)]), device, group)
+    send, sent = comm.all_to_all_single, 0
+
+    def counted(output: torch.Tensor, sending: torch.Tensor, **options: Any) -> Any:
+        nonlocal sent
+        sent += sending.nbytes - sending[group.rank].nbytes
+        return send(output, sending, **options)
+
+    comm.all_to_all_single = counted
+    policy(tokens).logprobs.sum().backward()
+    return sent
+
+
+@pytest.mark.stack
+def test_the_bytes_of_an_update_are_those_that_are_counted(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY)).save_pretrained(tmp_path)
+    config = make_config(
+        tmp_path,
+        cluster={"device": "cpu", "learners": 2, "sequence_parallel": 2},
+        model={"gradient_checkpointing": True},
+    )
+    shape = shape_at(str(tmp_path))
+    assert shape is not None
+    assert run_world(sent_bytes, 2, tmp_path) == [TOKENS / 2 * speed.exchanged_bytes(shape, config)] * 2
