@@ -257,7 +257,8 @@ def batch_sizes(numbers: Numbers) -> Any:
 
 def ends_by_size(numbers: Numbers, peak: float, remark: str) -> list[Strip]:
     """The accuracies at the end of runs with right and wrong sizes, with a heading."""
-    base, rows = outcomes.study_config(Path("data")), [(f"peak {short(peak)}{remark}", list[float](), "", "")]
+    base = outcomes.study_config(Path("data"))
+    rows: list[Strip] = [(f"peak {short(peak)}{remark}", [], "", "")]
     for name, colour, kind in (
         ("global, 1 learner", RIGHT, Outcome(OURS, 1, peak, 1, 0)),
         ("global, 2 learners", RIGHT, Outcome(OURS, 1, peak, 2, 0)),
