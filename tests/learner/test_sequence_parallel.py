@@ -39,17 +39,18 @@ def make_row(vocabulary: int = 120) -> PackedTokens:
     """Six sequences, four of which begin with one prompt; their number of computed tokens is odd."""
     rng = np.random.default_rng(0)
     rollouts = []
-    for length, responses in ((20, (40, 14, 11, 3)), (5, (12,)), (3, (1,))):
+    for length, responses in ((20, (40, 14, 11, 3)), (6, (12,)), (2, (1,))):
         question = rng.integers(0, vocabulary, length)
         for more in responses:
             ids = np.concatenate([question, rng.integers(0, vocabulary, more)]).astype(np.int32)
             mask = (np.arange(len(ids)) >= length) & (rng.random(len(ids)) < 0.8)
+            mask[-1] = True
             logprobs = np.where(mask, -rng.random(len(ids)) * 4, 0.0)
             rollouts.append(rollout_of(ids, mask, logprobs))
     return pack_rows(rollouts, range(6))
 
 
-# The second one has fewer tokens than four ranks need for one each, but for one.
+# The second one has fewer tokens than four ranks.
 ROWS = {"row": make_row(), "short": make_row().take(np.array([5]))}
 
 

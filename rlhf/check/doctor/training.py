@@ -234,7 +234,7 @@ async def check_microbatch(patient: Patient) -> Finding:
     zeros = np.zeros(len(batch.tokens.token_ids), np.float32)
     by_rank = await engines.learners.call(lambda learner: learner.apply(on_rank.update, _targets(batch, zeros), 0.0))
     peak = max(updated.peak_bytes for updated in by_rank) / GIB
-    text = f"{config.learner.max_tokens_per_microbatch:,} tokens: peak memory {peak:.1f} GiB"
+    text = f"{config.row_tokens:,} tokens: peak memory {peak:.1f} GiB"
     shape = shape_at(config.model.path)
     if shape is None:
         return Finding("ok", f"{text}; the model's sizes are not known")
