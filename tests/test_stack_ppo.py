@@ -143,7 +143,7 @@ def test_a_learned_reward_alone_trains_policy_and_critic_and_a_resumed_run_has_c
     assert state.kl_controller["coef"] == pytest.approx(coef, rel=1e-12)
 
     if parts == 2:
-        shared = ("cluster.learners=2", "cluster.sequence_parallel=2")
+        shared = ("cluster.learners=2", "cluster.sequence_parallel=2", "cluster.cpus_per_learner=0.25")
         run_program("rlhf.ppo", "--config", config, "--resume", "run.steps=4", *shared)
     assert RunFolder.read_state(run / "checkpoints" / "step-000004").reward_scale == state.reward_scale
     steps = read_steps(run)

@@ -77,8 +77,8 @@ RUNS: dict[str, tuple[dict[str, int], dict[str, tuple[list[Fault], tuple[str, ..
             ),
         },
     ),
-    "two learners again": (
-        {"learners": 2},
+    "two learners that share rows": (
+        {"learners": 2, "sequence_parallel": 2},
         {
             "killed in a save": ([hit(2, ".save", LEARNER, "SIGKILL", 1)], (RESTARTED,)),
             "killed while it sends": ([hit(5, ".send_weights", LEARNER, "SIGKILL", 0)], (RESTARTED,)),
