@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from rlhf.check.model_shape import config_at
+from rlhf.check.model_shape import config_at, shape_at
 from rlhf.check.resources import joins_a_cluster
 from rlhf.config.base import error_text
 from rlhf.config.grpo import GRPOConfig
@@ -400,7 +400,7 @@ def _mismatches(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]
 
 
 def _unshared(config: TrainingProgramConfig) -> Iterator[str]:
-    """The problems of models whose sequences learners cannot share: attention heads, rotary positions."""
+    """The problems of models whose sequences learners cannot share: heads, layers with a state, rotary positions."""
     cluster, own = config.cluster, {role.model_key: role.model for role, _ in config.trained_roles()}
     for key, path in (own | config.further_models).items():
         sizes, given = text_config(config_at(path) or {}), f"{cluster.sequence_parallel=!s} with {key}={path}"
@@ -412,6 +412,13 @@ def _unshared(config: TrainingProgramConfig) -> Iterator[str]:
                 f"{given}: it does not divide the model's {' and '.join(map(str, sorted(heads)))} attention heads, of "
                 f"which each learner computes a part. With {cluster.learners=} use "
                 f"{' or '.join(map(str, fitting)) or 1}."
+            )
+        shape = shape_at(path)
+        if shape is not None and shape.attention_layers < shape.layers:
+            yield (
+                f"{key}={path}: {cluster.sequence_parallel} learners cannot share a sequence of this model, since "
+                f"{shape.layers - shape.attention_layers} of its {shape.layers} layers have no attention and may carry "
+                "a state along the sequence. Set cluster.sequence_parallel to 1."
             )
         rotary = sizes.get("rope_parameters") or sizes.get("rope_scaling") or {}
         original = rotary.get("original_max_position_embeddings") or sizes.get("original_max_position_embeddings")

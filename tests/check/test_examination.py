@@ -567,7 +567,7 @@ def test_a_model_whose_class_in_vllm_imports_torchvision_is_refused_before_an_en
 
 
 def test_models_whose_sequences_learners_cannot_share_are_refused_by_name(model: Path, tmp_path: Path) -> None:
-    """The heads of policy, critic and teachers by config.json, at the plan too; layers with a state by the class."""
+    """Policy, critic and teachers: heads and layers by config.json, at the plan too; other mixers by the class."""
     shared = {"learners": 4, "sequence_parallel": 4}
     (problem,) = model_problems(make_config(model, cluster=shared))
     assert problem == (
@@ -591,9 +591,13 @@ def test_models_whose_sequences_learners_cannot_share_are_refused_by_name(model:
     (problem,) = model_problems(make_config(odd, cluster=shared))
     assert "of sequences over 100 tokens its positions (su) depend on the longest" in problem
     assert model_problems(make_config(odd, cluster={"learners": 2})) == []
-    mixing = write_family("lfm2", tmp_path / "lfm2")
-    (problem,) = input_problems(make_config(mixing, cluster=shared))
-    assert problem == (
-        f"model.path={mixing}: 2 learners cannot share a sequence of this model, since its Lfm2ShortConv mixes tokens "
-        "outside of attention. Set cluster.sequence_parallel to 1."
-    )
+    for family, reason in (
+        ("lfm2", "2 of its 4 layers have no attention and may carry a state along the sequence"),
+        ("falcon_h1", "its FalconH1Mixer mixes tokens outside of attention"),
+    ):
+        mixing = write_family(family, tmp_path / family)
+        (problem,) = input_problems(make_config(mixing, cluster=shared))
+        assert problem == (
+            f"model.path={mixing}: 2 learners cannot share a sequence of this model, since {reason}. Set "
+            "cluster.sequence_parallel to 1."
+        )
