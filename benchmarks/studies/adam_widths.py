@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks.studies import adam, report
 from benchmarks.studies import adam_update as update
 from benchmarks.studies.adam_report import EPS, quotients, spread
+from benchmarks.studies.kl_report import plain_ticks
 from benchmarks.studies.objectives_report import interval
 
 WIDTHS = (64, 128, 256, 512)
@@ -80,6 +81,7 @@ def widths_table(rows: Sequence[report.Row]) -> list[report.Row]:
         by_policy.setdefault((row["ladder"], row["width"]), []).append(row)
     return [
         {"policy": ladder, "width": width, "parameters": own[0]["elements"]}
+        | {"mean reward": spread([row["reward"] for row in own])}
         | {f"gradients {key}": spread([row[key] for row in own]) for key in ("below eps", "eps to 32 eps")}
         | {f"{name}: torch / tensorflow": spread(ratios(own, what)) for name, what in RATIOS.items()}
         | {f"KL: {variant}": spread([row[f"KL: {variant}"] for row in own]) for variant in update.VARIANTS}
@@ -140,6 +142,7 @@ def draw(rows: Sequence[report.Row], path: Path, results: report.Row) -> None:
         panel.set(title=title, xlabel="width of the policy (hidden size)", xscale="log", yscale="log")
         panel.set_xticks(WIDTHS, [str(width) for width in WIDTHS])
         panel.set_xticks([], minor=True)
+        plain_ticks(panel.yaxis, [value(row) for row in rows])
         panel.legend()
     drawn.supxlabel(results["note"], fontsize=6.5)
     report.save(drawn, path, results)
