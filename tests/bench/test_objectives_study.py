@@ -20,6 +20,7 @@ from benchmarks.studies import (
     in_process,
     mixed_task,
     objectives,
+    objectives_real,
     objectives_report,
     outcomes,
     own_loss,
@@ -223,3 +224,16 @@ def test_a_run_does_not_depend_on_those_before_it_and_answers_held_out_problems_
     assert len(by_prompt) == len(by_pass_rate) == 4
     assert set(first[-1]["by digits"]) == {3}
     assert json.loads(json.dumps(first[-1]))["held-out"] == first[-1]["held-out"]
+
+
+def test_a_run_of_the_real_model_is_one_of_the_study_and_differs_in_its_settings_keys_alone() -> None:
+    base = objectives_real.study_config(DATA / "model", DATA, steps=12, prompts=8, held_out=128)
+    runs = runs_of(objectives_real.SITUATION, objectives_real.SETTINGS, [3])
+    assert len({run.name for run in runs}) == len(runs) == 3
+    mine = [flat_keys(run.config(base).model_dump(mode="json")) for run in runs]
+    for run, keys in zip(runs, mine, strict=True):
+        differing = {key for key in keys if keys[key] != mine[0][key]}
+        assert differing == {f"algo.{key}" for key in SETTINGS[run.setting].algo}
+        assert (keys["rollout.max_policy_lag"], keys["learner.minibatches_per_epoch"]) == (2, 4)
+        assert (keys["learner.optimizer.lr"], keys["model.dtype"], keys["run.seed"]) == (2e-5, "float32", 3)
+        assert (keys["learner.schedule.name"], keys["algo.importance_correction"]) == ("constant", "truncated")
