@@ -3,14 +3,16 @@
     python -m benchmarks.studies.objectives [--workers 2] [--seeds 0,1,2,3,4] [--only control,maxrl] [--quick]
 
 The situation: what samples is two training steps older than the learner, and a step takes four updates. 40 steps of 128
-rollouts at a constant rate, on the quickstart's sums and on sums of one to four digits (`mixed_task.py`). The control
-has the defaults: PPO's clip, and importance weights that are cut at 2. Each setting differs from its control in nothing
-but its keys (`objectives_runs.py`). Both of a pair begin from the same weights and see the same prompts in the same
-order; the seed sets this order and what is sampled.
+rollouts at a constant rate: on the quickstart's sums one at which the control falls back and one at which it learns,
+and the latter on sums of one to four digits too (`mixed_task.py`). The control has the defaults: PPO's clip, and
+importance weights that are cut at 2. Each setting differs from its control in nothing but its keys
+(`objectives_runs.py`). Both of a pair begin from the same weights and see the same prompts in the same order; the seed
+sets this order and what is sampled.
 
 A run trains in one process (`in_process.py`), in float32: what samples is exactly the learner of two steps before, so
 there is nothing here of another engine's rounding. It ends as one file below `--output`; what is there is not run
-again, nor what `--known FILE`, the JSON of a picture, has. `--workers 0` only makes tables and picture.
+again, nor what `--known FILE`, the JSON of a picture, has, but for the controls of what is left: another machine rounds
+differently, so pairs share the commit too. `--workers 0` only makes tables and picture.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.studies import in_process, mixed_task, objectives_report, outcomes, report
-from benchmarks.studies.objectives_runs import METRICS, SEEDS, SETTINGS, SITUATIONS, runs_of
+from benchmarks.studies.objectives_runs import METRICS, SEEDS, SETTINGS, SITUATIONS, runs_of, with_controls
 from rlhf.config.grpo import GRPOConfig
 from rlhf.log.reductions import mean_over_updates, to_values
 from rlhf.types import Prompt, RolloutGroup, World
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--only: there is no setting {', '.join(unknown)}")
     study_config, steps = outcomes.study_config, outcomes.STEPS
     if options.quick:
-        settings, situations, options.seeds = settings[:2], situations[:2], options.seeds[:2]
+        settings, situations, options.seeds = settings[:2], situations[-2:], options.seeds[:2]
         study_config, steps = outcomes.quick_config, outcomes.QUICK_STEPS
     lines = objectives_report.known_lines(options.known) if options.known else []
     known = {objectives_report.run_of(line) for line in lines}
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.workers:
             report.ensure_data(data[situation.task], MAKERS[situation.task])
         base = study_config(data[situation.task], OVERRIDES)
-        runs = [run for run in runs_of(situation, settings, options.seeds) if run not in known]
+        runs = with_controls([run for run in runs_of(situation, settings, options.seeds) if run not in known])
         in_process.scan(base, runs, folder, workers=options.workers, kind=Trainer)
         lines += [objectives_report.line_of(record) for record in in_process.read(base, runs, folder)]
     objectives_report.write(lines, options.output, steps=steps)

@@ -1,7 +1,7 @@
 """Tables and picture of the study of objectives, from one line per run.
 
-A table for each task and learning rate. *Minus its control* is the mean over seeds of the differences of pairs that
-share a seed, and half of its 95% interval by Student's t; of twenty such intervals one misses the true mean by chance.
+A table for each task and learning rate. *Minus its control* is the mean of the differences of pairs that share seed and
+commit, and half of its 95% interval by Student's t; of twenty such intervals one misses the true mean by chance.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,11 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def pairs(lines: Sequence[Line], setting: str, measure: str = "") -> list[float]:
-    """The setting minus its control, by seed: held-out accuracy at the end, or that of so many digits."""
+    """The setting minus its control, by commit and seed: held-out accuracy at the end, or that of so many digits."""
     control = SETTINGS[setting].control
-    of = {(line["setting"], line["seed"]): accuracy(line, measure) for line in lines}
-    seeds = sorted(seed for name, seed in of if name == setting and (control, seed) in of)
-    return [of[setting, seed] - of[control, seed] for seed in seeds]
+    of = {(line["setting"], line["commit"], line["seed"]): accuracy(line, measure) for line in lines}
+    shared = [pair for name, *pair in of if name == setting and (control, *pair) in of]
+    return [of[setting, *pair] - of[control, *pair] for pair in shared]
 
 
 def accuracy(line: Line, digits: str = "") -> float:
@@ -81,7 +82,7 @@ def table(lines: Sequence[Line]) -> list[report.Row]:
     hardest = max(lines[0]["by digits"]) if len(lines[0]["by digits"]) > 1 else ""
     rows = []
     for name, setting in SETTINGS.items():
-        own = sorted((line for line in lines if line["setting"] == name), key=lambda line: line["seed"])
+        own = sorted((line for line in lines if line["setting"] == name), key=itemgetter("date", "commit", "seed"))
         if not own:
             continue
         row = {
@@ -131,7 +132,11 @@ def draw(by_situation: dict[str, list[Line]], path: Path, results: report.Row) -
 
 
 def write(lines: Sequence[Line], output: Path, *, steps: int) -> None:
-    """All tables, the picture and its JSON; ValueError if there is no pair of runs yet."""
+    """All tables, the picture and its JSON, which keeps the runs of other situations too.
+
+    Raises:
+        ValueError: there is no run of a control yet.
+    """
     by_situation = {}
     for task, rate in SITUATIONS:
         own = [line for line in lines if (line["task"], line["rate"]) == (task, rate)]
@@ -143,9 +148,8 @@ def write(lines: Sequence[Line], output: Path, *, steps: int) -> None:
     for name, rows in tables.items():
         report.write_table(output / f"objectives-{name}", rows)
         print(f"{name}\n\n{report.markdown(rows)}")
-    shown = [line for own in by_situation.values() for line in own]
-    seeds = sorted({line["seed"] for line in shown})
-    rows = {"columns": COLUMNS, "rows": [[line[key] for key in COLUMNS] for line in shown]}
+    seeds = sorted({line["seed"] for line in lines})
+    rows = {"columns": COLUMNS, "rows": [[line[key] for key in COLUMNS] for line in lines]}
     command = "python -m benchmarks.studies.objectives"
-    results = report.results(command, shown, steps=steps, seeds=seeds, tables=tables, runs=rows)
+    results = report.results(command, lines, steps=steps, seeds=seeds, tables=tables, runs=rows)
     draw(by_situation, output / "objectives.png", results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from rlhf.config.grpo import GRPOConfig
@@ -64,7 +64,7 @@ class Situation(NamedTuple):
     rate: float
 
 
-SITUATIONS = [Situation(task, rate) for rate in (5e-4, 2e-4) for task in ("quickstart", "mixed")]
+SITUATIONS = [Situation("quickstart", 5e-4), Situation("quickstart", 2e-4), Situation("mixed", 2e-4)]
 
 
 @dataclass(frozen=True)
@@ -90,3 +90,9 @@ class Run:
 def runs_of(situation: Situation, settings: Sequence[str], seeds: Sequence[int]) -> list[Run]:
     """Setting after setting, so that a scan that was stopped has all pairs of the first ones."""
     return [Run(setting, *situation, seed) for setting in settings for seed in seeds]
+
+
+def with_controls(runs: Sequence[Run]) -> list[Run]:
+    """The runs, after the controls that they are compared with."""
+    controls = [replace(run, setting=SETTINGS[run.setting].control) for run in runs]
+    return list(dict.fromkeys([*controls, *runs]))

@@ -26,7 +26,7 @@ from benchmarks.studies import (
     own_loss,
 )
 from benchmarks.studies.objectives_report import interval
-from benchmarks.studies.objectives_runs import SETTINGS, SITUATIONS, Run, runs_of
+from benchmarks.studies.objectives_runs import SETTINGS, SITUATIONS, Run, runs_of, with_controls
 from rlhf.algo.advantages import group_advantages
 from rlhf.algo.losses import aggregate
 from rlhf.config.load import flat_keys
@@ -60,6 +60,8 @@ def test_the_control_has_the_defaults_and_no_two_runs_share_a_file() -> None:
     assert len({run.name for run in runs}) == len(runs)
     order = list(SETTINGS)
     assert all(order.index(setting.control) <= order.index(name) for name, setting in SETTINGS.items())
+    left = [Run("sapo", "mixed", 2e-4, 0), Run("control", "mixed", 2e-4, 1)]
+    assert with_controls(left) == [Run("sequence_mean", "mixed", 2e-4, 0), left[1], left[0]]
 
 
 class Weights:
@@ -149,32 +151,35 @@ def record(setting: str, seed: int, held_out: float, four: float) -> dict[str, A
     steps[1].pop(metric)  # no group of this step had a gradient
     steps[2] |= {"held-out": held_out, "by digits": {"1": 0.9, "4": four}}
     about = {"seconds": 1.0, "date": "2026-11-30", "commit": "abc"}
-    return {"setting": setting, "task": "mixed", "rate": 5e-4, "seed": seed, "prompts": 16, **about, "steps": steps}
+    return {"setting": setting, "task": "mixed", "rate": 2e-4, "seed": seed, "prompts": 16, **about, "steps": steps}
 
 
-def test_pairs_share_a_seed_and_the_runs_of_a_json_make_the_same_table_again(tmp_path: Path) -> None:
+def test_pairs_share_seed_and_commit_and_the_runs_of_a_json_make_the_same_table_again(tmp_path: Path) -> None:
     records = [record("control", seed, 0.2 + 0.1 * seed, 0.0) for seed in (0, 1)]
     records += [record("geometric_mask", seed, 0.1 * seed, 0.1) for seed in (1, 0, 7)]
+    records.append(record("control", 7, 0.3, 0.0) | {"date": "2026-12-01", "commit": "def"})
     lines = [objectives_report.line_of(each) for each in records]
     first, second = objectives_report.table(lines)
     assert (first["minus its control"], first["tokens touched"]) == ("", "20.0%")
+    assert first["held-out, by seed"] == "0.20, 0.30, 0.30"
     assert second["held-out, by seed"] == "0.00, 0.10, 0.70"
-    assert second["minus its control"] == "-0.200 ± 0.000"  # seed 7 has no control
+    assert second["minus its control"] == "-0.200 ± 0.000"  # seed 7 has no control of its commit
     assert second["the same, 4 digits"] == "+0.100 ± 0.000"
     assert (second["tokens touched"], second["in the worst step"]) == ("20.0%", "30%")
     pytest.importorskip("matplotlib", reason="comes with the extra bench")
-    objectives_report.write(lines, tmp_path, steps=3)
-    again = objectives_report.known_lines(tmp_path / "objectives.json")
+    objectives_report.write([*lines, lines[0] | {"rate": 5e-4}], tmp_path, steps=3)
+    *again, other = objectives_report.known_lines(tmp_path / "objectives.json")
+    assert objectives_report.run_of(other) not in runs_of(SITUATIONS[-1], list(SETTINGS), range(5))
     assert objectives_report.table(again) == [first, second]
-    assert objectives_report.run_of(again[0]) == Run("control", "mixed", 5e-4, 0)
+    assert objectives_report.run_of(again[0]) == Run("control", "mixed", 2e-4, 0)
 
 
 def test_tokens_to_the_goal_are_interpolated_between_means_of_three_evaluations() -> None:
-    accuracies = [0.0, 0.6, 0.9, 0.9, 0.96, 0.99]  # smoothed: 0.5, 0.8, 0.92, 0.95
+    accuracies = [0.0, 0.3, 0.6, 0.75]  # smoothed: 0.3, 0.55
     steps = [{"tokens": 100 * number, "held-out": value} for number, value in enumerate(accuracies, start=1)]
-    assert curriculum.curve({"steps": steps})[0] == pytest.approx([200, 300, 400, 500])
-    assert curriculum.tokens_to_goal({"steps": steps}) == pytest.approx(300 + 100 * (0.9 - 0.8) / 0.12)
-    assert math.isnan(curriculum.tokens_to_goal({"steps": steps[:4]}))
+    assert curriculum.curve({"steps": steps})[0] == pytest.approx([200, 300])
+    assert curriculum.tokens_to_goal({"steps": steps}) == pytest.approx(200 + 100 * (0.5 - 0.3) / 0.25)
+    assert math.isnan(curriculum.tokens_to_goal({"steps": steps[:3]}))
 
 
 # --- the mixed task ---
