@@ -3,7 +3,7 @@
     python -m benchmarks.studies.curriculum [--workers 2] [--seeds 0,1,2,3,4] [--quick]
 
 Sums of one to four digits (`mixed_task.py`): problems that differ in difficulty, where the last pass rate of a prompt
-says something of the next one. A run passes 512 rows five times, 32 at a step, and the curriculum acts from the second
+says something of the next one. A run passes 512 rows ten times, 32 at a step, and the curriculum acts from the second
 pass on. Both runs of a seed are those of the trainer at a lag of 0, and differ in `data.curriculum` alone. Tokens are
 those of all sampled responses. The accuracy is that of 512 held-out problems, a mean over three evaluations, between
 which it is interpolated.
@@ -29,7 +29,7 @@ from rlhf.types import RolloutGroup, World
 SEEDS = range(5)
 GOAL = 0.5  # the start model solves 0.32
 ROWS = 512
-STEPS, PROMPTS, EVERY = 80, 32, 8
+STEPS, PROMPTS, EVERY = 160, 32, 8
 SMOOTHED = 3  # evaluations
 OVERRIDES = ("learner.schedule.name=constant", "learner.optimizer.lr=5e-4", "learner.minibatches_per_epoch=2")
 
