@@ -320,7 +320,8 @@ def _shared_row(shape: ModelShape, config: TrainingProgramConfig) -> list[Part]:
     """What sharing a row with other learners adds (`learner/sequence_parallel.py`); nothing if a learner has it alone.
 
     Of each token and layer the exchanged output and repeated keys and values are kept, b d (n + 2 (k' - k)) bytes; q, k
-    and v exist twice more while they are exchanged, 2 b d (n + 2 k').
+    and v exist twice more while they are exchanged, 2 b d (n + 2 k'). An upper bound: where the MLP has the peak of a
+    layer, as on CPU, the buffers of the exchange are free by then.
     """
     tokens, b, learners = (
         config.learner.max_tokens_per_microbatch,

@@ -457,11 +457,14 @@ def idle_warnings(config: GRPOConfig) -> Iterator[str]:
     cluster, rollout = config.cluster, config.rollout
     for role, training in config.trained_roles():
         smallest = config.rollouts_per_step // training.minibatches_per_epoch
-        if smallest < role.count:
+        if smallest < (shards := cluster.data_shards):
+            who = quantity(role.count, role.name)
+            if cluster.sequence_parallel > 1:
+                who = f"{shards} groups of {role.name}s that share sequences"
             yield (
                 f"{role.section}.minibatches_per_epoch={training.minibatches_per_epoch}: a minibatch has {smallest} "
                 f"rollouts (rollout.prompts_per_step x rollout.samples_per_prompt / minibatches_per_epoch), so "
-                f"{role.count - smallest} of {quantity(role.count, role.name)} are idle. Use fewer cluster.learners or "
+                f"{shards - smallest} of {who} are idle. Use fewer cluster.learners or "
                 "minibatches, or more rollouts."
             )
     if rollout.prompts_per_step < cluster.engines:

@@ -228,9 +228,10 @@ def forward_passes(config: GRPOConfig) -> int:
     return max(passes, len(config.trained_roles()) - 1)
 
 
-def link_bytes_per_second(config: TrainingProgramConfig, learners: int | None = None) -> float:
-    """Bytes/s between that many learners (None: all): the slower link if they are on several nodes."""
-    on_one_node = (learners or config.cluster.learners) <= config.cluster.gpus_per_node
+def link_bytes_per_second(config: TrainingProgramConfig, group: int | None = None) -> float:
+    """Bytes/s between learners: the slower link if they are on several nodes, or groups of that many neighbors are."""
+    learners, per_node = config.cluster.learners, config.cluster.gpus_per_node
+    on_one_node = learners <= per_node or (group is not None and per_node % group == 0)
     return NVLINK * relative_rates(config).link if on_one_node else NETWORK
 
 

@@ -149,3 +149,11 @@ def test_the_bytes_of_an_update_are_those_that_are_counted(tmp_path: Path) -> No
     shape = shape_at(str(tmp_path))
     assert shape is not None
     assert run_world(sent_bytes, 2, tmp_path) == [TOKENS / 2 * speed.exchanged_bytes(shape, config)] * 2
+
+
+def test_learners_that_share_over_nodes_are_as_fast_as_the_network(long: Callable[..., GRPOConfig]) -> None:
+    for per_node, group, on_one_node in ((8, 4, True), (6, 4, False), (6, 3, True), (2, 4, False)):
+        config = long(cluster={"learners": 24, "gpus_per_node": per_node, "sequence_parallel": group})
+        fast = speed.NVLINK if on_one_node else speed.NETWORK
+        assert speed.link_bytes_per_second(config, group) == fast
+        assert speed.link_bytes_per_second(config) == speed.NETWORK
