@@ -33,7 +33,7 @@ def write_config(folder: Path, model: Path) -> Path:
         "learner": {"sequences_per_update": 6, "optimizer": {"lr": 1e-3}, "schedule": {"name": "cosine"}},
         "evaluation": {"every": STEPS // 2},
         "logging": {"wandb": {"mode": "offline"}},
-        "cluster": {"device": "cpu", "learners": 2},
+        "cluster": {"device": "cpu", "learners": 2, "sequence_parallel": 2},
     }
     file = folder / "sft.yaml"
     file.write_text(json.dumps(config))
