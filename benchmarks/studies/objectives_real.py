@@ -50,7 +50,8 @@ def study_config(model: Path, task: Path, *, steps: int, prompts: int, held_out:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = report.parser("objectives_real", "Two masks on a pretrained model.", trains=True, scans=True)
+    parser = report.parser("objectives_real", "Two masks on a pretrained model.", trains=False, scans=True)
+    parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0, 1, 2], help="0,1,2")
     parser.add_argument("--real-model", type=Path, default=adam.REAL_MODEL, help="SmolLM2-135M; made if not there")
     options = report.parse(parser, arguments)
     settings, size = SETTINGS, {"steps": STEPS, "prompts": PROMPTS, "held_out": HELD_OUT}
