@@ -175,10 +175,10 @@ def test_pairs_share_seed_and_commit_and_the_runs_of_a_json_make_the_same_table_
 
 
 def test_tokens_to_the_goal_are_interpolated_between_means_of_three_evaluations() -> None:
-    accuracies = [0.0, 0.3, 0.6, 0.75]  # smoothed: 0.3, 0.55
+    accuracies = [0.0, 0.3, 0.6, 0.9]  # smoothed: 0.3, 0.6
     steps = [{"tokens": 100 * number, "held-out": value} for number, value in enumerate(accuracies, start=1)]
     assert curriculum.curve({"steps": steps})[0] == pytest.approx([200, 300])
-    assert curriculum.tokens_to_goal({"steps": steps}) == pytest.approx(200 + 100 * (0.5 - 0.3) / 0.25)
+    assert curriculum.tokens_to_goal({"steps": steps}) == pytest.approx(200 + 100 * (0.55 - 0.3) / 0.3)
     assert math.isnan(curriculum.tokens_to_goal({"steps": steps[:3]}))
 
 
