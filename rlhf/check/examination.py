@@ -372,7 +372,7 @@ def _mismatches(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]
         given = f"learner.router_replay=rollout with model.path={config.model.path}"
         yield f"{given}: the model has no experts. Set it to none."
     if trains and config.cluster.sequence_parallel > 1:
-        yield from _unshared(config)
+        yield from sharing_problems(config)
     heads = policy.get("num_attention_heads")
     if isinstance(config, GRPOConfig) and isinstance(heads, int) and heads % config.cluster.tensor_parallel:
         yield (
@@ -399,8 +399,8 @@ def _mismatches(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]
             yield from _template_problem(role, config)
 
 
-def _unshared(config: TrainingProgramConfig) -> Iterator[str]:
-    """The problems of models whose sequences learners cannot share: heads, layers with a state, rotary positions."""
+def sharing_problems(config: TrainingProgramConfig) -> Iterator[str]:
+    """Reasons why `cluster.sequence_parallel` learners cannot share sequences: heads, layers with a state, positions."""
     cluster, own = config.cluster, {role.model_key: role.model for role, _ in config.trained_roles()}
     for key, path in (own | config.further_models).items():
         sizes, given = text_config(config_at(path) or {}), f"{cluster.sequence_parallel=!s} with {key}={path}"

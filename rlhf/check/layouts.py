@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import chain, product
 from typing import Any, NamedTuple, TypeVar
 
+from rlhf.check.examination import sharing_problems
 from rlhf.check.hours import Scale, step_time
 from rlhf.check.memory import GIB, kv_cache, memory_of_roles, memory_problems, preemption
 from rlhf.check.model_shape import ModelShape
@@ -112,7 +113,7 @@ def fastest_layout(config: GRPOConfig, shape: ModelShape, gpus: int, kind: str, 
     fitting: list[tuple[bool, Layout]] = []  # whether the layout preempts sequences
     reason = f"{quantity(gpus, 'GPU')} cannot hold whole engines and learners in this way"
     given = config.learner.max_tokens_per_microbatch, config.cluster.sequence_parallel
-    budgets = [given, *smaller_budgets(config, shape, gpus)]
+    budgets = [given, *smaller_budgets(config, gpus)]
     for offload, (tokens, shared) in product(dict.fromkeys((config.learner.offload_optimizer, True)), budgets):
         if fitting:
             break
@@ -120,7 +121,8 @@ def fastest_layout(config: GRPOConfig, shape: ModelShape, gpus: int, kind: str, 
         budgeted = with_values(base, learner={"max_tokens_per_microbatch": tokens}, cluster=cluster)
         savings = memory_savings(budgeted, offload=offload)
         for split in (split for saving in savings for split in gpu_splits(saving, gpus)):
-            if shape.heads % split.cluster.tensor_parallel:  # vLLM would refuse it
+            # vLLM would refuse it, or the config
+            if shape.heads % split.cluster.tensor_parallel or split.cluster.learners % shared:
                 continue
             candidate, problem = with_fewest_bytes(split, shape)
             if problem:
@@ -131,15 +133,14 @@ def fastest_layout(config: GRPOConfig, shape: ModelShape, gpus: int, kind: str, 
 
 
 def smaller_budgets(
-    config: TrainingProgramConfig, shape: ModelShape, learners: int, *, least: int = SMALL_MICROBATCH
+    config: TrainingProgramConfig, learners: int, *, least: int = SMALL_MICROBATCH
 ) -> Iterator[tuple[int, int]]:
     """Smaller token budgets, with the number of learners that then share a sequence, down to the least memory."""
     budget, shared = config.learner.max_tokens_per_microbatch, config.cluster.sequence_parallel
     longest = config.sequences_per_example * config.max_sequence_tokens
-    wider = [each for each in SHARED if shared < each <= learners and not shape.heads % each]
-    if longest <= SMALL_MICROBATCH or shape.attention_layers < shape.layers:  # those layers need the whole sequence
-        wider = []
-    for each in (shared, *wider):
+    wider = [each for each in SHARED if shared < each <= learners and longest > SMALL_MICROBATCH]
+    trials = {each: with_values(config, cluster={"sequence_parallel": each}) for each in wider}
+    for each in (shared, *(each for each, trial in trials.items() if not any(sharing_problems(trial)))):
         if (tokens := max(least, -(-longest // each))) < budget or each > shared:
             yield tokens, each
 
@@ -195,7 +196,7 @@ def economies(config: C, shape: ModelShape) -> Iterator[C]:
         stage = 3 if config.cluster.learners > 1 else config.learner.zero_stage
         yield (config := with_trained_values(config, zero_stage=stage))
         yield (config := with_trained_values(config, offload_optimizer=stage > 0))
-    for tokens, shared in smaller_budgets(config, shape, config.cluster.learners, least=1):
+    for tokens, shared in smaller_budgets(config, config.cluster.learners, least=1):
         if config.cluster.learners % shared == 0:
             values = {"max_tokens_per_microbatch": tokens}
             yield (config := with_values(config, learner=values, cluster={"sequence_parallel": shared}))

@@ -348,6 +348,10 @@ def told_of(config: GRPOConfig, **values: Any) -> str:
             ["learner.minibatches_per_epoch=4: a minibatch has 2 rollouts", "2 of 4 learners are idle"],
         ),
         (
+            ["rollout.prompts_per_step=1", "learner.minibatches_per_epoch=8", "cluster.sequence_parallel=2"],
+            ["learner.minibatches_per_epoch=8: a minibatch has 1 rollouts", "1 of 2 groups of learners that share sequences"],
+        ),
+        (
             ["cluster.engines=40", "cluster.tensor_parallel=1"],
             ["cluster.engines=40: ", "rollout.prompts_per_step=32", "8 engines are idle"],
         ),

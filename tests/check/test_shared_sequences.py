@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ TINY: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 1, "head_dim": 24, "vocab_size": 120, "tie_word_embeddings": True,
 }  # fmt: skip
+MIXES = {"layer_types": ["conv", "full_attention", "conv"]}
 TOKENS = 96
 
 
@@ -84,17 +86,30 @@ def test_the_plan_lets_learners_share_sequences_where_nothing_else_fits(
     assert layouts.first_problem(best.config, shape) is None
 
 
-def test_learners_are_asked_to_share_only_what_they_can(long: Callable[..., GRPOConfig]) -> None:
+def test_learners_are_asked_to_share_only_what_the_run_lets_them(
+    long: Callable[..., GRPOConfig], tmp_path: Path
+) -> None:
+    def wider(tokens: int = 65536, **sections: dict[str, Any]) -> set[int]:
+        return {shared for _, shared in layouts.smaller_budgets(long(tokens, **sections), 8)}
+
+    for name, changes in (("odd", {"num_attention_heads": 12}), ("mixes", MIXES)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(TINY | changes))
+    assert wider() == {2, 4, 8}
+    assert wider(model={"path": str(tmp_path / "odd")}) == {2, 4}
+    assert wider(algo={"teacher": {"path": str(tmp_path / "odd")}}) == {2, 4}
+    assert wider(model={"path": str(tmp_path / "mixes")}) == set()
+    assert wider(4097 + 4096) == {2, 4, 8}
+
+
+def test_a_layout_that_does_not_fit_says_what_is_missing_not_that_learners_are_of_another_number(
+    long: Callable[..., GRPOConfig],
+) -> None:
     shape = shape_at(LLAMA_8B)
     assert shape is not None
-
-    def wider(shape: Any, tokens: int = 65536) -> set[int]:
-        return {shared for _, shared in layouts.smaller_budgets(long(tokens), shape, 8)}
-
-    assert wider(shape) == {2, 4, 8}
-    assert wider(dataclasses.replace(shape, heads=12)) == {2, 4}
-    assert wider(dataclasses.replace(shape, attention_layers=8)) == set()  # the others are state spaces
-    assert wider(shape, 4097 + 4096) == {2, 4, 8}
+    reason = layouts.search_layouts(long(786432), shape, 8).layouts["separate"]  # 8 learners would do
+    assert isinstance(reason, str)
+    assert reason.startswith("a learner needs ")
 
 
 def test_a_budget_that_is_too_small_names_the_number_of_learners_that_would_do(
