@@ -355,7 +355,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class Denominators:
-    """Sizes of the whole minibatch over all ranks, fixed before the first backward."""
+    """Sizes of the whole minibatch over all data shards, fixed before the first backward."""
 
     tokens: int  # trained response tokens
     rollouts: int  # rollouts that have such tokens

@@ -234,12 +234,12 @@ def rows_of_minibatch(minibatch: Minibatch) -> list[int]:
     return sorted(int(row) for rank in minibatch.microbatches for rows in rank for row in rows)
 
 
-def column_of_rank(batch: StepBatch, epoch: Sequence[Minibatch], rank: int, numbers: np.ndarray) -> np.ndarray:
-    """[N] float32: what one rank computed in its passes, where the tokens of its rows are; 0 elsewhere."""
+def column_of_shard(batch: StepBatch, epoch: Sequence[Minibatch], shard: int, numbers: np.ndarray) -> np.ndarray:
+    """[N] float32: what one data shard computed in its passes, where the tokens of its rows are; 0 elsewhere."""
     from rlhf.cluster.rank_group import rows_of_shard
 
     column = np.zeros(len(batch.tokens.token_ids), np.float32)
-    column[batch.tokens.token_indices(rows_of_shard([epoch], rank))] = numbers
+    column[batch.tokens.token_indices(rows_of_shard([epoch], shard))] = numbers
     return column
 
 

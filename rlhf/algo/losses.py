@@ -278,7 +278,7 @@ def aggregate(
     rollouts: int,
     constant_length: int | None = None,
 ) -> Tensor:
-    """This microbatch's share of the minibatch's loss; the shares of all microbatches and ranks add up to it.
+    """This microbatch's share of the minibatch's loss; those of all microbatches and data shards add up to it.
 
         token_mean     sum over True tokens / tokens                               DAPO, arXiv:2503.14476, sec. 3.3
         sequence_mean  sum over rollouts of the mean of their True tokens / rollouts          arXiv:2402.03300, eq. 3
@@ -288,7 +288,7 @@ def aggregate(
         per_token: [T]; a sequence without a True token contributes exactly 0, and the result stays in the graph.
         response_mask: [T] bool. cu_seqlens: [S+1].
         rollout_tokens: [S] int64, True tokens of the whole rollout of each sequence, wherever its others are.
-        tokens, rollouts: of the whole minibatch over all ranks; 0 (nothing to train anywhere) gives a loss of 0.
+        tokens, rollouts: of the whole minibatch over all data shards; 0 (nothing to train anywhere) gives a loss of 0.
         constant_length: tokens; for `constant`.
     """
     values = masked(per_token, response_mask)

@@ -400,7 +400,7 @@ def _mismatches(config: TrainingProgramConfig, *, trains: bool) -> Iterator[str]
 
 
 def sharing_problems(config: TrainingProgramConfig) -> Iterator[str]:
-    """Reasons why `cluster.sequence_parallel` learners cannot share sequences: heads, layers with a state, positions."""
+    """Why learners cannot share sequences of these models: their heads, layers with a state, rotary positions."""
     cluster, own = config.cluster, {role.model_key: role.model for role, _ in config.trained_roles()}
     for key, path in (own | config.further_models).items():
         sizes, given = text_config(config_at(path) or {}), f"{cluster.sequence_parallel=!s} with {key}={path}"

@@ -58,6 +58,9 @@ HEAD = "head: tiles of logits, gradients"
 # Bytes per token of a whole row, on each learner that shares it: ids, positions, masks, indices, log-probs, targets and
 # terms of the loss; 25 columns of 8 bytes, assumed.
 ROW_COLUMNS = 200
+# Of these a learner keeps those of all its rows of a step: ids, positions and three indices of 8 bytes, log-probs of 4,
+# two masks.
+KEPT_COLUMNS = 46
 
 # `state` and `movable` are held between updates; `movable` can be in host memory while engines sample
 Use = Literal["work", "state", "movable"]
@@ -323,20 +326,20 @@ def _shared_row(shape: ModelShape, config: TrainingProgramConfig) -> list[Part]:
     and v exist twice more while they are exchanged, 2 b d (n + 2 k'). An upper bound: where the MLP has the peak of a
     layer, as on CPU, the buffers of the exchange are free by then.
     """
-    tokens, b, learners = (
-        config.learner.max_tokens_per_microbatch,
-        BYTES[config.model.dtype],
-        config.cluster.sequence_parallel,
-    )
+    tokens, b, learners = config.row_tokens, BYTES[config.model.dtype], config.cluster.sequence_parallel
     if learners == 1:
         return []
     keys = shared_kv_heads(shape, learners)
     kept = b * shape.head_dim * (shape.heads + 2 * (keys - shape.kv_heads))
     layers = 1 if config.model.gradient_checkpointing else shape.layers
     moved = 2 * b * shape.head_dim * (shape.heads + 2 * keys)
+    columns = tokens * ROW_COLUMNS
+    if isinstance(config, GRPOConfig):
+        step = config.rollouts_per_step * config.max_sequence_tokens * config.learner.epochs_per_step
+        columns += step // config.cluster.data_shards * KEPT_COLUMNS
     return [
-        Part("exchanges around attention", float(tokens * (layers * kept + moved))),
-        Part("columns of the whole row", float(tokens * learners * ROW_COLUMNS)),
+        Part("exchanges around attention", float(tokens // learners * (layers * kept + moved))),
+        Part("columns of whole rows", float(columns)),
     ]
 
 

@@ -389,7 +389,7 @@ class LearnersConfig(Section):
     sequence_parallel: PositiveInt = key(
         1,
         "learners that share each sequence, for contexts that one learner's memory cannot hold; divides learners and "
-        "the attention heads of all trained models",
+        "the attention heads of every model that learners hold",
         resume="rounding",
     )
     threads_per_learner: PositiveInt | None = key(

@@ -60,7 +60,7 @@ class SupervisedRank(TrainedRank):
     def evaluate(self, part: int) -> StepMetrics | None:
         """The loss and the other metrics on a part of the held-out examples; None after the last part.
 
-        Merged over all ranks and parts, they are the evaluation.
+        Merged over all data shards and parts, they are the evaluation.
         """
         assert self._held_out is not None
         part_slice = slice(part * EVALUATED_AT_ONCE, (part + 1) * EVALUATED_AT_ONCE)

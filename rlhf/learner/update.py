@@ -46,8 +46,9 @@ def policy_microbatch(
 ) -> tuple[Tensor, StepMetrics]:  # fmt: skip
     """This microbatch's share of the minibatch loss, under the global denominators, and its metrics.
 
-    The shares of all microbatches of all ranks add up to the loss of the minibatch. A KL in the loss, to the reference
-    or over the whole vocabulary to a `teacher`, is added to each token before aggregation, and its gradient flows.
+    The shares of all microbatches of all data shards add up to the loss of the minibatch. A KL in the loss, to the
+    reference or over the whole vocabulary to a `teacher`, is added to each token before aggregation, and its gradient
+    flows.
     """
     algo, mask = config.algo, tokens.response_mask
 

@@ -60,8 +60,9 @@ def test_a_learner_that_shares_sequences_of_64k_tokens_holds_a_part_and_the_exch
     assert parts["activations, checkpointed"] == whole["activations, checkpointed"] / 8
     # a token: the output once more (32 heads of 128), and q, k, v twice (32 + 8 + 8), 2 bytes each
     assert parts["exchanges around attention"] == 8192 * 2 * 128 * (32 + 2 * 48)
-    assert parts["columns of the whole row"] == 65536 * memory.ROW_COLUMNS
-    assert not whole.keys() & {"exchanges around attention", "columns of the whole row"}
+    # of one row in an update, and of all 16 rollouts of the step, since the 8 learners are one data shard
+    assert parts["columns of whole rows"] == 65536 * (memory.ROW_COLUMNS + 16 * memory.KEPT_COLUMNS)
+    assert not whole.keys() & {"exchanges around attention", "columns of whole rows"}
 
 
 def test_fewer_key_heads_than_learners_are_kept_and_sent_more_than_once(long: Callable[..., GRPOConfig]) -> None:

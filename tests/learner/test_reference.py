@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, run_world, save
+from worlds import column_of_shard, make_config, make_groups, plan_first_epoch, run_world, save
 
 from rlhf.config.teacher import TeacherModel
 from rlhf.step.batch import broadcast_to_tokens
@@ -118,7 +118,7 @@ def scored_by_teachers(world: World, model: Path, teacher: Path, stage: int) -> 
     own = TeacherModel(own="policy", hint_column="hint")
 
     def column(of: TeacherModel) -> np.ndarray:
-        return column_of_rank(batch, minibatches, world.rank, learner.teacher_logprobs(of)[0])
+        return column_of_shard(batch, minibatches, world.rank, learner.teacher_logprobs(of)[0])
 
     assert config.algo.teacher is not None
     seen = {"teacher": column(config.algo.teacher), "policy": column(own)}

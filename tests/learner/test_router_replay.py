@@ -13,7 +13,7 @@ import torch
 from model_families import make_family
 from torch import Tensor, nn
 from torch.nn import functional as F
-from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, run_world, share_of_loss
+from worlds import column_of_shard, make_config, make_groups, plan_first_epoch, run_world, share_of_loss
 
 from rlhf.algo.packing import filler, pack
 from rlhf.config.sections import Checkpointing, ModelConfig
@@ -271,7 +271,7 @@ def train_with_records(world: World, model: Path, zero_stage: int) -> dict[str, 
     assert ref is not None
     seen["replayed"] = float(np.abs(old - live).max())
     seen["kl"] = float(np.abs(old - ref).max())
-    columns = [column_of_rank(batch, minibatches, world.rank, numbers) for numbers in (old, ref)]
+    columns = [column_of_shard(batch, minibatches, world.rank, numbers) for numbers in (old, ref)]
     outcomes = learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), *columns))
     seen["ratio_max"] = outcomes[0].metrics["policy/ratio_max"].value()
     seen["later"] = outcomes[1].metrics["policy/ratio_max"].value()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from model_families import make_family, write_family
 from worlds import (
-    column_of_rank,
+    column_of_shard,
     make_config,
     make_groups,
     plan_first_epoch,
@@ -94,7 +94,7 @@ def steps(world: World, folder: Path) -> dict[str, Any]:
         batch, minibatches, advantages = plan_first_epoch(config, make_groups(**GROUPS))
         batch = recorded(case, batch)
         learner.start_step(batch.tokens, [minibatches] * 2)
-        columns = [column_of_rank(batch, minibatches, world.shard, numbers) for numbers in learner.logprobs()]
+        columns = [column_of_shard(batch, minibatches, world.shard, numbers) for numbers in learner.logprobs()]
         outcomes = learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), *columns))
         metrics = [{name: metric.value() for name, metric in x.metrics.items()} for x in outcomes]
         results[case] = columns, gradients, metrics

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from worlds import (
-    column_of_rank,
+    column_of_shard,
     make_config,
     make_groups,
     make_ppo_config,
@@ -68,7 +68,7 @@ def step_of_rank(world: World, model: Path, program: str) -> tuple[dict[str, np.
     learner.start_step(batch.tokens, epochs)
     columns = []
     for numbers in learner.logprobs():
-        column = torch.from_numpy(column_of_rank(batch, minibatches, world.rank, numbers))
+        column = torch.from_numpy(column_of_shard(batch, minibatches, world.rank, numbers))
         torch.distributed.all_reduce(column)
         columns.append(column.numpy())
     learner.update(PolicyTargets(advantages_of(config, batch, *columns, program), *columns))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, record_gradients, run_world, save
+from worlds import column_of_shard, make_config, make_groups, plan_first_epoch, record_gradients, run_world, save
 
 from rlhf.log.reductions import UpdateOutcome
 from rlhf.step.batch import broadcast_to_tokens
@@ -25,7 +25,7 @@ def step(learner: Any, config: Any) -> list[UpdateOutcome]:
     """Log-prob passes and updates of one training step, as the loop makes them, on one rank."""
     batch, minibatches, advantages = plan_first_epoch(config, make_groups(**GROUPS))
     learner.start_step(batch.tokens, [minibatches])
-    old, ref = (column_of_rank(batch, minibatches, learner.world.rank, numbers) for numbers in learner.logprobs())
+    old, ref = (column_of_shard(batch, minibatches, learner.world.rank, numbers) for numbers in learner.logprobs())
     return learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref))
 
 
