@@ -349,7 +349,7 @@ def told_of(config: GRPOConfig, **values: Any) -> str:
         ),
         (
             ["rollout.prompts_per_step=1", "learner.minibatches_per_epoch=8", "cluster.sequence_parallel=2"],
-            ["learner.minibatches_per_epoch=8: a minibatch has 1 rollouts", "1 of 2 groups of learners that share sequences"],
+            ["a minibatch has 1 rollouts", "1 of 2 groups of learners that share sequences"],
         ),
         (
             ["cluster.engines=40", "cluster.tensor_parallel=1"],
