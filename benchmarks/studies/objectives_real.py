@@ -74,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     columns = objectives_report.COLUMNS
     of_runs = {"columns": columns, "rows": [[line[key] for key in columns] for line in lines]}
     command = "python -m benchmarks.studies.objectives_real"
-    results = report.results(command, lines, steps=size["steps"], seeds=options.seeds, tables=tables, runs=of_runs)
+    seeds = sorted({line["seed"] for line in lines})
+    results = report.results(command, lines, steps=size["steps"], seeds=seeds, tables=tables, runs=of_runs)
     report.save_results(results, options.output / "objectives_real.json")
 
 
