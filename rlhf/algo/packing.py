@@ -100,8 +100,8 @@ def pack_microbatches(
     """
     if len(lengths) and int(lengths.max()) > max_tokens:
         raise ValueError(
-            f"learner.max_tokens_per_microbatch: a microbatch holds {max_tokens} tokens, and a sequence has "
-            f"{int(lengths.max())}. Raise it, or cluster.sequence_parallel, or shorten prompts and responses."
+            f"learner.max_tokens_per_microbatch={max_tokens}: a sequence has {int(lengths.max())} tokens, and one "
+            f"sequence is never split. Raise it to {int(lengths.max())} or more, or shorten prompts and responses."
         )
     order = np.argsort(-lengths, kind="stable")
     sizes = lengths[order].tolist()

@@ -706,8 +706,7 @@ class Trainer:
             if not 0 < prompt < len(row) <= budget:
                 raise ValueError(
                     f"logprobs: sequence {number} has {prompt} tokens of a prompt and {len(row) - prompt} of a "
-                    f"response. Give some of both, together at most {budget}, the tokens of a microbatch "
-                    "(learner.max_tokens_per_microbatch)."
+                    f"response. Give some of both, together at most {self.config.row_limit}."
                 )
             if not 0 <= row.min() <= row.max() < len(self.tokenizer):
                 raise ValueError(

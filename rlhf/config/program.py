@@ -61,6 +61,13 @@ class TrainingProgramConfig(Section):
         """Tokens that a microbatch can hold: those of one learner, times the learners that share a sequence."""
         return self.learner.max_tokens_per_microbatch * self.cluster.sequence_parallel
 
+    @property
+    def row_limit(self) -> str:
+        """The keys and values that `row_tokens` comes from, for messages."""
+        learner, cluster = self.learner, self.cluster
+        shared = f" x {cluster.sequence_parallel=}" if cluster.sequence_parallel > 1 else ""
+        return f"{learner.max_tokens_per_microbatch=}{shared}"
+
     def contradictions(self) -> Iterator[str]:
         """One message for each contradiction: the keys, their values, the reason and the remedy."""
         learner, longest = self.learner, self.sequences_per_example * self.max_sequence_tokens
@@ -75,9 +82,8 @@ class TrainingProgramConfig(Section):
             enough = range(-(-longest // learner.max_tokens_per_microbatch), cluster.learners + 1)
             share = next((each for each in enough if cluster.learners % each == 0), None)
             several = f", let {share} learners share each (cluster.sequence_parallel={share})" if share else ""
-            shared = f" (times {cluster.sequence_parallel=})" if cluster.sequence_parallel > 1 else ""
             yield (
-                f"{learner.max_tokens_per_microbatch=}{shared}: an example may have {times}{self.sequence_keys} = "
+                f"{self.row_limit}: an example may have {times}{self.sequence_keys} = "
                 f"{longest} tokens, and has to fit. Raise the budget{several}, or shorten the sequences."
             )
         for role, training in self.trained_roles():

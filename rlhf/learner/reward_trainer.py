@@ -65,7 +65,7 @@ class RewardTrainer(SupervisedRank):
         scores = [self.deepspeed(held.tokens)[: 0 if held.is_filler else None].tolist() for held in microbatches]
         by_rank: list[Any] = [None] * self.world.size
         dist.all_gather_object(by_rank, np.concatenate(scores))
-        every = np.concatenate(by_rank)  # a shard's as often as it has ranks
+        every = np.concatenate(by_rank)  # once per rank of each data shard
         return float(every.mean()), float(every.std())
 
 

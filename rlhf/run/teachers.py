@@ -60,8 +60,8 @@ def hinted_prompts(
         if len(ids) + config.rollout.longest > budget:
             raise ValueError(
                 f"algo.teacher.hint_column={column}: with it {name} has {len(ids)} tokens, and with a response "
-                f"{len(ids) + config.rollout.longest}; a microbatch holds {budget}. Raise "
-                "learner.max_tokens_per_microbatch, or shorten the hints."
+                f"{len(ids) + config.rollout.longest}; {config.row_limit}. Raise the limit, or "
+                "shorten the hints."
             )
     return token_ids
 

@@ -424,7 +424,7 @@ def test_without_a_reward_the_loop_grades_or_nothing_does(config: GRPOConfig, en
 
 def test_log_probs_are_asked_of_tokens_that_the_model_has_room_for(trainer: rlhf.Trainer) -> None:
     assert "has 2 tokens of a prompt and 0 of a response" in refused(trainer.logprobs, [([1, 2], [])])
-    assert "at most 512, the tokens of a microbatch" in refused(trainer.logprobs, [([1] * 500, [2] * 13)])
+    assert "at most learner.max_tokens_per_microbatch=512" in refused(trainer.logprobs, [([1] * 500, [2] * 13)])
     assert "an id outside of 0 to" in refused(trainer.logprobs, [([1], [2]), ([1], [-1])])
 
 
