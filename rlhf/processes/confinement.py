@@ -124,6 +124,7 @@ MACHINE = _from("unshare", "open_by_handle_at")  # after capabilities are droppe
 # access to other processes, and objects that are shared or outlive their maker
 OTHERS = _from("ptrace", "memfd_secret")
 SIGNALLED, STARTS = _from("kill", "pidfd_send_signal"), _from("fork", "execveat")
+ASKED_STARTS = ("fork", "vfork", "clone")  # a listener counts them
 # Values refused in an argument, under a mask: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE and F_NOTIFY; FIOSETOWN,
 # SIOCSPGRP, TIOCSTI and TIOCLINUX; all of file systems, which change files that are open for reading; PR_SCHED_CORE
 REFUSED_VALUES = {
@@ -260,8 +261,8 @@ def enter_domain(
         readable, writable: further files and folders, within what the process may reach already.
         network: network access of a process that has not been confined by `Grants`.
         kept: descriptors that stay open.
-        listener_to: gets a descriptor for `modes.answer_call`, by which the process changes modes and times of files in
-            its folder; without it, or in the folder of an outer domain that has one.
+        listener_to: gets a descriptor for `modes.answer_call`, which counts the processes that it starts, and by which
+            it changes modes and times of files in its folder, or in the folder of an outer domain that has a listener.
 
     Raises:
         ConfinementError: a step failed that this kernel knows. The program must not run then.
@@ -374,8 +375,8 @@ class Domain:
 
     Attributes:
         abi: the version of the kernel's Landlock; 0: it has none.
-        filters: the programs of seccomp, by what becomes of the calls for modes and times; none if the kernel has no
-            seccomp, or the machine is unknown.
+        filters: the programs of seccomp, by what becomes of the calls for modes and times, and with a listener of the
+            starts of processes; none if the kernel has no seccomp, or the machine is unknown.
     """
 
     def __init__(
@@ -516,7 +517,8 @@ def _filters(level: int, *, network: bool, port: int, modes: bool, abi: int) -> 
     actions |= dict.fromkeys(OWNERS, IDLE if level >= MODEL else REFUSE) | dict.fromkeys(ATTRIBUTES, UNSUPPORTED)
     newest = NEWEST if level >= MODEL else WORD
     verdicts = (REFUSE, ASK, ALLOW) if level == MODEL else (ALLOW,) if modes else (REFUSE,)
-    return {action: _assembled(actions | dict.fromkeys(MODES, action), checks, newest) for action in verdicts}
+    asked = {action: [*MODES, *(ASKED_STARTS if action == ASK else ())] for action in verdicts}
+    return {action: _assembled(actions | dict.fromkeys(asked[action], action), checks, newest) for action in verdicts}
 
 
 def _assembled(actions: Mapping[str, int], checks: Mapping[str, Sequence[Check]], newest: int) -> bytes:

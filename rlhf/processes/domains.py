@@ -201,11 +201,23 @@ def _watch(
     looks = bounds._replace(seconds=math.inf, limits=()) != Bounds()
     pause = LOOK_S if looks else PARENT_S
     look = time.monotonic() + pause
+    room, over = bounds.processes, ""  # room: starts of processes and threads until they are counted again
+
+    def may_start() -> bool:
+        nonlocal room, over
+        if room <= 0:
+            below = _below(group)
+            room, over = bounds.processes + 1 - len(below), _crowd(bounds, below)
+        room -= 1
+        return not over
+
     while True:
         events = waiting.poll(1000 * max(0.0, min(look, deadline) - time.monotonic()))
         ready = {fd for fd, event in events if event & select.POLLIN}  # at a hang-up `answer_call` might wait for ever
         for listener in ready & {*listeners}:
-            answer_call(listener, real_folder)
+            answer_call(listener, real_folder, may_start)
+        if over:
+            return f"because {over}"
         if ready & {*ends}:
             return ""
         began = time.monotonic()
@@ -219,11 +231,17 @@ def _watch(
             look = time.monotonic() + max(pause, (time.monotonic() - began) / LOOK_FRACTION)
 
 
-def _exceeded(folder: Path, bounds: Bounds, below: Sequence[int]) -> str:
+def _crowd(bounds: Bounds, below: Sequence[int]) -> str:
     if len(below) > bounds.processes:
         return f"it has over {bounds.processes:g} processes"
     if sum(map(threads_of, below)) > THREADS * bounds.processes:
         return f"it has over {THREADS * bounds.processes:g} threads"
+    return ""
+
+
+def _exceeded(folder: Path, bounds: Bounds, below: Sequence[int]) -> str:
+    if crowd := _crowd(bounds, below):
+        return crowd
     blocks = count = 0
     try:
         for entry in _files(folder, below):

@@ -1,9 +1,12 @@
-"""Changes of modes and times of a model's own files: the kernel asks us before such a call, and we make it.
+"""Calls of a model's program that the kernel asks us about first: changes of modes and times, starts of processes.
 
 No rule of Landlock or seccomp says for which files `chmod` or `utime` is allowed. So seccomp stops the calling process
 and sends the call to a listener (`seccomp_unotify(2)`), which opens what the call names, looks where it lies, and
 changes it if that is in the folder of the process. The process itself never makes the call, so nothing that it changes
 meanwhile can lead elsewhere.
+
+Nor does a rule bound the processes of one program, and those who only look from time to time are outrun by a program
+that forks without end. So each start of a process or thread waits until it is counted.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ import stat
 import struct
 from collections.abc import Callable
 
-from rlhf.processes.confinement import NUMBERS
+from rlhf.processes.confinement import ASKED_STARTS, NUMBERS
 
 RECEIVE, SEND, IS_VALID = 0xC0502100, 0xC0182101, 0x40082102  # SECCOMP_IOCTL_NOTIF_*, linux/seccomp.h
+CONTINUE = 1  # SECCOMP_USER_NOTIF_FLAG_CONTINUE: the process makes the call itself
 AT_FDCWD, AT_SYMLINK_NOFOLLOW, AT_EMPTY_PATH = -100, 0x100, 0x1000
 MODE_BITS = 0o1777  # no set-user-id
 MAX_PATH = PAGE = 4096
@@ -38,15 +42,23 @@ FORMS = {
 }
 
 
-def answer_call(listener: int, folder: str) -> None:
-    """Answer the next call at a listener: make it if its target is in the folder, whose path must have no links."""
+def answer_call(listener: int, folder: str, may_start: Callable[[], bool]) -> None:
+    """Answer the next call at a listener: make it if its target is in the folder, whose path must have no links.
+
+    Args:
+        may_start: asked for each start of a process or thread; one that may not be started waits until it is killed.
+    """
     request = bytearray(80)
     with contextlib.suppress(OSError):  # its process has ended
         fcntl.ioctl(listener, RECEIVE, request)
         number, pid, _, call, _, _, *arguments = struct.unpack("=QIIiIQ6Q", request)
-        problem = 0
+        problem, numbers = 0, NUMBERS[platform.machine()]
+        if call in [numbers.get(name) for name in ASKED_STARTS]:
+            if may_start():
+                fcntl.ioctl(listener, SEND, struct.pack("=QqiI", number, 0, 0, CONTINUE))
+            return
         try:
-            name = next(name for name in FORMS if NUMBERS[platform.machine()].get(name) == call)
+            name = next(name for name in FORMS if numbers.get(name) == call)
             form = [None if position is None else arguments[position] for position in FORMS[name]]
             _make(folder, lambda: fcntl.ioctl(listener, IS_VALID, struct.pack("=Q", number)), pid, *form)
         except OSError as error:

@@ -42,7 +42,9 @@ def test_kernels_that_are_a_little_wrong_are_beyond_the_tolerance(monkeypatch: p
     def warm(*arguments: Any, **options: Any) -> Any:
         return head(*arguments, **options, temperature=1.1)
 
-    def carried_over(whole: Any) -> Any:
+    def carried_over(mixer: torch.nn.Module) -> Any:
+        whole = mixer.forward
+
         def forward(*arguments: Any, **options: Any) -> Any:
             options.pop("segments", None)
             return whole(*arguments, **options)

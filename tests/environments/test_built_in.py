@@ -154,6 +154,13 @@ def test_a_program_over_a_bound_is_stopped_and_leaves_nothing(
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_program_that_forks_without_end_cannot_outrun_who_counts() -> None:
+    """Each start waits until it is counted, so the bound holds however slow the counting is."""
+    said = run("import os\nwhile True:\n    if os.fork() == 0: os.write(1, b'x')", seconds=WAIT_S)
+    assert said.endswith("[stopped because it has over 32 processes]")
+    assert said.count("x") <= 2 * 33  # each of those that the last count saw may have had a start before it
+
+
 def test_paths_of_other_programs_stay_in_the_output_of_a_program() -> None:
     said = "'see /etc/' + 'passwd, /of-nobody/' + 'data.txt > /dev/' + 'null'"
     assert run(f"print({said})") == "see /etc/passwd, /of-nobody/data.txt > /dev/null\n"
