@@ -5,8 +5,6 @@ Plain aligned lines of at most 100 columns; keys to paste are one line.
 
 from __future__ import annotations
 
-import os
-import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -38,7 +36,7 @@ from rlhf.config.data import ENVIRONMENT, DataConfig, DatasetsConfig, S
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import resolved_yaml
 from rlhf.config.model_folder import looks_local
-from rlhf.config.printing import heartbeat, printable, to_stderr
+from rlhf.config.printing import heartbeat, say, to_stderr
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import Training
 from rlhf.config.supervised import SupervisedConfig
@@ -67,21 +65,13 @@ def print_plan(config: TrainingProgramConfig, flags: Namespace) -> bool:
         assert isinstance(config, GRPOConfig | SupervisedConfig)
         refusals, prompt = _problems_and_prompt(config)
         text, problems = make_plan(config, refusals)
-        _write(text)
+        say(text, end="")
     if flags.print_config:
-        _write("\n" * flags.plan + resolved_yaml(config))
-    _write(prompt)
+        say("\n" * flags.plan + resolved_yaml(config), end="")
+    say(prompt, end="")
     if problems:
         raise ValueError("\n".join(problems))
     return bool(flags.plan or flags.print_config)
-
-
-def _write(text: str) -> None:
-    try:
-        sys.stdout.write(printable(text))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _problems_and_prompt(config: TrainingProgramConfig) -> tuple[list[str], str]:

@@ -30,9 +30,12 @@ def as_utf8(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def say(*texts: str, file: TextIO | None = None) -> None:
-    """Print text at once, without control characters."""
-    print(*map(printable, texts), file=file, flush=True)
+def say(*texts: str, file: TextIO | None = None, end: str = "\n") -> None:
+    """Print text at once, without control characters. What nobody reads any more, as after `| head`, is dropped."""
+    try:
+        print(*map(printable, texts), file=file, end=end, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), (file or sys.stdout).fileno())
     note_line()
 
 

@@ -209,6 +209,17 @@ def test_an_error_at_run_time_has_another_exit_status(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "error: engine 0 died\n"
 
 
+def test_a_listing_that_nobody_reads_to_its_end_is_no_error() -> None:
+    """As with `| head -1`, which has closed the pipe before the second line comes."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf.recipe"], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_message_and_a_traceback_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     def fail(error: Exception) -> None:
         error.add_note("engine-0.log: \x1b[2J")
