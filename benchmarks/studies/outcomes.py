@@ -99,11 +99,11 @@ def train_step(learner: Any, config: GRPOConfig, groups: Sequence[RolloutGroup],
     rows = rows_with_gradient(batch, advantages, config)
     epochs = plan_epochs(batch, config, step=step, rows_to_compute=rows)
     learner.start_step(batch.tokens, epochs)
-    own = batch.tokens.token_indices(rows_of_shard(epochs[:1], learner.world.rank))
-    # the tokens of other ranks are not read
+    own = batch.tokens.token_indices(rows_of_shard(epochs[:1], learner.world.shard))
+    # the tokens of other shards are not read
     columns = [None if part is None else in_process.column_of(batch, own, part) for part in learner.logprobs()]
     updates = learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), *columns))
-    return updates, sum(len(m.microbatches[learner.world.rank]) for epoch in epochs for m in epoch)
+    return updates, sum(len(m.microbatches[learner.world.shard]) for epoch in epochs for m in epoch)
 
 
 # --- the scan ---

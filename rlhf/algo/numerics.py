@@ -53,7 +53,7 @@ def segment_counts(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def segment_sums(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[S]: sums of x [T] over each segment, in a fixed order (no atomics), 0 for an empty one."""
+    """[S, ...]: sums of x [T, ...] over each segment, in a fixed order (no atomics), 0 for an empty one."""
     return torch.segment_reduce(x, "sum", offsets=cu_seqlens.long(), initial=0.0)
 
 

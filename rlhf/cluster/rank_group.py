@@ -31,7 +31,8 @@ FIRST_POLL_S, LAST_POLL_S = 0.05, 2.0  # seconds between two checks whether the 
 class RankGroup(ActorGroup[Hosted]):
     """The ranks of one module. `start_step` comes first in every step; rows and tokens are numbered as in its batch.
 
-    The ranks of a data shard compute the same columns and metrics, so only the first of them is read.
+    The ranks of a data shard compute the same columns and metrics, so only the first of them is read. Their seconds
+    are its own: the others exchange with it in every layer, so that none is far ahead.
     """
 
     shared: np.ndarray  # [S] int64, shard after shard: leading tokens that each sequence shares with the previous one

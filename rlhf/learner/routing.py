@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.algo.numerics import full_precision
+from rlhf.algo.numerics import full_precision, segment_sums
 from rlhf.learner.segments import Segments, take_rows
 
 SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")  # balance the load by themselves, without a loss
@@ -83,7 +83,7 @@ def balancing_loss(choices: Sequence[Choices], logits: Sequence[Tensor], segment
     rows, offsets = segments.held_rows()
 
     def mean_of_sequences(x: Tensor) -> Tensor:
-        total = torch.segment_reduce(x if rows is None else take_rows(x, rows), "sum", offsets=offsets, axis=0)
+        total = segment_sums(x if rows is None else take_rows(x, rows), offsets)
         return (total if group is None else group.sum(total)) / lengths
 
     losses = []

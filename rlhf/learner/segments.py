@@ -126,7 +126,7 @@ class Segments:
         return segment, tokens - self.cu_seqlens[segment]
 
     def cut_into_chunks(self, size: int) -> Segments:
-        """The same row with each segment cut into chunks of `size` tokens, which do not see each other."""
+        """The whole row with each segment cut into chunks of `size` tokens, which do not see each other."""
         if size >= self.longest:
             return self
         if size not in self._chunked:
@@ -134,7 +134,7 @@ class Segments:
             bounds = np.concatenate([*(np.arange(start, end, size) for start, end in spans), self.bounds[-1:]])
             segment = np.searchsorted(self.bounds, bounds[:-1], side="right") - 1
             shared = np.clip((self.bounds[:-1] + self.shared)[segment] - bounds[:-1], 0, np.diff(bounds))
-            self._chunked[size] = Segments(bounds, shared, self.source, self.computed, self.expand, self.group)
+            self._chunked[size] = Segments(bounds, shared, self.source, self.computed, self.expand)
         return self._chunked[size]
 
     @functools.cached_property
