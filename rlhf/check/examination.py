@@ -421,13 +421,16 @@ def sharing_problems(config: TrainingProgramConfig) -> Iterator[str]:
                 "a state along the sequence. Set cluster.sequence_parallel to 1."
             )
         rotary = sizes.get("rope_parameters") or sizes.get("rope_scaling") or {}
-        original = rotary.get("original_max_position_embeddings") or sizes.get("original_max_position_embeddings")
-        kind = rotary.get("rope_type") or rotary.get("type")
-        if kind in BY_THE_LONGEST and (original or math.inf) < config.max_sequence_tokens:
-            yield (
-                f"{given}: of sequences over {original} tokens its positions ({kind}) depend on the longest, and each "
-                f"learner sees another one. Shorten {config.sequence_keys}, or set it to 1."
-            )
+        by_layer_type = [each for each in rotary.values() if isinstance(each, dict)]
+        for each in by_layer_type or [rotary]:
+            original = each.get("original_max_position_embeddings") or sizes.get("original_max_position_embeddings")
+            kind = each.get("rope_type") or each.get("type")
+            if kind in BY_THE_LONGEST and (original or math.inf) < config.max_sequence_tokens:
+                yield (
+                    f"{given}: of sequences over {original} tokens its positions ({kind}) depend on the longest, and "
+                    f"each learner sees another one. Shorten {config.sequence_keys}, or set it to 1."
+                )
+                break
 
 
 def check_stored_vocabulary(policy: ModelConfig, key: str, path: str) -> None:

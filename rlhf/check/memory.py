@@ -280,8 +280,9 @@ def layer_activation_bytes(shape: ModelShape, *, b: int) -> int:
     """Bytes that one layer keeps per token for its backward pass.
 
     A norm keeps its input in float32 and the normalized values: (4 + b) H, twice. The projections keep their inputs:
-    2 b H. Attention keeps q, k, v and its output: b (2 n d + 2 k d), q and k once more before their norms if they have
-    any. The gated MLP keeps gate, its activation, up and the product: 4 b I, for each expert that is active.
+    2 b H. Attention keeps q, k, v and its output: b (n + k) (d + d'), d' of the values, and q and k once more before
+    their norms if they have any. The gated MLP keeps gate, its activation, up and the product: 4 b I, for each expert
+    that is active.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norms = 2 * (4 + b) * shape.hidden + shape.qk_norm * (4 + b) * (queries + keys)
@@ -291,21 +292,21 @@ def layer_activation_bytes(shape: ModelShape, *, b: int) -> int:
             mlp if shape.sparse_layers < shape.layers else 0,
             shape.active_experts * (4 * b * shape.expert_intermediate + 2 * b * shape.hidden),
         )
-    return norms + 2 * b * shape.hidden + b * (2 * queries + 2 * keys) + mlp
+    return norms + 2 * b * shape.hidden + b * (shape.heads + shape.kv_heads) * shape.key_value_dim + mlp
 
 
 def selective_bytes(shape: ModelShape, *, b: int) -> int:
     """Bytes that one layer keeps per token under selective checkpointing: its input, and the outputs of its products.
 
     The products are attention (with 4 bytes per head for its backward pass), q, k, v, the output projection and the
-    MLP's gate, up and down: b (2 n d + 2 k d + 3 H + 2 I) + 4 n. Each active expert has its own gate, up and down.
+    MLP's gate, up and down: b ((n + k) (d + d') + 3 H + 2 I) + 4 n. Each active expert has its own gate, up and down.
     """
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = (shape.heads + shape.kv_heads) * shape.key_value_dim
     mlp = 2 * shape.intermediate + shape.hidden
     if shape.sparse_layers:
         experts = shape.active_experts * (2 * shape.expert_intermediate + shape.hidden)
         mlp = max(mlp if shape.sparse_layers < shape.layers else 0, experts)
-    return b * (2 * queries + 2 * keys + 2 * shape.hidden + mlp) + 4 * shape.heads
+    return b * (attention + 2 * shape.hidden + mlp) + 4 * shape.heads
 
 
 def adapter_product_bytes(shape: ModelShape, rank: int, *, b: int) -> int:
@@ -322,17 +323,17 @@ def shared_kv_heads(shape: ModelShape, learners: int) -> int:
 def _shared_row(shape: ModelShape, config: TrainingProgramConfig) -> list[Part]:
     """What sharing a row with other learners adds (`learner/sequence_parallel.py`); nothing if a learner has it alone.
 
-    Of each token and layer the exchanged output and repeated keys and values are kept, b d (n + 2 (k' - k)) bytes; q, k
-    and v exist twice more while they are exchanged, 2 b d (n + 2 k'). An upper bound: where the MLP has the peak of a
-    layer, as on CPU, the buffers of the exchange are free by then.
+    Of each token and layer the exchanged output and repeated keys and values are kept, b (n d' + (k' - k) (d + d'))
+    bytes; q, k and v exist twice more while they are exchanged, 2 b (n d + k' (d + d')). An upper bound: where the MLP
+    has the peak of a layer, as on CPU, the buffers of the exchange are free by then.
     """
     tokens, b, learners = config.row_tokens, BYTES[config.model.dtype], config.cluster.sequence_parallel
     if learners == 1:
         return []
     keys = shared_kv_heads(shape, learners)
-    kept = b * shape.head_dim * (shape.heads + 2 * (keys - shape.kv_heads))
+    kept = b * (shape.heads * shape.value_dim + (keys - shape.kv_heads) * shape.key_value_dim)
     layers = 1 if config.model.gradient_checkpointing else shape.layers
-    moved = 2 * b * shape.head_dim * (shape.heads + 2 * keys)
+    moved = 2 * b * (shape.heads * shape.head_dim + keys * shape.key_value_dim)
     columns = tokens * ROW_COLUMNS
     if isinstance(config, GRPOConfig):
         step = config.rollouts_per_step * config.max_sequence_tokens * config.learner.epochs_per_step
@@ -347,7 +348,7 @@ def _activations(shape: ModelShape, config: TrainingProgramConfig) -> Part:
     tokens, b = config.learner.max_tokens_per_microbatch, BYTES[config.model.dtype]
     # Attention keeps keys and values once more for each sequence that begins with them.
     keys = shared_kv_heads(shape, config.cluster.sequence_parallel)
-    repeated = (WHOLE_TOKENS - 1) * 2 * b * keys * shape.head_dim
+    repeated = (WHOLE_TOKENS - 1) * b * keys * shape.key_value_dim
     layer = layer_activation_bytes(shape, b=b) + repeated
     if config.model.gradient_checkpointing == "selective":
         kept = selective_bytes(shape, b=b)
@@ -394,7 +395,7 @@ def engine_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
 def kv_cache(shape: ModelShape, config: GRPOConfig) -> tuple[int, int]:
     """Bytes of the KV cache per token on one GPU, and the tokens that it holds."""
     heads = max(1, -(-shape.kv_heads // config.cluster.tensor_parallel))  # fewer heads than GPUs: each GPU holds one
-    numbers = shape.latent_dim or 2 * heads * shape.head_dim  # a latent is whole on each GPU
+    numbers = shape.latent_dim or heads * shape.key_value_dim  # a latent is whole on each GPU
     per_token = shape.attention_layers * numbers * BYTES[config.model.dtype]
     return per_token, int(engine_memory(shape, config)[-1].size // per_token)
 

@@ -53,6 +53,7 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int  # d of values, and of what attention returns, if it is another
     intermediate: int
     experts: int
     active_experts: int
@@ -69,6 +70,11 @@ class ModelShape:
     def embedding_parameters(self) -> int:
         """V H of the input embedding."""
         return self.vocabulary * self.hidden
+
+    @property
+    def key_value_dim(self) -> int:
+        """Numbers of a head's key and value together; of its query and output, as many."""
+        return self.head_dim + self.value_dim
 
     def training_flops(
         self, lengths: Sequence[int], response_tokens: int, shared: Sequence[int], *, frozen: bool = False
@@ -165,6 +171,8 @@ def _sizes(kind: str, config: Mapping[str, Any], stored: Stored | None) -> Model
     every, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
     rotary = config.get("qk_rope_head_dim", 0)
     latent = config.get("qk_nope_head_dim", 0) + rotary
+    head_dim = latent or config.get("head_dim") or (QWEN3_HEAD_DIM if kind == "qwen3" else hidden // heads)
+    kv_heads = config.get("num_key_value_heads") or KV_HEADS_DEFAULT.get(kind, heads)
     has_head = not _is_tied(config, stored) and (not stored or any("lm_head" in name for name in stored))
     return ModelShape(
         model_type=kind,
@@ -173,8 +181,9 @@ def _sizes(kind: str, config: Mapping[str, Any], stored: Stored | None) -> Model
         layers=layers,
         attention_layers=attention_layers,
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or KV_HEADS_DEFAULT.get(kind, heads),
-        head_dim=latent or config.get("head_dim") or (QWEN3_HEAD_DIM if kind == "qwen3" else hidden // heads),
+        kv_heads=heads if config.get("kv_lora_rank") else kv_heads,  # a latent becomes keys and values of every head
+        head_dim=head_dim,
+        value_dim=config.get("v_head_dim") or head_dim,
         intermediate=_first_set(
             config, "intermediate_size", missing=None if kind in USUAL_MODEL_TYPES and not sparse else 4 * hidden
         ),

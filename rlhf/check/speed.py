@@ -111,12 +111,12 @@ def compute_s(shape: ModelShape, config: TrainingProgramConfig, lengths: Lengths
 def exchanged_bytes(shape: ModelShape, config: TrainingProgramConfig) -> float:
     """Bytes that a learner sends in an update, per token of its own, to the others with which it shares a sequence.
 
-    A pass exchanges q, k and v, then the output: b d (2 n + 2 k') per layer, of which 1 / S stays here. A backward pass
-    sends as much as a forward pass, and so does one that computes a layer again.
+    A pass exchanges q, k and v, then the output: b (n + k') (d + d') per layer, with d' of the values, of which 1 / S
+    stays here. A backward pass sends as much as a forward pass, and so does one that computes a layer again.
     """
     learners, passes = config.cluster.sequence_parallel, 3 if config.model.gradient_checkpointing else 2
-    heads = 2 * shape.heads + 2 * shared_kv_heads(shape, learners)
-    per_pass = shape.attention_layers * BYTES[config.model.dtype] * shape.head_dim * heads
+    heads = shape.heads + shared_kv_heads(shape, learners)
+    per_pass = shape.attention_layers * BYTES[config.model.dtype] * shape.key_value_dim * heads
     return passes * per_pass * (learners - 1) / learners
 
 

@@ -39,8 +39,8 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 SIZES = {
     "vocab_size", "hidden_size", "n_embd", "num_attention_heads", "n_head", "num_hidden_layers", "n_layer", "head_dim",
     "num_key_value_heads", "intermediate_size", "max_position_embeddings", "decoder_sparse_step", "qk_rope_head_dim",
-    "qk_nope_head_dim", "kv_lora_rank", "full_attention_interval", "attn_layer_period", "attn_layer_offset",
-    "moe_intermediate_size", "num_experts_per_tok", *EXPERT_KEYS,
+    "qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "full_attention_interval", "attn_layer_period",
+    "attn_layer_offset", "moe_intermediate_size", "num_experts_per_tok", *EXPERT_KEYS,
 }  # fmt: skip
 MAX_SIZE, MAX_LAYERS = 2**32, 10_000
 USUAL_MODEL_TYPES = (  # known without a look

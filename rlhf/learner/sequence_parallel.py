@@ -54,8 +54,9 @@ class SequenceGroup:
 
         Fewer key heads than S are repeated, so that each rank has those of its query heads.
         """
-        if q.shape[1] % self.size:
-            raise UnsharedRowError(f"it has {q.shape[1]} attention heads. Set cluster.sequence_parallel to a divisor")
+        if (fits := math.gcd(heads := q.shape[1], self.size)) < self.size:
+            has = f"it has {heads} attention heads in a layer"
+            raise UnsharedRowError(f"{has}. Set cluster.sequence_parallel to {fits}")
         copies = math.lcm(k.shape[1], self.size) // k.shape[1]
         k, v = (x if copies == 1 else x.repeat_interleave(copies, 1) for x in (k, v))
         shapes = [(x.shape[1] // self.size, x.shape[2]) for x in (q, k, v)]

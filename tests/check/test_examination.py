@@ -586,10 +586,14 @@ def test_models_whose_sequences_learners_cannot_share_are_refused_by_name(model:
     change_json(model, "config.json", num_attention_heads_per_layer=[2, 3])
     (problem,) = model_problems(make_config(model, cluster=shared))
     assert "2 and 3 attention heads" in problem
-    change_json(odd, "config.json", num_attention_heads=2, rope_scaling={"type": "su"}, rope_parameters=None)
-    change_json(odd, "config.json", original_max_position_embeddings=100)
-    (problem,) = model_problems(make_config(odd, cluster=shared))
-    assert "of sequences over 100 tokens its positions (su) depend on the longest" in problem
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 100}
+    for kind, positions in {
+        "longrope": {"rope_parameters": {"sliding_attention": {"rope_type": "default"}, "full_attention": longrope}},
+        "su": {"rope_scaling": {"type": "su"}, "rope_parameters": None, "original_max_position_embeddings": 100},
+    }.items():
+        change_json(odd, "config.json", num_attention_heads=2, **positions)
+        (problem,) = model_problems(make_config(odd, cluster=shared))
+        assert f"of sequences over 100 tokens its positions ({kind}) depend on the longest" in problem
     assert model_problems(make_config(odd, cluster={"learners": 2})) == []
     for family, reason in (
         ("lfm2", "2 of its 4 layers have no attention and may carry a state along the sequence"),

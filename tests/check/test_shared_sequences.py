@@ -22,6 +22,11 @@ TINY: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 1, "head_dim": 24, "vocab_size": 120, "tie_word_embeddings": True,
 }  # fmt: skip
+# Keys of 16 + 8 numbers, values of 12, and as many heads of both as of queries.
+LATENT: dict[str, Any] = TINY | {
+    "model_type": "deepseek_v3", "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4, "first_k_dense_replace": 3,
+}  # fmt: skip
 MIXES = {"layer_types": ["conv", "full_attention", "conv"]}
 TOKENS = 96
 
@@ -153,10 +158,11 @@ def sent_bytes(world: World, folder: Path) -> int:
 
 
 @pytest.mark.stack
-def test_the_bytes_of_an_update_are_those_that_are_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [TINY, LATENT], ids=["fewer key heads than learners", "latent attention"])
+def test_the_bytes_of_an_update_are_those_that_are_counted(sizes: dict[str, Any], tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY)).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes)).save_pretrained(tmp_path)
     config = make_config(
         tmp_path,
         cluster={"device": "cpu", "learners": 2, "sequence_parallel": 2},

@@ -232,7 +232,7 @@ def refusals(world: World, folder: Path, families: tuple[str, ...], changed: str
     ("families", "changed", "reason"),
     [
         (("qwen3",), "mixes", "it mixes tokens outside of attention. Set cluster.sequence_parallel to 1."),
-        (("qwen3",), "heads", "it has 1 attention heads. Set cluster.sequence_parallel to a divisor."),
+        (("qwen3",), "heads", "it has 1 attention heads in a layer. Set cluster.sequence_parallel to 1."),
         pytest.param(
             WITH_MIXERS, "", "mixes tokens outside of attention. Set cluster.sequence_parallel to 1.",
             marks=pytest.mark.faults,
