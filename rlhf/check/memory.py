@@ -30,6 +30,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import ENGINE, LEARNER, Role
 from rlhf.config.sections import LoraConfig, TrainedConfig
+from rlhf.config.supervised import SupervisedConfig
 
 if TYPE_CHECKING:
     from rlhf.types import GPUMemory
@@ -55,11 +56,11 @@ CANARY_BYTES = 1 * GIB
 ASLEEP_BYTES = 2 * GIB
 
 HEAD = "head: tiles of logits, gradients"
-# Bytes per token of a whole row, on each learner that shares it: ids, positions, masks, indices, log-probs, targets and
-# terms of the loss; 25 columns of 8 bytes, assumed.
+# Bytes per token of a whole row, on each learner that holds a part of it: ids, positions, masks, indices, log-probs,
+# targets and terms of the loss; 25 columns of 8 bytes, assumed.
 ROW_COLUMNS = 200
 # Of these a learner keeps those of all its rows of a step: ids, positions and three indices of 8 bytes, log-probs of 4,
-# two masks.
+# two masks. Rows that no other learner shares have one index and one mask less.
 KEPT_COLUMNS = 46
 
 # `state` and `movable` are held between updates; `movable` can be in host memory while engines sample
@@ -249,7 +250,8 @@ def _rank_memory(
         ends = b * shape.embedding_parameters * (1 if shape.head_parameters or head.name != HEAD else 2)
         if ends > activations.size + head.size:
             work.append(Part("embedding gradients", ends - activations.size - head.size))
-    return (*state, *reference, *work, activations, *_shared_row(shape, config), head, _overhead("learner", config))
+    rows = [*_exchanges(shape, config), _columns(config)]
+    return (*state, *reference, *work, activations, *rows, head, _overhead("learner", config))
 
 
 def _reduction_buffers(section: TrainedConfig, shape: ModelShape, config: TrainingProgramConfig, count: int) -> float:
@@ -320,28 +322,33 @@ def shared_kv_heads(shape: ModelShape, learners: int) -> int:
     return math.lcm(shape.kv_heads, learners)
 
 
-def _shared_row(shape: ModelShape, config: TrainingProgramConfig) -> list[Part]:
-    """What sharing a row with other learners adds (`learner/sequence_parallel.py`); nothing if a learner has it alone.
+def _exchanges(shape: ModelShape, config: TrainingProgramConfig) -> list[Part]:
+    """What sharing a row adds to a learner's activations (`learner/sequence_parallel.py`); nothing if it has it alone.
 
     Of each token and layer the exchanged output and repeated keys and values are kept, b (n d' + (k' - k) (d + d'))
     bytes; q, k and v exist twice more while they are exchanged, 2 b (n d + k' (d + d')). An upper bound: where the MLP
     has the peak of a layer, as on CPU, the buffers of the exchange are free by then.
     """
-    tokens, b, learners = config.row_tokens, BYTES[config.model.dtype], config.cluster.sequence_parallel
+    tokens, b = config.learner.max_tokens_per_microbatch, BYTES[config.model.dtype]
+    learners = config.cluster.sequence_parallel
     if learners == 1:
         return []
     keys = shared_kv_heads(shape, learners)
     kept = b * (shape.heads * shape.value_dim + (keys - shape.kv_heads) * shape.key_value_dim)
     layers = 1 if config.model.gradient_checkpointing else shape.layers
     moved = 2 * b * (shape.heads * shape.head_dim + keys * shape.key_value_dim)
-    columns = tokens * ROW_COLUMNS
+    return [Part("exchanges around attention", float(tokens * (layers * kept + moved)))]
+
+
+def _columns(config: TrainingProgramConfig) -> Part:
+    """The columns of a whole row, and of all rows that a learner keeps for a step, which its parts do not divide."""
     if isinstance(config, GRPOConfig):
-        step = config.rollouts_per_step * config.max_sequence_tokens * config.learner.epochs_per_step
-        columns += step // config.cluster.data_shards * KEPT_COLUMNS
-    return [
-        Part("exchanges around attention", float(tokens // learners * (layers * kept + moved))),
-        Part("columns of whole rows", float(columns)),
-    ]
+        sequences = config.rollouts_per_step * config.learner.epochs_per_step
+    else:
+        assert isinstance(config, SupervisedConfig)
+        sequences = config.examples_per_update * config.sequences_per_example
+    kept = sequences * config.max_sequence_tokens // config.cluster.data_shards
+    return Part("columns of whole rows", float(config.row_tokens * ROW_COLUMNS + kept * KEPT_COLUMNS))
 
 
 def _activations(shape: ModelShape, config: TrainingProgramConfig) -> Part:

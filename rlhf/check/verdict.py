@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from rlhf.check.hours import StepTime, step_time
-from rlhf.check.layouts import Search, changed_keys, economies, first_problem, search_layouts, with_adapters
+from rlhf.check.layouts import (
+    Search,
+    changed_keys,
+    economies,
+    first_problem,
+    search_layouts,
+    smaller_budgets,
+    with_adapters,
+)
 from rlhf.check.memory import GIB, RoleMemory, memory_problems, memory_share_on_cpu, total, with_article
 from rlhf.check.model_shape import ModelShape
 from rlhf.check.resources import quantity
@@ -58,7 +66,9 @@ def fit_verdict(
     refusal += f" No layout of {quantity(searched[0].gpus, 'GPU')} does."
     if not ways:
         adapters = ", adapters" * (config.model.lora is None)
-        tried = f"up to {searched[-1].gpus} GPUs{adapters}, smaller microbatches"
+        gpus, given = searched[-1].gpus, config.cluster.sequence_parallel
+        shared = ", more learners per sequence" * any(each > given for _, each in smaller_budgets(config, gpus))
+        tried = f"up to {gpus} GPUs{adapters}, smaller microbatches{shared}"
         return Verdict(False, [(f"{refusal} Also tried: {tried}. {remedy}", "")], None)
     return Verdict(False, [(f"{refusal} What would fit:", ""), *says], ways[0][1])
 

@@ -358,7 +358,7 @@ def told_of(config: GRPOConfig, **values: Any) -> str:
         (["cluster.tensor_parallel=16"], ["cluster.tensor_parallel=16: an engine does not fit", "gpus_per_node=8"]),
         (
             ["cluster.gpu_memory_gib=24"],
-            ["does not fit: a learner needs 86.2 of 24 GiB. The best that fits: 8 GPUs", "learner.zero_stage=3"],
+            ["does not fit: a learner needs 86.3 of 24 GiB. The best that fits: 8 GPUs", "learner.zero_stage=3"],
         ),
         (
             # 0.14 x 79 GiB - 7.5 GiB of weights - 3 GiB = 0.58 GiB = 9,509 tokens of 64 KiB
@@ -384,7 +384,7 @@ def told_of(config: GRPOConfig, **values: Any) -> str:
         ),
         (
             ["cluster.placement=colocated", "learner.max_tokens_per_microbatch=60000"],
-            ["does not fit: a learner needs 441.5 of 79 GiB", "learner.max_tokens_per_microbatch=4096"],
+            ["does not fit: a learner needs 441.6 of 79 GiB", "learner.max_tokens_per_microbatch=4096"],
         ),
     ],
 )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from worlds import make_config, run_world
 
-from rlhf.check import layouts, memory, speed
+from rlhf.check import layouts, memory, speed, verdict
 from rlhf.check.model_shape import shape_at
 from rlhf.config.grpo import GRPOConfig
 from rlhf.types import World
@@ -67,7 +67,24 @@ def test_a_learner_that_shares_sequences_of_64k_tokens_holds_a_part_and_the_exch
     assert parts["exchanges around attention"] == 8192 * 2 * 128 * (32 + 2 * 48)
     # of one row in an update, and of all 16 rollouts of the step, since the 8 learners are one data shard
     assert parts["columns of whole rows"] == 65536 * (memory.ROW_COLUMNS + 16 * memory.KEPT_COLUMNS)
-    assert not whole.keys() & {"exchanges around attention", "columns of whole rows"}
+    assert "exchanges around attention" not in whole
+    assert whole["columns of whole rows"] == 65536 * (memory.ROW_COLUMNS + 16 // 8 * memory.KEPT_COLUMNS)
+
+
+def test_what_a_learner_keeps_of_a_row_of_its_own_is_not_more_than_is_counted() -> None:
+    import torch
+
+    from rlhf.algo.packing import pack
+    from rlhf.learner.policy_model import DeviceTokens
+
+    prompt, responses = np.arange(400, dtype=np.int32), np.arange(2000, dtype=np.int32).reshape(4, 500)
+    row = pack([np.concatenate([prompt, response]) for response in responses])
+    tokens = DeviceTokens.of(row, torch.device("cpu"))
+    held = [x for x in (*vars(tokens).values(), *vars(tokens.segments).values()) if isinstance(x, torch.Tensor)]
+    size = sum({x.data_ptr(): x.nbytes for x in held}.values())
+    # ids, positions, the index of the computed token and of those alone, log-probs, one mask; lengths and bounds
+    assert size == 3600 * (8 + 8 + 8 + 4 + 1) + 2400 * 8 + 4 * 8 + 2 * 5 * 4
+    assert size < 3600 * memory.KEPT_COLUMNS
 
 
 def test_fewer_key_heads_than_learners_are_kept_and_sent_more_than_once(long: Callable[..., GRPOConfig]) -> None:
@@ -116,6 +133,17 @@ def test_a_layout_that_does_not_fit_says_what_is_missing_not_that_learners_are_o
     reason = layouts.search_layouts(long(786432), shape, 8).layouts["separate"]  # 8 learners would do
     assert isinstance(reason, str)
     assert reason.startswith("a learner needs ")
+
+
+def test_a_refusal_says_whether_more_learners_per_sequence_were_tried(long: Callable[..., GRPOConfig]) -> None:
+    shape, searched = shape_at(LLAMA_8B), [layouts.Search(8, {"separate": "no"})]
+    assert shape is not None
+    for given, tried in ((2, "smaller microbatches, more learners per sequence. "), (8, "smaller microbatches. ")):
+        cluster = {"learners": 8, "sequence_parallel": given, "gpu_memory_gib": 1}
+        config = long(model={"lora": {"rank": 8}}, cluster=cluster)
+        estimates = memory.memory_of_roles(config, shape)
+        refusal = verdict.fit_verdict(config, shape, estimates, lambda _: None, searched).text
+        assert f" Also tried: up to 8 GPUs, {tried}" in refusal
 
 
 def test_a_budget_that_is_too_small_names_the_number_of_learners_that_would_do(

@@ -57,9 +57,9 @@ def test_the_mean_length_is_that_of_the_bytes_of_a_row(make: Any, tmp_path: Path
 def test_a_learner_takes_the_memory_of_one_of_grpo_and_a_reward_model_has_no_logits(make: Any, tmp_path: Path) -> None:
     shape, supervised, pairs = read_shape(MODEL), make(SFTConfig), make(RewardTrainingConfig)
     (tmp_path / "grpo.yaml").write_text(yaml.safe_dump({
-        "run": {"dir": "x", "steps": 1}, "model": {"path": MODEL}, "data": {"train": "x.jsonl"},
+        "run": {"dir": "x", "steps": 1}, "model": {"path": MODEL}, "learner": {"max_tokens_per_microbatch": 16384},
+        "data": {"train": "x.jsonl", "max_prompt_tokens": 960}, "cluster": {"learners": 2},
         "rollout": {"prompts_per_step": 8, "samples_per_prompt": 8, "max_response_tokens": 64},
-        "cluster": {"learners": 2}, "learner": {"max_tokens_per_microbatch": 16384},
     }))  # fmt: skip
     grpo = load_config(GRPOConfig, [str(tmp_path / "grpo.yaml")], [])
     assert learner_memory(shape, supervised) == learner_memory(shape, grpo)

@@ -44,11 +44,11 @@ def test_a_large_model_does_not_fit_and_the_first_paragraph_says_what_does() -> 
     text, (problem,) = make_plan(load("math", "rollout.max_policy_lag=0", "model.path=Qwen/Qwen3-8B"))
     keys = "model.gradient_checkpointing=true rollout.gpu_memory_utilization=0.75 learner.zero_stage=2"
     assert " ".join(first_of(text).split()).startswith(
-        "does not fit: a learner needs 212.0 of 79 GiB. The best that fits: 8 GPUs, 56.2 s per step, 140 steps = 2.2 "
+        "does not fit: a learner needs 212.1 of 79 GiB. The best that fits: 8 GPUs, 56.2 s per step, 140 steps = 2.2 "
         f"hours: {keys} not checked: data.train=openai/gsm8k, "
     )
     assert f"\n  {keys}\n" in text
-    assert problem.startswith("does not fit: a learner needs 212.0 of 79 GiB. ")
+    assert problem.startswith("does not fit: a learner needs 212.1 of 79 GiB. ")
     assert re.search(r"^Time, expected, in the layout that fits$", text, re.MULTILINE)
     assert re.search(r"^  one step +56\.2 s", text, re.MULTILINE)
     assert re.search(r"^  lengths +prompt 130 \(plan.prompt_tokens\) and response 250", text, re.MULTILINE)
