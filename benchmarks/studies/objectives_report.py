@@ -1,7 +1,8 @@
 """Tables and picture of the study of objectives, from one line per run.
 
 A table for each task and learning rate. *Minus its control* is the mean of the differences of pairs that share seed and
-commit, and half of its 95% interval by Student's t; of twenty such intervals one misses the true mean by chance.
+commit, and half of its 95% interval by Student's t; of twenty such intervals one misses the true mean by chance. A run
+that another commit repeats bit for bit, as on the same kind of machine, counts once in the mean of its setting.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,12 @@ def pairs(lines: Sequence[Line], setting: str, measure: str = "") -> list[float]
     return [of[setting, *pair] - of[control, *pair] for pair in shared]
 
 
+def distinct(lines: Iterable[Line]) -> list[Line]:
+    """The runs of one setting in the order of their making, without those that repeat another."""
+    made = sorted(lines, key=itemgetter("date", "commit", "seed"))
+    return list({(line["seed"], line["engine KL"], *line["held-out"]): line for line in made}.values())
+
+
 def accuracy(line: Line, digits: str = "") -> float:
     return float(line["by digits"][digits] if digits else line["held-out"][-1])
 
@@ -82,8 +89,7 @@ def table(lines: Sequence[Line]) -> list[report.Row]:
     hardest = max(lines[0]["by digits"]) if len(lines[0]["by digits"]) > 1 else ""
     rows = []
     for name, setting in SETTINGS.items():
-        own = sorted((line for line in lines if line["setting"] == name), key=itemgetter("date", "commit", "seed"))
-        if not own:
+        if not (own := distinct(line for line in lines if line["setting"] == name)):
             continue
         row = {
             "setting": setting.label,
@@ -124,7 +130,7 @@ def draw(by_situation: dict[str, list[Line]], path: Path, results: report.Row) -
                 panel.errorbar(mean, at, xerr=0 if math.isnan(half) else half, fmt="o", ms=4, lw=1.2, color=colour)
                 panel.plot(differences, [at] * len(differences), ".", ms=3, color=colour, alpha=0.5)
         panel.axvline(0, color="0.6", lw=1, ls=":")
-        control = report.mean(accuracy(line) for line in lines if line["setting"] == "control")
+        control = report.mean(map(accuracy, distinct(line for line in lines if line["setting"] == "control")))
         panel.set(title=f"{title}\ncontrol {control:.2f}", xlabel="held-out accuracy\nminus that of the control")
     axes[0][0].set_yticks(range(len(names)), names)
     axes[0][0].invert_yaxis()

@@ -158,6 +158,7 @@ def test_pairs_share_seed_and_commit_and_the_runs_of_a_json_make_the_same_table_
     records = [record("control", seed, 0.2 + 0.1 * seed, 0.0) for seed in (0, 1)]
     records += [record("geometric_mask", seed, 0.1 * seed, 0.1) for seed in (1, 0, 7)]
     records.append(record("control", 7, 0.3, 0.0) | {"date": "2026-12-01", "commit": "def"})
+    records.append(records[0] | {"date": "2026-12-01", "commit": "def"})  # bit for bit as before
     lines = [objectives_report.line_of(each) for each in records]
     first, second = objectives_report.table(lines)
     assert (first["minus its control"], first["tokens touched"]) == ("", "20.0%")
