@@ -3,6 +3,8 @@
     driver                            keeper: any Python >= 3.10 with its standard library
       Workers, one thread <─ socket ─>  forks, kills and reaps; reads nothing that a model wrote
            │                              │ fork
+           │                            warden: kills all that its worker has started, when this or the keeper ends
+           │                              │ fork
            └─ socket and pipe of each ─>  worker: is confined, calls load(hello), then serve(channel, loaded)
 
 The driver's half is `workers.Workers`. To use it, subclass it and override its callbacks, which run in its one thread:

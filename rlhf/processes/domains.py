@@ -143,22 +143,28 @@ def _ending() -> Iterator[None]:
         os._exit(127)
 
 
+def become_warden() -> bool:
+    """Prepare this fork for `kill_below`: a session of its own, orphans, a scope. False if the kernel has no scopes."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    with contextlib.suppress(PermissionError):  # below a domain on an older kernel
+        os.setsid()
+    adopt_orphans()
+    is_scoped = scope_signals()
+    kill_below(is_scoped)  # it fails here, not later, where an older kernel hides them
+    return is_scoped
+
+
 def _guard(
     leash: socket.socket, caller: int, folder: Path, work: str, bounds: Bounds, output: int | None, become: Any
 ) -> dict[str, Any]:
     """Fork a process that calls `become`, and guard it to its end; returns the report for the caller."""
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    is_scoped = become_warden()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    with contextlib.suppress(PermissionError):  # below a domain on an older kernel
-        os.setsid()
-    adopt_orphans()
     for target, fd in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)) if output is not None else ():
         assert fd is not None
         os.dup2(fd, target)
-    is_scoped = scope_signals()
-    _kill_below(is_scoped)  # it fails here, not later, where an older kernel hides them
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
@@ -186,7 +192,7 @@ def _guard(
             os.killpg(group, signal.SIGKILL)
     pid, status = os.waitpid(child, os.WNOHANG)
     with contextlib.suppress(PermissionError):  # below a domain that has no scope either, which ends what is left
-        _kill_below(is_scoped)
+        kill_below(is_scoped)
     return {"status": os.waitstatus_to_exitcode(status) if pid else -signal.SIGKILL, "over": over}
 
 
@@ -311,7 +317,8 @@ def _group(pid: int) -> int:
     return 0
 
 
-def _kill_below(is_scoped: bool) -> None:
+def kill_below(is_scoped: bool) -> None:
+    """Kill and reap all processes below this warden: at once, or without a scope parents before their children."""
     if not is_scoped or may_signal(os.getppid()):
         kill_children(spared=())
         return
@@ -320,8 +327,9 @@ def _kill_below(is_scoped: bool) -> None:
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError):
                 os.kill(-1, signal.SIGKILL)  # all at once, so that none can outrun it; it reaches those below alone
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                time.sleep(0.0005)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(0.0005)
 
 
 def write_launcher(file: Path, folder: Path, readable: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf.processes.channel import Channel
 
-CLOSE_S = 5.0  # time for the keeper to kill and reap all workers, before it is killed itself
+CLOSE_S = 5.0  # time for the keeper to kill and reap all workers, before it is killed itself; wardens go on
 START_S = 120.0  # limit for the processes to load, including other people's modules
 
 # Makes our package importable, and none of our site-packages; then runs a module.

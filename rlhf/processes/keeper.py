@@ -1,7 +1,12 @@
 """The keeper and its workers: `Workers` starts it with any Python >= 3.10, so it imports the standard library alone.
 
-It has one thread, so forking it is safe, and never reads what a model wrote, so no model can take it over. It adopts
-orphans: a process that a worker forked, however detached, becomes its child when the worker dies, and is killed too.
+It has one thread, so forking it is safe, and never reads what a model wrote, so no model can take it over.
+
+    keeper ── fork ──> warden ── fork ──> worker, which may start others
+
+The warden waits for the worker's end, the keeper's order or the keeper's end, and kills all that is below it, however
+detached, at once: signals of its own reach nothing else (Linux 6.12), and nothing below it can signal it. On older
+kernels it adopts and kills one generation after the other. The keeper does that where a warden was killed itself.
 A template (`rlhf.processes`) is a confined worker that runs the same loop for the workers that are forked from it.
 """
 
@@ -18,18 +23,20 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhf.processes import objects
 from rlhf.processes.channel import Channel
 from rlhf.processes.code import loaded_sources
-from rlhf.processes.confinement import Grants
+from rlhf.processes.confinement import Grants, close_descriptors
+from rlhf.processes.domains import become_warden, kill_below
 from rlhf.processes.output import WorkerStdout, redirect_output
 from rlhf.processes.outside import adopt_orphans, children_of, die_with_parent, kill_children, remove
 
 RETRY_S = 0.1  # between attempts to kill processes that do not die at once
+ENDS = (signal.SIGCHLD, signal.SIGTERM)  # a warden waits for them
 
 
 def main(fd: str) -> None:
@@ -53,7 +60,7 @@ class Keeper:
     def __init__(self, control: Channel, folder: Path, begin: Callable[[int, Channel], None]) -> None:
         self._control, self._folder, self._begin = control, folder, begin
         self._fds: list[int] = []  # descriptors that came with fork commands, in their order
-        self._numbers: dict[int, int] = {}  # process -> number of the worker
+        self._numbers: dict[int, int] = {}  # warden -> number of its worker
         self._orphans = False  # True while processes that a worker left behind are not dead yet
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -91,59 +98,76 @@ class Keeper:
         elif "ping" in command:
             self._control.send({"pong": True})
         else:
-            for pid in [pid for pid, number in self._numbers.items() if number == command["kill"]]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self._stop([warden for warden, number in self._numbers.items() if number == command["kill"]])
 
     def _fork(self, number: int) -> None:
-        """Fork a worker; its channel and output pipe came with the command."""
+        """Fork a warden, which forks a worker and reports it; channel and output pipe came with the command."""
         (channel, pipe), self._fds = self._fds[:2], self._fds[2:]
-        try:
-            pid = os.fork()
-        except OSError as error:  # too many processes, or too little memory
-            reply = {"gone": number, "cannot_fork": str(error)}
-        else:
-            if pid == 0:
-                try:
-                    self._leave(pipe)
-                    self._begin(number, Channel(socket.socket(fileno=channel)))
-                except Exception:
-                    traceback.print_exc()  # the keeper reports only that the worker ended
-                finally:
-                    os._exit(0)  # a fork must not run the exit handlers of the keeper
-            self._numbers[pid] = number
-            reply = {"forked": number, "pid": pid}
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
+        warden = self._try_fork(number)
+        if warden == 0:
+            try:
+                self._guard(number, channel, pipe, mask)
+            except Exception:
+                traceback.print_exc()  # the keeper reports only that the worker ended
+            finally:
+                os._exit(0)  # a fork must not run the exit handlers of the keeper
+        if warden is not None:
+            self._numbers[warden] = number
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(channel)
         os.close(pipe)
-        self._control.send(reply)
 
-    def _leave(self, pipe: int) -> None:
-        """Close and reset everything that belongs to the keeper."""
+    def _try_fork(self, number: int) -> int | None:
+        try:
+            return os.fork()
+        except OSError as error:  # too many processes, or too little memory
+            self._control.send({"gone": number, "cannot_fork": str(error)})
+            return None
+
+    def _guard(self, number: int, channel: int, pipe: int, mask: Iterable[int]) -> None:
+        """Be the warden of a worker: fork it, wait for its end or SIGTERM, and kill all that it has started."""
+        die_with_parent(signal.SIGTERM)
         redirect_output(pipe)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._control.socket.close()
+        is_scoped = become_warden()
         for other in (self._wake_read, self._wake_write, *self._fds):
             os.close(other)
-        die_with_parent(signal.SIGKILL)
-        adopt_orphans()
+        worker = self._try_fork(number)
+        if worker == 0:
+            self._control.socket.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            die_with_parent(signal.SIGKILL)
+            adopt_orphans()
+            self._begin(number, Channel(socket.socket(fileno=channel)))
+        if not worker:
+            return
+        with contextlib.suppress(OSError):  # the driver has left
+            self._control.send({"forked": number, "pid": worker})
+        close_descriptors(())
+        while signal.sigwait(ENDS) == signal.SIGCHLD and worker not in _reaped():
+            pass
+        kill_below(is_scoped)
+
+    def _stop(self, wardens: Iterable[int]) -> None:
+        for warden in wardens:
+            with contextlib.suppress(ProcessLookupError):  # code of the user has reaped it
+                os.kill(warden, signal.SIGTERM)
 
     def _reap_workers(self) -> None:
-        ended = []
-        with contextlib.suppress(ChildProcessError):
-            while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
-                ended.append(pid)
-        gone = {pid: self._numbers.pop(pid) for pid in ended if pid in self._numbers}
+        gone = [self._numbers.pop(pid) for pid in _reaped() if pid in self._numbers]
         if gone or self._orphans:
             self._orphans = not kill_children(spared=self._numbers.keys() | self._own)
-        for pid, number in gone.items():
-            remove(self._folder / str(pid))
+        for number in gone:
+            remove(self._folder / str(number))
             self._control.send({"gone": number})
 
     def _end(self, status: int) -> NoReturn:
         """Kill every worker, and end with this exit status, or by the signal of this negative number."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._stop(self._numbers)
+        for warden in self._numbers:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(warden, 0)
         kill_children(spared=())
         remove(self._folder)
         if status < 0:
@@ -152,12 +176,21 @@ class Keeper:
         os._exit(status)
 
 
+def _reaped() -> list[int]:
+    """Reap the children that have ended."""
+    ended = []
+    with contextlib.suppress(ChildProcessError):
+        while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+            ended.append(pid)
+    return ended
+
+
 # --- the workers ---
 
 
 def _work(plan: dict[str, Any], number: int, channel: Channel) -> None:
     """Be confined, load other people's code, and serve; a template forks the processes that serve."""
-    work, grants, folder = sys.modules[plan["work"]], Grants(*plan["grants"]), Path(plan["folder"], str(os.getpid()))
+    work, grants, folder = sys.modules[plan["work"]], Grants(*plan["grants"]), Path(plan["folder"], str(number))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if memory runs out, the kernel kills these processes before the trainer's
     unconfined = grants.confine(plan["code"], folder, system=plan["system"], modes=plan["template"])
@@ -183,8 +216,8 @@ def _work(plan: dict[str, Any], number: int, channel: Channel) -> None:
             channel.send(ready)
             work.serve(channel, loaded)
 
-    def serve_below(_: int, channel: Channel) -> None:
-        grants.confine_further(folder / str(os.getpid()))
+    def serve_below(number: int, channel: Channel) -> None:
+        grants.confine_further(folder / str(number))
         serve(channel)
 
     if plan["template"]:

@@ -202,11 +202,11 @@ import os
 import uuid
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+FOLDER, LOADED_IN = Path(__file__).parent, os.getpid()
 
 async def pass_the_gate():
     \"\"\"Note the node, by the process that all of its others are forked from; wait while too many came before.\"\"\"
-    (FOLDER / "seen" / f"{os.getppid()}-{uuid.uuid4()}").touch()
+    (FOLDER / "seen" / f"{LOADED_IN}-{uuid.uuid4()}").touch()
     number = len(os.listdir(FOLDER / "seen"))
     while int((FOLDER / "allowed").read_text()) < number:
         await asyncio.sleep(0.05)
@@ -300,8 +300,7 @@ def test_rollouts_are_played_on_both_nodes_and_a_killed_worker_costs_time_alone(
         output = read_until(program, "starting 2 engine(s)")
         assert eventually(lambda: sessions() == per_step, STACK_WAIT_S), "not all were reset"
         before = nodes()
-        keepers = [psutil.Process(psutil.Process(template).ppid()) for template in before]
-        actors = sorted(keeper.ppid() for keeper in keepers)
+        actors = sorted(psutil.Process(template).parents()[2].pid for template in before)  # after warden and keeper
         assert all(psutil.Process(actor).cmdline()[0].startswith("ray::") for actor in actors)
         assert len({*actors}) == 2
         held = below({actors[0]})

@@ -108,6 +108,40 @@ class Broken:
         return 1.0
 
 
+class Bomb:
+    """A tool whose processes all have a file open, so that a test finds them."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def reset(self, **_: Any) -> None:
+        pass
+
+    def act(self, how: str) -> str:
+        """Act.
+
+        Args:
+            how: What to do.
+        """
+        self._file = open(self._path)  # noqa: SIM115
+        match how:
+            case "tree":  # 256 processes
+                for _ in range(8):
+                    os.fork()
+                time.sleep(1000)
+            case "chain":  # each process starts the next one and ends
+                if os.fork() == 0:
+                    for _ in range(100_000):
+                        if os.fork() != 0:
+                            os._exit(0)
+                time.sleep(1000)
+            case "few" if os.fork() == 0:
+                os.setsid()
+                os.fork()
+                time.sleep(1000)
+        return "acted"
+
+
 class Hostile:
     """Tools that do what tools must not."""
 

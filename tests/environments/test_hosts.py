@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import venv
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -189,6 +192,47 @@ def test_64_hostile_rollouts_leave_no_process_and_the_others_finish() -> None:
         "exit 1 1.0", "memory CallLimitError", "die FailedError", "loop 0 1.0",
     }  # fmt: skip
     assert outliving(started) == []
+
+
+def holders(file: Path) -> set[str]:
+    """The processes that have a file open."""
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            if any(os.readlink(f"/proc/{pid}/fd/{fd}") == str(file) for fd in os.listdir(f"/proc/{pid}/fd")):
+                found.add(pid)
+    return found
+
+
+@pytest.mark.parametrize("how", ["tree", "chain"])
+def test_all_that_a_call_over_a_limit_has_started_ends_with_its_process(tmp_path: Path, how: str) -> None:
+    (held := tmp_path / "held").touch()
+
+    async def play(opened: Hosts) -> None:
+        async with session(opened) as one:
+            with pytest.raises(CallLimitError, match="over"):
+                await one.call([call("act", how=how)])
+            assert await asyncio.to_thread(eventually, lambda: not holders(held))
+
+    with hosts("Bomb", options={"path": str(held)}, files=(str(tmp_path),)) as opened:
+        asyncio.run(play(opened))
+
+
+@pytest.mark.parametrize("end", ["close", "keeper"])
+def test_what_a_call_has_left_running_ends_when_all_is_closed_or_the_keeper_is_killed(tmp_path: Path, end: str) -> None:
+    (held := tmp_path / "held").touch()
+
+    async def play(opened: Hosts) -> None:
+        one = await opened.open({}, SEEDS)
+        await one.call([call("act", how="few")])
+        assert await asyncio.to_thread(eventually, lambda: len(holders(held)) == 3)
+        if end == "keeper":
+            os.kill(opened.keeper.pid, signal.SIGKILL)
+            assert await asyncio.to_thread(eventually, lambda: not holders(held))
+
+    with hosts("Bomb", options={"path": str(held)}, files=(str(tmp_path),)) as opened:
+        asyncio.run(play(opened))
+    assert eventually(lambda: not holders(held))
 
 
 def test_the_environments_own_failures_are_failures() -> None:

@@ -31,7 +31,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "engine actor": ("strike", "ray::HostedAsyncActor", "SIGKILL"),
     "its core": ("strike", "VLLM::EngineCore", "SIGKILL"),
     "keeper of the graders": ("strike", "rlhf.processes.keeper", "SIGKILL", "0"),
-    "grader": ("strike", "rlhf.processes.keeper", "SIGKILL", "1"),  # they are younger than their keeper
+    # the warden of a grader, with which the grader ends; they are younger than their keeper
+    "grader": ("strike", "rlhf.processes.keeper", "SIGKILL", "1"),
 }
 KILLS, KILLED_STEPS = 10, 40
 # At each of them no response is being graded: the grade of one whose grader was killed would be another.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -70,6 +71,15 @@ def descendants() -> set[int]:
     return below
 
 
+def with_wardens(workers: list[int]) -> set[int]:
+    """Workers and the processes that guard them, their parents."""
+    wardens = set()
+    for worker in workers:
+        with contextlib.suppress(OSError):  # it has ended
+            wardens.add(int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1]))
+    return {*workers, *wardens}
+
+
 def test_jobs_for_a_worker_that_has_just_ended_are_computed_by_another(pool: Pool) -> None:
     assert wait_full(pool) == pool.size
     submitted = threading.Event()
@@ -134,7 +144,7 @@ def test_detached_children_of_a_killed_worker_are_killed(pool: Pool) -> None:
     before = descendants()  # a worker that an earlier test has killed may still be among them
     assert pool.submit(job("fork")).result(timeout=WAIT_S).status == "timeout"
     assert wait_full(pool) == pool.size
-    assert eventually(lambda: descendants() - set(worker_pids(pool)) <= before)
+    assert eventually(lambda: descendants() - with_wardens(worker_pids(pool)) <= before)
 
 
 def test_of_many_quick_responses_only_the_one_that_hangs_fails(pool: Pool) -> None:
@@ -184,8 +194,7 @@ def test_a_hijacked_worker_cannot_prolong_the_time_of_its_job(tmp_path: Path) ->
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_keeper_is_started_again(number: signal.Signals) -> None:
     with Pool(workers=2) as pool:
-        worker = worker_pids(pool)[0]
-        keeper = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+        keeper = pool.keeper.pid
         os.kill(keeper, number)
         assert eventually(lambda: not Path(f"/proc/{keeper}").exists())
         assert pool.submit(math_job(r"\boxed{5}")).result(timeout=WAIT_S).value == 1.0
@@ -216,22 +225,21 @@ class Impatient(Pool):
 
 def test_an_unresponsive_keeper_is_replaced() -> None:
     with Impatient(workers=1) as pool:
-        worker = worker_pids(pool)[0]
-        keeper = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+        keeper = pool.keeper.pid
         os.kill(keeper, signal.SIGSTOP)
         assert eventually(lambda: not Path(f"/proc/{keeper}").exists())
         assert pool.submit(math_job(r"\boxed{5}")).result(timeout=WAIT_S).value == 1.0
 
 
 def test_hostile_functions_leave_no_process(pool: Pool) -> None:
-    before = descendants() - set(worker_pids(pool))
+    before = descendants() - with_wardens(worker_pids(pool))
     kinds = ["child", "detach", "bomb", "fork", "spin", "crash", "child", "detach"]
     grades = [pool.submit(job(kind)) for kind in kinds * 8]
     statuses = {kind: grade.result(timeout=WAIT_S).status for kind, grade in zip(kinds * 8, grades, strict=True)}
     assert statuses["child"] == statuses["detach"] == "ok"
     assert statuses["bomb"] in ("died", "timeout")
     assert wait_full(pool) == pool.size
-    assert eventually(lambda: descendants() - set(worker_pids(pool)) <= before)
+    assert eventually(lambda: descendants() - with_wardens(worker_pids(pool)) <= before)
 
 
 def test_a_child_of_a_call_dies_with_it_and_not_with_the_worker(pool: Pool) -> None:
@@ -266,7 +274,7 @@ def test_every_process_ends_with_a_driver_that_is_killed_by_sigkill(tmp_path: Pa
     )
     before = descendants()
     driver = subprocess.Popen([sys.executable, str(script)])
-    grown = eventually(lambda: len(descendants() - before) >= 6)  # driver, keeper, two workers and two forks
+    grown = eventually(lambda: len(descendants() - before) >= 8)  # driver, keeper, and two wardens, workers and forks
     group = descendants() - before
     assert grown, group
     driver.kill()
