@@ -69,6 +69,7 @@ ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050000 | 13, 0x00050000 | 38  # with EAC
 # does nothing; with EPERM and EOPNOTSUPP, after which copies go on without an owner and without attributes
 IDLE, NOT_OWNER, UNSUPPORTED = 0x00050000, 0x00050000 | 1, 0x00050000 | 95
 ASK, NEW_LISTENER, SET_FILTER = 0x7FC00000, 1 << 3, 1  # a listener decides
+WAIT_KILLABLE = 1 << 5  # from Linux 5.19, as REFER: a handler of a signal interrupts no call that the listener has
 X32 = 0x40000000  # another numbering of the calls
 NEWEST = 470  # the last call that was looked at; what came later is absent for code that a model wrote
 MSG_FASTOPEN = 0x20000000  # a send that connects, which Landlock does not judge
@@ -375,8 +376,8 @@ class Domain:
 
     Attributes:
         abi: the version of the kernel's Landlock; 0: it has none.
-        filters: the programs of seccomp, by what becomes of the calls for modes and times, and with a listener of the
-            starts of processes; none if the kernel has no seccomp, or the machine is unknown.
+        filters: the programs of seccomp, by their verdict on changes of modes and times; that with ASK sends starts of
+            processes to the listener too. None if the kernel has no seccomp, or the machine is unknown.
     """
 
     def __init__(
@@ -427,8 +428,9 @@ class Domain:
         if self.filters and listener_to is None:
             _set_filter(self.filters[self._modes])
         elif self.filters and listener_to is not None:
+            flags = NEW_LISTENER | (WAIT_KILLABLE if self.abi >= ABI_REFER else 0)
             try:
-                socket.send_fds(listener_to, [b"\0"], [_set_filter(self.filters[ASK], NEW_LISTENER)])
+                socket.send_fds(listener_to, [b"\0"], [_set_filter(self.filters[ASK], flags)])
             except ConfinementError as error:
                 if error.errno != errno.EBUSY:
                     raise
@@ -517,7 +519,8 @@ def _filters(level: int, *, network: bool, port: int, modes: bool, abi: int) -> 
     actions |= dict.fromkeys(OWNERS, IDLE if level >= MODEL else REFUSE) | dict.fromkeys(ATTRIBUTES, UNSUPPORTED)
     newest = NEWEST if level >= MODEL else WORD
     verdicts = (REFUSE, ASK, ALLOW) if level == MODEL else (ALLOW,) if modes else (REFUSE,)
-    asked = {action: [*MODES, *(ASKED_STARTS if action == ASK else ())] for action in verdicts}
+    starts = ASKED_STARTS if abi else ()  # before Linux 5.5, which has no Landlock, a listener cannot allow a call
+    asked = {action: [*MODES, *(starts if action == ASK else ())] for action in verdicts}
     return {action: _assembled(actions | dict.fromkeys(asked[action], action), checks, newest) for action in verdicts}
 
 

@@ -23,7 +23,8 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -185,11 +186,11 @@ def _guard(
     if problem:
         os.waitpid(child, 0)
         return {"refused": problem.decode("utf-8", "replace")}
-    group = 0 if is_scoped else child
-    over = _watch([os.pidfd_open(child), leash.fileno()], listeners, caller, folder, work, bounds, group)
+    below = partial(_below, child, is_scoped)
+    over = _watch([os.pidfd_open(child), leash.fileno()], listeners, caller, folder, work, bounds, below)
     with contextlib.suppress(PermissionError, ProcessLookupError):
-        if group:  # nothing can leave it
-            os.killpg(group, signal.SIGKILL)
+        if not is_scoped:  # nothing can leave its group
+            os.killpg(child, signal.SIGKILL)
     pid, status = os.waitpid(child, os.WNOHANG)
     with contextlib.suppress(PermissionError):  # below a domain that has no scope either, which ends what is left
         kill_below(is_scoped)
@@ -197,9 +198,15 @@ def _guard(
 
 
 def _watch(
-    ends: Sequence[int], listeners: Sequence[int], caller: int, folder: Path, work: str, bounds: Bounds, group: int
-) -> str:
-    """Wait until the command ends or has to be ended. Returns the bound that it exceeded, or an empty string."""
+    ends: Sequence[int], listeners: Sequence[int], caller: int, folder: Path, work: str, bounds: Bounds,
+    below: Callable[[], list[int]],
+) -> str:  # fmt: skip
+    """Wait until the command ends or has to be ended. Returns the bound that it exceeded, or an empty string.
+
+    Args:
+        ends: descriptors that become readable when the command ends, or the caller hangs up.
+        below: `_below`.
+    """
     waiting, real_folder = select.poll(), os.path.realpath(work)
     for fd in (*ends, *listeners):
         waiting.register(fd, select.POLLIN)
@@ -212,8 +219,8 @@ def _watch(
     def may_start() -> bool:
         nonlocal room, over
         if room <= 0:
-            below = _below(group)
-            room, over = bounds.processes + 1 - len(below), _crowd(bounds, below)
+            present = below()
+            room, over = bounds.processes + 1 - len(present), _crowd(bounds, present)
         room -= 1
         return not over
 
@@ -232,7 +239,8 @@ def _watch(
         if began >= look:
             if os.getppid() != caller:
                 return ""
-            if looks and (over := _exceeded(folder, bounds, _below(group))):
+            present = below()
+            if looks and (over := _exceeded(folder, bounds, present)):
                 return f"because {over}"
             look = time.monotonic() + max(pause, (time.monotonic() - began) / LOOK_FRACTION)
 
@@ -303,11 +311,17 @@ def _is_ending(pid: int) -> bool:
         os.close(ended)
 
 
-def _below(group: int) -> list[int]:
-    """The processes below this one, by whom it may signal or by their group; [] if none are visible."""
+def _below(child: int, is_scoped: bool) -> list[int]:
+    """The processes below this one, by whom it may signal, or by the group of its child; [] if none are visible.
+
+    It first reaps orphans that have ended, so that they do not count; the status of the child is left for `_guard`.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != child:
+            os.waitpid(ended.si_pid, 0)
     with contextlib.suppress(PermissionError):
         others = (pid for pid in pids() if pid != os.getpid())
-        return [pid for pid in others if (_group(pid) == group if group else may_signal(pid))]
+        return [pid for pid in others if (may_signal(pid) if is_scoped else _group(pid) == child)]
     return []
 
 

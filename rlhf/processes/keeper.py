@@ -152,6 +152,7 @@ class Keeper:
         for warden in wardens:
             with contextlib.suppress(ProcessLookupError):  # code of the user has reaped it
                 os.kill(warden, signal.SIGTERM)
+                os.kill(warden, signal.SIGCONT)  # before Linux 6.12 code of the user can stop it
 
     def _reap_workers(self) -> None:
         gone = [self._numbers.pop(pid) for pid in _reaped() if pid in self._numbers]

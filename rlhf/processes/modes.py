@@ -5,8 +5,8 @@ and sends the call to a listener (`seccomp_unotify(2)`), which opens what the ca
 changes it if that is in the folder of the process. The process itself never makes the call, so nothing that it changes
 meanwhile can lead elsewhere.
 
-Nor does a rule bound the processes of one program, and those who only look from time to time are outrun by a program
-that forks without end. So each start of a process or thread waits until it is counted.
+No rule bounds the number of processes of one program either, and a program that forks without end outruns a check that
+is made from time to time. So each start of a process or thread waits until it is counted.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ FORMS = {
 
 
 def answer_call(listener: int, folder: str, may_start: Callable[[], bool]) -> None:
-    """Answer the next call at a listener: make it if its target is in the folder, whose path must have no links.
+    """Answer the next call at a listener: allow a start, or make a change whose target is in the folder.
 
     Args:
-        may_start: asked for each start of a process or thread; one that may not be started waits until it is killed.
+        folder: a path without links.
+        may_start: asked for each start of a process or thread; the caller of one that may not be waits to be killed.
     """
     request = bytearray(80)
     with contextlib.suppress(OSError):  # its process has ended

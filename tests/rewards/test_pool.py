@@ -231,6 +231,16 @@ def test_an_unresponsive_keeper_is_replaced() -> None:
         assert pool.submit(math_job(r"\boxed{5}")).result(timeout=WAIT_S).value == 1.0
 
 
+def test_a_warden_that_was_stopped_ends_its_worker_and_itself() -> None:
+    with Pool(workers=1) as pool:
+        workers = worker_pids(pool)
+        both = with_wardens(workers)
+        for warden in both - set(workers):
+            os.kill(warden, signal.SIGSTOP)
+    assert len(both) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in both)
+
+
 def test_hostile_functions_leave_no_process(pool: Pool) -> None:
     before = descendants() - with_wardens(worker_pids(pool))
     kinds = ["child", "detach", "bomb", "fork", "spin", "crash", "child", "detach"]
