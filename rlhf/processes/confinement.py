@@ -434,7 +434,8 @@ class Domain:
             except ConfinementError as error:
                 if error.errno != errno.EBUSY:
                     raise
-                _set_filter(self.filters[ALLOW])  # the outer domain has a listener already, which decides
+                # an outer domain has a listener already, which decides; below `Grants` it is that of a container
+                _set_filter(self.filters[REFUSE if self in _held else ALLOW])
 
     def close(self) -> None:
         """Close the descriptors of its rules. It cannot be entered again."""

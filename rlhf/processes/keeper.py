@@ -103,11 +103,14 @@ class Keeper:
     def _fork(self, number: int) -> None:
         """Fork a warden, which forks a worker and reports it; channel and output pipe came with the command."""
         (channel, pipe), self._fds = self._fds[:2], self._fds[2:]
+        keeper = os.getpid()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
         warden = self._try_fork(number)
         if warden == 0:
             try:
-                self._guard(number, channel, pipe, mask)
+                die_with_parent(signal.SIGTERM)
+                if os.getppid() == keeper:  # else it has ended before that
+                    self._guard(number, channel, pipe, mask)
             except Exception:
                 traceback.print_exc()  # the keeper reports only that the worker ended
             finally:
@@ -127,7 +130,6 @@ class Keeper:
 
     def _guard(self, number: int, channel: int, pipe: int, mask: Iterable[int]) -> None:
         """Be the warden of a worker: fork it, wait for its end or SIGTERM, and kill all that it has started."""
-        die_with_parent(signal.SIGTERM)
         redirect_output(pipe)
         is_scoped = become_warden()
         for other in (self._wake_read, self._wake_write, *self._fds):
@@ -137,7 +139,6 @@ class Keeper:
             self._control.socket.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             die_with_parent(signal.SIGKILL)
-            adopt_orphans()
             self._begin(number, Channel(socket.socket(fileno=channel)))
         if not worker:
             return

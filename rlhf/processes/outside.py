@@ -33,7 +33,7 @@ def children_of(pid: int) -> set[int]:
             with contextlib.suppress(ProcessLookupError), open(f"/proc/{pid}/task/{thread}/children") as file:
                 children |= {int(child) for child in file.read().split()}
     except FileNotFoundError:  # the process is gone, or the kernel has no CONFIG_PROC_CHILDREN
-        children = {other for other in pids() if _parent(other) == pid}
+        children = {other for other in pids() if parent_of(other) == pid}
     except PermissionError:  # Landlock
         if pid != os.getpid():
             raise
@@ -54,7 +54,8 @@ def _is_own_child(pid: int) -> bool:
     return True
 
 
-def _parent(pid: int) -> int:
+def parent_of(pid: int) -> int:
+    """The process id of a process's parent; 0 if the process is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return int(file.read().rpartition(")")[2].split()[1])
     return 0

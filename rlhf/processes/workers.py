@@ -26,7 +26,7 @@ from rlhf.processes.code import changed_sources
 from rlhf.processes.confinement import Grants, system_files
 from rlhf.processes.forkers import START_S, Forker, KeeperProcess
 from rlhf.processes.output import OutputPipe, PrintedLines
-from rlhf.processes.outside import Stopwatch, count_below, may_signal, remove
+from rlhf.processes.outside import Stopwatch, count_below, may_signal, parent_of, remove
 
 TIMEOUT = "timeout"  # the worker exceeded a limit of time
 DIED = "died"  # it ended, or exceeded another limit
@@ -413,7 +413,8 @@ class Workers:
                 self.kill(worker, DIED)
             elif worker.watch.running and worker.watch.elapsed() > min(POLL_S, worker.watch.wall_seconds):
                 most = self.max_processes(worker)
-                if most is not None and count_below(worker.pid, most) > most:
+                warden = parent_of(worker.pid)  # what the worker has left behind is below it, and reaped when it ends
+                if most is not None and warden and count_below(warden, most + 1) > most + 1:
                     self.kill(worker, DIED, f"over {most} processes")
                 elif limit := worker.watch.exceeded():
                     self.kill(worker, TIMEOUT, limit)

@@ -135,10 +135,14 @@ class Bomb:
                         if os.fork() != 0:
                             os._exit(0)
                 time.sleep(1000)
-            case "few" if os.fork() == 0:
-                os.setsid()
-                os.fork()
-                time.sleep(1000)
+            case "few":
+                if os.fork() == 0:
+                    os.setsid()
+                    os.fork()
+                    time.sleep(1000)
+            case "ended":  # processes whose parents have ended before them
+                os.system("for n in $(seq 100); do (true &); sleep 0.02; done")
+                time.sleep(0.5)
         return "acted"
 
 

@@ -218,6 +218,18 @@ def test_all_that_a_call_over_a_limit_has_started_ends_with_its_process(tmp_path
         asyncio.run(play(opened))
 
 
+def test_processes_that_a_call_has_left_and_that_have_ended_do_not_count(tmp_path: Path) -> None:
+    (held := tmp_path / "held").touch()
+
+    async def play(opened: Hosts) -> None:
+        async with session(opened) as one:
+            assert not (await one.call([call("act", how="ended")])).errors
+
+    limits = {"cpu_seconds": WAIT_S, "wall_seconds": WAIT_S}
+    with hosts("Bomb", options={"path": str(held)}, files=(str(tmp_path),), **limits) as opened:
+        asyncio.run(play(opened))
+
+
 @pytest.mark.parametrize("end", ["close", "keeper"])
 def test_what_a_call_has_left_running_ends_when_all_is_closed_or_the_keeper_is_killed(tmp_path: Path, end: str) -> None:
     (held := tmp_path / "held").touch()
