@@ -255,16 +255,19 @@ async def refused_by_vllm(config: Any, prompts: list[Prompt], file: Path, stale:
     return messages
 
 
+@pytest.mark.parametrize(
+    "stale",
+    ["model.layers.3.self_attn.q_proj", pytest.param("model.layers.0.input_layernorm", marks=pytest.mark.faults)],
+)
 def test_an_engine_of_vllm_that_keeps_one_tensor_is_refused_and_one_that_follows_is_not(
-    real_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    real_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stale: str
 ) -> None:
     seems_installed(tmp_path, "stale", "1", plugin="stale = stale_receiver:install")
     (tmp_path / "stale_receiver.py").write_text(STALE_RECEIVER)
     monkeypatch.setenv("STALE_TENSOR", str(tmp_path / "stale"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     config = make_config(real_model_dir, model={"dtype": "bfloat16"}, rollout={"max_response_tokens": 64})
-    stale = ["model.layers.3.self_attn.q_proj.weight", "model.layers.0.input_layernorm.weight"]
-    messages = asyncio.run(refused_by_vllm(config, prompts_of(real_model_dir), tmp_path / "stale", stale))
-    assert messages.pop("") == ""
-    for name in stale:
-        assert "does not hold the perturbed weights" in messages[name], name
+    name = f"{stale}.weight"
+    messages = asyncio.run(refused_by_vllm(config, prompts_of(real_model_dir), tmp_path / "stale", [name]))
+    assert messages[""] == ""
+    assert "does not hold the perturbed weights" in messages[name]
