@@ -18,9 +18,11 @@ from test_stack_grpo import check_account, read_log, read_steps, run_grpo, write
 
 pytestmark = [pytest.mark.stack, pytest.mark.faults]
 
-# Of the clock and of memory, and what a process gathers since its start; every other metric is the same.
-MEASURED = re.compile(r"time(/.*)?|.*_per_second|.*seconds(/.*)?|learner/mfu|policy/engine_kl_excess")
-
+# Of the clock and of memory, of which requests an engine had at the same time, and what a process gathers since its
+# start; every other metric is the same.
+MEASURED = re.compile(
+    r"time(/.*)?|.*_per_second|.*seconds(/.*)?|learner/mfu|policy/engine_kl_excess|rollout/kv_cache_.*"
+)
 
 # What is killed: the words of a fault that does it.
 KINDS: dict[str, tuple[str, ...]] = {
