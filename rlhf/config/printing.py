@@ -35,7 +35,8 @@ def say(*texts: str, file: TextIO | None = None, end: str = "\n") -> None:
     try:
         print(*map(printable, texts), file=file, end=end, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), (file or sys.stdout).fileno())
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), (file or sys.stdout).fileno())
     note_line()
 
 
