@@ -234,8 +234,8 @@ def install():
 """
 
 
-async def refused_by_vllm(config: Any, prompts: list[Prompt], file: Path, stale: list[str]) -> dict[str, str]:
-    """What the canary says of an engine of vLLM that keeps each of these tensors; "" where it is content."""
+async def refused_by_vllm(config: Any, prompts: list[Prompt], file: Path, stale: str) -> dict[str, str]:
+    """What the canary says of an engine of vLLM that keeps no tensor, or this one; "" where it is content."""
     from rlhf.cluster.canary import Canary
     from rlhf.cluster.engines import started_engines
 
@@ -243,7 +243,7 @@ async def refused_by_vllm(config: Any, prompts: list[Prompt], file: Path, stale:
     async with started_engines(config) as engines:
         canary = Canary(engines, prompts, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens)
         await canary.measure_noise()
-        for name in ["", *stale]:
+        for name in ("", stale):
             file.write_text("")
             await engines.send_weights(0)
             file.write_text(name)
@@ -268,6 +268,6 @@ def test_an_engine_of_vllm_that_keeps_one_tensor_is_refused_and_one_that_follows
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     config = make_config(real_model_dir, model={"dtype": "bfloat16"}, rollout={"max_response_tokens": 64})
     name = f"{stale}.weight"
-    messages = asyncio.run(refused_by_vllm(config, prompts_of(real_model_dir), tmp_path / "stale", [name]))
+    messages = asyncio.run(refused_by_vllm(config, prompts_of(real_model_dir), tmp_path / "stale", name))
     assert messages[""] == ""
     assert "does not hold the perturbed weights" in messages[name]
