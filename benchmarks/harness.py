@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import platform
@@ -102,6 +103,7 @@ class Peak:
             torch.cuda.reset_peak_memory_stats()
             self._before = float(torch.cuda.memory_allocated())
         else:
+            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory; the context would take it again unseen
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
             self._before = status_kib("VmRSS") * 1024.0
         return self
