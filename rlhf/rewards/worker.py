@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf.processes.channel import Channel
 from rlhf.processes.output import printing_as
-from rlhf.processes.outside import children_of, kill_children
+from rlhf.processes.outside import adopt_orphans, children_of, kill_children
 from rlhf.rewards import registry
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.trl_rewards import has_trl_signature
@@ -49,6 +49,7 @@ class Grader:
         self._functions, self._wall_seconds = functions, wall_seconds
         self.waits = [name for name, function in functions.items() if registry.waits(function)]
         self._own = children_of(os.getpid())  # processes that the modules started; they live as long as the worker
+        adopt_orphans()  # so that a call's detached processes end with the call
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
         self._tasks: set[asyncio.Task[None]] = set()

@@ -252,11 +252,14 @@ def test_hostile_functions_leave_no_process(pool: Pool) -> None:
     assert eventually(lambda: descendants() - with_wardens(worker_pids(pool)) <= before)
 
 
-def test_a_child_of_a_call_dies_with_it_and_not_with_the_worker(pool: Pool) -> None:
-    workers = set(worker_pids(pool))
-    assert pool.submit(job("child")).result(timeout=WAIT_S).status == "ok"
-    assert set(worker_pids(pool)) == workers
-    assert eventually(lambda: not any(children_of(worker) for worker in workers))
+@pytest.mark.parametrize("kind", ["child", "detach", "orphan"])
+def test_what_a_call_started_dies_with_it_and_not_with_the_worker(pool: Pool, kind: str) -> None:
+    assert wait_full(pool) == pool.size
+    kept = with_wardens(worker_pids(pool))
+    for _ in range(2 * pool.size):
+        assert pool.submit(job(kind)).result(timeout=WAIT_S).status == "ok"
+    assert with_wardens(worker_pids(pool)) == kept
+    assert eventually(lambda: not {child for process in kept for child in children_of(process)} - kept)
 
 
 def test_closing_leaves_no_process_and_answers_every_job() -> None:
