@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 RECIPES = recipe.recipes()
 ON_GPUS = [number for number, folder in RECIPES.items() if "H100" in recipe.head_of(folder)["note"]]
 WITH_REAL_MODEL = {8}
-IN_MAKE_TEST = {2, 5}  # those that start the stack in unlike ways; the others are for test-faults
+IN_MAKE_TEST = {2}  # the others are for test-faults
 
 
 def commands(folder: Path) -> list[list[str]]:

@@ -196,7 +196,9 @@ def families(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.private
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=pytest.mark.faults) if name == "gemma2" else name for name in FAMILIES]
+)
 def test_the_engine_follows_every_tensor_of_the_learner(model_type: str, families: dict[str, Any]) -> None:
     assert not isinstance(families[model_type], str), families[model_type]
     measured, moved, unnamed = families[model_type]
