@@ -12,7 +12,7 @@ that of one training step before.
 
 The reported KL is always k3 at the tokens that a policy has just sampled, of that same policy, where it has no bias. At
 the end the last policy answers held-out problems. A second table has the bias and variance of each estimator's gradient
-(`kl_gradients.py`).
+(`kl_gradients.py`), a third what the gradient of whole responses becomes by aggregation (`kl_responses.py`).
 """
 
 from __future__ import annotations

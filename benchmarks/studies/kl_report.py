@@ -4,6 +4,7 @@ kl-runs.csv       one line per run, over the second half of its steps, and what 
 grid-*.md, betas-*.md, reward-*.md, lag-*.md, ties.md, slower-*.md   the parts of `kl_runs.py`
 slower-differences.md   of `slower`: the run with a KL minus that without one, in pairs of a seed, with its 95% interval
 kl-gradients.md   bias and variance of each estimator's gradient, enumerated and sampled
+responses.md      the gradient of whole responses by estimator and aggregation, enumerated
 kl.png, kl.json   accuracy against KL, a curve over coefficients; the grid; bias and variance by estimator; all numbers
 
 A part is shown with the seeds of which all its runs are there, or else with all of its runs that are there.
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.studies import kl_gradients, report
+from benchmarks.studies import kl_gradients, kl_responses, report
 from benchmarks.studies.kl_runs import ADVANTAGES, NONE, Run, runs_of_seed
 from benchmarks.studies.objectives_report import interval
 
@@ -167,6 +168,24 @@ def gradient_table(rows: Sequence[report.Row]) -> list[report.Row]:
     return table
 
 
+def responses_table(rows: Sequence[report.Row]) -> list[report.Row]:
+    """A line per policy that sampled, estimator and aggregation: all policies. Empty where a gradient is 0."""
+    lines: dict[tuple[str, ...], list[report.Row]] = {}
+    keys = ("tokens", "estimator", "aggregation")
+    for row in rows:
+        lines.setdefault(tuple(row[key] for key in keys), []).append(row)
+    table = []
+    for setting, policies in lines.items():
+        line = dict(zip(keys, setting, strict=True))
+        sizes = [row["size"] for row in policies]
+        line["size"] = spread(sizes) if max(sizes) > kl_responses.ROUNDING else "0"
+        for key in ("cosine: KL", "longer responses", "away from the sampler"):
+            cosines = [row[key] for row in policies]
+            line[key] = "" if any(map(math.isnan, cosines)) else spread(cosines)
+        table.append(line)
+    return table
+
+
 def caption(part: str, rows: Sequence[report.Row], what: str) -> str:
     """Seeds, spread, command and date of the runs of a table."""
     numbers = sorted({row["seed"] for row in rows})
@@ -282,6 +301,9 @@ def write(rows: Sequence[report.Row], output: Path, *, seeds: Sequence[int]) -> 
     names = ", ".join(map(str, GRADIENT_SEEDS))
     note = f"Seeds {names}: median (smallest..largest) over seeds; {kl_gradients.SAMPLES:,} sampled tokens. {COMMAND}"
     write_with_note(output / "kl-gradients", tables["gradients"], note)
+    tables["responses"] = responses_table(kl_responses.gradient_rows())
+    note = f"{kl_responses.POLICIES} policies, enumerated: median (smallest..largest). {COMMAND}"
+    write_with_note(output / "responses", tables["responses"], note)
     parts = {part: rows_of(part, rows, seeds) for part in runs_of_seed(0)}
     parts = {part: of_part for part, of_part in parts.items() if of_part}
     if not parts:

@@ -262,7 +262,7 @@ def enter_domain(
         readable, writable: further files and folders, within what the process may reach already.
         network: network access of a process that has not been confined by `Grants`.
         kept: descriptors that stay open.
-        listener_to: gets a descriptor for `modes.answer_call`, which counts the processes that it starts, and by which
+        listener_to: gets a descriptor for `calls.answer_call`, which counts the processes that it starts, and by which
             it changes modes and times of files in its folder, or in the folder of an outer domain that has a listener.
 
     Raises:

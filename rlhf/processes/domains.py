@@ -28,9 +28,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf.processes.calls import answer_call
 from rlhf.processes.confinement import close_descriptors, enter_domain, scope_signals
 from rlhf.processes.forkers import BOOT, PACKAGE
-from rlhf.processes.modes import answer_call
 from rlhf.processes.outside import KILL_S, adopt_orphans, die_with_parent, kill_children, may_signal, pids, threads_of
 
 LOOK_S, LOOK_FRACTION = 0.02, 0.05  # pause between checks of a command's use; largest share of time for checks
@@ -124,6 +124,7 @@ class Command:
         """End the command and all its processes."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
+            os.kill(self._warden, signal.SIGCONT)  # code of the user can have stopped it
             self._socket.settimeout(2 * KILL_S)
             while self._socket.recv(1 << 16):
                 pass

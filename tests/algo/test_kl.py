@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-from typing import NamedTuple
 
 import pytest
 import torch
-from enumeration import (
+from torch import Tensor
+
+from benchmarks.studies.enumeration import (
     LENGTHS,
     LONGEST,
     PREFIX_OF_TOKEN,
-    PREFIXES,
     RESPONSES,
-    SPREAD,
-    TOKEN,
-    WORDS,
     gradient_of,
     per_response,
     probabilities,
     token_logprobs,
 )
-from torch import Tensor
-
+from benchmarks.studies.kl_responses import (
+    AGGREGATIONS,
+    Policies,
+    cosine,
+    length_gradient,
+    minibatch_gradient,
+    minibatches,
+    prefix_kl_gradient,
+    response_policies,
+    sampler_kl_gradient,
+)
 from rlhf.algo.kl import KL_ESTIMATORS, KLController, kl_per_token
-from rlhf.algo.losses import aggregate
 from rlhf.algo.numerics import MAX_LOG_RATIO
 
 V = 5
@@ -181,101 +184,6 @@ def test_one_gradient_of_k1_is_not_zero_and_grows_with_the_coefficient():
 
 
 # --- responses that end: a division by a sampled length, and another policy that sampled ---
-
-AGGREGATIONS = ("constant", "token_mean", "sequence_mean")
-ROUNDING = 1e-12  # of a gradient in float64
-REF_DISTANCE, OLD_DISTANCE = 0.5, 0.2  # std of the differences of logits to those of the policy
-
-
-class Policies(NamedTuple):
-    """Logits [prefixes, words] of the policy, of its reference, and of the policy that samples off-policy."""
-
-    policy: Tensor
-    ref: Tensor
-    old: Tensor
-
-
-def response_policies(seed: int) -> Policies:
-    theta, to_ref, to_old = torch.randn(
-        3, len(PREFIXES), WORDS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
-    theta = SPREAD * theta
-    return Policies(theta, theta + REF_DISTANCE * to_ref, theta + OLD_DISTANCE * to_old)
-
-
-@functools.cache
-def minibatches(size: int) -> dict[int, tuple[Tensor, Tensor]]:
-    """Number of tokens -> all minibatches of that many: responses [M, size], and where their tokens are in [T]."""
-    by_tokens: dict[int, list[tuple[int, ...]]] = {}
-    for chosen in itertools.product(range(len(RESPONSES)), repeat=size):
-        by_tokens.setdefault(int(LENGTHS[list(chosen)].sum()), []).append(chosen)
-    places = torch.arange(len(TOKEN)).split(LENGTHS.tolist())
-    return {
-        tokens: (torch.tensor(chosen), torch.cat([places[each] for minibatch in chosen for each in minibatch]))
-        for tokens, chosen in by_tokens.items()
-    }
-
-
-def minibatch_gradient(
-    name: str, policies: Policies, sampler: Tensor, aggregation: str, *, responses: int = 2
-) -> Tensor:
-    """Expected gradient of the KL loss of a minibatch of responses to one prompt, sampled with the logits `sampler`.
-
-    The losses of all minibatches, by the trainer's own `aggregate`, are added with their probabilities.
-    """
-    estimator, _, weighted = name.partition(" ")
-    log_old, log_ref = token_logprobs(sampler), token_logprobs(policies.ref)
-    probability = per_response(log_old).exp()
-
-    def expected_loss(theta: Tensor) -> Tensor:
-        kl = kl_per_token(
-            token_logprobs(theta), log_ref, estimator=estimator, old_logprobs=log_old, ratio_weighted=bool(weighted)
-        )
-        total = torch.zeros((), dtype=torch.float64)
-        for tokens, (chosen, places) in minibatches(responses).items():
-            lengths = LENGTHS[chosen.flatten()]
-            of_token = probability[chosen].prod(-1).repeat_interleave(tokens)
-            total = total + aggregate(
-                of_token * kl[places], torch.ones(len(places), dtype=torch.bool),
-                torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), lengths,
-                aggregation=aggregation, tokens=tokens, rollouts=responses, constant_length=LONGEST,
-            )  # fmt: skip
-        return total
-
-    return gradient_of(expected_loss, policies.policy)
-
-
-def prefix_kl_gradient(policies: Policies, sampler: Tensor, *, reverse: bool = True) -> Tensor:
-    """Gradient of KL(pi, ref) at each token given its prefix, summed; prefixes are as `sampler` reaches them.
-
-    reverse: False for KL(ref, pi).
-    """
-    probability = probabilities(sampler).repeat_interleave(LENGTHS)
-    log_ref = policies.ref.log_softmax(-1)
-
-    def expected_kl(theta: Tensor) -> Tensor:
-        log_pi = theta.log_softmax(-1)
-        of_prefix = log_pi.exp() * (log_pi - log_ref) if reverse else log_ref.exp() * (log_ref - log_pi)
-        return (probability * of_prefix.sum(-1)[PREFIX_OF_TOKEN]).sum()
-
-    return gradient_of(expected_kl, policies.policy)
-
-
-def length_gradient(logits: Tensor) -> Tensor:
-    """Of the expected number of tokens of a response."""
-    return gradient_of(lambda theta: probabilities(theta) @ LENGTHS.double(), logits)
-
-
-def sampler_kl_gradient(policies: Policies, sampler: Tensor) -> Tensor:
-    """Of KL(pi_old, pi) of whole responses, pi_old being the policy that sampled."""
-    probability = probabilities(sampler)
-    return gradient_of(lambda theta: -probability @ per_response(token_logprobs(theta)), policies.policy)
-
-
-def cosine(a: Tensor, b: Tensor) -> float:
-    """Of two gradients; NaN where one of them is 0 but for rounding."""
-    return float((a * b).sum() / (a.norm() * b.norm())) if min(a.norm(), b.norm()) > ROUNDING else float("nan")
-
 
 POLICIES = response_policies(0)
 ON_POLICY, OFF_POLICY = POLICIES.policy, POLICIES.old

@@ -11,7 +11,7 @@ import pytest
 import torch
 from worlds import make_groups, run_world
 
-from benchmarks.studies import in_process, kl, kl_gradients, kl_report, report
+from benchmarks.studies import in_process, kl, kl_gradients, kl_report, kl_responses, report
 from benchmarks.studies.kl_runs import BETAS, LOSS, NONE, REWARD, Run, all_runs, runs_of_seed
 from rlhf.step.batch import make_batch
 from rlhf.types import World
@@ -200,6 +200,15 @@ def test_differences_are_of_pairs_that_share_a_seed_and_the_minibatches() -> Non
     assert line["KL, times that without"] == "2 (2 to 2)"
     half = 12.706 * 0.05  # Student's t with one degree of freedom, times the standard error of -0.1 and -0.2
     assert line["accuracy, minus that without"] == f"-0.150 ± {half:.3f}"
+
+
+def test_the_table_of_responses_shows_that_summed_on_policy_k1_is_nothing_and_k2_the_gradient_of_the_kl() -> None:
+    table = kl_report.responses_table(kl_responses.gradient_rows(policies=2))
+    assert len(table) == 30  # two policies that sample, five estimators, three aggregations
+    by_setting = {(row["tokens"], row["estimator"], row["aggregation"]): row for row in table}
+    k1, k2 = (by_setting["on-policy", name, "constant"] for name in ("k1", "k2"))
+    assert (k1["size"], k1["cosine: KL"], k1["longer responses"]) == ("0", "", "")
+    assert (k2["size"], k2["cosine: KL"], k2["away from the sampler"]) == ("1 (1..1)", "1 (1..1)", "")
 
 
 def test_the_runs_of_a_picture_are_known_by_their_settings(tmp_path: Path) -> None:

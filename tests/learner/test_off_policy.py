@@ -19,7 +19,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from enumeration import (
+from torch import Tensor, nn
+from worlds import make_config
+
+from benchmarks.studies.enumeration import (
     LENGTHS,
     PREFIX_OF_TOKEN,
     PREFIXES,
@@ -30,9 +33,6 @@ from enumeration import (
     gradient_of,
     per_response,
 )
-from torch import Tensor, nn
-from worlds import make_config
-
 from rlhf.algo.logprobs import TokenSupport, token_logprobs
 from rlhf.algo.losses import importance_weights
 from rlhf.algo.packing import pack

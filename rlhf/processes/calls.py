@@ -1,4 +1,4 @@
-"""Calls of a model's program that the kernel asks us about first: changes of modes and times, starts of processes.
+"""Answers system calls of a model's program that seccomp holds: changes of modes and times, starts of processes.
 
 No rule of Landlock or seccomp says for which files `chmod` or `utime` is allowed. So seccomp stops the calling process
 and sends the call to a listener (`seccomp_unotify(2)`), which opens what the call names, looks where it lies, and
@@ -61,17 +61,17 @@ def answer_call(listener: int, folder: str, may_start: Callable[[], bool]) -> No
         try:
             name = next(name for name in FORMS if numbers.get(name) == call)
             form = [None if position is None else arguments[position] for position in FORMS[name]]
-            _make(folder, lambda: fcntl.ioctl(listener, IS_VALID, struct.pack("=Q", number)), pid, *form)
+            _change(folder, lambda: fcntl.ioctl(listener, IS_VALID, struct.pack("=Q", number)), pid, *form)
         except OSError as error:
             problem = error.errno or errno.EACCES
         fcntl.ioctl(listener, SEND, struct.pack("=QqiI", number, 0, -problem, 0))
 
 
-def _make(
+def _change(
     folder: str, check: Callable[[], object], pid: int,
     start: int | None, path: int | None, mode: int | None, times: int | None, flags: int | None,
 ) -> None:  # fmt: skip
-    """Make a call for a process, whose path and times are addresses in its memory; OSError if it is not allowed.
+    """Change a mode or times for a process, whose path and times are addresses in its memory; OSError if not allowed.
 
     Args:
         check: raises OSError if the process has ended, since the memory that was read is then another's.
