@@ -177,7 +177,7 @@ def test_paths_of_other_programs_stay_in_the_output_of_a_program() -> None:
     assert run(f"print({said})") == "see /etc/passwd, /of-nobody/data.txt > /dev/null\n"
 
 
-def test_what_a_program_started_ends_with_the_process_that_called_the_tool(tmp_path: Path) -> None:
+def test_what_a_program_started_ends_with_its_caller_and_by_close_although_its_warden_stopped(tmp_path: Path) -> None:
     sleeps = "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        os.setsid()\n"
     sleeps += "        os.execlp('sleep', 'sleep', '98765')\nimport time; time.sleep(60)"
     script = (
@@ -192,6 +192,14 @@ def test_what_a_program_started_ends_with_the_process_that_called_the_tool(tmp_p
     caller.kill()
     caller.wait()
     assert eventually(lambda: not sleepers())
+
+    variables = {"PATH": os.environ["PATH"]}
+    command = domains.Command([sys.executable, "-c", sleeps], tmp_path, work=tmp_path, variables=variables)
+    command.begin()
+    assert eventually(lambda: bool(sleepers()))
+    os.kill(command._warden, signal.SIGSTOP)
+    command.close()
+    assert not sleepers()  # a warden that is killed ends only the program itself
 
 
 def test_a_program_is_refused_where_no_further_domain_can_be_made() -> None:
