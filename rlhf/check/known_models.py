@@ -26,9 +26,10 @@ D64, D128, D256 = ({"head_dim": size} for size in (64, 128, 256))  # where hidde
 A3B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, **D128}
 A22B = {**A3B, "moe_intermediate_size": 1536}
 MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+LONGROPE = {"original_max_position_embeddings": 4096, "rope_scaling": {"rope_type": "longrope"}}
 
 # names, separated by blanks (name@N: its context is N instead); the values of KEYS; and further keys
-ROWS: tuple[tuple[str, tuple[str | int | bool, ...], dict[str, int]], ...] = (
+ROWS: tuple[tuple[str, tuple[str | int | bool, ...], dict[str, Any]], ...] = (
     ("Qwen/Qwen2.5-0.5B Qwen/Qwen2.5-0.5B-Instruct Qwen/Qwen2.5-Coder-0.5B Qwen/Qwen2.5-Coder-0.5B-Instruct",
      ("qwen2", 896, 4864, 24, 14, 2, 151936, True, 32768), {}),
     ("Qwen/Qwen2.5-1.5B@131072 Qwen/Qwen2.5-1.5B-Instruct Qwen/Qwen2.5-Coder-1.5B Qwen/Qwen2.5-Coder-1.5B-Instruct "
@@ -99,9 +100,9 @@ ROWS: tuple[tuple[str, tuple[str | int | bool, ...], dict[str, int]], ...] = (
     ("google/gemma-3-4b-it", ("gemma3_text", 2560, 10240, 34, 8, 4, 262208, True, 131072), D256),
     ("google/gemma-3-12b-it", ("gemma3_text", 3840, 15360, 48, 16, 8, 262208, True, 131072), D256),
     ("google/gemma-3-27b-it", ("gemma3_text", 5376, 21504, 62, 32, 16, 262208, True, 131072), D128),
-    ("microsoft/Phi-3-mini-4k-instruct microsoft/Phi-3.5-mini-instruct@131072",
-     ("phi3", 3072, 8192, 32, 32, 32, 32064, False, 4096), {}),
-    ("microsoft/Phi-4-mini-instruct", ("phi3", 3072, 8192, 32, 24, 8, 200064, True, 131072), {}),
+    ("microsoft/Phi-3-mini-4k-instruct", ("phi3", 3072, 8192, 32, 32, 32, 32064, False, 4096), {}),
+    ("microsoft/Phi-3.5-mini-instruct", ("phi3", 3072, 8192, 32, 32, 32, 32064, False, 131072), LONGROPE),
+    ("microsoft/Phi-4-mini-instruct", ("phi3", 3072, 8192, 32, 24, 8, 200064, True, 131072), LONGROPE),
     ("microsoft/phi-4", ("phi3", 5120, 17920, 40, 40, 10, 100352, False, 16384), {}),
     ("allenai/OLMo-2-1124-7B allenai/OLMo-2-1124-7B-SFT allenai/OLMo-2-1124-7B-DPO allenai/OLMo-2-1124-7B-Instruct",
      ("olmo2", 4096, 11008, 32, 32, 32, 100352, False, 4096), {}),

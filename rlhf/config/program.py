@@ -81,7 +81,8 @@ class TrainingProgramConfig(Section):
             times = f"{self.sequences_per_example} x " if self.sequences_per_example > 1 else ""
             enough = range(-(-longest // learner.max_tokens_per_microbatch), cluster.learners + 1)
             share = next((each for each in enough if cluster.learners % each == 0), None)
-            several = f", let {share} learners share each (cluster.sequence_parallel={share})" if share else ""
+            sharing = f"let {share} learners share each (cluster.sequence_parallel={share})"
+            several = f", {sharing} if {share} divides the models' attention heads" if share else ""
             yield (
                 f"{self.row_limit}: an example may have {times}{self.sequence_keys} = "
                 f"{longest} tokens, and has to fit. Raise the budget{several}, or shorten the sequences."

@@ -122,6 +122,7 @@ def test_learners_are_asked_to_share_only_what_the_run_lets_them(
     assert wider(model={"path": str(tmp_path / "odd")}) == {2, 4}
     assert wider(algo={"teacher": {"path": str(tmp_path / "odd")}}) == {2, 4}
     assert wider(model={"path": str(tmp_path / "mixes")}) == set()
+    assert wider(model={"path": "microsoft/Phi-4-mini-instruct"}) == set()  # longrope
     assert wider(4097 + 4096) == {2, 4, 8}
 
 
