@@ -41,6 +41,7 @@ PACKED = "packed"
 # up to 2.5 times as fast (keys 111 to 600). From there to 256 queries it is no slower.
 SHORT_QUERIES = 128
 FLASH_WIDTH = 256  # the widest heads of flash attention 2 and 3
+OWN_RULE = "its attention mask has a rule of its own"
 FLASH_3 = "flash_attn_interface"  # the module of flash attention 3, as torch imports it
 # Biases that balance a router stay float32 in a bfloat16 model; most families' classes ask for that themselves.
 PreTrainedModel._keep_in_fp32_modules_strict = ["e_score_correction_bias", "expert_bias"]
@@ -102,7 +103,8 @@ def packed_attention(
     """
     window, segments = attention_mask, segments or segments_of_row()
     assert query.shape[0] == 1, "a packed row is a batch of one"
-    assert window is None or isinstance(window, Window), "segments say what may be attended to"
+    if not isinstance(window, Window | None):  # the layer has made a mask
+        raise UnpackableError(OWN_RULE)
     assert dropout == 0.0, "dropout would make old and current log-probabilities differ"
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [U, heads, d]; x[0] would copy gradients
     if vars(module).get("attn_temperature_tuning") and not module.use_rope:
@@ -305,7 +307,7 @@ def _window_of_mask(
 ) -> Window | None:
     """In place of a mask: the window or chunk of the layers that it is for; None if they see the whole past."""
     if use_vmap:  # the model adds a rule
-        raise UnpackableError("its attention mask has a rule of its own")
+        raise UnpackableError(OWN_RULE)
     if local_size is None:
         return None
     return Window(local_size, chunked=vars(config).get("attention_chunk_size") == local_size)

@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    DogeConfig,
     FalconConfig,
     GPT2Config,
     LlamaConfig,
@@ -272,6 +273,10 @@ UNPACKABLE = {
     "attention classes of its own": (
         lambda: FalconConfig(vocab_size=97, hidden_size=48, num_hidden_layers=1, num_attention_heads=4),
         "its attention cannot be replaced",
+    ),
+    "masks made in its layers": (
+        lambda: DogeConfig(**SMALL),
+        "its attention mask has a rule of its own",
     ),
 }
 
