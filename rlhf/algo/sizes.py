@@ -8,6 +8,10 @@ WHOLE_TOKENS = 4
 # sums over several tiles.
 HEAD_TILE = {"cuda": (16384, 4096), "cpu": (1024, 2048)}
 
+# Tokens of a tile of an MLP. On GPU products of so many rows run at their full rate, and few bytes are moved to add up
+# the gradients of weights over the tiles (benchmarks/roofline.py: 3% of an update). On CPU rows are shorter.
+MLP_TILE = {"cuda": 4096, "cpu": 1024}
+
 # Elements that GPUs reduce at once, and that ZeRO-3 gathers ahead: about one layer of a 7 B model.
 REDUCE_BUCKET = 250_000_000
 

@@ -311,6 +311,7 @@ def _load_without_data(model: RunModel, loaded: ModelConfig) -> None:
     from rlhf.learner.packed_mixers import mixers_of, unshared
     from rlhf.learner.policy_model import load_language_model
     from rlhf.learner.text_model import language_model
+    from rlhf.learner.tiles import dense_mlps
     from rlhf.learner.value_model import read_scalar_transformer
 
     path, key = loaded.path, model.key
@@ -329,6 +330,8 @@ def _load_without_data(model: RunModel, loaded: ModelConfig) -> None:
         transformer = load_language_model(loaded, key=key, exported=model.is_trained, without_data=True)
     if model.sharing > 1 and (mixers := mixers_of(transformer)):
         raise ValueError(unshared(mixers[0]).of(model.sharing, key, path))
+    if model.is_trained and loaded.gradient_checkpointing == "tiled":
+        dense_mlps(transformer)
 
 
 def _check_generation_config(folder: Path) -> None:

@@ -36,6 +36,7 @@ SHARED = (2, 4, 8)  # learners that share a sequence
 ADAPTERS = LoraConfig(rank=32, alpha=64)
 CHECKPOINTING = {  # configured value -> values to try, from the fastest to the least memory
     False: (False, "selective", True), "selective": ("selective", True), True: (True,),
+    "tiled": ("tiled",),
 }  # fmt: skip
 AS_SET = "this config"  # in place of keys where none has to change
 
@@ -191,7 +192,8 @@ def economies(config: C, shape: ModelShape) -> Iterator[C]:
     if isinstance(config, GRPOConfig) and config.cluster.device == "cpu":
         least = math.ceil(config.max_sequence_tokens * kv_cache(shape, config)[0] / GIB)
         yield (config := with_values(config, rollout={"kv_cache_gib": max(config.rollout.kv_cache_gib, least)}))
-    yield (config := with_values(config, model={"gradient_checkpointing": True}))
+    most_recomputed = CHECKPOINTING[config.model.gradient_checkpointing][-1]
+    yield (config := with_values(config, model={"gradient_checkpointing": most_recomputed}))
     if config.cluster.device == "cuda":
         stage = 3 if config.cluster.learners > 1 else config.learner.zero_stage
         yield (config := with_trained_values(config, zero_stage=stage))

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from rlhf.algo.layer_names import is_adapted
-from rlhf.algo.sizes import BUCKET_BYTES, HEAD_TILE, REDUCE_BUCKET, WHOLE_TOKENS
+from rlhf.algo.sizes import BUCKET_BYTES, HEAD_TILE, MLP_TILE, REDUCE_BUCKET, WHOLE_TOKENS
 from rlhf.check.model_shape import ModelShape, shape_at
 from rlhf.check.resources import quantity
 from rlhf.config.grpo import GRPOConfig
@@ -278,8 +278,8 @@ def _overhead(kind: str, config: TrainingProgramConfig) -> Part:
     return Part(*OVERHEAD[config.cluster.device][kind])
 
 
-def layer_activation_bytes(shape: ModelShape, *, b: int) -> int:
-    """Bytes that one layer keeps per token for its backward pass.
+def layer_activation_bytes(shape: ModelShape, *, b: int, of_mlp: float = 1.0) -> float:
+    """Bytes that one layer keeps per token for its backward pass; of its dense MLP the share `of_mlp`.
 
     A norm keeps its input in float32 and the normalized values: (4 + b) H, twice. The projections keep their inputs:
     2 b H. Attention keeps q, k, v and its output: b (n + k) (d + d'), d' of the values, and q and k once more before
@@ -288,7 +288,7 @@ def layer_activation_bytes(shape: ModelShape, *, b: int) -> int:
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norms = 2 * (4 + b) * shape.hidden + shape.qk_norm * (4 + b) * (queries + keys)
-    mlp = 4 * b * shape.intermediate
+    mlp = of_mlp * 4 * b * shape.intermediate
     if shape.sparse_layers:
         mlp = max(
             mlp if shape.sparse_layers < shape.layers else 0,
@@ -356,14 +356,19 @@ def _activations(shape: ModelShape, config: TrainingProgramConfig) -> Part:
     # Attention keeps keys and values once more for each sequence that begins with them.
     keys = shared_kv_heads(shape, config.cluster.sequence_parallel)
     repeated = (WHOLE_TOKENS - 1) * b * keys * shape.key_value_dim
-    layer = layer_activation_bytes(shape, b=b) + repeated
+    tiled = config.model.gradient_checkpointing == "tiled"
+    of_mlp = min(1.0, MLP_TILE[config.cluster.device] / tokens) if tiled else 1.0
+    layer = layer_activation_bytes(shape, b=b, of_mlp=of_mlp) + repeated
     if config.model.gradient_checkpointing == "selective":
         kept = selective_bytes(shape, b=b)
         if config.model.lora is not None:
             kept += adapter_product_bytes(shape, config.model.lora.rank, b=b)
         return Part("activations, selective", float(tokens * (shape.layers * kept + layer)))
     if config.model.gradient_checkpointing:
-        return Part("activations, checkpointed", float(tokens * (b * shape.hidden * shape.layers + layer)))
+        return Part(
+            f"activations, {'tiled' if tiled else 'checkpointed'}",
+            float(tokens * (b * shape.hidden * shape.layers + layer)),
+        )
     return Part("activations", float(tokens * shape.layers * layer))
 
 

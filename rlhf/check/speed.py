@@ -94,7 +94,7 @@ def compute_s(shape: ModelShape, config: TrainingProgramConfig, lengths: Lengths
         assert isinstance(config, GRPOConfig)
         lengths = Lengths.of(config)
     checkpointing, frozen = config.model.gradient_checkpointing, bool(config.model.lora)
-    again = checkpointing is True
+    again = checkpointing in (True, "tiled")
     passes = PASSES_RECOMPUTED if checkpointing else PASSES
     pairs = 2 * shape.attention_layers * shape.heads * shape.head_dim * lengths.sequence  # causal: half of them
     products = 2 * shape.active_parameters * (1 + RECOMPUTED * again + (1 if frozen else 2))

@@ -30,7 +30,7 @@ CLIPPING_LOSSES = ("ppo", "gspo", "cispo", "dppo_tv")  # they read clip_low and 
 Advantage = Annotated[str, OwnOr("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline")]
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM
 ModelDType = Literal["bfloat16", "float32"]
-Checkpointing = bool | Literal["selective"]
+Checkpointing = bool | Literal["selective", "tiled"]
 EngineOptions = Annotated[dict[str, Any], AfterValidator(check_engine_options)]
 DeepSpeedOptions = Annotated[dict[str, Any], AfterValidator(check_deepspeed_options)]
 ToolParser = Annotated[str, Field(min_length=1), AfterValidator(check_tool_parser)]
@@ -71,7 +71,8 @@ class ModelConfig(Section):
     dtype: ModelDType = key("bfloat16", "of weights and activations; master weights are float32")
     gradient_checkpointing: Checkpointing = key(
         False,
-        "recompute activations in the backward pass; selective: all but matrix products and attention",
+        "recompute activations in the backward pass; selective: all but matrix products and attention; tiled: all, and "
+        "MLPs in tiles of tokens",
         resume="rounding",
     )
     trust_remote_code: bool = key(False, "run code that the model's repository ships", resume="free")

@@ -31,6 +31,7 @@ from rlhf.learner.routing import Routing, choices_of_row, has_balancing_loss, ro
 from rlhf.learner.segments import MIXES, Segments, UnsharedRowError, checkpoint_contexts, row_of, segments_of
 from rlhf.learner.selective import selective_contexts
 from rlhf.learner.text_model import decoder_of, language_model
+from rlhf.learner.tiles import compute_in_tiles
 from rlhf.types import PackedTokens, PromptRow
 
 if TYPE_CHECKING:
@@ -266,10 +267,14 @@ def check_packed(
 def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing: Checkpointing) -> None:
     """Use kernels where they fit, run mixers on packed rows; gradient checkpointing on if asked, randomness off.
 
+    ValueError if its MLPs are to be tiled and it has no dense one.
+
     With dropout or sampled experts, old and current log-probabilities would differ before the first update.
     """
     use_kernels(transformer)
     run_by_segments(transformer)
+    if gradient_checkpointing == "tiled":
+        compute_in_tiles(transformer)
     if gradient_checkpointing:
         contexts = selective_contexts if gradient_checkpointing == "selective" else checkpoint_contexts
         options = {"use_reentrant": False, "context_fn": contexts}

@@ -39,7 +39,8 @@ def make_reference(config: GRPOConfig, rank: TrainedRank) -> Reference | None:
         return None
     if config.model.lora is not None:
         return AdaptersOff(rank)
-    frozen = config.model.model_copy(update={"gradient_checkpointing": False})
+    tiled = config.model.gradient_checkpointing == "tiled"  # with other tiles its roundings would differ
+    frozen = config.model.model_copy(update={"gradient_checkpointing": "tiled" if tiled else False})
     with rank.loading():
         model = load_policy(frozen, temperature=config.rollout.temperature, exported=False)
     if config.learner.replays_experts:  # the KL compares weights, not choices of experts

@@ -502,6 +502,14 @@ def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
         check_class(RunModel("model.path", str(folder)), ModelConfig(path=str(folder)))
 
 
+def test_a_model_without_a_dense_mlp_to_tile_is_refused_before_the_start(tmp_path: Path) -> None:
+    path = str(write_family("mixtral", tmp_path, num_hidden_layers=1))
+    tiled = ModelConfig(path=path, gradient_checkpointing="tiled")
+    with pytest.raises(ValueError, match=r"^model\.path=.*: model\.gradient_checkpointing=tiled: Mixtral"):
+        check_class(RunModel("model.path", path, is_trained=True), tiled)
+    check_class(RunModel("teacher", path), tiled)  # frozen models other than the reference are not tiled
+
+
 # --- what could not be written again ---
 
 

@@ -19,6 +19,7 @@ from worlds import (
     run_world,
 )
 
+from rlhf.config.sections import Checkpointing
 from rlhf.step.batch import broadcast_to_tokens
 from rlhf.types import PolicyTargets, World
 
@@ -31,11 +32,11 @@ STAGES = (0, 1, 2, 3)
 
 def config_for(
     model: Path, *, learners: int, budget: int, stage: int, dtype: str = "float32", reduced: str = "bfloat16",
-    shared: int = 1,
+    shared: int = 1, checkpointing: Checkpointing = False,
 ) -> Any:  # fmt: skip
     return make_config(
         model,
-        model={"dtype": dtype},
+        model={"dtype": dtype, "gradient_checkpointing": checkpointing},
         algo={"kl_coef": 0.1, "kl_estimator": "k3", "loss_aggregation": "sequence_mean", "entropy_coef": 0.01},
         learner={
             "max_tokens_per_microbatch": budget,
@@ -49,8 +50,9 @@ def config_for(
 
 
 def collect_gradients(
-    world: World, model: Path, budgets: tuple[int, ...], stages: tuple[int, ...], dtype: str, reduced: str = "bfloat16"
-) -> Any:
+    world: World, model: Path, budgets: tuple[int, ...], stages: tuple[int, ...], dtype: str, reduced: str = "bfloat16",
+    checkpointing: Checkpointing = False,
+) -> Any:  # fmt: skip
     """(stage, budget) -> gradients of the first minibatch by name, on this rank, through the real DeepSpeed engine."""
     from rlhf.learner.policy import Learner
     from rlhf.learner.policy_model import load_policy
@@ -61,7 +63,7 @@ def collect_gradients(
         for budget in budgets:
             config = config_for(
                 model, learners=world.size, budget=budget, stage=stage, dtype=dtype, reduced=reduced,
-                shared=world.sequence_parallel,
+                shared=world.sequence_parallel, checkpointing=checkpointing,
             )  # fmt: skip
             learner = Learner(config, world)
             seen = record_gradients(learner)
@@ -108,6 +110,16 @@ def plain_gradients(model: Path, dtype: torch.dtype = torch.float32) -> dict[str
     return {name: p.grad.float().numpy() for name, p in net.named_parameters()}
 
 
+def whole_and_tiled(world: World, model: Path) -> Any:
+    """The gradients by stage and budget, and by stage with MLPs in tiles, of which ranks have different numbers."""
+    from rlhf.learner import tiles
+
+    whole = collect_gradients(world, model, BUDGETS, STAGES, "float32")
+    tiles.MLP_TILE = {"cpu": 16}
+    tiled = collect_gradients(world, model, (300,), STAGES, "float32", checkpointing="tiled")
+    return whole | {(stage, "tiled"): gradients for (stage, _), gradients in tiled.items()}
+
+
 def test_the_gradient_is_the_plain_one_for_1_and_2_learners_3_budgets_and_every_zero_stage(
     tiny_model_dir: Path,
 ) -> None:
@@ -115,8 +127,8 @@ def test_the_gradient_is_the_plain_one_for_1_and_2_learners_3_budgets_and_every_
     expected = plain_gradients(model)
     assert all(np.abs(g).max() > 0 for g in expected.values())
     for learners in (1, 2):
-        for rank, by_case in enumerate(run_world(collect_gradients, learners, model, BUDGETS, STAGES, "float32")):
-            assert len(by_case) == len(BUDGETS) * len(STAGES)
+        for rank, by_case in enumerate(run_world(whole_and_tiled, learners, model)):
+            assert len(by_case) == (len(BUDGETS) + 1) * len(STAGES)
             for case, gradients in by_case.items():
                 assert relative_error(gradients, expected) < 2e-5, (learners, rank, case)
 

@@ -38,9 +38,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"learner": {"router_balance_coef": 0.1, "offload_optimizer": True}, "algo": {"ref_update": "average"}},
     ),
     "replayed experts, full checkpointing": ("qwen3_moe", {"model": {"gradient_checkpointing": True}}),
-    "a wrapped text model, teacher over the vocabulary": (
+    "a wrapped text model, teacher over the vocabulary, tiled checkpointing": (
         "qwen3_vl",
-        {"algo": {"teacher": {"path": "teacher", "over": "vocabulary"}}},
+        {
+            "model": {"gradient_checkpointing": "tiled"},
+            "algo": {"teacher": {"path": "teacher", "over": "vocabulary"}},
+        },
     ),
     "bfloat16": ("qwen3", {"model": {"dtype": "bfloat16"}}),
 }
@@ -84,8 +87,10 @@ def recorded(case: str, batch: StepBatch) -> StepBatch:
 
 def steps(world: World, folder: Path) -> dict[str, Any]:
     """Case -> columns of the passes, gradients of both updates, and their metrics, on this rank."""
+    from rlhf.learner import tiles
     from rlhf.learner.policy import Learner
 
+    tiles.MLP_TILE = {"cpu": 16}
     results = {}
     for case in CASES:
         config = config_for(case, folder, world)
