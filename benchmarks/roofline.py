@@ -199,7 +199,7 @@ def update(size: str, *, with_kernels: bool, checkpointing: Checkpointing) -> Ro
 
 def main() -> int:
     options = harness.parser(__doc__ or "").parse_args()
-    kinds: tuple[Checkpointing, ...] = (False, "selective", True)
+    kinds: tuple[Checkpointing, ...] = (False, "selective", True, "tiled")
     rows = [
         update(size, with_kernels=with_kernels, checkpointing=checkpointing)
         for size in ("1.5B", "7B", "32B")[: 1 if options.quick else None]
