@@ -8,7 +8,7 @@ tiles, in the model's type, before any hook of DeepSpeed sees them.
 
 DeepSpeed's `TiledMLP` has the same gradients at every ZeRO stage, but is not used: it computes each product of an MLP
 three times before the backward pass, where here the last product is computed once and the others twice. By the account
-of `benchmarks/roofline.py` a 7B update takes 27% longer than with full checkpointing, and 3% this way.
+of `benchmarks/roofline.py` a 7B update takes 3% longer than with full checkpointing.
 """
 
 from __future__ import annotations
