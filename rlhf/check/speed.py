@@ -10,8 +10,10 @@ transfers, evaluations and checkpoints.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from rlhf.algo.sizes import MLP_TILE
 from rlhf.check.memory import (
     BYTES,
     MASTER_BYTES,
@@ -102,10 +104,22 @@ def compute_s(shape: ModelShape, config: TrainingProgramConfig, lengths: Lengths
     kept = shape.layers * layer_activation_bytes(shape, b=BYTES[config.model.dtype])
     logits = lengths.response / lengths.sequence * shape.vocabulary
     products += logits * shape.hidden * (6 if frozen else 8)
-    moved = passes * kept + logits * HEAD_PASSES
+    moved = passes * kept + logits * HEAD_PASSES + (_tiling_bytes(shape, config) if checkpointing == "tiled" else 0.0)
     rates, learners = relative_rates(config), config.cluster.sequence_parallel
     exchanging = exchanged_bytes(shape, config) / link_bytes_per_second(config, learners)
     return (products / GEMM + attention) / rates.tflops + moved / BANDWIDTH / rates.bandwidth + exchanging
+
+
+def _tiling_bytes(shape: ModelShape, config: TrainingProgramConfig) -> float:
+    """Bytes per token that tiles of dense MLPs move: cuts and joins, and after the first tile sums of the gradients.
+
+    Four passes over the states of each layer, and three over an MLP's 3 H I weights for each further tile of a row.
+    """
+    tokens, b = config.learner.max_tokens_per_microbatch, BYTES[config.model.dtype]
+    layers = shape.layers - shape.sparse_layers
+    sums = (math.ceil(tokens / MLP_TILE[config.cluster.device]) - 1) / tokens
+    weights = 0 if config.model.lora else 3 * shape.hidden * shape.intermediate
+    return b * layers * (4 * shape.hidden + 3 * sums * weights)
 
 
 def exchanged_bytes(shape: ModelShape, config: TrainingProgramConfig) -> float:
