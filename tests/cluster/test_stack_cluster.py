@@ -364,6 +364,7 @@ def submission(url: str) -> tuple[list[str], dict[str, str]]:
     return command, os.environ | {"PYTHON": sys.executable, "JOB_PYTHON": sys.executable}
 
 
+@pytest.mark.faults
 def test_a_job_trains_across_both_nodes_and_its_log_and_status_come_back(
     cluster_with_dashboard: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
