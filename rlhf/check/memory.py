@@ -279,12 +279,12 @@ def _overhead(kind: str, config: TrainingProgramConfig) -> Part:
 
 
 def layer_activation_bytes(shape: ModelShape, *, b: int, of_mlp: float = 1.0) -> float:
-    """Bytes that one layer keeps per token for its backward pass; of its dense MLP the share `of_mlp`.
+    """Bytes that one layer keeps per token for its backward pass.
 
     A norm keeps its input in float32 and the normalized values: (4 + b) H, twice. The projections keep their inputs:
     2 b H. Attention keeps q, k, v and its output: b (n + k) (d + d'), d' of the values, and q and k once more before
     their norms if they have any. The gated MLP keeps gate, its activation, up and the product: 4 b I, for each expert
-    that is active.
+    that is active. A tiled MLP keeps them for a share of the tokens, `of_mlp`.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norms = 2 * (4 + b) * shape.hidden + shape.qk_norm * (4 + b) * (queries + keys)

@@ -314,11 +314,6 @@ def _messages(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> I
     key = ".".join(map(str, (section, *problem["loc"]) if section else problem["loc"]))
     given, described = f"{key}={short_value(problem['input'])}", keys.get(_key_pattern(key))
     message = problem["msg"].removeprefix("Value error, ")
-    key_above = key.rpartition(".")[0]
-    several = keys.get(_key_pattern(key_above))  # a key of several types; pydantic has a problem for each of them
-    if described is None and several is not None and problem["type"] in ("bool_parsing", "bool_type", "literal_error"):
-        yield f"{key_above}={short_value(problem['input'])}: it has to be {several.kind} ({several.description})."
-        return
     match problem["type"]:
         case "extra_forbidden":
             yield f"{given}: there is no such key. {nearest_key(key, keys)}"

@@ -78,6 +78,13 @@ class ModelConfig(Section):
     trust_remote_code: bool = key(False, "run code that the model's repository ships", resume="free")
     lora: LoraConfig | None = key(None, "train adapters in place of all weights: {rank: 16}; null: all weights")
 
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _is_a_kind(cls, value: Any) -> Any:
+        if isinstance(value, bool) or value in ("selective", "tiled"):
+            return value
+        raise ValueError(f"model.gradient_checkpointing={value}: set true, false, selective or tiled.")
+
 
 class AnyRunConfig(Section):
     """The `run` section of any program that trains."""

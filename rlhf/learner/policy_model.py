@@ -267,9 +267,8 @@ def check_packed(
 def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing: Checkpointing) -> None:
     """Use kernels where they fit, run mixers on packed rows; gradient checkpointing on if asked, randomness off.
 
-    ValueError if its MLPs are to be tiled and it has no dense one.
-
-    With dropout or sampled experts, old and current log-probabilities would differ before the first update.
+    With dropout or sampled experts, old and current log-probabilities would differ before the first update. ValueError
+    if MLPs are to be tiled and the model has no dense one.
     """
     use_kernels(transformer)
     run_by_segments(transformer)

@@ -29,7 +29,7 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "--run.steps=3": ("--run.steps", "=3", "run.steps?"),
     "--paln": ("--paln", "--paln", "--help"),
     "model.lora.targets=[q_proj, query]": ("model.lora.targets", "=query", "It has down_proj, gate_proj, k_proj"),
-    "model.gradient_checkpointing=tile": ("gradient_checkpointing", "=tile", "true | false | selective | tiled"),
+    "model.gradient_checkpointing=tile": ("gradient_checkpointing", "=tile", "true, false, selective or tiled"),
     "run.dir=[1": ("run.dir", "[1", "Quote it: run.dir='\"...\"'."),
     "data.train=/nowhere.jsonl": ("data.train", "=/nowhere.jsonl", "Correct the path"),
     "data.train=rows.csv": ("data.train", "=rows.csv", "Correct the path"),
